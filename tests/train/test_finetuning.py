@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from small_trainings import config, measured, summary
+from small_trainings import config, measured, rows, summary
 from text_data import save_tokenizer, write_jsonl
 
 import zfunc
@@ -91,6 +91,28 @@ def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: pytest
     assert torch.allclose(zfunc.apply(same.program, state, x), trained(x).logits, atol=1e-5)
     before = pretrained("model").state_dict()
     assert not torch.equal(before["lm_head.weight"], trained.state_dict()["lm_head.weight"])
+
+
+def test_epochs_on_all_of_the_data_with_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(Path("eval.jsonl"), *({"text": f"w1 w2 w{n}"} for n in range(9)))
+    given = ("--data", "texts.jsonl", "--eval-data", "eval.jsonl", "--epochs", 0.5, "--lr-schedule", "linear")
+    assert train(*given, "--warmup", 1, "--out", "run", "--no-sample") == 0
+    out = capsys.readouterr().out
+    assert "epochs: 0.5 of 32 sequences each: 4 steps" in out  # of 400 tokens, all of them trained on
+    assert "held out:\n    eval.jsonl: 1 files, 9 documents, 36 tokens" in out
+    assert "step 4/4  epoch 0.50  loss" in out
+    settings = config("run")["settings"]
+    assert (settings["epochs"], settings["steps"], settings["seconds"]) == (0.5, 4, None)
+    assert [row["epoch"] for row in rows("run")[1:]] == [0.125, 0.25, 0.375, 0.5]
+    assert [row["lr"] for row in rows("run")[1:]] == pytest.approx([2e-5, 1.4e-5, 0.8e-5, 0.2e-5])
+    assert train(*given, "--warmup", 1, "--out", "run", "--resume", "auto") == 0
+    assert "it ended at step 4: nothing is left to train" in capsys.readouterr().out
+
+
+def test_a_fine_tuning_is_one_epoch_without_a_bound() -> None:
+    assert train("--data", "texts.jsonl", "--out", "run", "--no-sample", "--eval-every", 0) == 0
+    settings = config("run")["settings"]
+    assert (settings["epochs"], settings["seconds"], settings["steps"]) == (1, None, len(rows("run")))
 
 
 def test_the_first_loss_is_the_models_own() -> None:

@@ -85,17 +85,28 @@ def _parse(words: list[str], args: argparse.Namespace) -> None:
 
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
-    """The settings of the given flags. Of steps and seconds, one that is given alone is the only bound."""
+    """The settings of the given flags."""
     given = given_fields(command.settings, args)
     if "config" in given:
         given = _with_config(given)
-    if len(given.keys() & {"steps", "seconds"}) == 1:
-        given = {"steps": None, "seconds": None, **given}
-    if command.settings is TrainSettings and "hf" in given:
-        given = {"lr": FINE_TUNING_LR, **given}
     if command.settings is TrainSettings:
+        given = {**_length(given), **given}
+        if "hf" in given:
+            given = {"lr": FINE_TUNING_LR, **given}
         given = {**OPTIMIZER_DEFAULTS.get(given.get("optimizer", ""), {}), **given}
     return command.settings(**given)
+
+
+def _length(given: dict[str, Any]) -> dict[str, Any]:
+    """How long a training is by default. Bounds that are given are the only ones; a fine-tuning is one epoch."""
+    if {"steps", "epochs"} <= given.keys():
+        raise ValueError(
+            f"--epochs: got {given['epochs']:g} with --steps {given['steps']}, expected one of them: leave one out"
+        )
+    unbounded: dict[str, Any] = {"steps": None, "seconds": None}
+    if given.keys() & {"steps", "epochs", "seconds"}:
+        return unbounded
+    return {**unbounded, "epochs": 1.0} if "hf" in given else {}
 
 
 def _with_config(given: dict[str, Any]) -> dict[str, Any]:

@@ -148,11 +148,12 @@ def step_line(event: Stepped) -> str:
     device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
     scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
     skipped = "  skipped: overflow" if event.skipped else ""
+    epoch = f"  epoch {event.epoch:.2f}" if event.epoch is not None else ""
     left = f"  {format_clock(event.seconds_left)} left" if event.seconds_left is not None else ""
     return (
-        f"{_count(event.step, event.total)}  loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}"
-        f"{scale}  {event.tokens_per_second:,.0f} tokens/s  Adam {adam_share(event):.1%}{device}"
-        f"  host {format_bytes(event.host_bytes)}{left}{skipped}"
+        f"{_count(event.step, event.total)}{epoch}  loss {event.loss:.4f}  lr {event.lr:.2e}"
+        f"  norm {event.grad_norm:.2f}{scale}  {event.tokens_per_second:,.0f} tokens/s"
+        f"  Adam {adam_share(event):.1%}{device}  host {format_bytes(event.host_bytes)}{left}{skipped}"
     )
 
 

@@ -62,6 +62,7 @@ class Stepped:
     host_bytes: int
     seconds_left: float | None
     held_out: float | None  # as in Evaluated
+    epoch: float | None = None  # passes over the data so far; None without --epochs
 
 
 @frozen

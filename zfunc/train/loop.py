@@ -167,6 +167,7 @@ class _Loop:
             host_bytes=host_bytes(),
             seconds_left=self.progress.budget.seconds_left(number, elapsed),
             held_out=self.held_out,
+            epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
         )
         if timed and metrics.timeline is not None:
             yield Timed(number, metrics.timeline)

@@ -22,7 +22,7 @@ KEY = "train"  # in a checkpoint's extra
 # fmt: off
 DECIDING = (
     "data", "dtype", "tokenizer", "hf", "vocab_size", "seq_length", "dropout", "batch_size", "micro_batches",
-    "seed", "lr", "warmup", "steps", "seconds",
+    "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
 )
 # fmt: on
 
@@ -150,7 +150,8 @@ def restored_clock(extra: Mapping[str, Any], settings: TrainSettings, step: int)
         budget, elapsed, skipped, tuple(math.nan if x.value is None else x.number() for x in losses)
     )
     saved, now = _saved_settings(kept), plain_settings(settings)
-    if all(saved.get(name) == now[name] for name in ("steps", "seconds")):
+    steps = "epochs" if settings.epochs is not None and settings.steps is None else "steps"  # not counted yet
+    if all(saved.get(name) == now[name] for name in (steps, "seconds")):
         return clock
     budget = evolve(budget, total=settings.steps, reviews=0)  # the bounds have changed
     return evolve(clock, budget=budget.reviewed(step, elapsed) if step else budget)

@@ -163,8 +163,11 @@ def record_event(run: RunFolder, event: Event, unit: str) -> None:
             outcome = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
             run.amend(event.step, outcome)
         case Stepped():
-            fields = attrs.asdict(event, filter=attrs.filters.exclude("step", "held_out", "seconds_left"))
-            run.append(event.step, fields if event.held_out is None else {**fields, held_out: event.held_out})
+            fields = attrs.asdict(
+                event, filter=attrs.filters.exclude("step", "held_out", "epoch", "seconds_left")
+            )
+            more = {"epoch": event.epoch, held_out: event.held_out}
+            run.append(event.step, fields | {name: x for name, x in more.items() if x is not None})
         case Traced():
             title = _title(event, json.loads((run.path / CONFIG).read_text()))
             replace_text(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))

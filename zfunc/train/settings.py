@@ -42,6 +42,7 @@ TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR = 2e-5
 LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE, GPU_BUCKET_SIZE = 1 << 18, 50_000_000  # elements, where none is set
+LR_SCHEDULES = ("cosine", "linear", "constant")
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of --hf has
 
 
@@ -124,6 +125,12 @@ TRAIN = {
         "(default: the sources of Python's standard library)",
         path,
     ),
+    "eval_data": Option(
+        "data",
+        "data to evaluate on, as for --data, of which all is then trained on (default: about a tenth of --data is "
+        "held out)",
+        path,
+    ),
     "tokenizer": Option(
         "data",
         "a local tokenizer.json, for text and JSONL (default: that of --hf; without one, bytes are the tokens)",
@@ -161,9 +168,14 @@ TRAIN = {
     "optimizer": OPTIMIZER,
     "lr": Option(
         "step",
-        f"peak learning rate, {FINE_TUNING_LR:g} with --hf, else {_by_optimizer('lr')}; it decays to a tenth along "
-        "a cosine",
+        f"peak learning rate, {FINE_TUNING_LR:g} with --hf, else {_by_optimizer('lr')}",
         positive,
+    ),
+    "lr_schedule": Option(
+        "step",
+        f"what the learning rate does after the warm-up: {_names(LR_SCHEDULES)}; it falls to a tenth of --lr at "
+        "the last step, or stays",
+        one_of(LR_SCHEDULES),
     ),
     "warmup": Option(
         "step",
@@ -176,10 +188,16 @@ TRAIN = {
         not_negative,
     ),
     "steps": Option("how long", "steps to train; no limit if only --seconds is given", count),
+    "epochs": Option(
+        "how long",
+        "passes over the data, also parts of one, instead of --steps (default: 1 with --hf, where none of --steps, "
+        "--epochs and --seconds is given)",
+        positive,
+    ),
     "seconds": Option(
         "how long",
-        "seconds to train, evaluations included; no limit if only --steps is given. If they are too short for all "
-        "steps, fewer are taken, and the learning rate still decays to its end",
+        "seconds to train, evaluations included; no limit if only --steps or --epochs is given. If they are too "
+        "short for all steps, fewer are taken, and the learning rate still decays to its end",
         positive,
     ),
     "eval_every": Option(
@@ -262,18 +280,21 @@ StepFlags = flag_fields(StepSettings, GPTFlags, precision=AUTO, clip=1.0, bucket
 class TrainSettings(StepFlags):
     """A training. The defaults end within 3 minutes on two cores.
 
-    None stands for a default that depends on the machine or the data; the option's help says which. Raises
-    ValueError for values that cannot be run, alone or together.
+    None stands for a default that depends on the machine or the data; the option's help says which. Where there are
+    `epochs`, `prepare_job` sets `steps`. Raises ValueError for values that cannot be run, alone or together.
     """
 
     config: Path | None = None
+    eval_data: Path | None = None
     dtype: str = "uint16"
     hf: Path | None = None
     dropout: float = 0.0
     lr: float = OPTIMIZER_DEFAULTS["adamw"]["lr"]
+    lr_schedule: str = "cosine"
     warmup: int | None = None
     weight_decay: float = OPTIMIZER_DEFAULTS["adamw"]["weight_decay"]
     steps: int | None = 1500
+    epochs: float | None = None
     seconds: float | None = 140.0
     eval_every: int = 250
     no_sample: bool = False
@@ -298,9 +319,9 @@ class TrainSettings(StepFlags):
                 f"--save-every: got {self.save_every} with --state-on disk, whose swap space is the checkpoint, "
                 "expected --commit-every: pass that instead"
             )
-        if self.steps is None and self.seconds is None:
+        if self.steps is None and self.epochs is None and self.seconds is None:
             raise ValueError(
-                "--steps, --seconds: got neither, expected one at least: pass such as --steps 1500"
+                "--steps, --epochs, --seconds: got none, expected one at least: pass such as --steps 1500"
             )
         if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(

@@ -5,6 +5,7 @@ been allocated for the model.
 """
 
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer, with_lr
-from zfunc.optim.lr import linear_warmup, warmup_cosine
+from zfunc.optim.lr import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
 from zfunc.planner.memory_check import check_fits
@@ -35,7 +36,7 @@ from zfunc.runtime.cpu_topology import cpu_model
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.train.data.batches import Batch, held_out_parts, rank_batch
-from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.corpus import Corpus, sequences_per_epoch
 from zfunc.train.data.packing import holds_tokens, open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
@@ -86,6 +87,11 @@ class TrainingJob:
         """What a token of the data is: "byte" or "token"."""
         return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
 
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences of one pass over the data."""
+        return sequences_per_epoch(len(self.corpus.train), self.settings.seq_length)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text; as numbers, without a tokenizer."""
         if self.tokenizer is None and self.unit == "token":
@@ -107,11 +113,21 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     model = pretrained_model(settings)
     tokenizer = choose_tokenizer(settings, model)
     corpus = _corpus(settings, model, tokenizer, cache)
+    level = logging.DEBUG if ranks.rank else logging.INFO
+    if settings.epochs is not None:
+        sequences = sequences_per_epoch(len(corpus.train), settings.seq_length)
+        settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
+        log.log(
+            level,
+            "epochs: %g of %s sequences each: %s steps",
+            settings.epochs,
+            f"{sequences:,}",
+            f"{settings.steps:,}",
+        )
     vocab_size = corpus.vocab_size if tokenizer is None else settings.vocab_size or corpus.vocab_size
     settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
     if model is None:
         check_size(settings, ranks)
-    level = logging.DEBUG if ranks.rank else logging.INFO
     for line in startup_notes(settings, ranks.world, learning_rate(settings, settings.steps)):
         log.log(level, "%s", line)
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
@@ -129,12 +145,17 @@ def _corpus(
     settings: TrainSettings, model: PretrainedModel | None, tokenizer: Tokenizer | None, cache: Path
 ) -> Corpus:
     vocab_size = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
-    try:
-        corpus = open_data(
-            settings.data, cache=cache, tokenizer=tokenizer, dtype=settings.dtype, vocab_size=vocab_size
-        )
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--data: {error}") from error
+
+    def opened(flag: str, path: Path | None, split: bool) -> Corpus:
+        given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": vocab_size}
+        try:
+            return open_data(path, cache=cache, split=split, **given)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{flag}: {error}") from error
+
+    corpus = opened("--data", settings.data, settings.eval_data is None)
+    if settings.eval_data is not None:
+        corpus = _evaluated_on(corpus, opened("--eval-data", settings.eval_data, False))
     if tokenizer is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
         raise ValueError(
             f"--vocab-size: got {settings.vocab_size} for {tokenizer.name}, expected its {corpus.vocab_size} or "
@@ -146,6 +167,24 @@ def _corpus(
             f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
         )
     return corpus
+
+
+def _evaluated_on(corpus: Corpus, other: Corpus) -> Corpus:
+    """All of a corpus to train on, and all of another, or its own held-out split, held out."""
+    if (corpus.train.dtype.itemsize == 1) != (other.train.dtype.itemsize == 1):
+        units = ["bytes" if x.train.dtype.itemsize == 1 else "tokens" for x in (other, corpus)]
+        raise ValueError(
+            f"--eval-data: got {other.name}, which is read as {units[0]}, with --data that is {units[1]}, expected "
+            "the same of both: give both as text, or both as tokens"
+        )
+    own = len(other.held_out) > 0
+    return evolve(
+        corpus,
+        held_out=other.held_out if own else other.train,
+        held_out_name=other.name,
+        held_out_loss_mask=other.held_out_loss_mask if own else other.loss_mask,
+        description=(*corpus.description, "held out:", *(f"  {line}" for line in other.description)),
+    )
 
 
 def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
@@ -233,7 +272,7 @@ def optimizer_of(settings: TrainSettings, lr: float | Callable[[int], float]) ->
 
 
 def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int], float]:
-    """The configuration's scheduler if it has one; else warm-up, then a cosine down to a tenth at step `total`.
+    """The configuration's scheduler if it has one; else warm-up, then what --lr-schedule says, until step `total`.
 
     While `total` is not known, nothing decays.
     """
@@ -242,9 +281,10 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
     if (rate := config_extras(settings).rate(settings.lr, total, warmup)) is not None:
         return rate
-    if total is None:
+    if total is None or settings.lr_schedule == "constant":
         return linear_warmup(settings.lr, warmup)
-    return warmup_cosine(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
+    decaying = warmup_linear if settings.lr_schedule == "linear" else warmup_cosine
+    return decaying(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
 
 
 def with_total_steps(program: Program, settings: TrainSettings, total: int | None) -> Program:

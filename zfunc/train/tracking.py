@@ -29,6 +29,7 @@ SCALARS: Mapping[str, str] = {
     "grad_norm": "train/grad_norm",
     "loss_scale": "train/loss_scale",
     "skipped": "train/skipped",
+    "epoch": "train/epoch",
     "held_out_bits_per_byte": "held_out/bits_per_byte",
     "held_out_bits_per_token": "held_out/bits_per_token",
     "tokens_per_second": "speed/tokens_per_second",

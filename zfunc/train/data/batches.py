@@ -16,6 +16,7 @@ from zfunc.train.data.corpus import Corpus, batch_at, held_out_batches
 from zfunc.train.settings import TrainSettings
 
 HELD_OUT_TOKENS = 32_768  # in one evaluation, at most, or one sequence if that is longer
+EVAL_DATA_TOKENS = 1 << 20  # the same, of data that is given for it
 
 Batch = tuple[Tensor, Any]  # inputs, and targets or what `weighted_batch` makes of them
 
@@ -60,12 +61,14 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     What fits in training fits here. The last batch may be smaller.
     """
     rows = settings.batch_size // (settings.micro_batches * ranks.world)
-    with _errors_naming(f"the held-out part of {corpus.name}"):
+    name = corpus.held_out_name or f"the held-out part of {corpus.name}"
+    most = EVAL_DATA_TOKENS if corpus.held_out_name else HELD_OUT_TOKENS
+    with _errors_naming(name):
         batches = held_out_batches(
             corpus.held_out,
             batch_size=rows,
             seq_length=settings.seq_length,
-            limit=max(1, HELD_OUT_TOKENS // settings.seq_length),
+            limit=max(1, most // settings.seq_length),
             vocab_size=corpus.vocab_size,
             loss_mask=corpus.held_out_loss_mask,
         )
@@ -74,7 +77,7 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
         return windows
     if all((labels == IGNORE_INDEX).all() for _, labels in windows):
         raise ValueError(
-            f"the held-out part of {corpus.name}: got no label to predict in windows of "
+            f"{name}: got no label to predict in windows of "
             f"--seq-length {settings.seq_length}, expected one at least: use more data"
         )
     per_row = _tokens_per_row([labels for _, labels in windows])

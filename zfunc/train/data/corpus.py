@@ -50,6 +50,7 @@ class Corpus:
     held_out: np.ndarray  # [tokens] of the same dtype
     vocab_size: int
     description: tuple[str, ...]  # lines for the log: counts, what is held out and how, what is left out
+    held_out_name: str = ""  # where that is other data
     loss_mask: np.ndarray | None = None  # [tokens of `train`] uint8: 0 where no loss counts; None: all 1
     held_out_loss_mask: np.ndarray | None = None
 
@@ -63,6 +64,7 @@ def open_corpus(
     cache: str | os.PathLike[str],
     dtype: str = "uint16",
     vocab_size: int = 50257,
+    split: bool = True,
 ) -> Corpus:
     """Open the data at `path`; without a path, the sources of Python's standard library.
 
@@ -75,11 +77,13 @@ def open_corpus(
       or over half of them. Hidden, empty and binary files (with a zero byte) are left out. The bytes are gathered
       into a file in the folder `cache` once, and again when a name, a size or a modification time changes.
 
-    Bytes are tokens of a vocabulary of 256. Raises FileNotFoundError if `path` does not exist, ValueError if it
+    Bytes are tokens of a vocabulary of 256. Without `split`, nothing is held out but a `val.bin`.
+
+    Raises FileNotFoundError if `path` does not exist, ValueError if it
     holds no text, is not a whole number of tokens or cannot be read.
     """
     if path is None:
-        return _open_files("Python standard library", stdlib_files(), Path(cache))
+        return _open_files("Python standard library", stdlib_files(), Path(cache), split)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(
@@ -87,9 +91,9 @@ def open_corpus(
             "check the path, or name none to use the Python standard library"
         )
     if path.is_dir() and not (path / "train.bin").is_file():
-        return _open_files(str(path), walk(path, lambda part: part.startswith(".")), Path(cache))
+        return _open_files(str(path), walk(path, lambda part: part.startswith(".")), Path(cache), split)
     path = path / "train.bin" if path.is_dir() else path
-    return _open_tokens(path, dtype, vocab_size) if path.suffix == ".bin" else _open_bytes(path)
+    return _open_tokens(path, dtype, vocab_size, split) if path.suffix == ".bin" else _open_bytes(path, split)
 
 
 def batch_at(
@@ -174,7 +178,7 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def _open_tokens(path: Path, dtype: str, vocab_size: int) -> Corpus:
+def _open_tokens(path: Path, dtype: str, vocab_size: int, split: bool) -> Corpus:
     if dtype not in ("uint16", "uint32"):
         raise ValueError(
             f'got dtype={dtype!r}; expected "uint16" or "uint32"; pass the one {path} was written in'
@@ -184,19 +188,17 @@ def _open_tokens(path: Path, dtype: str, vocab_size: int) -> Corpus:
     if path.name == "train.bin" and beside.is_file():
         train, held_out, where = tokens, memory_map(beside, little), str(beside)
     else:
-        (train, held_out), where = split_by_position(tokens), "the end"
+        (train, held_out), where = split_by_position(tokens, split), "the end"
     first = f"{path}: {len(train):,} {dtype} tokens to train on, vocabulary {vocab_size:,}"
-    return Corpus(
-        str(path), train, held_out, vocab_size, (first, f"held out: {where}, {len(held_out):,} tokens")
-    )
+    lines = (first, f"held out: {where}, {len(held_out):,} tokens")
+    return Corpus(str(path), train, held_out, vocab_size, lines[: 1 + split])
 
 
-def _open_bytes(path: Path) -> Corpus:
-    train, held_out = split_by_position(memory_map(path, np.dtype(np.uint8)))
+def _open_bytes(path: Path, split: bool) -> Corpus:
+    train, held_out = split_by_position(memory_map(path, np.dtype(np.uint8)), split)
     first = f"{path}: 1 file, {len(train) + len(held_out):,} bytes"
-    return Corpus(
-        str(path), train, held_out, _BYTE_VOCAB_SIZE, (first, f"held out: the end, {len(held_out):,} bytes")
-    )
+    lines = (first, f"held out: the end, {len(held_out):,} bytes")
+    return Corpus(str(path), train, held_out, _BYTE_VOCAB_SIZE, lines[: 1 + split])
 
 
 @attrs.frozen
@@ -214,7 +216,7 @@ class _Gathered:
 _FOOTER = struct.Struct("<6Q")
 
 
-def _open_files(name: str, sources: Sequence[Source], cache: Path) -> Corpus:
+def _open_files(name: str, sources: Sequence[Source], cache: Path, split: bool) -> Corpus:
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in sources]
     key = hashlib.sha256(repr(stats).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     path = cache / f".corpus-{key}.bin"  # hidden: `cache` may lie in the folder that is read
@@ -222,12 +224,13 @@ def _open_files(name: str, sources: Sequence[Source], cache: Path) -> Corpus:
         _gather(name, sources, path)
     tokens = memory_map(path, np.dtype(np.uint8))
     footer = _Gathered(*_FOOTER.unpack(tokens[-_FOOTER.size :].tobytes()))
-    train, held_out = tokens[: footer.train_bytes], tokens[footer.train_bytes : footer.num_bytes]
+    end = footer.train_bytes if split else footer.num_bytes
+    train, held_out = tokens[:end], tokens[end : footer.num_bytes]
     by_name = f"{footer.num_held_out:,} of the files, by a hash of their names"
     where = by_name if footer.num_held_out else "the end (too few files to hold whole ones out)"
     lines = (
         f"{name}: {footer.num_files:,} files, {footer.num_bytes:,} bytes",
-        f"held out: {where}, {len(held_out):,} bytes",
+        *([f"held out: {where}, {len(held_out):,} bytes"] if split else []),
         f"left out: {footer.num_empty:,} empty and {footer.num_binary:,} binary files",
     )
     return Corpus(name, train, held_out, _BYTE_VOCAB_SIZE, lines)
@@ -304,9 +307,9 @@ def unreadable(path: Path, error: OSError) -> ValueError:
     )
 
 
-def split_by_position(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    split = len(tokens) - max(1, len(tokens) // 10)
-    return tokens[:split], tokens[split:]
+def split_by_position(tokens: np.ndarray, split: bool) -> tuple[np.ndarray, np.ndarray]:
+    end = len(tokens) - max(1, len(tokens) // 10) if split else len(tokens)
+    return tokens[:end], tokens[end:]
 
 
 def _check_request(tokens: np.ndarray, batch_size: int, seq_length: int) -> None:
@@ -322,10 +325,17 @@ def _check_request(tokens: np.ndarray, batch_size: int, seq_length: int) -> None
         )
 
 
+def sequences_per_epoch(num_tokens: int, seq_length: int) -> int:
+    """How many sequences `batch_at` makes of so many tokens in one epoch.
+
+    One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and the
+    epoch of a position is a plain division.
+    """
+    return max(1, (num_tokens - seq_length) // seq_length)
+
+
 def _start(num_tokens: int, position: int, seq_length: int, seed: int) -> int:
-    # One window fewer than fits (where two do): then every offset leaves room for the same number of
-    # windows, and the epoch of a position is a plain division.
-    windows = max(1, (num_tokens - seq_length) // seq_length)
+    windows = sequences_per_epoch(num_tokens, seq_length)
     epoch, index = divmod(position, windows)
     room = min(seq_length, num_tokens - windows * seq_length)
     return _draw(seed, epoch) % room + _permute(index, windows, seed, epoch) * seq_length

@@ -86,6 +86,7 @@ def open_data(
     tokenizer: Tokenizer | None = None,
     dtype: str = "uint16",
     vocab_size: int = 50257,
+    split: bool = True,
 ) -> Corpus:
     """Open the data at `path`: what `zfunc.train.data.corpus.open_corpus` takes, JSON records, or a folder that
     `datasets.save_to_disk` wrote, tokenized or as bytes.
@@ -102,7 +103,8 @@ def open_data(
 
     Documents are concatenated in the order of the files, with the tokenizer's end token (zero, for bytes) after
     each; sequences are cut from that regardless of documents. About 8 % of the files are held out where that is 1
-    to 50 % of the tokens; else the last documents, about 10 %.
+    to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only what the data itself has as a
+    split is held out.
 
     Raises ValueError, with file and line, for what is not a document, and what `open_corpus` raises.
     """
@@ -116,16 +118,16 @@ def open_data(
     if saved is not None:
         given = Vocabulary(f"below {vocab_size}", vocab_size)
         reader = _row_reader(given if saved.tokenized else tokenizer or BYTES, saved)
-        return _open(str(path), _rows_of(saved), Path(cache), reader, saved)
+        return _open(str(path), _rows_of(saved), Path(cache), reader, split, saved)
     if tokenized or (path is not None and not path.exists()):
-        return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
+        return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size, split=split)
     sources = _sources(path)
     named = path is not None and path.is_file()
     if tokenizer is None and not any(holds_records(file, named=named) for _, file in sources):
-        return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
+        return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size, split=split)
     name = "Python standard library" if path is None else str(path)
     read = partial(_documents, named=named)
-    return _open(name, sources, Path(cache), SourceReader(tokenizer or BYTES, read, is_held_out))
+    return _open(name, sources, Path(cache), SourceReader(tokenizer or BYTES, read, is_held_out), split)
 
 
 def holds_tokens(path: Path) -> bool:
@@ -171,7 +173,12 @@ def _rows(
 
 
 def _open(
-    name: str, sources: list[Source], cache: Path, reader: SourceReader, saved: SavedDataset | None = None
+    name: str,
+    sources: list[Source],
+    cache: Path,
+    reader: SourceReader,
+    split: bool,
+    saved: SavedDataset | None = None,
 ) -> Corpus:
     vocabulary = reader.vocabulary
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in sources]
@@ -187,14 +194,15 @@ def _open(
     size = vocabulary.dtype.itemsize * packed.tokens
     tokens = content[:size].view(vocabulary.dtype)
     loss_mask = content[size : size + packed.tokens] if packed.pairs else None
+    end = packed.train if split or reader.splits else packed.tokens
     return Corpus(
         name,
-        tokens[: packed.train],
-        tokens[packed.train :],
+        tokens[:end],
+        tokens[end:],
         vocabulary.vocab_size,
-        tuple(_notes(name, packed, vocabulary, loss_mask, saved)),
-        None if loss_mask is None else loss_mask[: packed.train],
-        None if loss_mask is None else loss_mask[packed.train :],
+        tuple(_notes(name, packed, vocabulary, loss_mask, split, saved)),
+        loss_mask=None if loss_mask is None else loss_mask[:end],
+        held_out_loss_mask=None if loss_mask is None else loss_mask[end:],
     )
 
 
@@ -203,6 +211,7 @@ def _notes(
     packed: PackedTokens,
     vocabulary: Vocabulary,
     loss_mask: np.ndarray | None,
+    split: bool,
     saved: SavedDataset | None,
 ) -> Iterator[str]:
     unit = "bytes" if vocabulary is BYTES else "tokens"
@@ -221,7 +230,8 @@ def _notes(
         held_out = f"the split {saved.held_out[0].parent.name}" if saved.held_out else "the end"
     elif not packed.held_out_files:
         held_out = "the end (too few files to hold whole ones out)"
-    yield f"held out: {held_out}, {packed.tokens - packed.train:,} {unit}"
+    if split:
+        yield f"held out: {held_out}, {packed.tokens - packed.train:,} {unit}"
     if packed.left_out:
         yield f"left out: {packed.left_out:,} empty or binary files"
     if packed.unused:

@@ -159,8 +159,13 @@ def _contradiction(name: str, given: Any, values: ResolvedValues, key: str) -> V
 
 
 def _check_lr(values: ResolvedValues, flags: Mapping[str, Any]) -> None:
-    """Raise ValueError for a --lr or --warmup that the file's scheduler would ignore."""
+    """Raise ValueError for a --lr, --lr-schedule or --warmup that the file's scheduler would ignore."""
     kind = values["scheduler.type"]
+    if kind is not None and "lr_schedule" in flags:
+        raise ValueError(
+            f"--lr-schedule: got {flags['lr_schedule']}, and {values.source} has the scheduler {kind}, expected "
+            "one of them: leave out --lr-schedule"
+        )
     lr, warmup = flags.get("lr"), flags.get("warmup")
     if lr is not None and sets_lr_alone(values) and not (MAX_LR in values.file and values[MAX_LR] == lr):
         raise ValueError(

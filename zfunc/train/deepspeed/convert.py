@@ -181,7 +181,8 @@ def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float
     scale = config_extras(settings).loss_scale
     notes = [*name_notes(values), *decision_notes(values, batch_sizes(values, world), rate, scale)]
     if rate is None:
-        notes.append("no scheduler: the learning rate warms up, then decays along a cosine")
+        then = {"cosine": "decays along a cosine", "linear": "decays along a line", "constant": "stays"}
+        notes.append(f"no scheduler: the learning rate warms up, then {then[settings.lr_schedule]}")
     if values[arguments.WEIGHT_DECAY]:
         notes.append("weight_decay applies to matrices and embeddings, not to norms and biases")
     yield from (f"{settings.config.name}: {note}" for note in notes)
