@@ -139,7 +139,6 @@ TRAIN = [
     ("--config ds.json --lr 1e-2", ["--lr: got 0.01, and ds.json says optimizer.params.lr 0.002"]),
     ("--config ds.json --precision bf16", ["--precision: got bf16, and ds.json says fp16.enabled True"]),
     ("--config ds.json --batch-size 16", ["--batch-size: got 16, and ds.json says train_batch_size 4"]),
-    ("--config ds.json --lr-schedule linear", ["got linear, and ds.json has the scheduler"]),
     ("--config ds.json --clip 2", ["--clip: got 2.0, and ds.json says gradient_clipping 0.5"]),
     ("--config ds.json --weight-decay 0", ["--weight-decay: got 0.0, and ds.json says"]),
     ("--config ds.json --micro-batches 3", ["got train_batch_size 4, expected a multiple of"]),

@@ -257,6 +257,7 @@ def test_where_parameters_and_activations_are() -> None:
         ({"lr": 0.1}, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}}, "--lr: got 0.1.*WarmupLR"),
         ({"lr": 0.1}, {"type": "WarmupDecayLR"}, "--lr: got 0.1.*WarmupDecayLR"),
         ({"warmup": 3}, {"type": "LRRangeTest"}, "--warmup: got 3"),
+        ({"lr_schedule": "linear"}, {"type": "WarmupLR"}, "--lr-schedule: got linear.*WarmupLR"),
         ({"warmup": 3}, {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}, "--warmup: got 3.*steps 4"),
     ],
 )
