@@ -262,3 +262,14 @@ def test_neither_compute_nor_sweeps_starve_beside_each_other() -> None:
     shares = json.loads(done.stdout)
     assert shares["compute_keeps"] > 1 / 8, shares
     assert shares["sweeps_keep"] > 1 / 8, shares
+
+
+@two_cpus
+@pytest.mark.slow
+def test_a_core_that_is_busy_at_most_doubles_a_step(tmp_path: Path) -> None:
+    """What a fair share costs: half of a core is left for the thread that all barriers wait for."""
+    command = [sys.executable, "-m", "benchmarks.neighbour", "--warmup", "1", "--turns", "5"]
+    size = ["--batch-size", "1", "--seq-length", "128", "--json", str(tmp_path)]
+    subprocess.run([*command, *size], check=True, cwd=ROOT, capture_output=True)
+    (result,) = tmp_path.iterdir()
+    assert json.loads(result.read_text())["busy_of_quiet"]["zfunc"] < 2

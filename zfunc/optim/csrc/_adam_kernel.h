@@ -33,6 +33,7 @@
 #define ZF_CHUNK 65536     /* elements whose sums, 1,024 mantissas of 53 bits, are added in 64 */
 #define ZF_LEAST_EXPONENT 723 /* of a double whose last bit is 2^-352; that of the least square, 2^-298, is 725 */
 #define ZF_EXPONENTS 608   /* from that one on; the largest sum, below 2^263, has 1285 */
+#define ZF_PIECE 65536     /* elements that a thread takes at a time */
 #define ZF_FORK_MIN 32768  /* below this many elements a second thread costs more than it saves */
 #define ZF_ROOM 2048      /* elements of new state that stream out at a time */
 #define ZF_STREAM_MIN 262144 /* from this many elements on, the copy bypasses the caches */
@@ -548,20 +549,33 @@ static void zf_in_plain_modes(zf_range range, const void *args, size_t begin, si
 
 /* ---- threads -------------------------------------------------------------------------------------- */
 
-/* A static partition into whole units. A team smaller than asked for still covers everything; of a larger one some
- * have nothing to do, because a team that changes its size loses threads and where they were bound. */
+/* Each thread has a part of its own, a run of whole units, from which it takes pieces; with none left it takes those
+ * of the others. So a thread whose core is busy with something else delays a sweep by one piece, not by its part. A
+ * team smaller than asked for still covers everything; of a larger one some have nothing to do, because a team that
+ * changes its size loses threads and where they were bound. */
 static void zf_run(zf_range range, const void *args, size_t n, size_t unit, int threads) {
-    size_t units = (n + unit - 1) / unit;
     if (threads <= 1 || n < ZF_FORK_MIN) {
         zf_in_plain_modes(range, args, 0, n);
         return;
     }
 #ifdef _OPENMP
+    const size_t units = (n + unit - 1) / unit, piece = unit < ZF_PIECE ? ZF_PIECE / unit : 1;
+    struct { size_t taken; char rest_of_line[64 - sizeof(size_t)]; } parts[threads];
+    memset(parts, 0, sizeof parts);
 #pragma omp parallel num_threads(threads)
     {
-        size_t team = (size_t)omp_get_num_threads(), rank = (size_t)omp_get_thread_num();
-        size_t begin = units * rank / team * unit, end = units * (rank + 1) / team * unit;
-        zf_in_plain_modes(range, args, begin, end < n ? end : n);
+        const size_t team = (size_t)omp_get_num_threads(), rank = (size_t)omp_get_thread_num();
+        for (size_t i = rank; i < rank + team; i++) {
+            const size_t part = i % team, last = units * (part + 1) / team;
+            for (;;) {
+                size_t from, to;
+#pragma omp atomic capture
+                { from = parts[part].taken; parts[part].taken += piece; }
+                from += units * part / team, to = from + piece < last ? from + piece : last;
+                if (from >= last) break;
+                zf_in_plain_modes(range, args, from * unit, to * unit < n ? to * unit : n);
+            }
+        }
     }
 #else
     zf_in_plain_modes(range, args, 0, n);
