@@ -151,7 +151,7 @@ COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "text that is none": ({"text": [1, 2]}, "got text of type int64, expected text"),
     "chats": (
         {"prompt": [[{"role": "user", "content": "a"}]], "completion": ["b"]},
-        "got prompt of type list<.*struct<.*>>, expected text: apply the model.s chat template first",
+        "got prompt of type list<.*struct<.*>>, expected text: make one column messages of a chat",
     ),
     "lists of text": ({"text": [["a", "b"]]}, "got text of type list<.*>, expected text: map it to text"),
     "nested tokens": (

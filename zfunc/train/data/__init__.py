@@ -3,6 +3,7 @@
     corpus          a memory-mapped file of tokens, and the batch at a position
     batches         a rank's rows of it
     documents       text, JSONL and JSON records
+    chat            chats as text, and what of them is learned
     arrow_dataset   folders that Hugging Face datasets wrote
     tokenizer       a local tokenizer.json
     packing         documents as one file of tokens, made once and kept

@@ -6,6 +6,7 @@ JSON files, and brings pandas; columns, splits and rows have to be checked eithe
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import numpy as np
 from attrs import frozen
 
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.documents import Document
+from zfunc.train.data.chat import Chat
+from zfunc.train.data.documents import EXPECTED, Document, document_of, read_keys
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
-_EXPECTED = f"expected text, or prompt and completion, or {IDS} with or without {LABELS}"
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 
@@ -90,15 +91,12 @@ def _columns(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The columns of a Dataset that are read, and the others."""
     features = _object(path / INFO).get("features")
     names = tuple(features) if isinstance(features, dict) else ()
-    texts = {"text", "prompt", "completion"} & set(names)
-    if IDS in names:
-        read = tuple(name for name in (IDS, LABELS, MASK) if name in names)
-    elif texts in ({"text"}, {"prompt", "completion"}):
-        read = tuple(name for name in ("prompt", "completion", "text") if name in texts)
-    else:
+    read = tuple(name for name in (IDS, LABELS, MASK) if name in names) if IDS in names else read_keys(names)
+    if not read:
         got = ", ".join(names) or "none"
         raise ValueError(
-            f"--data: got {path} with the columns {got:.300}, {_EXPECTED}: rename them with rename_column"
+            f"--data: got {path} with the columns {got:.300}, {EXPECTED}, or {IDS} with or without {LABELS}: "
+            "rename them with rename_column"
         )
     return read, tuple(name for name in names if name not in read)
 
@@ -126,7 +124,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Document | Tokens]:
+def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Document | Chat | Tokens]:
     """The rows of one file, of which `columns` are read. Raises OSError, and ValueError with file and row."""
     number = 0
     for batch in _batches(path, columns):
@@ -169,16 +167,18 @@ def _check_end(path: Path) -> None:
             )
 
 
-def _documents(batch: dict[str, Any], path: Path, first: int) -> Iterator[Document]:
-    texts = [_texts(column, name, path, first) for name, column in batch.items()]
-    for row in zip(*texts, strict=True):
-        yield Document(row[-1], row[0] if len(row) == 2 else "")
+def _documents(batch: dict[str, Any], path: Path, first: int) -> Iterator[Document | Chat]:
+    plain = {*batch} <= {"text", "prompt", "completion"}
+    values = [_texts(x, name, path, first) if plain else x.to_pylist() for name, x in batch.items()]
+    for number, row in enumerate(zip(*values, strict=True), first):
+        record = {name: value for name, value in zip(batch, row, strict=True) if value is not None}
+        yield document_of(record, f"{path}, row {number}", Counter())
 
 
 def _texts(column: Any, name: str, path: Path, first: int) -> list[str]:
     if not _is_text(column.type):
         chat = "struct" in str(column.type)
-        action = "apply the model's chat template first" if chat else "map it to text"
+        action = "make one column messages of a chat" if chat else "map it to text"
         raise ValueError(f"{path}: got {name} of type {column.type!s:.200}, expected text: {action}")
     texts = column.to_pylist()
     if None in texts:

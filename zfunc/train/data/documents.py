@@ -1,5 +1,7 @@
 """Documents out of files: a text file is one, a JSONL file has one a line, a JSON file an array of them.
 
+A record is a text, a prompt with its completion, or a chat.
+
 A file is read a document at a time, and nothing is skipped silently: what is not a document raises an error with
 file and line, and keys of records that are not read are counted.
 """
@@ -7,21 +9,26 @@ file and line, and keys of records that are not read are counted.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
 from zfunc.checkpoint.strict_json import unique_keys
+from zfunc.train.data.chat import Chat, chat_of
 
 LINES = (".jsonl", ".ndjson")  # a record a line
 JSON = ".json"  # an array of records, or records one after another
-_TEXT_KEYS = frozenset({"text", "prompt", "completion"})
-_RECORDS = ({"text"}, {"prompt", "completion"})  # the keys of one
+_TEXTS = ({"text"}, {"prompt", "completion"})  # the keys of a record, without the others'
+_CHATS = (  # the keys that make a record a chat, and those that it may have besides
+    (("messages",), ("tools",)),
+    (("conversations",), ("system", "tools")),
+    (("instruction", "output"), ("input", "system")),
+)
 _CHUNK = 1 << 20  # characters
 _SPACE = re.compile(r"[ \t\n\r]*")
-_EXPECTED = 'expected {"text": "..."}, or {"prompt": "...", "completion": "..."}'
+EXPECTED = "expected text, or prompt and completion, or messages, or conversations, or instruction and output"
 
 
 @frozen
@@ -30,6 +37,21 @@ class Document:
 
     text: str
     prompt: str = ""
+
+
+def read_keys(names: Collection[str]) -> tuple[str, ...]:
+    """The keys of a record, or columns of a table, that are read; none if it is no document.
+
+    Chats come first: a record may have a text that somebody made of its messages.
+
+    >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
+    (('text',), ('messages',), ())
+    """
+    for needed, more in _CHATS:
+        if all(name in names for name in needed):
+            return (*needed, *(name for name in more if name in names))
+    texts = {"prompt", "completion", "text"} & set(names)
+    return tuple(sorted(texts, reverse=True)) if texts in _TEXTS else ()
 
 
 def holds_records(path: Path, *, named: bool) -> bool:
@@ -41,20 +63,20 @@ def holds_records(path: Path, *, named: bool) -> bool:
     return suffix in LINES or (suffix == JSON and (named or _begins_with_record(path)))
 
 
-def records(path: Path, unused: Counter[str]) -> Iterator[Document]:
+def records(path: Path, unused: Counter[str]) -> Iterator[Document | Chat]:
     """The documents of a file of records. Empty lines are skipped; keys that are not read are counted in `unused`.
 
     Raises OSError, and ValueError with the file and the line or the record's number.
     """
     if path.suffix.lower() == JSON:
         for number, value in enumerate(_numbered(path), 1):
-            yield _document(value, f"{path}, record {number}", unused)
+            yield document_of(value, f"{path}, record {number}", unused)
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield _document(_parsed(line, where), where, unused)
+                yield document_of(_parsed(line, where), where, unused)
 
 
 def text_of_file(path: Path) -> Document | None:
@@ -77,7 +99,7 @@ def _parsed(line: bytes, where: str) -> Any:
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(
-            f"{where}: got invalid JSON ({reason}), {_EXPECTED}: correct or delete the line"
+            f"{where}: got invalid JSON ({reason}), {EXPECTED}: correct or delete the line"
         ) from error
 
 
@@ -149,24 +171,33 @@ def _begins_with_record(path: Path) -> bool:
         first = next(_values(path), None)
     except (ValueError, RecursionError, OSError):
         return False
-    return isinstance(first, dict) and first.keys() & _TEXT_KEYS in _RECORDS
+    return isinstance(first, dict) and read_keys(first) != ()
 
 
-def _document(record: Any, where: str, unused: Counter[str]) -> Document:
+def document_of(record: Any, where: str, unused: Counter[str]) -> Document | Chat:
+    """The document of a record. Raises ValueError, with `where` it is, for anything else."""
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: got {_short(record)}, {_EXPECTED}: write one object a document")
-    if record.keys() & _TEXT_KEYS not in _RECORDS:
+        raise ValueError(f"{where}: got {_short(record)}, {EXPECTED}: write one object a document")
+    read = read_keys(record)
+    if not read:
         names = ", ".join(sorted(record)) or "nothing"
-        raise ValueError(f"{where}: got an object with {names:.200}, {_EXPECTED}: rename its keys")
-    for name in sorted(record.keys() & _TEXT_KEYS):
-        _check_text(record[name], f"{where}, {name!r}")
-    unused.update(record.keys() - _TEXT_KEYS)
-    return Document(record.get("text", record.get("completion", "")), record.get("prompt", ""))
+        raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
+    unused.update(record.keys() - set(read))
+    if {read} & {("text",), ("prompt", "completion")}:
+        for name in sorted(read):
+            _check_text(record[name], f"{where}, {name!r}")
+        return Document(record.get("text", record.get("completion", "")), record.get("prompt", ""))
+    _check_encodable(json.dumps(record, ensure_ascii=False, default=str), where)
+    return chat_of(record, where)
 
 
 def _check_text(value: Any, where: str) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{where}: got {_short(value)}, expected a string: put the text in quotes")
+    _check_encodable(value, where)
+
+
+def _check_encodable(value: str, where: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:

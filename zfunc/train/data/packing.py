@@ -11,11 +11,11 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from attrs import define, field, frozen
@@ -23,6 +23,7 @@ from attrs import define, field, frozen
 from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.arrow_dataset import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
+from zfunc.train.data.chat import Chat
 from zfunc.train.data.corpus import (
     PRIVATE,
     Corpus,
@@ -37,10 +38,10 @@ from zfunc.train.data.corpus import (
 from zfunc.train.data.documents import Document, holds_records, records, text_of_file
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 2  # of the file, and of what is read as records
+FORMAT = 3  # of the file, and of what is read as records
 _DOCUMENTS = 64  # tokenized in one call
 _CHUNK = 1 << 20  # tokens
-_FOOTER = struct.Struct("<8Q")
+_FOOTER = struct.Struct("<9Q")
 
 
 @frozen
@@ -52,7 +53,7 @@ class SourceReader:
     """
 
     vocabulary: Vocabulary
-    documents: Callable[[Path, Counter[str]], Iterator[Document | Tokens]]
+    documents: Callable[[Path, Counter[str]], Iterator[Document | Chat | Tokens]]
     held_out: Callable[[str], bool]
     splits: bool = False
 
@@ -69,6 +70,7 @@ class PackedTokens:
     left_out: int  # empty and binary files
     documents: int
     pairs: int  # documents of which some tokens are not learned
+    chats: int  # documents that are chats
     unused: int  # keys of records that are not read, each time they occur
     tokens: int
     train: int  # tokens of them
@@ -92,9 +94,10 @@ def open_data(
     `datasets.save_to_disk` wrote, tokenized or as bytes.
 
     - A `.jsonl` or `.ndjson` file has a document a line: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`,
-      joined without a separator. The labels of a prompt are -100. A `.json` has an array of such records, or one
-      after another. A folder may mix such files with text files; a `.json` in it that does not begin with a record
-      is text.
+      joined without a separator. The labels of a prompt are -100. A chat has `messages`, `conversations`, or
+      `instruction` and `output` (`zfunc.train.data.chat`). The tokenizer's chat template writes it, and all labels
+      but those of the assistant's turns are -100. A `.json` has an array of such records, or one after another. A
+      folder may mix such files with text files; a `.json` in it that does not begin with a record is text.
     - A `tokenizer` makes tokens of text files (one document each, in UTF-8) and records. A `.bin` has tokens
       already and takes none.
     - A saved dataset has the columns of JSONL; or `input_ids` below `vocab_size`, of which those with an
@@ -153,7 +156,7 @@ def _row_reader(vocabulary: Vocabulary, saved: SavedDataset) -> SourceReader:
     return SourceReader(vocabulary, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
 
 
-def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Document]:
+def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Document | Chat]:
     if holds_records(path, named=named):
         yield from records(path, unused)
     elif (document := text_of_file(path)) is not None:
@@ -162,7 +165,7 @@ def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Docume
 
 def _rows(
     path: Path, _: Counter[str], columns: tuple[str, ...], vocab_size: int
-) -> Iterator[Document | Tokens]:
+) -> Iterator[Document | Chat | Tokens]:
     for number, row in enumerate(rows(path, columns)):
         if isinstance(row, Tokens) and len(row.ids) and not 0 <= row.ids.min() <= row.ids.max() < vocab_size:
             raise ValueError(
@@ -220,10 +223,17 @@ def _notes(
         yield f"tokens below {vocabulary.vocab_size:,}, as they are, without end tokens"
     elif vocabulary is not BYTES:
         yield f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
+    if packed.chats and isinstance(vocabulary, Tokenizer):
+        own = (
+            f"the chat template of {vocabulary.name}"
+            if vocabulary.chat.source
+            else "User: ..., Assistant: ..."
+        )
+        yield f"chats: {packed.chats:,}, written as {own}"
     if loss_mask is not None:
         count = f"{np.count_nonzero(loss_mask):,} {unit}"
         of_ids = f"the labels of the others, in {packed.pairs:,} documents, are {IGNORE_INDEX}"
-        pairs = f"without the prompts of {packed.pairs:,} documents"
+        pairs = f"without the {'other turns' if packed.chats else 'prompts'} of {packed.pairs:,} documents"
         yield f"learned: {count}, {of_ids if saved is not None and saved.tokenized else pairs}"
     held_out = f"{packed.held_out_files:,} of the files, by a hash of their names"
     if saved is not None:
@@ -235,7 +245,7 @@ def _notes(
     if packed.left_out:
         yield f"left out: {packed.left_out:,} empty or binary files"
     if packed.unused:
-        yield f"left out: {packed.unused:,} keys of records other than text, prompt and completion"
+        yield f"left out: {packed.unused:,} keys of records that are not read"
     yield from () if saved is None else saved.notes
 
 
@@ -253,6 +263,7 @@ class _Packing:
     total: int = 0
     documents: int = 0
     pairs: int = 0
+    chats: int = 0
     unused: Counter[str] = field(factory=Counter[str])
 
     def add(self, path: Path) -> bool:
@@ -265,20 +276,50 @@ class _Packing:
             raise unreadable(path, error) from error
         return self.documents > before
 
-    def _append(self, documents: list[Document | Tokens]) -> None:
+    def _append(self, documents: list[Any]) -> None:
+        for kind, some in groupby(documents, type):
+            if kind is Tokens:
+                self._add_tokens(some)
+            elif kind is Chat:
+                self._encode_chats(some)
+            else:
+                self._encode([x for x in some if x.text or x.prompt])
+
+    def _add_tokens(self, documents: Iterable[Tokens]) -> None:
         for document in documents:
-            if isinstance(document, Tokens) and len(document.ids):
+            if len(document.ids):
                 mask = (
                     document.loss_mask if document.loss_mask is not None else np.ones(len(document.ids), bool)
                 )
                 self._write(document.ids, mask.tobytes(), pair=not mask.all())
-        self._encode([x for x in documents if isinstance(x, Document) and (x.text or x.prompt)])
+
+    def _encode_chats(self, chats: Iterable[Chat]) -> None:
+        tokenizer = self.tokenizer
+        end = tokenizer.chat.end
+        if not tokenizer.chat.source and tokenizer.encode([end])[0].tolist() != [tokenizer.end]:
+            raise ValueError(
+                f"--tokenizer: got {tokenizer.name} without a chat template, whose end token is not recognised in "
+                "text, expected a template, for chats: write a chat_template.jinja beside it"
+            )
+        rendered = [x for chat in chats for x in tokenizer.chat.render(chat)]
+        located = tokenizer.encode_located([x.text for x in rendered])
+        for chat, (tokens, spans) in zip(rendered, located, strict=True):
+            mask = np.zeros(len(tokens), bool)
+            for first, last in chat.learned:
+                mask |= (spans[:, 1] > first) & (
+                    spans[:, 0] < last
+                )  # a token may begin with a space of the prompt
+            self._write(tokens, mask.tobytes(), pair=True)
+        self.chats += len(rendered)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary, where there is text."""
+        assert isinstance(self.reader.vocabulary, Tokenizer)
+        return self.reader.vocabulary
 
     def _encode(self, documents: list[Document]) -> None:
-        if not documents:
-            return
-        tokenizer = self.reader.vocabulary
-        assert isinstance(tokenizer, Tokenizer)
+        tokenizer = self.tokenizer
         prompts = tokenizer.encode([x.prompt for x in documents])
         texts = tokenizer.encode([x.text for x in documents])
         for document, prompt, text in zip(documents, prompts, texts, strict=True):
@@ -322,7 +363,7 @@ def pack_documents(name: str, sources: Sequence[Source], target: Path, reader: S
             loss_mask.seek(0)
             shutil.copyfileobj(loss_mask, out)
         files = used + held_out
-        counts = (packing.documents, packing.pairs, packing.unused.total())
+        counts = (packing.documents, packing.pairs, packing.chats, packing.unused.total())
         out.write(_FOOTER.pack(files, held_out, len(sources) - files, *counts, total, train))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
+from zfunc.train.data.chat import ASSISTANT, Chat, ChatTemplate
+
 _CONFIG = "tokenizer_config.json"  # beside the file, where transformers writes it
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
@@ -41,23 +43,47 @@ class Vocabulary:
 
 @frozen(eq=False)
 class Tokenizer(Vocabulary):
-    """Text to tokens. `end` follows every document."""
+    """Text to tokens. `end` follows every document; a chat ends as the template, `chat`, has it.
+
+    `encode_located(texts)` returns the tokens of each text, int64 [tokens], and each one's characters, [tokens, 2].
+    """
 
     name: str
     end: int
     encode: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Sequence[int]], str]
+    encode_located: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
+    chat: ChatTemplate
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The tokens that end a document or a turn of a chat: in a sample nothing follows them."""
+        asked = Chat(({"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "_|_"}), "")
+        try:
+            text = next(iter(self.chat.render(asked))).text
+        except (ValueError, ImportError):  # a template for other chats
+            return frozenset({self.end})
+        after = self.encode([text[text.rindex("_|_") + 3 :].strip()])[0]
+        return frozenset({self.end, *after[:1].tolist()})
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
+def _locate_bytes(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    lengths = [[len(character.encode()) for character in text] for text in texts]
+    starts = [np.repeat(np.arange(len(n)), n) for n in lengths]
+    return [(ids, np.stack([at, at + 1], 1)) for ids, at in zip(_encode_bytes(texts), starts, strict=True)]
+
+
 def _decode_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Tokenizer("bytes", 256, "bytes", 0, _encode_bytes, _decode_bytes)
+BYTES = Tokenizer(
+    "bytes", 256, "bytes", 0, _encode_bytes, _decode_bytes, _locate_bytes, ChatTemplate(end="\0")
+)
 """UTF-8, with zero after a document."""
 
 
@@ -65,7 +91,8 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     """The tokenizer of a local `tokenizer.json`. Nothing is added to a text but the end token after a document.
 
     The end token is the `eos_token` in a `tokenizer_config.json` beside it, else `end`, else the first of
-    END_TOKENS that it has. Raises ValueError for a file that is not a tokenizer or has no end token, ImportError
+    END_TOKENS that it has. The chat template is that of a `chat_template.jinja` beside it, or in the same
+    `tokenizer_config.json`. Raises ValueError for a file that is not a tokenizer or has no end token, ImportError
     without the library.
     """
     try:
@@ -83,18 +110,39 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     loaded.no_padding()
     loaded.no_truncation()
     size = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    end = _end_token(path, loaded, end)
+    config = _read_config(path.with_name(_CONFIG))
+    end = _end_token(path, loaded, config, end)
+    chat = _chat_template(path, config, loaded.id_to_token(end) or "")
     digest = hashlib.sha256(content).hexdigest()[:16] + f"-{end}"
+    if chat.source:
+        digest += "-" + hashlib.sha256(repr(chat).encode()).hexdigest()[:16]
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
-    return Tokenizer(digest, max(size, end + 1), str(path), end, encode, loaded.decode)
+    def encode_located(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(x.ids, np.int64), np.array(x.offsets, np.int64).reshape(-1, 2)) for x in encodings]
+
+    size = max(size, end + 1)
+    return Tokenizer(digest, size, str(path), end, encode, loaded.decode, encode_located, chat)
 
 
-def _end_token(path: Path, tokenizer: Any, default: int | None) -> int:
-    name = _configured(path.with_name(_CONFIG))
+def _chat_template(path: Path, config: dict[str, Any], end: str) -> ChatTemplate:
+    """The template beside a tokenizer; of several, the one that transformers takes."""
+    file = path.with_name("chat_template.jinja")
+    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        source = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}.get("default")
+    if not isinstance(source, str):
+        return ChatTemplate(end=end)
+    named = {name: _token_text(x) for name, x in config.items() if name.endswith("_token")}
+    return ChatTemplate(source, {name: x for name, x in named.items() if x is not None}, end)
+
+
+def _end_token(path: Path, tokenizer: Any, config: dict[str, Any], default: int | None) -> int:
+    name = _token_text(config.get("eos_token"))
     if name is not None and (token := tokenizer.token_to_id(name)) is not None:
         return token
     if default is not None:
@@ -108,15 +156,22 @@ def _end_token(path: Path, tokenizer: Any, default: int | None) -> int:
     )
 
 
-def _configured(path: Path) -> str | None:
-    """The eos_token of a configuration, a name or an object with one; None without the file or the entry."""
+def _read_config(path: Path) -> dict[str, Any]:
+    """The configuration of a tokenizer; empty without the file."""
     try:
-        entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError) as error:
+        return {}
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path}: got a file that cannot be read ({error}), expected a JSON object: correct it"
         ) from error
+    return config
+
+
+def _token_text(entry: Any) -> str | None:
+    """A token in a configuration: its text, or an object with it."""
     name = entry.get("content") if isinstance(entry, dict) else entry
     return name if isinstance(name, str) else None
