@@ -14,7 +14,7 @@ from gradient_law import RECIPES as GRADIENTS
 from gradient_law import check, program_of
 from small_models import MODELS, Batch, rows_of
 from torch import Tensor
-from zfunc.schedules import Interleaved, Overlapped, Serial
+from zfunc.schedules import make_schedule
 
 import zfunc
 from zfunc.engine.program import Program, rescheduled
@@ -50,7 +50,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "delayed": {"delay_from": 2},
 }
 GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
-WORLDS = (1, 2, 4)
+SCHEDULES = {  # by world; of one rank tests/engine/test_laws.py says that every schedule has the serial bits
+    1: ("Overlapped",),
+    2: ("Serial", "Overlapped"),
+    4: ("Serial", "Overlapped", "Interleaved"),
+}
+WORLDS = tuple(SCHEDULES)
 DISAGREE = {"buckets": "region", "rows": "batch of shapes", "weights": "weights of checksum"}  # the line told
 ROWS = 12  # of a global batch: a multiple of every world and micro-batch count
 
@@ -99,13 +104,12 @@ def compare(group: Any, world: int, out: Path) -> None:
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))
     for recipe, more in RECIPES.items():
         program, data = compiled("odd sizes", group, clip_norm=2.0, bucket_size=600, **more)
-        # Of one rank tests/engine/test_laws.py says that every schedule has the serial bits.
-        for schedule in (Serial(), Overlapped(), Interleaved()) if world > 1 else (Overlapped(),):
-            jitter = {} if schedule == Serial() else {"jitter": Jitter(rank, 1e-3)}
-            program = rescheduled(program, schedule)  # what was traced is kept
+        for schedule in SCHEDULES[world]:
+            jitter = {} if schedule == "Serial" else {"jitter": Jitter(rank, 1e-3)}
+            program = rescheduled(program, make_schedule(schedule))  # what was traced is kept
             seen, params = train(program, data, steps=4, **jitter)
             if rank == 0:
-                name = f"bits-{recipe}-{type(schedule).__name__}-{world}"
+                name = f"bits-{recipe}-{schedule}-{world}"
                 torch.save({"seen": seen, "params": params}, out / f"{name}.pt")
                 sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
                 (out / f"{name}.json").write_text(json.dumps(sizes))

@@ -17,7 +17,7 @@ import zfunc
 from zfunc.models.gpt import GPTConfig, modules
 
 CONFIG = GPTConfig(vocab_size=64, seq_length=32, num_layers=3, hidden_size=48, num_attention_heads=3)
-STEPS = 50
+STEPS = 30
 LR, WEIGHT_DECAY, CLIP = 3e-3, 0.1, 0.7
 
 

@@ -1,4 +1,7 @@
-"""The kernel without torch and Python: the bits of the reference in every build this machine can make."""
+"""The kernel without torch and Python: the bits of the reference in every build this machine can make.
+
+Compilers take a minute a build, so these are tests of the night; continuous integration runs `make sanitize`.
+"""
 
 import itertools
 import os
@@ -8,6 +11,8 @@ import pytest
 from native import cases, sets
 from native.stream import Case, MismatchError, Program, check
 from native.variants import SANITIZE, VARIANTS, build, missing
+
+pytestmark = pytest.mark.slow
 
 
 def program(name: str) -> Program:
@@ -30,12 +35,10 @@ def _built(request: pytest.FixtureRequest) -> None:
         list(pool.map(lambda name: missing(name) or build(VARIANTS[name]), sorted(names)))
 
 
-# One build says what all do; what the flags of gcc alone do, test_adam_bits.py says of the extension.
-BUILDS = [pytest.param(name, marks=() if name == "gcc-sanitize" else pytest.mark.slow) for name in VARIANTS]
-SANITIZERS = [build for build in BUILDS if VARIANTS[str(build.values[0])].flags == SANITIZE]
+SANITIZERS = [name for name, variant in VARIANTS.items() if variant.flags == SANITIZE]
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_the_bits_of_the_reference(name: str) -> None:
     built = program(name)
     isas = list(built.names()["isa"])
@@ -76,13 +79,11 @@ def test_one_item_too_far_of_a_state_elsewhere_is_seen(name: str, role: str) -> 
         check(program(name), [without_the_last_item(compact_step(129, into=True), role)])
 
 
-@pytest.mark.slow
 def test_a_race_is_seen() -> None:
     with pytest.raises(MismatchError, match="data race"):
         check(program("clang-thread"), [cases.race()])
 
 
-@pytest.mark.slow
 def test_a_contracted_product_is_seen() -> None:
     """On AArch64 compilers contract by themselves: there the flag of setup.py decides about the bits."""
     built = program("aarch64-clang")
