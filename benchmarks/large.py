@@ -19,7 +19,8 @@ import zfunc
 from benchmarks.machine import write
 from zfunc.core.simulator import simulate
 from zfunc.engine.specialize import specialize
-from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.planner.profile_toml import load_profile
 from zfunc.runtime.accelerator import accelerator_type, device_name, peak_bytes, pick_device, reset_peak
 

@@ -27,7 +27,8 @@ import torch
 
 import zfunc
 from zfunc.engine.stages import STAGES
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import modules
+from zfunc.models.gpt_config import GPTConfig
 
 HERE = Path(__file__).resolve().parents[1]
 STEPS = 5  # of a turn

@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zfunc
 from benchmarks.machine import describe, ratios, write
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import modules
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.runtime.accelerator import accelerator_type
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0

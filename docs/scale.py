@@ -18,7 +18,8 @@ from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
-from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig, num_parameters
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.suggestions import as_flag

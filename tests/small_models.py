@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import zfunc
 from zfunc.core.layout import Parameter
 from zfunc.engine.state import State
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import modules
+from zfunc.models.gpt_config import GPTConfig
 
 Batch = tuple[Any, Any]
 

@@ -20,7 +20,8 @@ from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
 from zfunc.engine.swap_state import close_swap
 from zfunc.errors import OutOfMemory
-from zfunc.models.gpt import GPTConfig, Head, gpt_segments
+from zfunc.models.gpt import Head, gpt_segments
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss import linear_next_token_loss
 from zfunc.optim.by_name import make_optimizer
 from zfunc.planner.calibrate import measure_launch

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import modules
+from zfunc.models.gpt_config import GPTConfig
 
 CONFIG = GPTConfig(vocab_size=64, seq_length=32, num_layers=3, hidden_size=48, num_attention_heads=3)
 STEPS = 30

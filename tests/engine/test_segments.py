@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import modules
+from zfunc.models.gpt_config import GPTConfig
 
 
 class Rotary(nn.Module):

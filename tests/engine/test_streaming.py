@@ -26,7 +26,8 @@ from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import ActivationSlot
-from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32, clipped": {"precision": "fp32", "clip_norm": 0.1},

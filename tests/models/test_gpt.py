@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zfunc.models.gpt import Block, Embed, GPTConfig, Head, modules, num_parameters
+from zfunc.models.gpt import Block, Embed, Head, modules
+from zfunc.models.gpt_config import GPTConfig, num_parameters
 
 SMALL = GPTConfig(vocab_size=61, seq_length=12, num_layers=3, hidden_size=32, num_attention_heads=4)
 

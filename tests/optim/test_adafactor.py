@@ -106,7 +106,7 @@ def check(
 
 @every_format
 def test_shapes_types_and_threads(moments: Moments, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_adafactor, "PIECE", 512)  # so that a device takes tiles of rows and of columns
+    monkeypatch.setattr(device_adafactor, "ADAFACTOR_PIECE", 512)  # tiles of rows and columns
     optimizer = zfunc.Adafactor(0.1, weight_decay=0.1, moments=moments)
     for i, shape in enumerate(SHAPES):
         n = prod(shape)

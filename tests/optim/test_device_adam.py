@@ -6,8 +6,8 @@ from adam_states import MOMENTS, device_update_, fresh, gradient, on
 from test_adam_bits import check
 
 from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.optim import device_adam
-from zfunc.optim.device_adam import workspace
+from zfunc.optim import device_adam, workspaces
+from zfunc.optim.workspaces import adam_workspace
 
 every_device = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 every_format = pytest.mark.parametrize("moments", MOMENTS)
@@ -24,12 +24,13 @@ def test_pieces_change_no_bit(moments, n, where, monkeypatch):
 @every_format
 @pytest.mark.parametrize("n", [0, 1, 63, 1000, 4096, 10_001, 1 << 20])
 def test_the_workspace_bounds_what_is_allocated(moments, n, monkeypatch):
-    monkeypatch.setattr(device_adam, "PIECE", 1 << 18)
+    for module in (device_adam, workspaces):
+        monkeypatch.setattr(module, "PIECE", 1 << 18)
     state, grad, out = fresh(n, moments), gradient(n, torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
     with AllocationTracker() as tracker:
         device_update_(*state, grad, out=out, step=1, lr=1e-3, weight_decay=0.1, decoupled=False)
-    assert tracker.peak <= workspace(n, moments)
-    assert n < 1 << 20 or tracker.peak > 0.8 * workspace(n, moments)
+    assert tracker.peak <= adam_workspace(n, moments)
+    assert n < 1 << 20 or tracker.peak > 0.8 * adam_workspace(n, moments)
 
 
 @pytest.mark.gpu
@@ -42,7 +43,7 @@ def test_the_workspace_bounds_what_the_device_allocates(moments):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     device_update_(*state, grad, step=1, lr=1e-3, weight_decay=0.1)
-    assert torch.cuda.max_memory_allocated() - before <= workspace(n, moments)
+    assert torch.cuda.max_memory_allocated() - before <= adam_workspace(n, moments)
 
 
 @pytest.mark.gpu

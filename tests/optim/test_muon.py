@@ -17,8 +17,9 @@ from zfunc.optim.compact import as_tensor
 from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.muon import Muon
-from zfunc.optim.newton_schulz import newton_schulz_work, orthogonalize_
+from zfunc.optim.newton_schulz import orthogonalize_
 from zfunc.optim.one_buffer_reference import pack_one_buffer, reference_one_buffer_update
+from zfunc.optim.workspaces import newton_schulz_work
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 MUON = Muon(0.02, weight_decay=0.1)

@@ -13,7 +13,8 @@ from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
 from zfunc.engine.program import Program
 from zfunc.errors import OutOfMemory
-from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.planner import memory_check as room
 from zfunc.planner.memory_check import check_fits
 from zfunc.planner.plan_step import Planned, plan

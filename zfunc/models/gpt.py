@@ -6,66 +6,17 @@ the same random numbers whether the module was just built or comes from the meta
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attrs import field, frozen
 from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment, segment
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import linear_next_token_loss
-from zfunc.options import probability
-from zfunc.values import whole
 
 _INIT_STD = 0.02
-
-
-def _count(_: Any, attribute: Any, value: Any) -> None:
-    whole(attribute.name, value, least=1)
-
-
-def _probability(_: Any, attribute: Any, value: Any) -> None:
-    probability(attribute.name, value)
-
-
-@frozen
-class GPTConfig:
-    """The size of a GPT-2. The default reads bytes and trains in about two minutes on two CPU cores.
-
-    `seq_length` is the longest sequence (it sizes the learned positions); if `tied`, the output projection is the
-    token embedding. Raises ValueError for a size below 1, and for heads that do not divide the hidden size.
-
-    >>> GPTConfig(hidden_size=768, num_attention_heads=12).head_size
-    64
-    >>> GPTConfig(hidden_size=100, num_attention_heads=12)
-    Traceback (most recent call last):
-    ValueError: got hidden_size=100 for num_attention_heads=12; expected a multiple; try hidden_size=96 or 108
-    """
-
-    vocab_size: int = field(default=256, validator=_count)
-    seq_length: int = field(default=128, validator=_count)
-    num_layers: int = field(default=4, validator=_count)
-    hidden_size: int = field(default=128, validator=_count)
-    num_attention_heads: int = field(default=4, validator=_count)
-    dropout: float = field(default=0.0, validator=_probability)
-    tied: bool = True
-
-    def __attrs_post_init__(self) -> None:
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if hidden % heads:
-            below, above = hidden // heads * heads, (hidden // heads + 1) * heads
-            choice = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"got hidden_size={hidden} for num_attention_heads={heads}; "
-                f"expected a multiple; try hidden_size={choice}"
-            )
-
-    @property
-    def head_size(self) -> int:
-        """Features of one attention head."""
-        return self.hidden_size // self.num_attention_heads
 
 
 class Embed(nn.Module):
@@ -187,19 +138,6 @@ def gpt_segments(config: GPTConfig) -> tuple[Segment, ...]:
         built = modules(config)
     tied = {"out.weight": "embed.tok.weight"} if config.tied else None
     return tuple(segment(name, module, share=tied if name == "head" else None) for name, module in built)
-
-
-def num_parameters(config: GPTConfig) -> int:
-    """Count the parameters without building them; a tied embedding counts once.
-
-    >>> num_parameters(GPTConfig(50257, 1024, num_layers=12, hidden_size=768, num_attention_heads=12))
-    124439808
-    """
-    vocab, hidden = config.vocab_size, config.hidden_size
-    embed = (vocab + config.seq_length) * hidden
-    block = 12 * hidden * hidden + 13 * hidden
-    head = 2 * hidden + (0 if config.tied else vocab * hidden)
-    return embed + config.num_layers * block + head
 
 
 def _reset_linear(linear: nn.Linear, std: float) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zfunc.models.loss_pieces import LOGITS_BYTES, piece
+
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch
-_ALIGNMENT = 128  # of a piece, in rows of its products
-_MOST_PIECES = 64  # each is traced, and launched, by itself
 
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
 Targets = Tensor | tuple[Tensor, Tensor]
@@ -44,7 +44,7 @@ def linear_next_token_loss(
     targets: Targets,
     *,
     softcap: float | None = None,
-    logits_bytes: int = 256 << 20,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
     """`next_token_loss` of the logits `x @ weight.T`, of which `logits_bytes` or a 64th exist at once, in fp32.
 
@@ -80,12 +80,6 @@ def _logits(x: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     return (y if softcap is None else torch.tanh(y / softcap) * softcap).float()
 
 
-def _piece(rows: int, width: int, logits_bytes: int) -> int:
-    """Rows of a piece that is `width` wide, of so many `rows`; larger where there would be too many pieces."""
-    fitting, least = logits_bytes // (4 * width * _ALIGNMENT), -(-rows // (_MOST_PIECES * _ALIGNMENT))
-    return max(1, fitting, least) * _ALIGNMENT
-
-
 class _LossesInPieces(torch.autograd.Function):
     """The losses of tokens and the log-sum-exp of their logits, 0 and inf where ignored: both fp32 [tokens].
 
@@ -102,7 +96,7 @@ class _LossesInPieces(torch.autograd.Function):
         softcap: float | None,
         logits_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        rows = _piece(x.shape[0], weight.shape[0], logits_bytes)
+        rows = piece(x.shape[0], weight.shape[0], logits_bytes)
         pieces = zip(x.split(rows), labels.split(rows), strict=True)
         losses, log_sums = zip(*(_losses(some, weight, own, softcap) for some, own in pieces), strict=True)
         return torch.cat(losses), torch.cat(log_sums)
@@ -119,7 +113,7 @@ class _LossesInPieces(torch.autograd.Function):
         grad, log_sums = grad[:, None], log_sums[:, None]
         grad_x = torch.zeros_like(x, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        columns = _piece(weight.shape[0], x.shape[0], ctx.logits_bytes)
+        columns = piece(weight.shape[0], x.shape[0], ctx.logits_bytes)
         for start in range(0, weight.shape[0], columns):
             part = weight[start : start + columns]
             own = torch.arange(start, start + part.shape[0], device=x.device)

@@ -25,6 +25,8 @@
     device_formats        the compact formats in torch operations
     compact               moments in 16 and 8 bits; master weights split in two halves
     argument_checks       checks of buffers and factors, which the kernel relies on
+    setting_checks        those of settings, without torch
+    workspaces            what an update on the device allocates, without torch
     adam_reference        the NumPy reference that kernel and device match bit for bit
     one_buffer_reference  that of SGD, Lion and Adagrad
     adafactor_reference   Adafactor's, with sums that no order changes

@@ -1,21 +1,18 @@
 """Adafactor as a value with checked settings. `adafactor_reference` defines an update."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import evolve
-from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import HIGH_HALF, Moments, stored_buffers
 from zfunc.optim.adafactor_reference import AdafactorFactors, adafactor_factors, matrices_of
-from zfunc.optim.argument_checks import check_same_optimizer, checked_finite, refuse
-from zfunc.optim.compact import as_array, as_tensor
 from zfunc.optim.compact_reference import join, split
-from zfunc.optim.device_adafactor import adafactor_workspace, device_adafactor_
-from zfunc.optim.host_adafactor import host_adafactor_
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
@@ -25,8 +22,12 @@ from zfunc.optim.optimizer_settings import (
     lr_at_step,
     lr_setting,
 )
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.optim.setting_checks import check_same_optimizer, checked_finite, refuse
+from zfunc.optim.workspaces import adafactor_workspace
 from zfunc.values import FLOAT32_MAX
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FP32_EPS = 2.0**-23
 
@@ -99,7 +100,7 @@ class Adafactor:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         return f"adafactor-{'small-' if group & 2 else ''}{self.moments}"
 
-    def with_moments(self, moments: Moments, *, split_master: bool) -> "Adafactor":
+    def with_moments(self, moments: Moments, *, split_master: bool) -> Adafactor:
         """The same optimizer with its weights in another format."""
         del split_master
         return evolve(self, moments=moments)
@@ -127,6 +128,8 @@ class Adafactor:
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The update of one parameter, without a shape a vector, by the kernel (`zfunc.optim.host_adafactor`)."""
+        from zfunc.optim.host_adafactor import host_adafactor_
+
         arguments = self.arguments(decision, group, (grad.numel(),) if shape is None else shape)
         host_adafactor_(state, grad, out=out, into=into, **arguments)
 
@@ -141,6 +144,8 @@ class Adafactor:
         out: Tensor | None = None,
     ) -> None:
         """The same update, to the bit, in torch operations (`zfunc.optim.device_adafactor`)."""
+        from zfunc.optim.device_adafactor import device_adafactor_
+
         arguments = self.arguments(decision, group, (grad.numel(),) if shape is None else shape)
         device_adafactor_(state, grad, out=out, **arguments)
 
@@ -152,6 +157,9 @@ class Adafactor:
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
         """From another format of Adafactor's, exactly; CheckpointError for one of another optimizer."""
+        from zfunc.optim.compact import as_array, as_tensor
+        from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+
         del step
         wanted = self.state_format(group)
         check_same_optimizer(state_format, wanted)

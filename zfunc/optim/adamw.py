@@ -1,20 +1,17 @@
 """Adam and AdamW as a value with checked settings. `adam_reference` defines what an update computes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import evolve
-from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import AdamFormat, Moments
 from zfunc.optim.adam_reference import coefficients
-from zfunc.optim.argument_checks import check_factors, checked_eps, refuse
-from zfunc.optim.compact import convert_moments
-from zfunc.optim.device_adam import device_adam_, workspace
 from zfunc.optim.elementwise import ElementwiseOptimizer
-from zfunc.optim.host_adam import host_adam_
 from zfunc.optim.optimizer_settings import (
     Betas,
     Decay,
@@ -27,6 +24,11 @@ from zfunc.optim.optimizer_settings import (
     lr_at_step,
     lr_setting,
 )
+from zfunc.optim.setting_checks import check_factors, checked_eps, refuse
+from zfunc.optim.workspaces import adam_workspace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @attrs.frozen
@@ -52,9 +54,6 @@ class AdamW(ElementwiseOptimizer):
     >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).lr_at(1)
     0.0003
     """
-
-    host_kernel = staticmethod(host_adam_)
-    device_kernel = staticmethod(device_adam_)
 
     lr: LearningRate = attrs.field(default=1e-3, converter=lr_setting)
     betas: Betas | Callable[[int], Betas] = attrs.field(
@@ -89,7 +88,7 @@ class AdamW(ElementwiseOptimizer):
         del group
         return "fp32-split" if self.moments == "fp32" and self.split_master else self.moments
 
-    def with_moments(self, moments: Moments, *, split_master: bool) -> "AdamW":
+    def with_moments(self, moments: Moments, *, split_master: bool) -> AdamW:
         """The same optimizer with its moments in another format, on a split master if they are fp32 or not."""
         return evolve(self, moments=moments, split_master=self.split_master or split_master)
 
@@ -103,13 +102,27 @@ class AdamW(ElementwiseOptimizer):
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
-        return workspace(numel, self.state_format())
+        return adam_workspace(numel, self.state_format())
 
     def convert_state(
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
         """From any format of Adam's (`zfunc.optim.compact.convert_moments`); CheckpointError for another."""
+        from zfunc.optim.compact import convert_moments
+
         return convert_moments(state, state_format, self.state_format(group), step)
+
+    def host_kernel(self, *args: Any, **arguments: Any) -> None:
+        """Adam in host memory (`zfunc.optim.host_adam`)."""
+        from zfunc.optim.host_adam import host_adam_
+
+        host_adam_(*args, **arguments)
+
+    def device_kernel(self, *args: Any, **arguments: Any) -> None:
+        """Adam in torch operations (`zfunc.optim.device_adam`)."""
+        from zfunc.optim.device_adam import device_adam_
+
+        device_adam_(*args, **arguments)
 
     def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
         """What both kernels take besides tensors."""

@@ -3,14 +3,17 @@
 State, gradient and decision determine the bits of an update, on the host and on the device alike.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import MatrixWork
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @runtime_checkable

@@ -15,16 +15,7 @@ from zfunc.optim.adafactor_reference import SUMMED, AdafactorFactors, Matrices
 from zfunc.optim.adam_reference import EXP_AVG_SQ_FLOOR
 from zfunc.optim.argument_checks import update_spans
 from zfunc.optim.device_formats import Scratch, flush_, join_, load_, split_
-
-PIECE = 1 << 20  # elements whose temporaries are there at a time
-
-
-def adafactor_workspace(numel: int) -> int:
-    """An upper bound of the bytes that an update of a parameter of `numel` elements allocates beside its arguments.
-
-    It holds for matrices of at least 24 rows and columns, and for any other parameter below PIECE elements.
-    """
-    return 6 * numel + 64 * min(numel + SUMMED, PIECE) + (1 << 16)
+from zfunc.optim.workspaces import ADAFACTOR_PIECE
 
 
 def device_adafactor_(
@@ -49,8 +40,8 @@ def device_adafactor_(
     (kind,) = moment_buffers(state_format)
     with torch.no_grad():
         u = torch.empty(n, device=device)  # fp32: the gradient, then the direction
-        floats = torch.empty(4 * min(n, PIECE), device=device)
-        mask = torch.empty(min(n, PIECE), dtype=torch.bool, device=device)
+        floats = torch.empty(4 * min(n, ADAFACTOR_PIECE), device=device)
+        mask = torch.empty(min(n, ADAFACTOR_PIECE), dtype=torch.bool, device=device)
 
         def scratch(size: int) -> tuple[Tensor, Scratch]:
             """Room for weights, and temporaries, of a piece of `size`."""
@@ -86,7 +77,7 @@ def device_adafactor_(
 
 
 def _pieces(n: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(n, start + PIECE)) for start in range(0, n, PIECE))
+    return ((start, min(n, start + ADAFACTOR_PIECE)) for start in range(0, n, ADAFACTOR_PIECE))
 
 
 # ---- the weights ------------------------------------------------------------------------------------------
@@ -141,7 +132,7 @@ def _parts(matrices: Matrices, variance: Tensor) -> Iterator[tuple[slice, Matric
         for start, stop in _pieces(columns):
             yield slice(start, stop), Matrices(1, 1, stop - start, False), [None, variance[start:stop]]
         return
-    few = max(1, PIECE // (rows * columns))
+    few = max(1, ADAFACTOR_PIECE // (rows * columns))
     for m in range(0, count, few):
         n = min(count, m + few)
         row = variance[m * rows : n * rows] if kept else None
@@ -150,10 +141,10 @@ def _parts(matrices: Matrices, variance: Tensor) -> Iterator[tuple[slice, Matric
 
 
 def _tiles(matrices: Matrices) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of PIECE elements at a time, of a part."""
+    """Rows and columns of ADAFACTOR_PIECE elements at a time, of a part."""
     _, rows, columns, _ = matrices
-    wide = min(columns, PIECE)
-    high = max(1, PIECE // wide) if matrices.count == 1 else rows
+    wide = min(columns, ADAFACTOR_PIECE)
+    high = max(1, ADAFACTOR_PIECE // wide) if matrices.count == 1 else rows
     for r in range(0, rows, high):
         for c in range(0, columns, wide):
             yield slice(r, min(rows, r + high)), slice(c, min(columns, c + wide))

@@ -9,8 +9,8 @@ The bits are those of `adam_reference` and `compact_reference` on any device wit
 - the square root goes through float64, because torch's of float32 is not always the nearest on CPUs (MKL's). The
   nearest float32 of a float64 root is right even where that is off by an ulp.
 
-The payload of a NaN is not promised. Elements go through in pieces, in memory that `workspace` bounds, and nothing
-waits for the device.
+The payload of a NaN is not promised. Elements go through in pieces, in memory that `adam_workspace` bounds, and
+nothing waits for the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,20 +39,9 @@ from zfunc.optim.device_formats import (
     split_,
     unpack_codes_,
 )
+from zfunc.optim.workspaces import PIECE, num_floats
 
 _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
-PIECE = 1 << 22  # elements updated together: much for a device, little beside a bucket
-
-
-def workspace(numel: int, state_format: AdamFormat) -> int:
-    """An upper bound of the bytes that an update of `numel` elements allocates beside its arguments.
-
-    >>> workspace(1 << 30, "fp32") == workspace(PIECE, "fp32") < 14 * PIECE
-    True
-    """
-    n = min(round_up(numel, BLOCK), PIECE)
-    small = n // BLOCK * 32 + (1 << 14)  # per block, and what the allocator rounds up
-    return n * (4 * _num_floats(state_format) + 1) + small
 
 
 def exact_parts(sums: Tensor) -> Tensor:
@@ -106,17 +95,12 @@ class _Step(NamedTuple):
 # ---- pieces -------------------------------------------------------------------------------------------
 
 
-def _num_floats(state_format: AdamFormat) -> int:
-    """Rows of scratch: the gradient, float64, a term; and in float32 what a state does not have in it."""
-    return {"fp32": 3, "fp32-split": 4}.get(state_format, 6)
-
-
 def _update_(
     state_format: AdamFormat, buffers: dict[str, Tensor], grad: Tensor, out: Tensor | None, step: _Step
 ) -> None:
     n, device = grad.numel(), grad.device
     piece = min(round_up(n, BLOCK), PIECE)
-    floats = torch.empty(_num_floats(state_format) * piece, device=device)  # fp32
+    floats = torch.empty(num_floats(state_format) * piece, device=device)  # fp32
     mask = torch.empty(piece, dtype=torch.bool, device=device)
     fp32 = state_format in ("fp32", "fp32-split")  # the moments, in their own memory
     cuts = CODES_CUTS if state_format == "8bit" else (16, 16)
@@ -125,7 +109,7 @@ def _update_(
         stop = min(n, start + PIECE)
         parts = state_slice(state_format, buffers, start, stop)
         size = stop - start if fp32 else round_up(stop - start, BLOCK)
-        g, _, term, *unpacked = floats[: _num_floats(state_format) * size].view(-1, size)
+        g, _, term, *unpacked = floats[: num_floats(state_format) * size].view(-1, size)
         scratch = Scratch(term, g, floats[: 2 * size].view(torch.float64), mask[:size])
         state = _unpack(state_format, parts, unpacked, scratch)
         load_(g, grad[start:stop])

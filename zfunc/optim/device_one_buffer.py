@@ -14,7 +14,6 @@ from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, state_slice
 from zfunc.optim.adam_reference import EXP_AVG_FLOOR, GRAD_FLOOR
 from zfunc.optim.argument_checks import checked_step, update_spans
 from zfunc.optim.compact_reference import BLOCK, MIN_SHIFT, NUM_SHIFTS
-from zfunc.optim.device_adam import PIECE
 from zfunc.optim.device_formats import (
     NAN,
     SIGN,
@@ -30,14 +29,7 @@ from zfunc.optim.device_formats import (
     unpack_floats_,
 )
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, has_sign
-
-_FLOATS = 7  # rows of scratch: the gradient, two for float64, a term, weights, buffer, direction
-
-
-def one_buffer_workspace(numel: int) -> int:
-    """An upper bound of the bytes that an update of `numel` elements allocates beside its arguments."""
-    n = min(round_up(numel, BLOCK), PIECE)
-    return n * (4 * _FLOATS + 2) + n // BLOCK * 32 + (1 << 14)
+from zfunc.optim.workspaces import ONE_BUFFER_FLOATS, PIECE
 
 
 def device_one_buffer_(
@@ -63,13 +55,13 @@ def device_one_buffer_(
     n, device = grad.numel(), grad.device
     piece = min(round_up(n, BLOCK), PIECE)
     with torch.no_grad():
-        floats = torch.empty(_FLOATS * piece, device=device)  # fp32
+        floats = torch.empty(ONE_BUFFER_FLOATS * piece, device=device)  # fp32
         mask = torch.empty(piece, dtype=torch.bool, device=device)
         for start in range(0, n, PIECE):
             stop = min(n, start + PIECE)
             parts = state_slice(state_format, state, start, stop)
             size = round_up(stop - start, BLOCK)
-            g, _, _, term, p, m, direction = floats[: _FLOATS * size].view(-1, size)
+            g, _, _, term, p, m, direction = floats[: ONE_BUFFER_FLOATS * size].view(-1, size)
             scratch = Scratch(term, g, floats[size : 3 * size].view(torch.float64), mask[:size])
             if weighted:
                 _unpack_weights(parts, p, scratch)

@@ -3,23 +3,31 @@
 Parameters with weight decay are a group, those without are another.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from __future__ import annotations
 
-from torch import Tensor
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from zfunc.core.decision import StepDecision
 from zfunc.optim.optimizer_settings import Decay
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ElementwiseOptimizer(ABC):
     """Methods of `zfunc.optim.base.Optimizer`; both kernels take the arguments that `arguments` returns."""
 
-    host_kernel: ClassVar[Callable[..., None]]  # a staticmethod
-    device_kernel: ClassVar[Callable[..., None]]  # the same update, to the bit, in torch operations
-
     decay: Decay
+
+    @abstractmethod
+    def host_kernel(self, *args: Any, **arguments: Any) -> None:
+        """The update by the compiled kernel. Imported here: settings need no torch."""
+
+    @abstractmethod
+    def device_kernel(self, *args: Any, **arguments: Any) -> None:
+        """The same, to the bit, in torch operations."""
 
     @abstractmethod
     def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:

@@ -4,13 +4,14 @@ An update of a group has the bits of its optimizer alone. A bucket of the layout
 one format, so groups that differ in their settings alone share buckets.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
-from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
@@ -18,10 +19,13 @@ from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import MatrixWork
 from zfunc.optim.base import HasMoments, MatrixOptimizer, Optimizer
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Rule = str | Callable[[str, tuple[int, ...]], bool]
 
 
-def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> "GroupedOptimizer":
+def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> GroupedOptimizer:
     """One optimizer out of several: `groups((rule, optimizer), ..., default)`.
 
     A rule is a glob over full names of parameters ("head.*") or a function `(name, shape) -> bool`. The first that
@@ -124,7 +128,7 @@ class GroupedOptimizer:
         """The format of the states of all optimizers that have a choice."""
         return next((x.moments for x in self.optimizers if isinstance(x, HasMoments)), "fp32")
 
-    def with_moments(self, moments: Moments, *, split_master: bool) -> "GroupedOptimizer":
+    def with_moments(self, moments: Moments, *, split_master: bool) -> GroupedOptimizer:
         """All of them with another format. Raises ValueError if one has no choice."""
         for x in self.optimizers:
             if moments != "fp32" and not isinstance(x, HasMoments):

@@ -3,24 +3,26 @@
 `one_buffer_reference` defines the direction and the update along it, `newton_schulz` what is between them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import attrs
-from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import MatrixWork
-from zfunc.optim.argument_checks import checked_finite, refuse
-from zfunc.optim.device_one_buffer import device_one_buffer_
-from zfunc.optim.host_one_buffer import host_one_buffer_
-from zfunc.optim.newton_schulz import QUINTIC, Quintic, newton_schulz_work, orthogonalize_
 from zfunc.optim.one_buffer import OneBufferOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
 from zfunc.optim.optimizer_settings import Decay, LearningRate, at_least_0, decay_all, lr_setting
+from zfunc.optim.setting_checks import checked_finite, refuse
+from zfunc.optim.workspaces import QUINTIC, Quintic, newton_schulz_work
 from zfunc.values import number, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 _SIDES = 1 << 32  # above any side of a matrix
@@ -134,18 +136,20 @@ class Muon(OneBufferOptimizer):
     ) -> None:
         """Update the momentum of parameters in host memory, and write the direction to `out`, in bf16."""
         del group
-        host_one_buffer_(state, grad, out=out, **self._momentum_arguments(decision))
+        self.host_kernel(state, grad, out=out, **self._momentum_arguments(decision))
 
     def device_direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
         """The same, to the bit, in torch operations on the tensors' device."""
         del group
-        device_one_buffer_(state, grad, out=out, **self._momentum_arguments(decision))
+        self.device_kernel(state, grad, out=out, **self._momentum_arguments(decision))
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
         """The orthogonal direction of a whole matrix [rows, columns] in bf16, which may be overwritten."""
         del group
+        from zfunc.optim.newton_schulz import orthogonalize_
+
         return orthogonalize_(direction, steps=self.ns_steps, coefficients=self.ns_coefficients, eps=self.eps)
 
     def matrix_work(self, shape: tuple[int, ...], *, group: int) -> MatrixWork:

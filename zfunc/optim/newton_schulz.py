@@ -7,13 +7,7 @@ affair, so equal bits need the same library, device and number of threads, as th
 import torch
 from torch import Tensor
 
-from zfunc.core.layout import round_up
-from zfunc.core.spec import ALLOCATION, MatrixWork
-
-Quintic = tuple[float, float, float]
-QUINTIC: Quintic = (3.4445, -4.7750, 2.0315)
-"""Coefficients of x, x^3 and x^5: steep at 0, so that singular values come near 1 in few steps (Jordan et al. 2024,
-"Muon: An optimizer for hidden layers in neural networks")."""
+from zfunc.optim.workspaces import QUINTIC, Quintic
 
 
 def orthogonalize_(
@@ -38,16 +32,3 @@ def orthogonalize_(
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide if matrix.size(0) <= matrix.size(1) else wide.T
-
-
-def newton_schulz_work(shape: tuple[int, ...], steps: int) -> MatrixWork:
-    """The work of one matrix. A step has 4 m m n + 2 m m m FLOPs with n the longer side: 6 h a parameter if square.
-
-    >>> newton_schulz_work((1024, 1024), 5).flops / 1024**2 / 1024
-    30.0
-    """
-    m, n = sorted(shape)
-    two_wide, two_square = (2 * round_up(2 * x, ALLOCATION) for x in (m * n, m * m))
-    return MatrixWork(
-        steps * (4 * m * m * n + 2 * m**3), two_wide + two_square + 3 * ALLOCATION, 3 * steps + 3
-    )

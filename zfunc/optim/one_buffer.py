@@ -3,30 +3,29 @@
 Their files have their settings and factors; `one_buffer_reference` defines their updates.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from attrs import evolve
-from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments, stored_buffers
-from zfunc.optim.argument_checks import check_same_optimizer, checked_finite
-from zfunc.optim.compact import as_array, as_tensor
-from zfunc.optim.device_one_buffer import device_one_buffer_, one_buffer_workspace
 from zfunc.optim.elementwise import ElementwiseOptimizer
-from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, pack_one_buffer, unpack_one_buffer
 from zfunc.optim.optimizer_settings import LearningRate, check_moments_and_decay, lr_at_step
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.optim.setting_checks import check_same_optimizer, checked_finite
+from zfunc.optim.workspaces import one_buffer_workspace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OneBufferOptimizer(ElementwiseOptimizer):
     """The methods of `zfunc.optim.base.Optimizer`; fields, rule and factors are each optimizer's own."""
 
-    host_kernel = staticmethod(host_one_buffer_)
-    device_kernel = staticmethod(device_one_buffer_)
     decoupled: ClassVar[bool] = False  # whether weight decay is
 
     lr: LearningRate
@@ -84,11 +83,26 @@ class OneBufferOptimizer(ElementwiseOptimizer):
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
         """From another format of the same optimizer, through fp32; CheckpointError for one of another optimizer."""
+        from zfunc.optim.compact import as_array, as_tensor
+        from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+
         wanted = self.state_format(group)
         check_same_optimizer(state_format, wanted)
         arrays = {x.name: as_array(state[x.name]) for x in stored_buffers(state_format)}
         packed = pack_one_buffer(*unpack_one_buffer(arrays, state_format), state_format=wanted, step=step)
         return {x.name: as_tensor(packed[x.name]).view(TORCH_DTYPES[x.dtype]) for x in stored_buffers(wanted)}
+
+    def host_kernel(self, *args: Any, **arguments: Any) -> None:
+        """The update in host memory (`zfunc.optim.host_one_buffer`)."""
+        from zfunc.optim.host_one_buffer import host_one_buffer_
+
+        host_one_buffer_(*args, **arguments)
+
+    def device_kernel(self, *args: Any, **arguments: Any) -> None:
+        """The update in torch operations (`zfunc.optim.device_one_buffer`)."""
+        from zfunc.optim.device_one_buffer import device_one_buffer_
+
+        device_one_buffer_(*args, **arguments)
 
     def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
         """What both kernels take besides tensors."""

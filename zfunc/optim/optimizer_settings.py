@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zfunc.core.optimizer_state import MOMENTS
-from zfunc.optim.argument_checks import checked_betas, checked_finite, refuse
+from zfunc.optim.setting_checks import checked_betas, checked_finite, refuse
 
 Betas = tuple[float, float]
 LearningRate = float | Callable[[int], float]

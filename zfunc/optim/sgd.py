@@ -6,7 +6,6 @@ from typing import Any
 import attrs
 
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.argument_checks import refuse
 from zfunc.optim.one_buffer import OneBufferOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
 from zfunc.optim.optimizer_settings import (
@@ -16,6 +15,7 @@ from zfunc.optim.optimizer_settings import (
     decay_all,
     lr_setting,
 )
+from zfunc.optim.setting_checks import refuse
 
 
 @attrs.frozen

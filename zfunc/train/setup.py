@@ -24,7 +24,8 @@ from zfunc.engine.compile import compile
 from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
-from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig, num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer, with_lr
 from zfunc.optim.lr import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.optim.optimizer_settings import matrices_only

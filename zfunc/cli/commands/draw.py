@@ -193,7 +193,8 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     import torch
 
     from zfunc.engine.compile import compile
-    from zfunc.models.gpt import gpt_segments, num_parameters
+    from zfunc.models.gpt import gpt_segments
+    from zfunc.models.gpt_config import num_parameters
     from zfunc.planner.cost_model import precision_for
     from zfunc.train.setup import gpt_config, planned_optimizer
 

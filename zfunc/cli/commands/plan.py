@@ -124,7 +124,8 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     """
     import torch
 
-    from zfunc.models.gpt import gpt_segments, num_parameters
+    from zfunc.models.gpt import gpt_segments
+    from zfunc.models.gpt_config import num_parameters
     from zfunc.planner.cost_model import CostModel, precision_for
     from zfunc.planner.max_layers import max_layers
     from zfunc.planner.plan_step import plan_settings, search_start

@@ -1,0 +1,11 @@
+"""How the logits of a large vocabulary are cut into pieces: no torch."""
+
+LOGITS_BYTES = 256 << 20  # of fp32 logits that exist at once
+_ALIGNMENT = 128  # of a piece, in rows of its products
+_MOST_PIECES = 64  # each is traced, and launched, by itself
+
+
+def piece(rows: int, width: int, logits_bytes: int) -> int:
+    """Rows of a piece that is `width` wide, of so many `rows`; larger where there would be too many pieces."""
+    fitting, least = logits_bytes // (4 * width * _ALIGNMENT), -(-rows // (_MOST_PIECES * _ALIGNMENT))
+    return max(1, fitting, least) * _ALIGNMENT
