@@ -18,11 +18,11 @@ from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _scalar = compiling._calls, compiling._scalar
+_calls, _scalar, _with_buffers = compiling._calls, compiling._scalar, compiling._with_buffers
 _make_vjp, _trace_one = vjp._make_vjp, specialize._trace_one
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
-_losses: dict[Callable[..., Any], Callable[..., Any]] = {}
+_losses: dict[Any, Callable[..., Any]] = {}
 _passes: dict[Any, vjp.SegmentVJP] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
 
@@ -30,6 +30,7 @@ _traces: dict[Any, tuple[Any, Any]] = {}
 def share_traces() -> None:
     """From now on, in this process."""
     compiling._calls, compiling._scalar = _shared_calls, _shared_loss
+    compiling._with_buffers = _shared_with_buffers
     compiling.make_vjp, vjp._make_vjp, specialize._trace_one = _shared_vjp, _shared_graphs, _shared_trace
 
 
@@ -72,6 +73,16 @@ def _shared_loss(segment: Segment) -> Callable[..., Any]:
     return _losses[segment.function]
 
 
+def _shared_with_buffers(segment: Segment, checked: Callable[[Segment], Any]) -> Callable[..., Any]:
+    key = segment.function, checked
+    if not segment.buffers or segment.function not in _shared:
+        return _with_buffers(segment, checked)
+    if key not in _losses:
+        _losses[key] = _with_buffers(segment, checked)
+        _shared.add(_losses[key])
+    return _losses[key]
+
+
 def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
     return _cached((function, *sorted(how.items())), lambda: vjp.make_vjp(function, **how))
 
@@ -93,7 +104,7 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     segment, call = owner.segments[s], owner.calls[s]
     if not _shareable(segment):
         return _trace_one(owner, s, inputs, of_accelerator)
-    leaves, structure = tree_flatten((call.trained, inputs, call.constants))
+    leaves, structure = tree_flatten((call.trained, inputs, call.constants, call.buffers))
     shapes = tuple((t.shape, t.stride(), t.dtype) if not isinstance(t, str) else None for t in leaves)
     pulled = s >= owner.layout.first_trainable
     key = (id(call.passes), owner.dtype, pulled, structure, shapes, of_accelerator)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save
     from zfunc.engine.compile import compile
-    from zfunc.engine.evaluate import apply, evaluate, params
+    from zfunc.engine.evaluate import apply, buffers, evaluate, params
     from zfunc.engine.flush import flush
     from zfunc.engine.init import init
     from zfunc.engine.save_load import load, save
@@ -86,6 +86,7 @@ _HOMES = {
     "UndeclaredAccess": "errors",
     "adam_update_": "optim.host_adam",
     "apply": "engine.evaluate",
+    "buffers": "engine.evaluate",
     "compile": "engine.compile",
     "evaluate": "engine.evaluate",
     "flush": "engine.flush",
@@ -126,6 +127,7 @@ __all__ = [
     "UndeclaredAccess",
     "adam_update_",
     "apply",
+    "buffers",
     "compile",
     "evaluate",
     "flush",

@@ -18,7 +18,7 @@ from attrs import frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest import Manifest, ParameterEntry
+from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_writer import create_shard
@@ -60,7 +60,8 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
     "fp32" gives the master weights, exactly. "bf16" and "fp16" are rounded to nearest, ties to even; NaN stays NaN.
     These are the bits the device computes with, except for "bf16" of a checkpoint with compact moments: there the
     device has the high half of the master, whose ties are rounded away from zero, and of 2^17 evenly spread values
-    one differs, in its last bit. Frozen parameters are converted from the type they are stored in.
+    one differs, in its last bit. Frozen parameters are converted from the type they are stored in. Modules' buffers
+    that training changed (running statistics) are there in their own type.
 
     A tied parameter is in the file once, under the first of its names. Tie it in the model, as for training, and
     load with `safetensors.torch.load_model` or `load_state_dict(..., strict=False)`, which need one copy.
@@ -82,14 +83,21 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
         log.warning(
             "export: %s: its last gradient is not applied yet and not in the weights", checkpoint.path
         )
-    tensors = [TensorInfo(x.name, DTYPES[dtype].safetensors, x.shape) for x in manifest.parameters]
+    buffers = [x for x in manifest.parameters if BUFFER in x.pieces]
+    weights = [x for x in manifest.parameters if BUFFER not in x.pieces]
+    tensors = [TensorInfo(x.name, DTYPES[dtype].safetensors, x.shape) for x in weights]
+    tensors += [TensorInfo(x.name, _stored_type(manifest, x), x.shape) for x in buffers]
     writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)})
     try:
         with np.errstate(all="ignore"), CheckpointReader(checkpoint) as reader:  # inf and NaN are copied
-            for entry, start, values in _weights(reader, manifest.parameters):
+            for entry, start, values in _weights(reader, weights):
                 if _largest(values) >= OVERFLOW[dtype]:
                     raise _too_large(reader, entry, dtype)
                 writer.write_at(entry.name, start, round_to(values, dtype))
+            for x in buffers:
+                raw = np.empty(x.numel * BYTES[_stored_type(manifest, x)], np.uint8)
+                reader.read([(WantedSlice(BUFFER, x.name, 0, x.numel), raw)])
+                writer.write_at(x.name, 0, raw)
         writer.finish()
         _publish(partial, out)
     except BaseException:
@@ -98,7 +106,12 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
         raise
     finally:
         writer.close()
-    return ExportedWeights(out, len(tensors), writer.header.size, step, dtype)
+    return ExportedWeights(out, len(weights), writer.header.size, step, dtype)
+
+
+def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
+    """The type in which a checkpoint has a module's buffer."""
+    return next((manifest.tensor(x).dtype for x in entry.pieces[BUFFER]), DTYPES["fp32"].safetensors)
 
 
 def _weights(

@@ -13,7 +13,15 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
-from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, HEADER_LIMIT, LENGTH, Shard, TensorInfo, num_chunks
+from zfunc.checkpoint.safetensors_file import (
+    BYTES,
+    CHUNK_LIMIT,
+    HEADER_LIMIT,
+    LENGTH,
+    Shard,
+    TensorInfo,
+    num_chunks,
+)
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
@@ -25,6 +33,7 @@ from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
 PENDING = "pending"  # the kind of a gradient that is still to be applied
+BUFFER = "buffer"  # the only kind of state of a module's buffer that forward changes: its values
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 
@@ -42,7 +51,7 @@ class StateSlice:
 
 @frozen
 class ParameterEntry:
-    """A parameter in a checkpoint, and the pieces of its state by kind, ascending.
+    """A parameter in a checkpoint, or a module's buffer, and the pieces of its state by kind, ascending.
 
     `state_format` is None if it is the manifest's.
     """
@@ -122,6 +131,8 @@ class Manifest:
 
     def kinds(self, entry: ParameterEntry) -> dict[str, tuple[int, tuple[str, ...]]]:
         """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
+        if BUFFER in entry.pieces:
+            return {BUFFER: (entry.numel, tuple(BYTES))}
         if not entry.trainable:
             return {FROZEN: (entry.numel, _FLOATS)}
         buffers = stored_buffers(self.format_of(entry))

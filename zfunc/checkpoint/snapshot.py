@@ -7,9 +7,10 @@ is shared. Saving and loading take them from here.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from zfunc.checkpoint.manifest import (
+    BUFFER,
     PENDING,
     Manifest,
     ParameterEntry,
@@ -93,13 +94,19 @@ class Snapshot:
     position: TrainingPosition
     optimizer: Mapping[str, Any]
     pending: Mapping[int, Dtype]  # buckets whose gradient is still to be applied, with its type
+    buffers: Sequence[TensorInfo] = ()  # of modules, by full name
 
     def slices(self, rank: int, world: int) -> list[Slice]:
-        """What one rank writes: its slices, of frozen parameters too."""
+        """What one rank writes: its slices, of frozen parameters too; rank 0 also modules' buffers."""
         layout = self.layout
         slices = [*state_slices(layout, rank, world, self.pending)]
         for bucket in layout.frozen_buckets:
             slices += frozen_slices(layout, bucket, self.frozen_dtype, rank, world)
+        first = len(layout.buckets) + len(layout.frozen_buckets)
+        for number, x in enumerate(self.buffers if rank == 0 else (), first):
+            if x.numel:
+                stored = evolve(x, name=f"{x.name}/{BUFFER}")
+                slices.append(Slice(x.name, number, BUFFER, 0, x.numel, 0, stored))
         return slices
 
     def manifest(self, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Manifest:
@@ -115,8 +122,14 @@ class Snapshot:
             world=len(shards),
             state_format=self.layout.state_format,
             shards=tuple(shards),
-            parameters=tuple(parameter_entries(self.layout, pieces)),
+            parameters=(*parameter_entries(self.layout, pieces), *self._buffer_entries(pieces)),
             position=self.position,
             optimizer=self.optimizer,
             extra=extra,
         )
+
+    def _buffer_entries(
+        self, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]]
+    ) -> Iterator[ParameterEntry]:
+        for x in self.buffers:
+            yield ParameterEntry(x.name, x.shape, False, {BUFFER: (), **pieces.get(x.name, {})})

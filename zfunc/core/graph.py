@@ -16,7 +16,19 @@ from zfunc.errors import PlanError, did_you_mean
 Tier = Literal["device", "pinned", "host", "disk"]
 Kind = Literal["compute", "network", "d2h", "h2d", "host", "read", "write"]
 Lifetime = Literal["operation", "program", "state", "value"]
-Role = Literal["params", "state", "paged", "shadow", "grad", "grad_shard", "copy", "act", "squares", "loss"]
+Role = Literal[
+    "params",
+    "state",
+    "paged",
+    "shadow",
+    "grad",
+    "grad_shard",
+    "copy",
+    "act",
+    "squares",
+    "loss",
+    "module_buffers",
+]
 RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -53,7 +65,7 @@ class Region:
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket, "paged" in from the disk, and its "shadow", the "grad" of a whole bucket, a rank's
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
-    of a gradient, a "loss".
+    of a gradient, a "loss", the "module_buffers" that forward changes.
 
     Raises PlanError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """
@@ -94,7 +106,7 @@ class Region:
     @property
     def trained(self) -> bool:
         """Whether a step updates it: once an operation that writes it has started, the previous State is lost."""
-        return self.lifetime == "state" and self.role in ("params", "state")
+        return self.lifetime == "state" and self.role in ("params", "state", "module_buffers")
 
     def __str__(self) -> str:
         return label(self.buffer, self.index)

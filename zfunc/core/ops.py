@@ -161,22 +161,30 @@ class OpBuilder(Regions):
         return (self._input(m, s), *self._residuals(m, s), *self._kept_output(m, s))
 
     def forward(self, m: int, s: int) -> Op:
-        """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them."""
+        """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them.
+
+        Buffers that it changes are those that the micro-batch before left; what it read of them is a residual.
+        """
         last = s == self.spec.num_segments - 1
-        cost, graphs = self.spec.costs[s], self._graphs(s)
+        cost, graphs, residuals = self.spec.costs[s], self._graphs(s), self._residuals(m, s)
+        stateful = s in self.spec.stateful
+        before = (self._next_module_buffers(s) if m else self._module_buffers(s),) if stateful else ()
+        after = (self._next_module_buffers(s),) if stateful else ()
+        read = self.spec.buffer_bytes[s] if stateful and not residuals else 0
         return Op(
             "forward",
             (m, s),
             "compute",
-            (*self._weights(s), self._input(m, s), *((self._targets(m),) if last else ())),
+            (*self._weights(s), self._input(m, s), *((self._targets(m),) if last else ()), *before),
             (
                 self._loss(m) if last else self._input(m, s + 1),
-                *self._residuals(m, s),
+                *residuals,
                 *self._room(m, s),
                 *graphs,
+                *after,
             ),
             flops=cost.flops,
-            workspace=0 if graphs else cost.forward_workspace,  # in the graphs' pool
+            workspace=read + (0 if graphs else cost.forward_workspace),  # in the graphs' pool
             launches=GRAPH_LAUNCHES if graphs else cost.forward_launches,
         )
 
@@ -299,6 +307,29 @@ class OpBuilder(Regions):
         norm = (self._norm(),) if self.spec.barrier else ()
         self.progress.decided = True
         return Op("decide", (), "host", (*losses, *norm, *self.progress.sent), (self._decision(),))
+
+    def keep_buffers(self) -> Op:
+        """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all
+        ranks."""
+        stateful, several = self.spec.stateful, self.spec.world > 1
+        kept = tuple(map(self._module_buffers, stateful))
+        changed = tuple(map(self._next_module_buffers, stateful))
+        nbytes = sum(r.nbytes for r in kept)
+        return Op(
+            "keep_buffers",
+            (),
+            "network" if several else "compute",
+            (self._decision(), *changed, *kept),
+            (*kept, *(changed if several else ())),
+            nbytes=nbytes if several else 2 * nbytes,
+            workspace=2 * nbytes if several else 0,  # a mean is in fp64
+        )
+
+    def write_buffers(self) -> Op:
+        """Write the buffers that forward changes to the checkpoint."""
+        reads = (self._checkpoint(), *map(self._module_buffers, self.spec.stateful))
+        into = self._written_buffers()
+        return Op("write_buffers", (), "write", reads, (into,), nbytes=into.nbytes)
 
     def adam(self, b: int, host_slot: int | None) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, Adam, and the copy for the device.
@@ -498,7 +529,9 @@ class OpBuilder(Regions):
         written = tuple(self._written(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
         kind = "network" if self.spec.world > 1 else "write"
         after = (self._norm(), self._decision()) if last else ()
-        return Op("publish", (), kind, (self._checkpoint(), *written, *after), (self._published(),))
+        buffers = (self._written_buffers(),) if self.spec.stateful else ()
+        reads = (self._checkpoint(), *written, *buffers, *after)
+        return Op("publish", (), kind, reads, (self._published(),))
 
     def page_in(self, b: int) -> Op:
         """Read the state of bucket `b` into a slot: what memory does not have of it."""

@@ -48,6 +48,8 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
     if spec.barrier:
         yield emit.decide()
         yield from _update_all(spec, emit, reversed(range(len(spec.layout.buckets))))
+    if spec.stateful:
+        yield emit.keep_buffers()
     if spec.commit:
         yield emit.commit()
     if spec.save:
@@ -153,6 +155,8 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     for bucket in spec.layout.frozen_buckets:
         yield from _read_weights(spec, emit, bucket.index)
         yield emit.write(bucket.index)
+    if spec.stateful:
+        yield emit.write_buffers()
 
 
 def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
@@ -368,5 +372,7 @@ def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     yield emit.global_norm()
     yield emit.decide()
     yield from _update_all(spec, emit, sorted(spec.resident, reverse=True))
+    if spec.stateful:
+        yield emit.keep_buffers()
     if spec.save:
         yield emit.publish(last=True)

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from attrs import evolve, field, frozen
 
 from zfunc.core.extents import whole_blocks
-from zfunc.core.graph import Region, RegionDtype, Role, Tier
+from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
 from zfunc.core.optimizer_state import HIGH_HALF, StateBuffer
 from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
@@ -65,6 +65,20 @@ class Regions:
     def _constants(self) -> tuple[Region, ...]:
         nbytes = self.spec.constant_bytes
         return (Region("constants", (), nbytes, lifetime="value"),) if nbytes else ()
+
+    @_once
+    def _module_buffers(self, s: int) -> Region:
+        """The buffers of segment `s` that forward changes, as the step before left them."""
+        return self._buffers_of("module_buffers", s, "state")
+
+    @_once
+    def _next_module_buffers(self, s: int) -> Region:
+        """The same as the micro-batches of this step leave them."""
+        return self._buffers_of("next_module_buffers", s, "program")
+
+    def _buffers_of(self, buffer: str, s: int, lifetime: Lifetime) -> Region:
+        nbytes = self.spec.buffer_bytes[s]
+        return Region(buffer, (s,), nbytes, "device", lifetime, "uint8", "module_buffers")
 
     @_once
     def _weight_slot(self, slot: Slot) -> Region:
@@ -168,7 +182,8 @@ class Regions:
 
     @_once
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
-        if self.spec.recompute[s] or s < self.spec.layout.first_trainable:
+        kept = not self.spec.recompute[s] or s in self.spec.stateful
+        if not kept or s < self.spec.layout.first_trainable:
             return ()
         return (Region("residuals", (m, s), self.spec.costs[s].residual_bytes),)
 
@@ -320,6 +335,7 @@ class Regions:
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
         layout = self.spec.layout
+        yield from map(self._module_buffers, self.spec.stateful)
         for bucket in layout.frozen_buckets:
             if not self.spec.on_disk(bucket.index):
                 yield self._params(bucket.index)
@@ -406,6 +422,11 @@ class Regions:
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self._saved(b))
         paged = self.spec.extent(b).moved_bytes if b in self.spec.paged or self.spec.on_disk(b) else 0
         return Region("written", (b,), nbytes + paged, "disk", "value")
+
+    @_once
+    def _written_buffers(self) -> Region:
+        """What a checkpoint has of modules' buffers; rank 0 writes them."""
+        return Region("written_buffers", (), sum(self.spec.buffer_bytes), "disk", "value")
 
     def _published(self) -> Region:
         """The result of a save: the checkpoint's path, or why it failed."""

@@ -30,6 +30,8 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Schedule = Callable[[Graph], Plan]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+SyncBuffers = Literal["rank0", "mean"]
+SYNC_BUFFERS: tuple[SyncBuffers, ...] = get_args(SyncBuffers)
 Place = Literal["device", "host"]
 PLACES: tuple[Place, ...] = get_args(Place)
 DISK: Literal["disk"] = "disk"
@@ -248,6 +250,14 @@ class StepSettings:
         typed=one_of(("1", "2", "3")),
         read=int,
         metavar="1|2|3",
+    )
+    sync_buffers: SyncBuffers = _setting(
+        "rank0",
+        one_of(SYNC_BUFFERS),
+        "",
+        f"whose buffers that forward changes several ranks keep, as BatchNorm's statistics: {_names(SYNC_BUFFERS)}",
+        "At the end of each step. Those of rank 0, as `DistributedDataParallel`, or the mean over the ranks; of "
+        "whole numbers those of rank 0.",
     )
     params_on: Place | Literal["disk", "auto"] = _setting(
         "device",

@@ -82,6 +82,7 @@ class StepSpec:
       slice of the parameters, too, 2 reduces the gradient of every micro-batch, 1 adds full gradients up on the
       device and reduces the sum.
     - `constant_bytes`: device memory of the model beside its parameters.
+    - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
     - `send_high_half`: where the master is split, the device's copy is its high half; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
@@ -121,6 +122,7 @@ class StepSpec:
     )
     target_bytes: int = 0
     constant_bytes: int = 0
+    buffer_bytes: tuple[int, ...] = field(default=(), converter=tuple[int, ...])
     send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
@@ -176,6 +178,11 @@ class StepSpec:
     def num_segments(self) -> int:
         """The number of segments."""
         return len(self.costs)
+
+    @cached_property
+    def stateful(self) -> tuple[int, ...]:
+        """The segments whose forward changes buffers of their modules."""
+        return tuple(s for s, nbytes in enumerate(self.buffer_bytes) if nbytes)
 
     @cached_property
     def slot_numel(self) -> int:

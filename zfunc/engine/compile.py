@@ -28,7 +28,7 @@ from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
 from zfunc.engine.state import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.step_spec import check_recipe, make_spec
-from zfunc.engine.vjp import SegmentVJP, make_vjp
+from zfunc.engine.vjp import Detached, SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import HasMoments, Optimizer
@@ -140,6 +140,12 @@ def compile(
     settings = settings.scheduled(on_cpu=not on_accelerator(device))
     default_threads()  # chosen and logged before any lane runs
     spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
+    if spec.stateful and spec.swaps:
+        raise ValueError(
+            f"state_on: got {settings.state_on!r} with buffers that forward changes in segment "
+            f"{segments[spec.stateful[0]].name!r} (running statistics), which a swap space does not have: expected "
+            "state_on='host'; activations_on='disk' works"
+        )
     if spec.graphed and not has_graphs(device):
         spec = evolve(spec, graphed=())
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
@@ -242,6 +248,15 @@ def _checked_segments(segments: Sequence[Segment]) -> tuple[Segment, ...]:
                     f"to be declared: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
                 )
     check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
+    changed: dict[int, str] = {}
+    for s in segments:
+        for short, tensor in s.changed_tensors.items():
+            other = changed.setdefault(tensor, name := f"{s.name}.{short}")
+            if other != name:
+                raise ValueError(
+                    f"segments: got one buffer as {other!r} and {name!r}, which forward changes in both, expected "
+                    "each segment to have its own: put both uses into one segment, or copy the module"
+                )
     for s in segments:
         for short, p in zip(s.short, s.parameters, strict=True):
             if p.name not in known:
@@ -277,7 +292,7 @@ def _calls(
         options = (keep, s > layout.first_trainable, s == last)
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
-            function = _scalar(segment) if s == last else segment.function
+            function = _with_buffers(segment, _scalar if s == last else _function)
             make = partial(
                 make_vjp,
                 function,
@@ -298,6 +313,7 @@ def _calls(
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
                 {short: t.to(device) for short, t in segment.constants.items()},
+                {short: t.to("meta") for short, t in segment.buffers.items()},
             )
         )
     return tuple(calls)
@@ -317,6 +333,29 @@ def _scalar(segment: Segment) -> Callable[..., Tensor]:
         return y.float()
 
     return loss
+
+
+def _function(segment: Segment) -> Callable[..., Any]:
+    return segment.function
+
+
+def _with_buffers(segment: Segment, checked: Callable[[Segment], Callable[..., Any]]) -> Callable[..., Any]:
+    """`checked(segment)`; if it changes buffers it returns `(y, buffers)`, and only `y` is differentiated."""
+    if not segment.buffers:
+        return checked(segment)
+
+    def function(*args: Any) -> tuple[Any, Detached]:
+        changed: list[Any] = []
+
+        def output(*args: Any) -> Any:
+            y, buffers = segment.function(*args)
+            changed.append(buffers)
+            return y
+
+        y = checked(evolve(segment, function=output))(*args)
+        return y, Detached((), *changed)
+
+    return function
 
 
 def _ranks(group: Any) -> RankGroup:

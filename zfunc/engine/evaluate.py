@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.flush import make_deferred_update
-from zfunc.engine.program import Program, check_state, on_compute_stream
+from zfunc.engine.program import Program, check_state, module_buffers, on_compute_stream
 from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.state import State, refuse_global_modes
 from zfunc.engine.weights import parameter_weights, segment_weights
@@ -29,6 +29,20 @@ def params(program: Program, state: State) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in weights}
 
 
+def buffers(program: Program, state: State) -> dict[str, Tensor]:
+    """The buffers that forward changes, by full name: copies on the host, such as `zfunc.init` takes in `params`.
+
+    They are running statistics and spectral norm's vectors; other buffers are constants. Of several ranks each has
+    those of the setting `sync_buffers`. Raises DonatedStateError for a used state.
+    """
+    check_state(program, state, "buffers")
+    return {
+        f"{segment.name}.{short}": t.to("cpu", copy=True)
+        for s, segment in enumerate(program.segments)
+        for short, t in module_buffers(program, state.buffers, s).items()
+    }
+
+
 def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     """Run the segments forward with the device's parameters, without dropout and gradients; the state stays.
 
@@ -43,6 +57,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
         output = y  # only the last is kept
     owned = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
+    owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
     storages = {t.untyped_storage()._cdata for t in owned}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
 
@@ -74,7 +89,8 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
         ):
             views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
-            x = segment.evaluation({**weights, **call.constants}, x, *extra)
+            kept = module_buffers(program, state.buffers, s)
+            x = segment.evaluation({**weights, **call.constants, **kept}, x, *extra)
             del views, weights  # before the next segment's are there
         record_use(program.device, x)
         yield x

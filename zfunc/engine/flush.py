@@ -119,6 +119,7 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
         device=program.device,
         randomness=randomness,
         ranks=ranks,
+        sync_buffers=program.settings.sync_buffers,
         applies_pending=state.pending is not None,
         updated=state.buffers.updated,
         patience=program.executor.patience,

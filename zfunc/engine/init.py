@@ -5,7 +5,7 @@ Initial values depend on the seed, the segments and `params`, never on the layou
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from attrs import evolve
@@ -18,11 +18,13 @@ from zfunc.core.layout import Layout, Span
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.regions import Regions
 from zfunc.engine.disk_memory import extents_of
+from zfunc.engine.module_buffers import copy_buffers
 from zfunc.engine.program import (
     Program,
     allocate_on_all,
     check_memory,
     check_program,
+    module_buffers,
     on_compute_stream,
     staging_buffers,
 )
@@ -45,6 +47,8 @@ def init(
     loss_scale: LossScale | None = None,
 ) -> State:
     """A new State, with initial values from `params` ({full name: tensor}), and else from the segments.
+
+    `params` may have the buffers that forward changes as well (`zfunc.buffers`).
 
     Values are created, copied into the fp32 master weights and rounded to the device one segment at a time. Raises
     OutOfMemory before any allocation if the plan does not fit, RuntimeError in inference mode, and ValueError or
@@ -87,6 +91,9 @@ def _initialized(
 ) -> State:
     spans = {span.name: span for span in (*program.layout.spans, *program.layout.frozen)}
     for s, segment in enumerate(program.segments):
+        if segment.buffers:
+            first = {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()}
+            copy_buffers(module_buffers(program, buffers, s), first)
         _fill(program, buffers, segment, spans, fold_seed(seed, "init", s), params)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
@@ -135,8 +142,12 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
 
 
+def _buffer_shapes(segments: Iterable[Segment]) -> dict[str, tuple[int, ...]]:
+    return {f"{s.name}.{short}": tuple(t.shape) for s in segments for short, t in s.buffers.items()}
+
+
 def _check_params(program: Program, params: Mapping[str, Tensor]) -> None:
-    shapes = _shapes(program.layout)
+    shapes = _shapes(program.layout) | _buffer_shapes(program.segments)
     for name, value in params.items():
         if name not in shapes:
             raise ValueError(

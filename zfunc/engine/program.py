@@ -27,6 +27,7 @@ from zfunc.core.verifier import plan_with
 from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.device_graphs import DeviceGraphs, storages_of
 from zfunc.engine.disk_memory import SpilledBytes, StateSlot, spill_files
+from zfunc.engine.module_buffers import buffer_views
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
@@ -168,6 +169,12 @@ def staging_buffers(program: Program) -> dict[Region, Any]:
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
+    """The buffers of segment `s` that forward changes, by short name: views of a State's memory."""
+    like = program.calls[s].buffers
+    return buffer_views(buffers.memory[Region("module_buffers", (s,))], like) if like else {}
 
 
 def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot | SpilledBytes]:

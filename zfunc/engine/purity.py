@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils import parametrizations
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -107,23 +105,12 @@ def _named(error: InPlaceError, segment: Segment, params: dict[str, Tensor], roo
         name = repr(short) if short else path_of(root, error.tensor)
         return InPlaceError(error.func, error.tensor, name)
     owner = short.rpartition(".")[0]
-    path = owner.partition("parametrizations")[0].rstrip(".")
-    module = segment.module.get_submodule(path)
-    name = f"{short.removeprefix(path).lstrip('.')!r} of the {type(module).__name__}{path and f' {path!r}'}"
-    instead = _instead(module, segment.module.get_submodule(owner))
-    return InPlaceError(error.func, error.tensor, name, instead)
-
-
-def _instead(module: nn.Module, owner: nn.Module) -> str:
-    """What to use instead of a module that is known to write into its buffers."""
-    frozen = ".eval() on it before zfunc.segment, which keeps {} as it is"
-    if isinstance(module, nn.modules.batchnorm._NormBase):
-        other = "use track_running_stats=False, nn.GroupNorm or nn.LayerNorm"
-        return f"{other}, or call {frozen.format('what it has')} (running statistics cannot be kept)"
-    spectral = any(isinstance(x, SpectralNorm) for x in module._forward_pre_hooks.values())
-    if spectral or isinstance(owner, parametrizations._SpectralNorm):
-        return f"use parametrizations.weight_norm, or call {frozen.format('its estimate of the norm')}"
-    return ""
+    module = segment.module.get_submodule(owner)
+    name = (
+        f"{short.removeprefix(owner).lstrip('.')!r} of the {type(module).__name__}{owner and f' {owner!r}'}"
+    )
+    instead = "construct a zfunc.Segment with buffers=, whose function returns (y, buffers)"
+    return InPlaceError(error.func, error.tensor, name, instead if short in segment.constants else "")
 
 
 def _logged(call: Callable[[], Any]) -> tuple[Any, _Log]:

@@ -4,7 +4,7 @@ Only the slices that this rank keeps are read, directly into its buffers where t
 optimizer converts a bounded part at a time.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import PENDING
+from zfunc.checkpoint.manifest import BUFFER, PENDING
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
@@ -26,7 +26,7 @@ from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 
@@ -56,6 +56,22 @@ def fill_state(
                 reader,
                 [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in own],
             )
+
+
+def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
+    """Read modules' buffers by full name. Raises CheckpointError for one of another type, and for damage."""
+    manifest = checkpoint.manifest
+    with CheckpointReader(checkpoint) as reader:
+        for name, into in buffers.items():
+            for piece in manifest.by_name[name].pieces[BUFFER]:
+                stored, expected = manifest.tensor(piece).dtype, SAFETENSORS_TYPES[into.dtype]
+                if stored != expected:
+                    raise CheckpointError(
+                        f"{name!r}: got a buffer of {stored}, expected {expected}: convert the module"
+                    )
+                values = torch.empty(into.numel(), dtype=into.dtype, device="cpu")
+                reader.read([(WantedSlice(BUFFER, name, 0, into.numel()), as_bytes(values))])
+                into.copy_(values.view(into.shape))
 
 
 def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:

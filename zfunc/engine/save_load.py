@@ -18,15 +18,25 @@ from attrs import frozen
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import PENDING, Manifest, check_model
+from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
+from zfunc.core.layout import Parameter
 from zfunc.core.recipes import checkpoint
 from zfunc.engine.flush import make_deferred_update, state_memory, step_context
 from zfunc.engine.init import allocate_state
-from zfunc.engine.program import Program, check_program, check_state, lock_staging, staging_buffers
-from zfunc.engine.restore import fill_state, send_parameters
+from zfunc.engine.program import (
+    Program,
+    check_program,
+    check_state,
+    lock_staging,
+    module_buffers,
+    staging_buffers,
+)
+from zfunc.engine.restore import fill_buffers, fill_state, send_parameters
+from zfunc.engine.segment import Segment
 from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
 from zfunc.engine.swap_state import (
@@ -41,6 +51,7 @@ from zfunc.engine.training_position import optimizer_settings, position_of, stat
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import RunOptions
+from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
 
 log = logging.getLogger("zfunc")
 
@@ -103,6 +114,11 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         position=position_of(state),
         optimizer=optimizer_settings(program, state.step),
         pending={b: "fp32" if x.dtype == torch.float32 else precision for b, x in gradients.items()},
+        buffers=[
+            TensorInfo(f"{segment.name}.{short}", SAFETENSORS_TYPES[t.dtype], t.shape)
+            for segment in program.segments
+            for short, t in segment.buffers.items()
+        ],
     )
     return begin_writing(snapshot, save, program.ranks)
 
@@ -144,7 +160,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> Restored:
     for folder in _folders(path, ranks):
         checkpoint = all_or_none(ranks, partial(_open, folder, program))
         buffers = buffers or all_or_none(ranks, partial(allocate_state, program, "load"))
-        fill = partial(fill_state, buffers, program.layout, program.optimizer, checkpoint, ranks)
+        fill = partial(_fill, program, buffers, checkpoint)
         try:
             all_or_none(ranks, fill)
         except CheckpointError as error:
@@ -160,6 +176,18 @@ def restore(path: str | os.PathLike[str], program: Program) -> Restored:
         all_or_none(ranks, partial(staging_buffers, program))
         return Restored(state, checkpoint.path, manifest.extra)
     raise CheckpointError("; ".join(damaged))
+
+
+def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint) -> None:
+    fill_state(buffers, program.layout, program.optimizer, checkpoint, program.ranks)
+    fill_buffers(
+        checkpoint,
+        {
+            f"{segment.name}.{short}": t
+            for s, segment in enumerate(program.segments)
+            for short, t in module_buffers(program, buffers, s).items()
+        },
+    )
 
 
 def _resume_swap(program: Program) -> Restored:
@@ -193,11 +221,20 @@ def _folders(path: Path, ranks: RankGroup) -> list[Path]:
 def _open(folder: Path, program: Program) -> Checkpoint:
     checkpoint = checkpoints.open_checkpoint(folder)
     try:
-        check_model(checkpoint.manifest, (p for s in program.segments for p in s.parameters))
+        check_model(
+            checkpoint.manifest, [x for s in program.segments for x in (*s.parameters, *buffers_of(s))]
+        )
         _check_pending(checkpoint.manifest, program)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return checkpoint
+
+
+def buffers_of(segment: Segment) -> list[Parameter]:
+    """The buffers that forward changes, as what a checkpoint has and no update changes."""
+    return [
+        Parameter(f"{segment.name}.{short}", tuple(t.shape), False) for short, t in segment.buffers.items()
+    ]
 
 
 def _check_pending(manifest: Manifest, program: Program) -> None:

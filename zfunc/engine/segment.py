@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.closure_facts import CapturedFacts, captured
+from zfunc.engine.module_buffers import changed_by_forward, computed_in_type_of
 from zfunc.engine.state import refuse_inference_mode
 from zfunc.engine.tensor_memory import byte_range, storage_of
 from zfunc.runtime.rng import seeded_sequence
@@ -38,6 +39,8 @@ class Segment:
     - `initial(seed)` returns the fp32 values, by full name, of all parameters but the `shared` ones, which other
       segments own.
     - `constants` are tensors by short name that are read and never trained (a module's buffers).
+    - `buffers` are the first values, by short name, of tensors that the function changes (running statistics): it
+      gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
     - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
     `segment` makes one from a module. One from a function:
@@ -62,6 +65,7 @@ class Segment:
     origins: dict[str, nn.Parameter] = field(factory=dict, kw_only=True, repr=False)
     twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
     constants: Values = field(factory=dict, kw_only=True)
+    buffers: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
     _source: tuple[nn.Module, CapturedFacts] | None = field(default=None, kw_only=True, repr=False)
 
@@ -79,6 +83,11 @@ class Segment:
                     f"segment {self.name!r}: got the {what} {repeated} more than once, expected each once: let "
                     "the function use one value in several places"
                 )
+        if self.buffers and self.evaluate is None:
+            raise ValueError(
+                f"segment {self.name!r}: got buffers without evaluate, expected the function that reads them and "
+                "does not change them: pass evaluate="
+            )
         if len(self.parameters) != len(self.short):
             raise ValueError(
                 f"segment {self.name!r}: got {len(self.parameters)} parameters and {len(self.short)} short "
@@ -102,6 +111,14 @@ class Segment:
         module, facts = self._source
         return facts.change(captured(module, tensors=True))
 
+    @property
+    def changed_tensors(self) -> dict[str, int]:
+        """The identity of each tensor of the module that is one of `buffers`, by short name."""
+        if self._source is None:
+            return {}
+        own = _slots(self._source[0], "_buffers")
+        return {short: id(own[short]) for short in self.buffers if short in own}
+
     def like(self, other: "Segment") -> bool:
         """Whether both compute the same function, so that they can share a trace and a compilation."""
         signatures = [
@@ -110,7 +127,8 @@ class Segment:
         if signatures[0] != signatures[1]:
             return False
         if self.module is None or other.module is None:
-            return self.function is other.function and not self.constants and not other.constants
+            tensors = (self.constants, other.constants, self.buffers, other.buffers)
+            return self.function is other.function and not any(tensors)
         return _same(self.module, other.module)
 
 
@@ -119,13 +137,14 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
 
     `share` ties a name in the module to another segment's parameter, by full name, and takes that one's value.
     Initial values are the module's. A module on the meta device is initialized by `reset_parameters`, one segment
-    at a time. Parameters with `requires_grad=False` stay frozen. Buffers are constants in their own dtype. Training
+    at a time. Parameters with `requires_grad=False` stay frozen. Buffers are constants in their own dtype, but for
+    those that forward changes: BatchNorm's statistics and spectral norm's vectors are kept in the State. Training
     does not change the module, and changing it afterwards (`module.eval()`, `module.drop.p = 0`, another buffer)
     has no effect, which the first step logs.
 
     Raises TypeError for anything but a module, and ValueError for an unknown name in `share`, a module partly on
-    the meta device, lazy or integer parameters, gradient hooks, and two tensors in the same memory, one of them
-    trained.
+    the meta device, lazy or integer parameters, gradient hooks, a SyncBatchNorm, and two tensors in the same
+    memory, one of them trained.
 
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
     [('body.weight', (4, 8)), ('body.bias', (4,))]
@@ -179,6 +198,10 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
             f"segment {name!r}: got a module partly on the meta device, expected all or nothing there: "
             "build it under one `with torch.device(...)`"
         )
+    try:
+        changing, types = changed_by_forward(module), computed_in_type_of(module)
+    except ValueError as error:
+        raise ValueError(f"segment {name!r}: {error}") from error
     skeleton = _skeleton(module)
     owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
     meta = on_meta == {True}
@@ -190,17 +213,19 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
         values = _real_module(name, module, seed)[0] if meta else own
         return {full: values[short].detach() for full, short in owned.items()}
 
+    constants = {k: v.detach().clone() for k, v in constants.items()}
     return Segment(
         name,
-        _functional(skeleton, twins),
+        _functional(skeleton, twins, types, changing),
         parameters,
         tuple(chosen.values()),
         initial=initial,
         shared=frozenset(share.values()),
         origins={full: own[short] for full, short in chosen.items()},
         twins={short: twin for short, twin in twins.items() if short != twin},
-        evaluate=_functional(_skeleton(module).eval(), twins),
-        constants={k: v.detach().clone() for k, v in constants.items()},
+        evaluate=_functional(_skeleton(module).eval(), twins, types),
+        constants={k: v for k, v in constants.items() if k not in changing},
+        buffers={k: constants[k] for k in changing},
         module=skeleton,
         source=(module, captured(module, tensors=True)),
     )
@@ -276,20 +301,26 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
     }
 
 
-def _functional(skeleton: nn.Module, twins: Mapping[str, str]) -> Callable[..., Any]:
+def _functional(
+    skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """The module as a function, which returns what becomes of the buffers `changing` too, if there are some."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
         tensors = {**params, **{x: params[twin] for x, twin in twins.items()}}
+        tensors |= {x: tensors[x].to(tensors[other].dtype) for x, other in types.items() if x in tensors}
+        tensors |= {x: tensors[x].clone() for x in changing}  # to be written
         after = dict(tensors)  # functional_call records assignments here
         with lock:
             y = torch.func.functional_call(skeleton, after, inputs, tie_weights=False)
-        if replaced := [name for name, t in after.items() if t is not tensors[name]]:
+        replaced = [name for name, t in after.items() if t is not tensors[name] and name not in changing]
+        if replaced:
             raise ValueError(
                 f"got an assignment to {replaced[0]!r} in forward, expected a pure function: do not assign to "
-                "parameters and buffers (running statistics cannot be kept)"
+                "parameters and buffers, but for those of nn.BatchNorm and spectral_norm"
             )
-        return y
+        return (y, {x: after[x] for x in changing}) if changing else y
 
     return function
 

@@ -16,10 +16,11 @@ from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
 from zfunc.engine.device_graphs import CopiedBytes
+from zfunc.engine.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
 from zfunc.engine.program import Program, ShapedProgram, make_plan
 from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
-from zfunc.engine.stage_context import name_nondeterminism
+from zfunc.engine.stage_context import CompiledSegment, name_nondeterminism
 from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
@@ -170,7 +171,7 @@ def traced_spec(
     first = program.layout.first_trainable
     results = (program.spec.grad_bytes(s) + (size if s > first else 0) for s, size in enumerate(inputs))
     costs = tuple(
-        _cost(t, size, returned, call.passes.keeps, program.settings.compile_segments)
+        _cost(t, size, returned, call, program.settings.compile_segments)
         for t, size, returned, call in zip(traces, inputs, results, program.calls, strict=True)
     )
     fixed = {s for s in program.spec.graphed if not _weights_move(program.spec, s)}
@@ -183,16 +184,17 @@ def _weights_move(spec: StepSpec, s: int) -> bool:
     return any(spec.streamed(b) for b in spec.layout.weights_of(s))
 
 
-def _cost(t: Trace, input_bytes: int, returned: int, keeps: bool, compiled: bool) -> SegmentCost:
+def _cost(t: Trace, input_bytes: int, returned: int, call: CompiledSegment, compiled: bool) -> SegmentCost:
     """Outputs, residuals and what backward has `returned` are regions; the rest of the traced peak is workspace.
-    How much `compiled` segments launch is not known."""
+    Buffers that forward changes are residuals as it read them. How much `compiled` segments launch is not known."""
+    keeps, read = call.passes.keeps, buffers_nbytes(call.buffers)
     kept = t.residual_bytes if keeps else 0
     return SegmentCost(
         flops=t.forward_flops,
         backward_flops=t.backward_flops,
         input_bytes=input_bytes,
-        residual_bytes=kept,
-        stash_bytes=t.stash_bytes,
+        residual_bytes=kept + read,
+        stash_bytes=t.stash_bytes + read,
         keeps_output=keeps and t.keeps_output,
         forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
         backward_workspace=max(0, t.backward_peak - returned),
@@ -252,23 +254,29 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     weights = (
         {short: values[short] for short in call.trained},
         {**{short: values[short] for short in call.fixed}, **call.constants},
+        call.buffers,
     )
 
-    def check(trained: Any, fixed: Any, inputs: Any) -> Any:
-        y, facts = check_deterministic(segment, {**trained, **fixed}, inputs)
+    def check(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> Any:
+        y, facts = check_deterministic(segment, {**trained, **fixed, **buffers}, inputs)
         program.cache.facts.setdefault(id(call.passes), (segment.name, facts))
+        if buffers:
+            y, after = y
+            copy_buffers(clone_buffers(buffers), after)
         last = s == len(program.segments) - 1
         return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
 
-    def prepare(trained: Any, fixed: Any, inputs: Any) -> None:
-        call.plain.prepare(SegmentWeights(trained, fixed), inputs, y)
+    def prepare(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> None:
+        call.plain.prepare(SegmentWeights(trained, {**fixed, **buffers}), inputs, y)
 
-    def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
-        return call.plain.forward(SegmentWeights(trained, fixed), inputs, copied.launcher(trained, fixed))
-
-    def backward(trained: Any, fixed: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
+    def forward(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> Any:
         launch = copied.launcher(trained, fixed)
-        return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents, launch)
+        result = call.plain.forward(SegmentWeights(trained, {**fixed, **buffers}), inputs, launch)
+        return (result[0][0], result[1]) if buffers else result
+
+    def backward(trained: Any, fixed: Any, buffers: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
+        weights, launch = SegmentWeights(trained, {**fixed, **buffers}), copied.launcher(trained, fixed)
+        return call.plain.backward(weights, inputs, residuals, cotangents, launch)
 
     copied = CopiedBytes()
 

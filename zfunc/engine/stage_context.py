@@ -11,6 +11,7 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
+from zfunc.core.settings import SyncBuffers
 from zfunc.engine.vjp import SegmentVJP
 from zfunc.optim.base import MatrixOptimizer, Optimizer
 from zfunc.runtime.collectives import RankGroup
@@ -28,6 +29,7 @@ class CompiledSegment:
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
     constants: dict[str, Tensor]
+    buffers: dict[str, Tensor]  # on the meta device, of those that forward changes
 
 
 @contextmanager
@@ -62,6 +64,7 @@ class StepContext:
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
+    sync_buffers: SyncBuffers  # whose values of the buffers that forward changes are kept
     applies_pending: bool  # whether this step applies the gradient of the previous one
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     patience: float = 600.0  # seconds to wait for the device

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.checkpoint.manifest import PENDING
+from zfunc.checkpoint.manifest import BUFFER, PENDING
 from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
@@ -38,6 +38,7 @@ from zfunc.engine.matrix_stages import (
     momentum,
     orthogonalize,
 )
+from zfunc.engine.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import (
     adam,
@@ -67,20 +68,27 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     call = step.calls[s]
     with step.randomness(m, s), name_nondeterminism(call.name):
         x, launch = mem[_input(op)], _launch(op, mem, call)
-        y, residuals = call.passes.forward(_weights(op, mem, call), _with_targets(x, op, mem), launch)
+        before = (
+            clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
+        )
+        weights = _weights(op, mem, call, before)
+        y, residuals = call.passes.forward(weights, _with_targets(x, op, mem), launch)
+        if call.buffers:
+            y, after = y
+            copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
     mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
     if op.touches("residuals"):
-        mem[op.write("residuals")] = residuals
+        mem[op.write("residuals")] = residuals, before
 
 
 def backward(op: Op, mem: Memory, step: StepContext) -> None:
-    """Backward of one segment, with the seed of its forward."""
+    """Backward of one segment, with the seed of its forward, and the buffers that it read."""
     m, s = op.index
     call = step.calls[s]
-    x, residuals = _left_by_forward(op, mem)
+    x, (residuals, before) = _left_by_forward(op, mem)
     with step.randomness(m, s), name_nondeterminism(call.name):
         grads, below = call.passes.backward(
-            _weights(op, mem, call),
+            _weights(op, mem, call, before),
             _with_targets(x, op, mem),
             residuals,
             _cotangents(op, mem, step),
@@ -209,6 +217,35 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
         total.add_(part)
 
 
+def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy the buffers that forward changed to the State: those of rank 0, or the ranks' mean of them."""
+    if mem[op.read("decision")].skip:
+        return
+    for kept in op.writes:
+        if kept.lifetime != "state":
+            continue
+        (s,) = kept.index
+        changed = mem[Region("next_module_buffers", (s,))]
+        if step.ranks.world > 1:
+            _same_on_all_ranks(changed, step, s)
+        mem[kept].copy_(changed)
+
+
+def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
+    views = buffer_views(flat, step.calls[s].buffers).values()
+    if step.sync_buffers == "mean":
+        floating = [t for t in views if t.is_floating_point()]
+        total = torch.cat([t.flatten().double() for t in floating])
+        step.ranks.all_reduce(total)
+        means = (total / step.ranks.world).split([t.numel() for t in floating])
+    if step.ranks.rank:
+        flat.zero_()  # the sum over ranks is what rank 0 has
+    step.ranks.all_reduce(flat)
+    if step.sync_buffers == "mean":
+        for t, mean in zip(floating, means, strict=True):
+            t.copy_(mean.view(t.shape))
+
+
 def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy the squares of a bucket that is updated on the device to pinned memory."""
     mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
@@ -227,6 +264,17 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
         state[PENDING] = mem[op.read("grad_shard")]
     checkpoint.write(b, state)
     mem[op.write("written")] = None
+
+
+def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write the buffers that forward changes to the checkpoint."""
+    checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
+    number = len(step.layout.buckets) + len(step.layout.frozen_buckets)
+    for r in op.operands("module_buffers"):
+        for t in buffer_views(mem[r], step.calls[r.index[0]].buffers).values():
+            checkpoint.write(number, {BUFFER: t.flatten()})
+            number += 1
+    mem[op.write("written_buffers")] = None
 
 
 def publish(op: Op, mem: Memory, step: StepContext) -> None:
@@ -254,6 +302,7 @@ STAGES: dict[str, Stage] = {
     "global_norm": global_norm,
     "mean_loss": mean_loss,
     "decide": decide,
+    "keep_buffers": keep_buffers,
     "momentum": momentum,
     "momentum_on_device": momentum,
     "direction_to_device": direction_to_device,
@@ -267,6 +316,7 @@ STAGES: dict[str, Stage] = {
     "to_device": to_device,
     "all_gather": all_gather,
     "write": write,
+    "write_buffers": write_buffers,
     "publish": publish,
     "page_in": page_in,
     "page_out": page_out,
@@ -295,24 +345,24 @@ def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, function, tree)
 
 
-def _weights(op: Op, mem: Memory, call: CompiledSegment) -> SegmentWeights:
+def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tensor]) -> SegmentWeights:
     # No copy of the views: a bucket may have those of many segments.
     views = ChainMap(*(mem[r].views for r in op.operands("params")))
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
-    return SegmentWeights(trained, {**fixed, **call.constants})
+    return SegmentWeights(trained, {**fixed, **call.constants, **buffers})
 
 
 def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
     return (x, mem[op.read("targets")]) if op.touches("targets") else (x,)
 
 
-def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, Any]:
-    """A segment's input and residuals, for its backward; None for no residuals."""
+def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
+    """A segment's input, its residuals, or None for none, and the buffers that its forward read."""
     if op.touches("act_slot"):
         x, *residuals = mem[op.read("act_slot")].tree
-        return x, residuals[0] if residuals else None
-    return mem[_input(op)], mem[op.read("residuals")] if op.touches("residuals") else None
+        return x, residuals[0] if residuals else (None, {})
+    return mem[_input(op)], mem[op.read("residuals")] if op.touches("residuals") else (None, {})
 
 
 def _input(op: Op) -> Region:

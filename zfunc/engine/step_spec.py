@@ -14,6 +14,7 @@ from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
 from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
 from zfunc.engine.cost_trace import nbytes
+from zfunc.engine.module_buffers import buffers_nbytes
 from zfunc.engine.segment import Segment
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.base import MatrixOptimizer, Optimizer
@@ -49,6 +50,7 @@ def make_spec(
         barrier=settings.waits_for_norm,
         world=world,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
+        buffer_bytes=tuple(buffers_nbytes(s.buffers) for s in segments),
         send_high_half=settings.precision == "bf16",
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
@@ -105,10 +107,12 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
         graph = Graph(recipe(variant))
         written = {r.buffer for op in graph for r in op.writes}
         needed = ["decision", "norm", *(["published"] if variant.save else [])]
+        needed += ["module_buffers"] if spec.stateful else []
         if missing := [x for x in needed if x not in written]:
             raise PlanError(
                 f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
-                "decide, global_norm and, with spec.save, publish write: keep these operations"
+                "decide, global_norm, with spec.save publish, and with spec.stateful keep_buffers write: keep "
+                "these operations"
             )
         if unknown := sorted({op.verb for op in graph} - set(stages)):
             hint = did_you_mean(unknown[0], [*stages], cutoff=0.7)

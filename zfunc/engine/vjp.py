@@ -72,7 +72,8 @@ Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grad
 class SegmentVJP:
     """Forward and backward of a segment.
 
-    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`.
+    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. Of a segment with
+      buffers that it changes, `y` is `(y, Detached buffers)`.
     - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
       those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
     - Both take `launch`, by which a traced pass is called: a pure function of tensors.

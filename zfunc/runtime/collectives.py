@@ -130,6 +130,14 @@ class RankGroup:
         else:
             self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
 
+    def all_reduce(self, values: Tensor) -> None:
+        """`values`, of one shape on each rank, become their sums over the ranks."""
+        self.sent += 2 * (self.world - 1) * values.nbytes // self.world
+        if on_accelerator(values.device):
+            self._queue("all_reduce", lambda: dist.all_reduce(values, group=self.group, async_op=True))
+        else:
+            self._all_reduce(values)
+
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums of these numbers over the ranks, in double; the same bits on each."""
         if self.world == 1:

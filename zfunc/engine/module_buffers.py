@@ -1,0 +1,109 @@
+"""Buffers that a module's forward changes in training mode: running statistics, and spectral norm's vectors.
+
+They are part of the training state. A segment gets them as arguments and returns what they become, so a pass that
+is made again from the same buffers computes the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from zfunc.core.layout import round_up
+from zfunc.core.spec import ALLOCATION
+
+
+def changed_by_forward(module: nn.Module) -> tuple[str, ...]:
+    """The names of the buffers that forward changes, of submodules in training mode.
+
+    Raises ValueError for a SyncBatchNorm, and for a BatchNorm with momentum=None.
+    """
+    names: list[str] = []
+    for path, m in module.named_modules():
+        if _tracks(m) and m.training:
+            _check_norm(path, m)
+            names += [_joined(path, x) for x, t in m._buffers.items() if t is not None]
+        elif isinstance(m, parametrizations._SpectralNorm) and m.training:
+            names += [_joined(path, x) for x in m._buffers]
+        elif m.training:
+            names += [_joined(path, f"{x.name}_{part}") for x in _hooks(m) for part in "uv"]
+    return tuple(names)
+
+
+def computed_in_type_of(module: nn.Module) -> dict[str, str]:
+    """Tensors that have to have the type of another, by name.
+
+    Statistics stay in fp32 where the step computes in 16 bits, so the weight and bias beside them are widened, as
+    PyTorch's kernels expect. Vectors that are multiplied with a matrix have its type.
+    """
+    types: dict[str, str] = {}
+    for path, m in module.named_modules():
+        if _tracks(m):
+            types |= {_joined(path, x): _joined(path, "running_mean") for x in ("weight", "bias")}
+        elif isinstance(m, parametrizations._SpectralNorm):
+            original = _joined(path.rpartition(".")[0], "original")
+            types |= {_joined(path, x): original for x in m._buffers}
+        for x in _hooks(m):
+            types |= {_joined(path, f"{x.name}_{part}"): _joined(path, f"{x.name}_orig") for part in "uv"}
+    return types
+
+
+def _tracks(m: nn.Module) -> bool:
+    return isinstance(m, nn.modules.batchnorm._NormBase) and m._buffers.get("running_mean") is not None
+
+
+def _hooks(m: nn.Module) -> list[SpectralNorm]:
+    return [x for x in m._forward_pre_hooks.values() if isinstance(x, SpectralNorm)]
+
+
+def _check_norm(path: str, m: nn.Module) -> None:
+    where = f"{type(m).__name__}{path and f' {path!r}'}"
+    if isinstance(m, nn.SyncBatchNorm):
+        raise ValueError(
+            f"got the {where}, whose forward sends to other ranks, expected a norm of each rank's own rows: use "
+            "nn.BatchNorm2d, or nn.GroupNorm"
+        )
+    if m.momentum is None:  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError(
+            f"got the {where} with momentum=None, which reads the value of a tensor in forward, expected a number: "
+            "pass such as momentum=0.1"
+        )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def buffers_nbytes(buffers: Mapping[str, Tensor]) -> int:
+    """The size in bytes of the memory that has these buffers."""
+    return sum(round_up(t.nbytes, ALLOCATION) for t in buffers.values())
+
+
+def buffer_views(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers in their memory `flat` [buffers_nbytes(like)] uint8, by name, in the layout of `like`."""
+    return dict(_views(flat, like))
+
+
+def _views(flat: Tensor, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    ends = accumulate((round_up(t.nbytes, ALLOCATION) for t in like.values()), initial=0)
+    for (name, t), (start, _) in zip(like.items(), pairwise(ends), strict=True):
+        yield name, flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
+
+
+def copy_buffers(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy buffers by name; ValueError where these are others."""
+    if into.keys() != values.keys():
+        raise ValueError(
+            f"got the buffers {sorted(values)} from the function, expected {sorted(into)}: return (y, buffers) "
+            "with each of the segment's buffers"
+        )
+    for name, t in into.items():
+        t.copy_(values[name])
+
+
+def clone_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in memory of their own."""
+    return {name: t.clone(memory_format=torch.contiguous_format) for name, t in buffers.items()}
