@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 import zfunc
 from zfunc.core.layout import Parameter
@@ -90,6 +91,35 @@ def frozen_below() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
     return [zfunc.segment(n, m) for n, m in parts], regression()
 
 
+def norms() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """Buffers that forward changes: of batch norms, one below all that is trained and one in the loss, and of a
+    spectral norm."""
+    return [zfunc.segment(n, m) for n, m in norm_modules()], regression()
+
+
+def norm_modules() -> list[tuple[str, nn.Module]]:
+    """Its modules. What comes before a norm has no bias, whose gradient would be rounding errors."""
+    torch.manual_seed(0)
+    plain, last = nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False)
+    return [
+        ("frozen", nn.Sequential(plain, nn.BatchNorm1d(16)).requires_grad_(False)),
+        ("spectral", nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.GELU())),
+        ("batch", nn.Sequential(last, nn.BatchNorm1d(16), nn.GELU())),
+        ("loss", NormedLoss(16)),
+    ]
+
+
+class NormedLoss(Loss):
+    """The loss behind a batch norm without weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width, affine=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(self.norm(x), targets)
+
+
 def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
     """Hand-made segments that pass on a tuple with whole numbers and a view of a weight; three share one weight."""
     w, v = Parameter("a.w", (8, 8)), Parameter("c.v", (8, 8))
@@ -143,7 +173,7 @@ def rows_of(batch: Any, rank: int, world: int) -> Any:
 def bits(state: State) -> list[Tensor]:
     """Everything a step can change, wherever it is kept: copies."""
     memory = state.buffers.memory
-    roles = {"params", "state", *(["grad_shard"] if state.pending is not None else [])}
+    roles = {"params", "state", "module_buffers", *(["grad_shard"] if state.pending is not None else [])}
     kept = (r for r in sorted(memory, key=str) if r.role in roles and r.tier != "disk")
     on_disk = (state.buffers.state(b) for b in sorted(state.buffers.on_disk))
     return [
@@ -166,5 +196,6 @@ MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]
     "GPT with dropout": lambda: tied_gpt(0.2),
     "odd sizes": odd_sizes,
     "frozen below": frozen_below,
+    "norms": norms,
     "pairs": pairs,
 }

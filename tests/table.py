@@ -217,6 +217,12 @@ SPECS: dict[str, StepSpec] = {
         micro_batches=2,
         host_slots=1,
     ),
+    "modules' buffers": spec(
+        TIED, micro_batches=3, buffer_bytes=(0, 24, 40), recompute=[True, True, False], save=True
+    ),
+    "modules' buffers, vertical, two ranks": spec(
+        FROZEN, micro_batches=2, group_size=2, world=2, barrier=True, buffer_bytes=(8, 0, 16, 32), save=True
+    ),
     "saving": spec(FROZEN, world=2, save=True),
     "saving, barrier": spec(TIED, state_format="16bit", barrier=True, micro_batches=2, save=True),
 }

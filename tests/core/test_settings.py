@@ -41,6 +41,7 @@ OTHERS: dict[str, Any] = {
     "clip_norm": 0.5,
     "accumulate": "vertical",
     "stage": 1,
+    "sync_buffers": "mean",
     "params_on": "host",
     "persistent_params": 100,
     "weight_slots": 3,

@@ -95,10 +95,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "defer": True,
     },
 }
-MODELS = [name for name in ALL_MODELS if name != "tied GPT"]  # the one with dropout is that, and draws
+MODELS = [  # the GPT with dropout is the tied one, and draws; "norms" is frozen below
+    name for name in ALL_MODELS if name not in ("tied GPT", "frozen below")
+]
 SCHEDULES = [*schedules.__all__, Scattered(0), Scattered(1, num_lanes=3)]
 RECOMPUTE = ("all", "none", "min-cut")
 STEPS = 3
+
+
+def rows(*axes: Any) -> list[Any]:
+    """The pairs of the table, but for what is refused: a swap space does not have modules' buffers."""
+    refused = {"norms", "on the disk, 16 bits, in 3, clipped, deferred"}
+    return [row for row in in_pairs(*axes) if not refused <= {x for x in row.values if isinstance(x, str)}]
 
 
 def program(model: str, settings: str, **more: Any) -> tuple[Program, Any]:
@@ -149,12 +157,12 @@ def serial(model: str, settings: str) -> tuple[Any, ...]:
     return _serial[model, settings]
 
 
-@pytest.mark.parametrize(("settings", "schedule", "model"), in_pairs(SETTINGS, SCHEDULES, MODELS))
+@pytest.mark.parametrize(("settings", "schedule", "model"), rows(SETTINGS, SCHEDULES, MODELS))
 def test_2_any_schedule_gives_the_serial_bits(model: str, settings: str, schedule: Any) -> None:
     assert same(result(*under(schedule, model, settings)), serial(model, settings))
 
 
-@pytest.mark.parametrize(("model", "settings", "seed"), in_pairs(MODELS, SETTINGS, [0, 1]))
+@pytest.mark.parametrize(("model", "settings", "seed"), rows(MODELS, SETTINGS, [0, 1]))
 def test_3_and_10_random_delays_change_nothing_nor_do_stages_that_are_watched(
     model: str, settings: str, seed: int
 ) -> None:
@@ -164,7 +172,7 @@ def test_3_and_10_random_delays_change_nothing_nor_do_stages_that_are_watched(
     assert same(delayed, serial(model, settings))
 
 
-@pytest.mark.parametrize(("model", "settings", "recompute"), in_pairs(MODELS, SETTINGS, RECOMPUTE[1:]))
+@pytest.mark.parametrize(("model", "settings", "recompute"), rows(MODELS, SETTINGS, RECOMPUTE[1:]))
 def test_recompute_changes_nothing(model: str, settings: str, recompute: str) -> None:
     assert same(result(*under("Overlapped", model, settings, recompute)), serial(model, settings))
 
@@ -190,7 +198,7 @@ def test_one_bucket_or_many_is_the_same_but_for_the_order_of_the_norm(model: str
     assert [loss for loss, *_ in full[0]] == [loss for loss, *_ in small[0]]
 
 
-@pytest.mark.parametrize(("model", "settings", "recompute"), in_pairs(MODELS, SETTINGS, RECOMPUTE))
+@pytest.mark.parametrize(("model", "settings", "recompute"), rows(MODELS, SETTINGS, RECOMPUTE))
 def test_9_measured_memory_stays_within_the_plan(model: str, settings: str, recompute: str) -> None:
     made, batch = under("Serial", model, settings, recompute)
     state = zfunc.init(made)

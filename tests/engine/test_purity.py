@@ -327,23 +327,6 @@ def test_an_embedding_with_max_norm_is_refused_with_the_way_out() -> None:
         step(program_of(Embeds()))
 
 
-def test_running_statistics_are_refused_by_module_and_with_the_way_out() -> None:
-    norms = {
-        "BatchNorm1d 'norm'": nn.BatchNorm1d(8),
-        "ParametrizedLinear 'norm'": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-    }
-    for name, norm in norms.items():
-        outer = nn.Sequential()
-        outer.add_module("norm", norm)
-        with pytest.raises(
-            ValueError, match=rf"segment 's': got an in-place .* of the {name}.*\.eval\(\) on it"
-        ):
-            step(program_of(outer))
-        step(program_of(outer.eval()))  # the way out
-    step(program_of(nn.BatchNorm1d(8, track_running_stats=False)))
-    step(program_of(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))))
-
-
 # --- parameters in the same memory -------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ SHARDED: dict[str, dict[str, Any]] = {
         "persistent_params": 20,
     },
 }
-MODELS = ("GPT with dropout", "odd sizes", "frozen below", "pairs")
+MODELS = ("GPT with dropout", "odd sizes", "norms", "pairs")
 STEPS = 3
 Result = tuple[list[float], float, dict[str, torch.Tensor]]
 
