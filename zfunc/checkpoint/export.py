@@ -114,6 +114,14 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
     return next((manifest.tensor(x).dtype for x in entry.pieces[BUFFER]), DTYPES["fp32"].safetensors)
 
 
+def read_weights(reader: CheckpointReader, entry: ParameterEntry) -> Array:
+    """The fp32 weights of a parameter, exact, in its shape."""
+    weights = np.empty(entry.numel, np.float32)
+    for _, start, values in _weights(reader, [entry]):
+        weights[start : start + values.size] = values
+    return weights.reshape(entry.shape)
+
+
 def _weights(
     reader: CheckpointReader, entries: Sequence[ParameterEntry]
 ) -> Iterator[tuple[ParameterEntry, int, Array]]:

@@ -10,8 +10,10 @@ from attrs import frozen
 
 from zfunc.engine.segment import Segment
 from zfunc.models import hf
+from zfunc.models.hf.adapters import lora_config
 from zfunc.train.data.packing import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
+from zfunc.train.history import CONFIG, read_json_object
 from zfunc.train.settings import TrainSettings
 
 TOKENIZER = "tokenizer.json"
@@ -49,8 +51,10 @@ def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
     if settings.hf is None:
         return None
     try:
-        config, segments = hf.load(settings.hf)
+        config, segments = hf.load(settings.hf, lora=_adapters(settings))
     except (ValueError, OSError) as error:
+        if str(error).startswith("lora: "):
+            raise ValueError(f"--lora-targets: {str(error).removeprefix('lora: ')}") from error
         raise ValueError(f"--hf: {error}") from error
     model = PretrainedModel(settings.hf, config, segments)
     longest = getattr(config, "max_position_embeddings", None)
@@ -65,6 +69,27 @@ def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
             "it out"
         )
     return model
+
+
+def _adapters(settings: TrainSettings) -> Any:
+    """The `peft.LoraConfig` of --lora, or None."""
+    if settings.lora is None:
+        return None
+    return lora_config(
+        settings.lora, alpha=settings.lora_alpha, targets=settings.lora_targets, base=settings.hf
+    )
+
+
+def adapters_of_run(source: Path) -> Any:
+    """The `peft.LoraConfig` of a run, or of the one that a checkpoint is in; None if it has no adapters."""
+    for folder in (source, *source.absolute().parents[:2]):
+        if not (folder / CONFIG).is_file():
+            continue
+        settings = read_json_object(folder / CONFIG).get("settings") or {}
+        if settings.get("lora") is not None:
+            alpha, targets = settings["lora_alpha"], settings["lora_targets"]
+            return lora_config(settings["lora"], alpha=alpha, targets=targets, base=settings["hf"])
+    return None
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:

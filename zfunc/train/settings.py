@@ -39,7 +39,7 @@ DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch
 LOG_STYLES = ("zfunc", "deepspeed")
 LOG_EVERY = 10  # steps between lines of `--log-style deepspeed` without steps_per_print, as in DeepSpeed
 TOKEN_TYPES = ("uint16", "uint32")
-FINE_TUNING_LR = 2e-5
+FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
 LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE, GPU_BUCKET_SIZE = 1 << 18, 50_000_000  # elements, where none is set
 LR_SCHEDULES = ("cosine", "linear", "constant")
@@ -148,6 +148,23 @@ TRAIN = {
         path,
         metavar="FOLDER",
     ),
+    "lora": Option(
+        "model",
+        "rank of LoRA adapters, which alone are trained: the model of --hf stays as it is, in the precision of the "
+        "device; needs zfunc[lora] (default: the whole model is trained)",
+        count,
+        metavar="RANK",
+    ),
+    "lora_alpha": Option(
+        "model", "scale of the adapters, times their rank (default: twice the rank)", positive
+    ),
+    "lora_targets": Option(
+        "model",
+        "modules that get adapters, by the ends of their names: q_proj,v_proj; or all-linear, for all but the head "
+        "(default: those that peft has for the model)",
+        anything,
+        metavar="NAMES",
+    ),
     **MODEL,
     **STEP,
     "precision": PRECISION.offering((AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"),
@@ -169,7 +186,7 @@ TRAIN = {
     "optimizer": OPTIMIZER,
     "lr": Option(
         "step",
-        f"peak learning rate, {FINE_TUNING_LR:g} with --hf, else {_by_optimizer('lr')}",
+        f"peak learning rate, {FINE_TUNING_LR:g} with --hf, {LORA_LR:g} with --lora, else {_by_optimizer('lr')}",
         positive,
     ),
     "lr_schedule": Option(
@@ -289,6 +306,9 @@ class TrainSettings(StepFlags):
     eval_data: Path | None = None
     dtype: str = "uint16"
     hf: Path | None = None
+    lora: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
     dropout: float = 0.0
     lr: float = OPTIMIZER_DEFAULTS["adamw"]["lr"]
     lr_schedule: str = "cosine"
@@ -328,6 +348,11 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"--warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise --steps"
             )
+        for name, needs in (("lora", "hf"), ("lora_alpha", "lora"), ("lora_targets", "lora")):
+            if getattr(self, name) is not None and getattr(self, needs) is None:
+                raise ValueError(
+                    f"{flag(name)}: got it without {flag(needs)}, expected both: add {flag(needs)}"
+                )
         if self.hf is not None:
             for f in attrs.fields(TrainSettings):
                 if f.name in SIZES and getattr(self, f.name) != f.default:

@@ -27,6 +27,9 @@ EXPORT = {
         path,
         metavar="FOLDER",
     ),
+    "adapter_only": Option(
+        "file", "of a run with --lora write the adapters alone, as peft does, and do not merge them", anything
+    ),
     "dtype": Option(
         "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
     ),
@@ -40,6 +43,7 @@ class ExportSettings:
     checkpoint: Path
     out: Path | None = None
     hf: Path | None = None
+    adapter_only: bool = False
     dtype: str = "fp32"
 
     def __attrs_post_init__(self) -> None:
@@ -48,6 +52,10 @@ class ExportSettings:
             raise ValueError(
                 f"--hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
                 "the one that training began with"
+            )
+        if self.adapter_only and self.hf is None:
+            raise ValueError(
+                "--adapter-only: got it without --hf, expected the model that the adapters are for: add --hf FOLDER"
             )
         if self.out is None:
             kind, example = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
@@ -63,10 +71,22 @@ def run_export(settings: ExportSettings) -> int:
             exported = export_weights(settings.checkpoint, settings.out, dtype=settings.dtype)
         else:
             from zfunc.models import hf
+            from zfunc.train.pretrained import adapters_of_run
 
+            lora = adapters_of_run(settings.checkpoint)
+            if settings.adapter_only and lora is None:
+                raise ValueError(
+                    f"--adapter-only: got {settings.checkpoint}, which is in no run with --lora, expected one: "
+                    "name the run's folder, or leave it out"
+                )
             try:
                 exported = hf.export(
-                    settings.checkpoint, settings.out, config=settings.hf, dtype=settings.dtype
+                    settings.checkpoint,
+                    settings.out,
+                    config=settings.hf,
+                    dtype=settings.dtype,
+                    lora=lora,
+                    adapter_only=settings.adapter_only,
                 )
             except ValueError as error:
                 if not str(error).startswith("config: "):
@@ -81,7 +101,8 @@ def run_export(settings: ExportSettings) -> int:
 
 COMMAND = Command(
     "write a checkpoint's weights for other programs",
-    "As one safetensors file; or, with --hf, as a folder that from_pretrained loads.",
+    "As one safetensors file; or, with --hf, as a folder that from_pretrained loads. Adapters of --lora are merged "
+    "into the model.",
     ExportSettings,
     EXPORT,
     run_export,
@@ -93,5 +114,7 @@ COMMAND = Command(
         --out weights.safetensors
     # a fine-tuned Hugging Face model
     zfunc export run --hf model --out tuned
+    # its adapters alone, for peft
+    zfunc export run --hf model --adapter-only --out adapter
     """,
 )

@@ -6,8 +6,9 @@
     state, _ = zfunc.train_step(program, state, zfunc.hf.batch(input_ids, labels))
     zfunc.hf.save("a-new-folder", program, state, config="a-local-folder")
 
-Parameters have the same names in the model, in programs and in checkpoints. transformers is imported when one of
-these is called: `pip install "zfunc[hf]"`.
+Parameters have the same names in the model, in programs and in checkpoints. A model may have LoRA adapters of peft:
+`segments(peft_model)`, or `lora=peft.LoraConfig(...)` to `load`, `save` and `export`. transformers and peft are
+imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora]"`.
 """
 
 from zfunc.models.hf.cutting import cut_model as segments

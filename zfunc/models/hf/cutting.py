@@ -15,6 +15,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment, Values, segment
+from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, register
 from zfunc.models.hf.families import Family, family_of
 from zfunc.models.hf.parts import EmbedSegment, HeadSegment, LayerSegment
@@ -39,12 +40,16 @@ def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     `apply`. The model's own gradient checkpointing and attention implementation are ignored;
     `zfunc.compile(recompute=)` is the setting.
 
+    The model may be a `peft.PeftModel` with LoRA. Only the adapters are trained; frozen parameters are kept in the
+    compute precision, without gradients and optimizer state.
+
     A model on the meta device takes no memory; `zfunc.init` draws its weights as transformers would, one segment at
     a time (`load` reads them from a folder). Raises ValueError for any other model, ImportError without
     transformers.
     """
     check_transformers()
-    family = family_of(model)
+    base = base_of(model)
+    family = family_of(base)
     register()
     configured = getattr(model.config, "_attn_implementation", None)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of %r", configured)
@@ -52,7 +57,7 @@ def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     settings = AttentionSettings(model.config)
     segments: list[Segment] = []
     owned: set[str] = set()
-    for name, part in _parts(model, family):
+    for name, part in _parts(base, family):
         segments.append(_segment(name, _standalone(part, settings), model, names, owned))
         owned |= {p.name for p in segments[-1].parameters}
     return tuple(segments)
@@ -128,6 +133,8 @@ def _standalone(part: nn.Module, settings: AttentionSettings) -> nn.Module:
             module.layer_idx = 0  # only for transformers' own cache
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
+        if hasattr(module, "lora_A"):
+            module.kwargs = {}  # its place, from when peft made it
     return copied
 
 
@@ -173,7 +180,9 @@ def _draw_values(name: str, part: nn.Module, constants: Values, model: Any, seed
         real.get_submodule(owner)._buffers[short] = t.clone()
     with seeded_sequence(seed):
         for module in reversed([*real.modules()]):  # children first
-            model._init_weights(module)
+            base_of(model)._init_weights(module)
+        if is_adapted(model):
+            reset_adapters(real, *model.peft_config.values())
     values = dict(real.named_parameters(remove_duplicate=False))
     if empty := [x for x, t in values.items() if t.isnan().any()]:
         raise ValueError(f"segment {name!r}: got no initial value for {empty}: load weights instead")

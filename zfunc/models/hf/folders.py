@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, export_weights
+from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, export_weights, read_weights
+from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
@@ -25,6 +26,7 @@ from zfunc.engine.program import Program, check_state
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
 from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -38,7 +40,13 @@ KEPT = (  # copied from the folder of the config
 
 
 def export_folder(
-    source: Path | str, out: Path | str, *, config: Any, dtype: Precision = "fp32"
+    source: Path | str,
+    out: Path | str,
+    *,
+    config: Any,
+    dtype: Precision = "fp32",
+    lora: Any = None,
+    adapter_only: bool = False,
 ) -> ExportedWeights:
     """Write a checkpoint of a `zfunc.hf` program as a new folder that `from_pretrained` loads.
 
@@ -46,41 +54,71 @@ def export_folder(
     whose tokenizer is then copied too. A tied head is stored once, as in transformers. `dtype`, memory and errors
     are those of `zfunc.checkpoint.export.export_weights`.
 
+    Where adapters were trained, `lora` is their `peft.LoraConfig`, or a folder with adapter_config.json. They are
+    merged into the model's weights, in fp32 and one layer at a time; with `adapter_only` they alone are written, as
+    peft does, for `PeftModel.from_pretrained`.
+
     Raises ValueError if the checkpoint is not of the config's model, or `out` exists.
     """
-    folder = _Folder.begin(Path(out), config, dtype)
+    checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(Path(source)))
+    entries, step = checkpoint.manifest.parameters, checkpoint.manifest.position.step
+    shapes = {x.name: x.shape for x in entries}
+    folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only)
+    if folder.adapted is None:
+        try:
+            done = export_weights(checkpoint.path, folder.partial / SINGLE, dtype=dtype)
+            folder.publish()
+        finally:
+            folder.abandon()
+        return ExportedWeights(Path(out), done.parameters, done.bytes, step, dtype)
+    saving = _Saving.begin(folder, step)
     try:
-        manifest = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(Path(source))).manifest
-        folder.check({x.name: x.shape for x in manifest.parameters})
-        done = export_weights(Path(source), folder.partial / SINGLE, dtype=dtype)
-        folder.publish()
+        with CheckpointReader(checkpoint) as reader:
+            for entry in sorted(entries, key=lambda x: not x.trainable):  # adapters wait for what they change
+                if entry.trainable or not adapter_only:
+                    saving.write(entry.name, torch.from_numpy(read_weights(reader, entry)))
+        saving.finish()
     finally:
-        folder.abandon()
-    return ExportedWeights(Path(out), done.parameters, done.bytes, done.step, dtype)
+        saving.abandon()
+    return ExportedWeights(Path(out), len(folder.shapes), saving.writer.header.size, step, dtype)
 
 
 def save_folder(
-    out: Path | str, program: Program, state: State, *, config: Any, dtype: Precision = "fp32"
+    out: Path | str,
+    program: Program,
+    state: State,
+    *,
+    config: Any,
+    dtype: Precision = "fp32",
+    lora: Any = None,
+    adapter_only: bool = False,
 ) -> Path:
     """Write the weights of a `zfunc.hf` program as a new folder that `from_pretrained` loads. Returns its path.
 
-    `config` and `dtype` are as for `export_folder`: the master weights, exact or rounded to nearest. They are
-    written bucket by bucket, without a second copy of the model. `state` can be trained further. Every rank has to
-    call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
+    The arguments are as for `export_folder`: the master weights, exact or rounded to nearest, adapters merged or
+    alone. They are written bucket by bucket, without a second copy of the model. `state` can be trained further.
+    Every rank has to call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
     """
     check_state(program, state, "hf.save")
     make_deferred_update(program, state, "hf.save")
-    ranks = program.ranks
+    ranks, layout = program.ranks, program.layout
     ranks.agree("hf.save")
 
     def begin() -> _Saving | None:
-        return _Saving.begin(Path(out), program, config, dtype, state.step) if not ranks.rank else None
+        if ranks.rank:
+            return None
+        shapes = {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
+        folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only)
+        return _Saving.begin(folder, state.step)
 
     saving = all_or_none(ranks, begin)
+    trained = {span.name for span in layout.spans}
     try:
-        for name, values in parameter_weights(state.buffers, program.layout, ranks):
+        for name, values in parameter_weights(state.buffers, layout, ranks):
+            if adapter_only and name not in trained:
+                break  # on all ranks: frozen buckets are the last
             if saving is not None:
-                saving.write(name, values.flatten())
+                saving.write(name, values)
         all_or_none(ranks, saving.finish if saving is not None else lambda: None)
     finally:
         if saving is not None:
@@ -94,11 +132,24 @@ class _Folder:
 
     out: Path
     partial: Path
-    shapes: dict[str, tuple[int, ...]]  # of the config's model, by name
+    shapes: dict[str, tuple[int, ...]]  # of the tensors to write, by name
+    dtype: Precision
+    adapted: AdaptedWeights | None
 
     @classmethod
-    def begin(cls, out: Path, config: Any, dtype: Precision) -> "_Folder":
-        """Make it, with everything but the weights. Raises ValueError for a path that cannot be a new folder."""
+    def begin(
+        cls,
+        out: Path,
+        config: Any,
+        dtype: Precision,
+        trained: dict[str, tuple[int, ...]],
+        lora: Any,
+        adapter_only: bool,
+    ) -> "_Folder":
+        """Make it, with everything but the weights. `trained` are the shapes of what was trained, by name.
+
+        Raises ValueError for a path that cannot be a new folder, and unless these are the config's parameters.
+        """
         one_of(OVERFLOW)("dtype", dtype)
         if os.path.lexists(out):
             raise ValueError(
@@ -114,32 +165,34 @@ class _Folder:
             raise
         except (ValueError, OSError) as error:  # transformers' own, which name no argument
             raise ValueError(f"config: {error}") from error
+        if adapter_only and lora is None:
+            raise ValueError(
+                "adapter_only: got it without lora, expected the peft.LoraConfig of the training"
+            )
+        adapted = None
+        if lora is not None:
+            adapted = AdaptedWeights.of(model, lora, trained, adapter_only=adapter_only)
+        own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        _check_trained(trained, own if adapted is None else adapted.expected)
         partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
         with disk.os_errors_as(
             partial, "making a folder (of another export that is writing it, or was killed?)"
         ):
             partial.mkdir()
-        result = cls(out, partial, {name: tuple(p.shape) for name, p in model.named_parameters()})
+        result = cls(out, partial, own if adapted is None else adapted.shapes, dtype, adapted)
         try:
             with disk.os_errors_as(partial, "copying a model's small files"):
-                _write_config(partial, config, model, dtype)
-                for name in KEPT if origin else ():
+                if adapted is not None and adapter_only:
+                    adapted.write_config(partial, origin)
+                else:
+                    _write_config(partial, config, model, dtype)
+                for name in KEPT if origin and not adapter_only else ():
                     if (origin / name).is_file():
                         shutil.copyfile(origin / name, partial / name)
         except BaseException:
             result.abandon()
             raise
         return result
-
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless these are the config's parameters."""
-        for name in (*shapes, *self.shapes):
-            if shapes.get(name) != self.shapes.get(name):
-                hint = "" if name in self.shapes else did_you_mean(name, list(self.shapes))
-                raise ValueError(
-                    f"config: got one whose model has {name!r} of shape {self.shapes.get(name)}{hint}, expected "
-                    f"{shapes.get(name)}: pass the config that the segments were made from, or its folder"
-                )
 
     def publish(self) -> None:
         """Sync all files to the disk, then rename the folder."""
@@ -156,6 +209,18 @@ class _Folder:
             shutil.rmtree(self.partial)
 
 
+def _check_trained(trained: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless the parameters that were trained are the config's."""
+    for name in (*trained, *expected):
+        if trained.get(name) != expected.get(name):
+            hint = "" if name in expected else did_you_mean(name, list(expected))
+            raise ValueError(
+                f"config: got one whose model has {name!r} of shape {expected.get(name)}{hint}, expected "
+                f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and lora "
+                "where adapters were trained, with their peft.LoraConfig"
+            )
+
+
 def _write_config(folder: Path, config: Any, model: Any, dtype: Precision) -> None:
     """Write config.json with the dtype of the weights; from_pretrained would round them to another."""
     copy = type(config).from_dict(config.to_dict())
@@ -170,32 +235,38 @@ class _Saving:
 
     folder: _Folder
     writer: ShardWriter
-    dtype: Precision
     failure: Exception | None = None
 
     @classmethod
-    def begin(cls, out: Path, program: Program, config: Any, dtype: Precision, step: int) -> "_Saving":
-        folder = _Folder.begin(out, config, dtype)
+    def begin(cls, folder: _Folder, step: int) -> "_Saving":
         try:
-            shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
-            folder.check(shapes)
-            tensors = [TensorInfo(name, DTYPES[dtype].safetensors, shape) for name, shape in shapes.items()]
+            alone = folder.adapted is not None and folder.adapted.adapter_only
+            stored = DTYPES[folder.dtype].safetensors
+            tensors = [TensorInfo(name, stored, shape) for name, shape in folder.shapes.items()]
             metadata = {"format": "pt", "step": str(step)}
-            return cls(folder, create_shard(folder.partial / SINGLE, tensors, metadata=metadata), dtype)
+            path = folder.partial / (ADAPTER if alone else SINGLE)
+            return cls(folder, create_shard(path, tensors, metadata=metadata))
         except BaseException:
             folder.abandon()
             raise
 
     def write(self, name: str, values: Tensor) -> None:
+        """Write a parameter, fp32, in its shape; or what it completes, where adapters are merged."""
         if self.failure is not None:
             return
+        adapted = self.folder.adapted
         try:
-            rounded = values.to(TORCH_DTYPES[self.dtype])
-            if not torch.equal(rounded.isfinite(), values.isfinite()):
-                raise ValueError(f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32")
-            self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
+            for written, x in ((name, values),) if adapted is None else adapted.add(name, values):
+                self._write(written, x.flatten())
         except (ValueError, CheckpointError) as error:
             self.failure = error
+
+    def _write(self, name: str, values: Tensor) -> None:
+        dtype = self.folder.dtype
+        rounded = values.to(TORCH_DTYPES[dtype])
+        if not torch.equal(rounded.isfinite(), values.isfinite()):
+            raise ValueError(f"{name!r}: got a weight too large for {dtype}: save as bf16 or fp32")
+        self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
 
     def finish(self) -> None:
         if self.failure is not None:

@@ -21,6 +21,7 @@ from zfunc.checkpoint import strict_json
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.models.hf.adapters import adapt, draw_adapters
 from zfunc.models.hf.cutting import check_transformers, cut_model
 from zfunc.models.hf.families import family_of, why_unsupported
 
@@ -41,11 +42,14 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def load_folder(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
+def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a folder with config.json and model.safetensors, or shards and their index.
 
     Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights, in fp64, fp32, bf16
     or fp16, as fp32 master weights; keep the files until then.
+
+    With `lora`, a `peft.LoraConfig`, the model is frozen, and only its adapters are trained: `segments` of what
+    `peft.get_peft_model` makes of it. The frozen weights are in the compute precision, without a master.
 
     Raises CheckpointError for missing files, and for names or shapes other than the config's; ValueError for a
     model that `segments` refuses.
@@ -57,7 +61,15 @@ def load_folder(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
     stored = _stored(folder)
     places = _places(model, stored)
     log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
-    return config, tuple(evolve(s, initial=partial(_read, _own(s), places)) for s in cut_model(model))
+    if lora is not None:
+        own = {id(p): name for name, p in model.named_parameters()}
+        model = adapt(model, lora)
+        places = {name: places[own[id(p)]] for name, p in model.named_parameters() if id(p) in own}
+        log.info(
+            "hf: LoRA: %s of %s parameters are trained",
+            *map("{:,}".format, model.get_nb_trainable_parameters()),
+        )
+    return config, tuple(evolve(s, initial=partial(_initial, s, model, places)) for s in cut_model(model))
 
 
 def read_config(folder: Path) -> Any:
@@ -90,10 +102,6 @@ def empty_model(config: Any) -> Any:
         raise why_unsupported(next(iter(config.architectures or ()), config.model_type))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-
-
-def _own(segment: Segment) -> tuple[str, ...]:
-    return tuple(p.name for p in segment.parameters if p.name not in segment.shared)
 
 
 def _stored(folder: Path) -> list[StoredTensor]:
@@ -179,9 +187,15 @@ def _check(t: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _read(names: tuple[str, ...], places: Mapping[str, list[StoredTensor]], _seed: int) -> Values:
-    """The tensors of one segment, as views of the mapped files."""
-    return {name: _tensor(name, places[name]) for name in names}
+def _initial(segment: Segment, model: Any, places: Mapping[str, list[StoredTensor]], seed: int) -> Values:
+    """The parameters that a segment owns: views of the mapped files, and adapters that are drawn."""
+    own = {p.name: short for p, short in zip(segment.parameters, segment.short, strict=True)}
+    own = {name: short for name, short in own.items() if name not in segment.shared}
+    values = {name: _tensor(name, places[name]) for name in own if name in places}
+    if drawn := own.keys() - values.keys():
+        adapters = draw_adapters(segment.module, *model.peft_config.values(), seed)
+        values |= {name: adapters[own[name]] for name in drawn}
+    return values
 
 
 def _tensor(name: str, parts: list[StoredTensor]) -> Tensor:

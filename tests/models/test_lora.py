@@ -1,0 +1,281 @@
+"""Laws of LoRA by peft: training equals a plain loop over peft's model, and what is written has its logits."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_trainings import measured
+from text_data import save_tokenizer, write_jsonl
+from torch import Tensor, nn
+
+import zfunc
+import zfunc.models.hf
+from zfunc.cli.main import main
+from zfunc.core.regions import Regions
+from zfunc.models.hf.adapters import lora_config
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytestmark = [  # what peft calls, and what it notices
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
+
+LLAMA: dict[str, Any] = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    **{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0},
+}
+GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "loss_type": "ForCausalLM",
+}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is set of peft's configuration
+    "as peft has it": ("Llama", {}),
+    "GPT-2's transposed layers, untied": ("GPT2", {}),
+    "head, embedding and biases": (
+        "Llama",
+        {"bias": "all", "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ),
+    "all linear layers, scaled by rank": ("Llama", {"target_modules": "all-linear", "use_rslora": True}),
+    "a whole head beside": ("Llama", {"modules_to_save": ["lm_head"]}),
+    "DoRA": ("Llama", {"use_dora": True}),
+}
+every_case = pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (n > 1)) for n, x in enumerate(CASES)]
+)
+
+
+def base(kind: str = "Llama") -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(LLAMA if kind == "Llama" else GPT2))
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def adapted(name: str) -> tuple[Any, Any]:
+    """peft's model of random adapters, and its configuration."""
+    kind, given = CASES[name]
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **given)
+    model = peft.get_peft_model(base(kind), config)
+    with torch.no_grad():
+        for full, p in model.named_parameters():
+            if p.requires_grad and "magnitude" not in full:
+                p.add_(torch.randn_like(p) * 0.05)
+    return model, config
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(0, 61, (4, 13), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens()).logits
+
+
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-5, "weight_decay": 0.1}
+
+
+@every_case
+def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str, tmp_path: Path) -> None:
+    model, lora = adapted(name)
+    before = {full: p.detach().clone() for full, p in model.named_parameters()}
+    reference = copy.deepcopy(model)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    plain = torch.optim.AdamW(trained, **SETTINGS)
+    segments = zfunc.hf.segments(model)
+    given = {"precision": "fp32", "device": "cpu", "bucket_size": 5000, "params_on": "host", "clip_norm": 0.5}
+    program = zfunc.compile(segments, optimizer=zfunc.AdamW(**SETTINGS), **given)
+    state = zfunc.init(program)
+    for n in range(3):
+        x = tokens(n)
+        loss = reference(input_ids=x, labels=x).loss
+        plain.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        plain.step()
+        state, metrics = zfunc.train_step(program, state, (x[:, :-1], x[:, 1:]))
+        assert abs(metrics.loss - float(loss.detach())) < 1e-5
+    values = zfunc.params(program, state)
+    assert values.keys() == before.keys()
+    for full, p in reference.named_parameters():
+        assert float((values[full] - p.detach()).abs().max()) < 1e-5, full
+        assert torch.equal(values[full], before[full]) != p.requires_grad, full
+
+    kind, expected = CASES[name][0], logits(reference)
+    base(kind).save_pretrained(tmp_path / "m")
+    checkpoint, config = zfunc.save(tmp_path / "run", program, state), tmp_path / "m"
+    for adapter_only in (True, False):
+        out = tmp_path / f"out {adapter_only}"
+        given = {"config": config, "lora": lora, "adapter_only": adapter_only}
+        if adapter_only == (name == "as peft has it"):
+            zfunc.hf.export(checkpoint, out, **given)
+        else:
+            zfunc.hf.save(out, program, state, **given)
+        if adapter_only:
+            assert sorted(x.name for x in out.iterdir()) == [
+                "adapter_config.json",
+                "adapter_model.safetensors",
+            ]
+            loaded = peft.PeftModel.from_pretrained(base(kind), out)
+        else:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert torch.allclose(logits(loaded), expected, atol=1e-5)
+    assert torch.allclose(logits(reference), expected, atol=0), "the state is not changed by merging"
+
+
+def test_frozen_parameters_take_2_bytes_each_and_no_operation_but_a_fetch() -> None:
+    model, _ = adapted("as peft has it")
+    program = zfunc.compile(
+        zfunc.hf.segments(model), precision="bf16", device="cpu", bucket_size=5000, params_on="host"
+    )
+    layout = program.layout
+    frozen = {b.index for b in layout.frozen_buckets}
+    assert sum(span.stop - span.start for span in layout.spans) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    held = [r for r in Regions(program.spec).state() if r.buffer == "frozen"]
+    assert sum(r.nbytes for r in held) == 2 * layout.frozen_numel
+    assert {r.tier for r in held} == {"pinned"}
+    touching = {op.verb for op in program.plan.graph for r in (*op.reads, *op.writes) if r.buffer == "frozen"}
+    assert touching == {"fetch"}
+    delivered = {op.index[1] for op in program.plan.graph if op.verb == "pack"}
+    assert delivered == {b.index for b in layout.buckets}
+    assert not delivered & frozen
+    assert len({id(call.passes) for call in program.calls}) == 4, "layers with adapters share one trace"
+
+
+def test_a_folder_gets_adapters_as_peft_draws_them(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "m")
+    _, segments = zfunc.hf.load(tmp_path / "m", lora=lora_config(4, targets="q_proj,v_proj"))
+    program = zfunc.compile(segments, precision="bf16", device="cpu", params_on="host")
+    state = zfunc.init(program)
+    first, again = (zfunc.params(program, x) for x in (state, zfunc.init(program)))
+    assert all(torch.equal(t, again[x]) for x, t in first.items())
+    drawn = [t for x, t in first.items() if "lora_A" in x]
+    assert len(drawn) == 6
+    assert all(0.5 < float(t.abs().max()) * 32**0.5 <= 1 for t in drawn), "uniform in 1 / sqrt(inputs)"
+    assert not torch.equal(drawn[0], drawn[2])
+    assert all(not t.any() for x, t in first.items() if "lora_B" in x)
+    x = tokens()
+    own = float(base()(input_ids=x, labels=x).loss.detach())
+    assert abs(zfunc.evaluate(program, state, (x[:, :-1], x[:, 1:])) - own) < 1e-2
+
+
+def quantized() -> Any:
+    config = transformers.LlamaConfig(**LLAMA)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.config = config
+    return model
+
+
+def two_adapters() -> Any:
+    model, config = adapted("as peft has it")
+    model.add_adapter("other", config)
+    return model
+
+
+def merged() -> Any:
+    model, _ = adapted("as peft has it")
+    model.merge_adapter()
+    return model
+
+
+def drawn_from_weights() -> object:
+    base().save_pretrained("m")
+    _, segments = zfunc.hf.load("m", lora=peft.LoraConfig(r=4, use_dora=True))
+    return [x.initial(0) for x in segments]
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"quantized weights \(bitsandbytes, load_in_4bit\): load it without.*in 16 bits instead": lambda: (
+        zfunc.hf.segments(quantized())
+    ),
+    "got the adapters default, other, expected one": lambda: zfunc.hf.segments(two_adapters()),
+    "with merged or disabled adapters": lambda: zfunc.hf.segments(merged()),
+    "got adapters of peft with IA3, expected LoRA alone": lambda: zfunc.hf.segments(
+        peft.get_peft_model(base(), peft.IA3Config(task_type="CAUSAL_LM"))
+    ),
+    "got use_dora for a model without weights yet.*get_peft_model": drawn_from_weights,
+    "got target_modules=.*nope.*such as down_proj, gate_proj": lambda: (
+        base().save_pretrained("m"),
+        zfunc.hf.load("m", lora=lora_config(4, targets="nope")),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+def test_adapters_of_tied_weights_are_not_merged(tmp_path: Path) -> None:
+    lora = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+    config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    program = zfunc.compile(zfunc.hf.segments(model), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    with pytest.raises(
+        ValueError, match=r"lm_head', whose weights are tied to 'model\.embed.*adapter_only=True"
+    ):
+        zfunc.hf.save(tmp_path / "x", program, state, config=config, lora=lora)
+    with pytest.raises(ValueError, match="and lora where adapters were trained"):
+        zfunc.hf.save(tmp_path / "x", program, state, config=config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["<unk>", "</s>", *(f"w{n}" for n in range(45))]
+    base().save_pretrained("model")
+    save_tokenizer(Path("model/tokenizer.json"), words)
+    texts = ({"text": " ".join(f"w{(n + k) % 45}" for k in range(9))} for n in range(40))
+    write_jsonl(Path("texts.jsonl"), *texts)
+    tiny = ["--seq-length", "12", "--batch-size", "4", "--data", "texts.jsonl", "--steps", "4", "--no-sample"]
+    command = ["train", "--hf", "model", "--lora", "4", *tiny, "--lr", "0.02", "--params-on", "host"]
+    assert main([*command, "--out", "run"]) == 0
+    out = capsys.readouterr().out
+    assert "LoRA: 1,344 of 28,512 parameters are trained" in out
+    rows = measured("run")
+    assert rows[-1]["held_out_bits_per_token"] < rows[0]["held_out_bits_per_token"]
+    assert main(["export", "run", "--hf", "model", "--out", "tuned"]) == 0
+    export = ["export", "run/checkpoints", "--hf", "model", "--adapter-only", "--out", "adapter"]
+    assert main(export) == 0
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+    assert Path("tuned/tokenizer.json").is_file()
+    assert torch.allclose(logits(peft.PeftModel.from_pretrained(base(), "adapter")), logits(tuned), atol=1e-6)
+    assert not torch.allclose(logits(base()), logits(tuned), atol=1e-6)
+    capsys.readouterr()
+    for wrong, message in {
+        "train --lora 4": "--lora: got it without --hf",
+        "train --hf model --lora-alpha 4": "--lora-alpha: got it without --lora",
+        f"train --hf model --lora 4 --lora-targets x {' '.join(tiny)}": "--lora-targets: got .*ends of names",
+        "export run --adapter-only --out x": "--adapter-only: got it without --hf",
+        "export model --hf model --adapter-only --out x": "in no run with --lora",
+    }.items():
+        assert main(wrong.split()) == 2
+        assert re.search(message, " ".join(capsys.readouterr().err.split())), message
+
+
+def test_modules_without_a_float_are_refused() -> None:
+    """As bitsandbytes packs 4-bit weights, whatever the config says."""
+    model = base()
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(
+        torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False
+    )
+    with pytest.raises(ValueError, match=r"of torch\.uint8, expected floating point"):
+        zfunc.hf.segments(model)

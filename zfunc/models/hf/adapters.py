@@ -1,0 +1,249 @@
+"""LoRA by peft: the adapters of a model, drawn, written as peft writes them, and merged into the model's weights.
+
+peft computes all of it; here one layer is handled at a time, so that a model needs no second copy. peft is imported
+when adapters are asked for: `pip install "zfunc[lora]"`.
+"""
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from zfunc.engine.segment import Values
+from zfunc.runtime.rng import seeded_sequence
+
+MISSING = "zfunc.hf: got no peft, expected version 0.18 or newer: pip install 'zfunc[lora]'"
+OLDEST = (0, 18)
+DRAWN = (True, "gaussian")  # values of init_lora_weights that need no weights of the model
+ADAPTER = "adapter_model.safetensors"
+
+
+def check_peft() -> None:
+    """Raise ImportError unless a supported version of peft is installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    if tuple(int(x) for x in peft.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(MISSING.replace("no peft", f"peft {peft.__version__}"))
+
+
+def lora_config(
+    rank: int, *, alpha: float | None = None, targets: str | None = None, base: Path | None = None
+) -> Any:
+    """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model.
+
+    `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head. `base` is
+    the folder of the model, which peft keeps with the adapters.
+    """
+    check_peft()
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules=targets if targets in (None, "all-linear") else targets.split(","),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=None if base is None else str(base),
+    )
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is peft's."""
+    return type(model).__module__.startswith("peft.")
+
+
+def base_of(model: Any) -> Any:
+    """The model that peft's adapts; any other as it is. Raises ValueError for adapters that cannot be trained."""
+    if not is_adapted(model):
+        return model
+    check_peft()
+    if len(model.peft_config) > 1:
+        raise ValueError(
+            f"model: got the adapters {', '.join(model.peft_config)}, expected one: delete_adapter the others"
+        )
+    (config,) = model.peft_config.values()
+    _check_config(config)
+    for name, layer in _lora_layers(model):
+        if layer.merged or layer.disable_adapters:
+            raise ValueError(
+                f"model: got {name!r} with merged or disabled adapters, which would not be trained: call "
+                "unmerge_adapter() and enable_adapter_layers() first"
+            )
+    return model.get_base_model()
+
+
+def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
+    """peft's model of one on the meta device. `lora` is a `peft.LoraConfig`, or a folder with adapter_config.json.
+
+    Raises ValueError for a configuration whose adapters cannot be drawn without the model's weights, and for names
+    of modules that the model does not have.
+    """
+    check_peft()
+    from peft import LoraConfig, get_peft_model
+
+    config = copy.deepcopy(LoraConfig.from_pretrained(str(lora)) if isinstance(lora, str | Path) else lora)
+    if not isinstance(config, LoraConfig):
+        raise TypeError(
+            f"lora: got a {type(config).__name__}, expected a peft.LoraConfig, or a folder with one"
+        )
+    _check_config(config)
+    config.inference_mode = False  # as peft saves it
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft calls what transformers deprecates
+            return get_peft_model(model, config, adapter_name=name)
+    except ValueError as error:  # peft's own, of a model that it has no default for, or without such modules
+        linear = sorted({x.rpartition(".")[2] for x, m in model.named_modules() if _is_linear(m)})
+        raise ValueError(
+            f"lora: got target_modules={config.target_modules}, expected ends of names of modules, such as "
+            f"{', '.join(linear)}, or 'all-linear' ({error})"
+        ) from error
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's
+
+
+def _check_config(config: Any) -> None:
+    if config.peft_type != "LORA" or config.trainable_token_indices:
+        kind = "trainable_token_indices" if config.peft_type == "LORA" else config.peft_type.value
+        raise ValueError(f"model: got adapters of peft with {kind}, expected LoRA alone: use peft.LoraConfig")
+
+
+def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, LoraLayer))
+
+
+# --- initial values -----------------------------------------------------------------------------------------
+
+
+def reset_adapters(part: nn.Module, config: Any) -> None:
+    """Draw the adapters of a part of a model, as peft does. Raises ValueError where that needs weights."""
+    if config.init_lora_weights not in DRAWN or config.use_dora:
+        got = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
+        raise ValueError(
+            f"lora: got {got} for a model without weights yet, expected init_lora_weights to be one of "
+            f"{', '.join(map(repr, DRAWN))}: or load the model with from_pretrained, adapt it with "
+            "peft.get_peft_model and pass it to zfunc.hf.segments"
+        )
+    for _, layer in _lora_layers(part):
+        for adapter in layer.active_adapters:
+            layer.reset_lora_parameters(adapter, config.init_lora_weights)
+
+
+def draw_adapters(part: nn.Module, config: Any, seed: int) -> Values:
+    """Initial values of the adapters of a part on the meta device, by short name; the part stays as it is."""
+    part = copy.deepcopy(part)
+    for _, layer in _lora_layers(part):
+        for kind in layer.adapter_layer_names:
+            getattr(layer, kind).to_empty(device="cpu")
+    with torch.no_grad(), seeded_sequence(seed):
+        reset_adapters(part, config)
+    return {name: p.detach() for name, p in part.named_parameters() if not p.is_meta}
+
+
+# --- trained values -----------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class AdaptedWeights:
+    """The trained weights of peft's `model`, on the meta device, on their way into a folder.
+
+    `shapes` are those of the tensors to write: of the model below the adapters, or of the adapters alone. `add`
+    takes the weights of the training one by one, and returns those that are then complete.
+    """
+
+    model: Any
+    config: Any
+    adapter_only: bool
+    shapes: dict[str, tuple[int, ...]]
+    _layers: dict[
+        str, tuple[str, Any]
+    ]  # of each parameter that is merged with others: the layer, and its prefix
+    _written: dict[str, str]  # the name to write a parameter under
+    _waiting: dict[str, Values] = field(factory=dict[str, Values])
+
+    @classmethod
+    def of(
+        cls, base: nn.Module, lora: Any, trained: Iterable[str], *, adapter_only: bool
+    ) -> "AdaptedWeights":
+        """`trained` are names of what was trained, by which the adapter is called."""
+        own = {id(p): name for name, p in base.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in base.named_parameters()}
+        model = adapt(base, lora, name=_adapter_name(trained))
+        (config,) = model.peft_config.values()
+        if adapter_only:
+            written = _names_in_file(model)
+            parameters = dict(model.named_parameters())
+            shapes = {saved: tuple(parameters[name].shape) for name, saved in written.items()}
+            return cls(model, config, True, shapes, {}, written)
+        written = {name: own[id(p)] for name, p in model.named_parameters() if id(p) in own}
+        for name in [x for x in written if ".original_module." in x]:  # peft trains a copy of the module
+            copied = name.replace(".original_module.", f".modules_to_save.{next(iter(model.peft_config))}.")
+            written[copied] = written.pop(name)
+        layers: dict[str, tuple[str, Any]] = {}
+        for prefix, layer in _lora_layers(model):
+            for short, p in layer.named_parameters():
+                layers[f"{prefix}.{short}"] = prefix, layer
+                if id(p) in own and f"{prefix}.{short}" not in written:
+                    raise ValueError(
+                        f"lora: got adapters of {prefix!r}, whose weights are tied to {own[id(p)]!r}, expected "
+                        "separate ones to merge them into: pass adapter_only=True"
+                    )
+        return cls(model, config, False, shapes, layers, written)
+
+    @property
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what was trained, by name."""
+        return {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+
+    def write_config(self, folder: Path, origin: Path | None) -> None:
+        """Write adapter_config.json, for use; `origin` is the folder of the model, if peft knows of none."""
+        config = copy.deepcopy(self.config)
+        config.inference_mode = True
+        config.base_model_name_or_path = config.base_model_name_or_path or (origin and str(origin))
+        config.save_pretrained(str(folder))
+
+    def add(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to write that are complete with the fp32 weights of this parameter."""
+        if name not in self._layers:
+            if name in self._written:
+                yield self._written[name], values
+            return
+        prefix, layer = self._layers[name]
+        known = self._waiting.setdefault(prefix, {})
+        known[name.removeprefix(f"{prefix}.")] = values
+        if len(known) == sum(1 for _ in layer.named_parameters()):
+            yield from self._merged(prefix, layer, self._waiting.pop(prefix))
+
+    def _merged(self, prefix: str, layer: Any, values: Values) -> Iterator[tuple[str, Tensor]]:
+        layer = copy.deepcopy(layer)
+        layer.load_state_dict(values, assign=True)
+        layer.merge(safe_merge=True)  # into a copy: the values may be the State's own
+        for short, p in layer.get_base_layer().named_parameters():
+            yield self._written[f"{prefix}.base_layer.{short}"], p.detach()
+
+
+def _adapter_name(names: Iterable[str]) -> str:
+    """What peft calls the adapter with these parameters."""
+    found = (re.search(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)", name) for name in names)
+    return next((match[1] for match in found if match), "default")
+
+
+def _names_in_file(model: Any) -> dict[str, str]:
+    """The names of an adapter's parameters in peft's file, by their names in the model."""
+    from peft import get_peft_model_state_dict
+
+    (adapter,), parameters = model.peft_config, dict(model.named_parameters())
+    saved = get_peft_model_state_dict(model, parameters, adapter_name=adapter, save_embedding_layers=False)
+    by_id = {id(p): name for name, p in saved.items()}
+    return {name: by_id[id(p)] for name, p in parameters.items() if id(p) in by_id}
