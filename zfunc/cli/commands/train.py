@@ -134,10 +134,8 @@ COMMAND = Command(
     zfunc train --data texts --steps 1000 --save-every 200 --out run
     # go on where that stopped, or begin if it never began
     zfunc train --data texts --steps 1000 --out run --resume auto
-    # fine-tune a Hugging Face model from a local folder
+    # fine-tune a local Hugging Face model; --lora 16: adapters alone
     zfunc train --hf model --data pairs.jsonl --seq-length 512 --steps 500
-    # with LoRA adapters of rank 16: the model stays as it is
-    zfunc train --hf model --lora 16 --data pairs.jsonl --seq-length 512 --steps 500
     # on two GPUs
     torchrun --nproc-per-node 2 -m zfunc train --data texts
     """,
