@@ -543,7 +543,9 @@ def trained(folder: Path, **settings: Any) -> tuple[Program, Any]:
     return program, state
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 3", "Qwen3"])
+@pytest.mark.parametrize(
+    "name", ["GPT-2", "Gemma 3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Llama", "Qwen3"))]
+)
 def test_from_pretrained_loads_a_saved_folder_with_equal_logits(name: str, tmp_path: Path) -> None:
     folder = write(random_model(name), tmp_path / "m")
     (folder / "tokenizer.json").write_text("{}")
