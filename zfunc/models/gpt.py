@@ -12,15 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment, segment
+from zfunc.models.document_mask import document_mask
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import linear_next_token_loss
 
 _INIT_STD = 0.02
+Passed = Tensor | tuple[Tensor, Tensor]
+"""Hidden states [batch, seq, hidden]; for sequences of several documents, with position_ids [batch, seq]."""
 
 
 class Embed(nn.Module):
-    """Token plus learned position embedding, then dropout: int64 [batch, seq] -> [batch, seq, hidden]."""
+    """Token plus learned position embedding, then dropout: int64 [batch, seq] -> [batch, seq, hidden].
+
+    Or of `input_ids` and `position_ids`, by name, for sequences of several documents, which do not attend to each
+    other: then the positions are returned, too.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -34,8 +41,11 @@ class Embed(nn.Module):
         nn.init.normal_(self.tok.weight, std=_INIT_STD)
         nn.init.normal_(self.pos.weight, std=_INIT_STD)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor | dict[str, Tensor], cache: KVCache | None = None) -> Passed:
         """Embed `tokens`, which follow those in `cache`. Raises ValueError beyond the learned positions."""
+        positions = None
+        if isinstance(tokens, dict):
+            tokens, positions = tokens["input_ids"], tokens["position_ids"]
         first = 0 if cache is None else cache.advanced(tokens.shape[-1])
         seq = first + tokens.shape[-1]
         if seq > self.config.seq_length:
@@ -43,8 +53,9 @@ class Embed(nn.Module):
                 f"got {seq} tokens; expected at most seq_length={self.config.seq_length}; "
                 "cut the sequence, or build the model with a longer seq_length"
             )
-        x = self.tok(tokens) + self.pos.weight[first:seq]  # [batch, seq, hidden]
-        return F.dropout(x, self.config.dropout, self.training)
+        at = self.pos.weight[first:seq] if positions is None else self.pos(positions)
+        x = F.dropout(self.tok(tokens) + at, self.config.dropout, self.training)  # [batch, seq, hidden]
+        return x if positions is None else (x, positions)
 
 
 class Block(nn.Module):
@@ -72,14 +83,16 @@ class Block(nn.Module):
         _reset_linear(self.up, _INIT_STD)
         _reset_linear(self.down, residual_std)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, passed: Passed, cache: KVCache | None = None) -> Passed:
         """Mix along the sequence, causally, then along the features; `cache` has the tokens before those of `x`."""
+        x, positions = _parts(passed)
         rate = self.config.dropout
-        x = x + F.dropout(self._attend(self.ln_1(x), cache), rate, self.training)
+        x = x + F.dropout(self._attend(self.ln_1(x), cache, positions), rate, self.training)
         y = self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
-        return x + F.dropout(y, rate, self.training)
+        x = x + F.dropout(y, rate, self.training)
+        return x if positions is None else (x, positions)
 
-    def _attend(self, x: Tensor, cache: KVCache | None) -> Tensor:
+    def _attend(self, x: Tensor, cache: KVCache | None, positions: Tensor | None) -> Tensor:
         heads = (self.config.num_attention_heads, self.config.head_size)
         rate = self.config.dropout if self.training else 0.0
         q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
@@ -87,7 +100,8 @@ class Block(nn.Module):
         alone = cache is None or not cache.advanced(x.shape[1])  # else one token, which sees all before it
         if cache is not None:
             k, v = cache.extended(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=alone)
+        mask = None if positions is None else document_mask(positions)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate, is_causal=alone and mask is None)
         return self.attn_out(y.transpose(1, 2).flatten(-2))
 
 
@@ -109,12 +123,13 @@ class Head(nn.Module):
         """[batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
         return self.out(self.ln_f(x)).float()
 
-    def forward(self, x: Tensor, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, passed: Passed, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
         """The mean loss in nats, an fp32 scalar; the logits without targets.
 
         `targets` is int64 [batch, seq], of which -100 is ignored (a micro-batch of nothing else gives NaN), or such
         labels and weights [batch], as `zfunc.hf.batch` makes them.
         """
+        x, _ = _parts(passed)
         if targets is None:
             return self.logits(x)
         return linear_next_token_loss(self.ln_f(x), self.out.weight, targets)
@@ -138,6 +153,10 @@ def gpt_segments(config: GPTConfig) -> tuple[Segment, ...]:
         built = modules(config)
     tied = {"out.weight": "embed.tok.weight"} if config.tied else None
     return tuple(segment(name, module, share=tied if name == "head" else None) for name, module in built)
+
+
+def _parts(passed: Passed) -> tuple[Tensor, Tensor | None]:
+    return passed if isinstance(passed, tuple) else (passed, None)
 
 
 def _reset_linear(linear: nn.Linear, std: float) -> None:

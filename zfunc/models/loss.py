@@ -17,7 +17,7 @@ from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch
 
-Batch = tuple[Tensor, tuple[Tensor, Tensor]]
+Batch = tuple[Any, tuple[Tensor, Tensor]]
 Targets = Tensor | tuple[Tensor, Tensor]
 
 
@@ -143,12 +143,16 @@ def _grad_logits(
     return (result if slope is None else result.mul_(slope)).to(x.dtype)
 
 
-def weighted_batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float | None = None) -> Batch:
+def weighted_batch(input_ids: Any, labels: Tensor, *, tokens_per_row: float | None = None) -> Batch:
     """`(input_ids, (labels, weights))` for `train_step` and `evaluate`, with any number of micro-batches.
 
     `input_ids` and `labels` are int64 [batch, seq]; `labels[:, t]` is the token that follows `input_ids[:, t]`, or
     -100 if it does not count. Pad at the end: positions count from the first token, and attention is causal. The
     weight is rows over tokens that count, so the mean over rows, and over micro-batches, is the mean over tokens.
+
+    Instead of `input_ids` there may be several inputs by name. With "input_ids" and "position_ids" that start at 0
+    in each document, a row may have several documents, which do not attend to each other; the last token of each
+    gets the label -100.
 
     On several ranks, call it with the whole batch and give each rank its rows; or call it with a rank's rows and
     the `tokens_per_row` of the whole batch (tokens that count over all ranks, divided by all rows). Otherwise the
@@ -161,9 +165,10 @@ def weighted_batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float |
     >>> weights
     tensor([0.5000, 0.5000])
     """
-    if input_ids.dim() != 2 or input_ids.shape != labels.shape:
+    ids: Tensor = input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids
+    if ids.dim() != 2 or ids.shape != labels.shape:
         raise ValueError(
-            f"batch: got input_ids of shape {tuple(input_ids.shape)} and labels of {tuple(labels.shape)}, expected "
+            f"batch: got input_ids of shape {tuple(ids.shape)} and labels of {tuple(labels.shape)}, expected "
             "one [batch, seq] for both: labels[:, t] is the token that follows input_ids[:, t]"
         )
     rows = labels.shape[0]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save
 from zfunc.core.decision import StepDecision
@@ -365,7 +366,7 @@ def evaluate_held_out(
             yield Working("evaluation", (n * len(program.segments) + s) / parts)
             last = y
         losses.append(float(last))
-    rows = [len(inputs) for inputs, _ in job.held_out]  # the last batch may have fewer
+    rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 
 

@@ -21,8 +21,8 @@ KEY = "train"  # in a checkpoint's extra
 # Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
 # fmt: off
 DECIDING = (
-    "data", "dtype", "tokenizer", "hf", "lora_alpha", "vocab_size", "seq_length", "dropout", "batch_size",
-    "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
+    "data", "packing", "dtype", "tokenizer", "hf", "lora_alpha", "vocab_size", "seq_length", "dropout",
+    "batch_size", "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
 )
 # fmt: on
 

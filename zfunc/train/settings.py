@@ -42,6 +42,7 @@ TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
 LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE, GPU_BUCKET_SIZE = 1 << 18, 50_000_000  # elements, where none is set
+PACKINGS = ("stream", "documents")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of --hf has
 
@@ -137,6 +138,13 @@ TRAIN = {
         "a local tokenizer.json, for text and JSONL (default: that of --hf; without one, bytes are the tokens)",
         path,
         metavar="FILE",
+    ),
+    "packing": Option(
+        "data",
+        f"how documents are put into sequences: {_names(PACKINGS)}. stream: one after another, cut anywhere; a "
+        "token attends to all before it in its sequence. documents: whole ones, each computed as if it were alone; "
+        "the rest of the sequence is padding",
+        one_of(PACKINGS),
     ),
     "dtype": Option("data", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
     "vocab_size": Option(
@@ -304,6 +312,7 @@ class TrainSettings(StepFlags):
 
     config: Path | None = None
     eval_data: Path | None = None
+    packing: str = "stream"
     dtype: str = "uint16"
     hf: Path | None = None
     lora: int | None = None

@@ -37,7 +37,7 @@ from zfunc.runtime.cpu_topology import cpu_model
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.train.data.batches import Batch, held_out_parts, rank_batch
-from zfunc.train.data.corpus import Corpus, sequences_per_epoch
+from zfunc.train.data.corpus import Corpus
 from zfunc.train.data.packing import holds_tokens, open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
@@ -91,7 +91,7 @@ class TrainingJob:
     @property
     def sequences_per_epoch(self) -> int:
         """Sequences of one pass over the data."""
-        return sequences_per_epoch(len(self.corpus.train), self.settings.seq_length)
+        return self.corpus.sequences_per_epoch(self.settings.seq_length)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text; as numbers, without a tokenizer."""
@@ -116,7 +116,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     corpus = _corpus(settings, model, tokenizer, cache)
     level = logging.DEBUG if ranks.rank else logging.INFO
     if settings.epochs is not None:
-        sequences = sequences_per_epoch(len(corpus.train), settings.seq_length)
+        sequences = corpus.sequences_per_epoch(settings.seq_length)
         settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
         log.log(
             level,
@@ -147,10 +147,12 @@ def _corpus(
 ) -> Corpus:
     vocab_size = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
 
+    whole = settings.packing == "documents"
+
     def opened(flag: str, path: Path | None, split: bool) -> Corpus:
         given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": vocab_size}
         try:
-            return open_data(path, cache=cache, split=split, **given)
+            return open_data(path, cache=cache, split=split, whole_documents=whole, **given)
         except (ValueError, OSError) as error:
             raise ValueError(f"{flag}: {error}") from error
 
@@ -167,7 +169,7 @@ def _corpus(
             f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
             f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
         )
-    return corpus
+    return corpus.of_whole_documents(settings.seq_length) if whole else corpus
 
 
 def _evaluated_on(corpus: Corpus, other: Corpus) -> Corpus:
@@ -184,6 +186,7 @@ def _evaluated_on(corpus: Corpus, other: Corpus) -> Corpus:
         held_out=other.held_out if own else other.train,
         held_out_name=other.name,
         held_out_loss_mask=other.held_out_loss_mask if own else other.loss_mask,
+        held_out_ends=other.held_out_ends if own else other.ends,
         description=(*corpus.description, "held out:", *(f"  {line}" for line in other.description)),
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from zfunc.models.document_mask import document_mask
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
@@ -55,34 +56,39 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     cache: KVCache | None = None,
+    position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
     A position attends to itself and those before it, `sliding_window` in all. `softcap` bounds the scores by tanh,
     as in Gemma 2; no fused kernel does that, so they are materialised. With a `cache` that has tokens, `query` has
-    one position, after those.
+    one position, after those. With `position_ids` [batch, seq], which start at 0 in each document of a sequence,
+    documents do not attend to each other.
     """
     if cache is not None:
         key, value = cache.extended(key, value)
     rows, columns = query.shape[-2], key.shape[-2]
     window = None if sliding_window is None or sliding_window >= columns else sliding_window
     groups = query.shape[1] // key.shape[1]
-    grouped = groups > 1 and window is None and softcap is None and _takes_groups(key)
+    mask = None
+    if window is not None or softcap is not None or position_ids is not None:
+        mask = _causal_mask(rows, columns, window, query.device)
+    if position_ids is not None:
+        mask = mask & document_mask(position_ids)
+    grouped = groups > 1 and mask is None and _takes_groups(key)
     if groups > 1 and not grouped:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if softcap is not None:
-        y = _softcapped(
-            query, key, value, _causal_mask(rows, columns, window, query.device), dropout, scaling, softcap
-        )
+        y = _softcapped(query, key, value, mask, dropout, scaling, softcap)
     else:
         y = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if window is None else _causal_mask(rows, columns, window, query.device),
+            attn_mask=mask,
             dropout_p=dropout,
-            is_causal=window is None and rows == columns,
+            is_causal=mask is None and rows == columns,
             scale=scaling,
             enable_gqa=grouped,
         )

@@ -1,6 +1,7 @@
 """Data: files become a corpus of tokens, and a position in training becomes a batch.
 
     corpus          a memory-mapped file of tokens, and the batch at a position
+    document_rows   sequences of whole documents
     batches         a rank's rows of it
     documents       text, JSONL and JSON records
     chat            chats as text, and what of them is learned

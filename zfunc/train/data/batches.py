@@ -12,13 +12,14 @@ from torch import Tensor
 
 from zfunc.models.loss import IGNORE_INDEX, weighted_batch
 from zfunc.runtime.collectives import RankGroup
-from zfunc.train.data.corpus import Corpus, batch_at, held_out_batches
+from zfunc.train.data.corpus import Corpus, batch_at, held_out_batches, numbers_at
+from zfunc.train.data.document_rows import DocumentRows, document_batch
 from zfunc.train.settings import TrainSettings
 
 HELD_OUT_TOKENS = 32_768  # in one evaluation, at most, or one sequence if that is longer
 EVAL_DATA_TOKENS = 1 << 20  # the same, of data that is given for it
 
-Batch = tuple[Tensor, Any]  # inputs, and targets or what `weighted_batch` makes of them
+Batch = tuple[Any, Any]  # inputs, and targets or what `weighted_batch` makes of them
 
 
 def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: RankGroup) -> Batch:
@@ -31,13 +32,18 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
         "vocab_size": corpus.vocab_size,
     }
     with _errors_naming(corpus.name):
-        if corpus.loss_mask is None:
+        if corpus.rows is not None:
+            numbers = numbers_at(len(corpus.rows), position, settings.batch_size, settings.seed)
+            inputs, labels = document_batch(corpus.train, corpus.rows, numbers, corpus.loss_mask)
+        elif corpus.loss_mask is None:
             return batch_at(corpus.train, position + first, batch_size=rows, **common)
-        inputs, labels = batch_at(
-            corpus.train, position, batch_size=settings.batch_size, loss_mask=corpus.loss_mask, **common
-        )
+        else:
+            inputs, labels = batch_at(
+                corpus.train, position, batch_size=settings.batch_size, loss_mask=corpus.loss_mask, **common
+            )
     own = slice(first, first + rows)
-    return weighted_batch(inputs[own], labels[own], tokens_per_row=_tokens_per_row([labels]))
+    inputs = {k: t[own] for k, t in inputs.items()} if isinstance(inputs, dict) else inputs[own]
+    return weighted_batch(inputs, labels[own], tokens_per_row=_tokens_per_row([labels]))
 
 
 @contextmanager
@@ -63,17 +69,22 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     rows = settings.batch_size // (settings.micro_batches * ranks.world)
     name = corpus.held_out_name or f"the held-out part of {corpus.name}"
     most = EVAL_DATA_TOKENS if corpus.held_out_name else HELD_OUT_TOKENS
+    limit = max(1, most // settings.seq_length)
     with _errors_naming(name):
-        batches = held_out_batches(
-            corpus.held_out,
-            batch_size=rows,
-            seq_length=settings.seq_length,
-            limit=max(1, most // settings.seq_length),
-            vocab_size=corpus.vocab_size,
-            loss_mask=corpus.held_out_loss_mask,
+        batches: Iterator[Any] = (
+            held_out_batches(
+                corpus.held_out,
+                batch_size=rows,
+                seq_length=settings.seq_length,
+                limit=limit,
+                vocab_size=corpus.vocab_size,
+                loss_mask=corpus.held_out_loss_mask,
+            )
+            if corpus.held_out_rows is None
+            else _document_batches(corpus, corpus.held_out_rows, rows, limit)
         )
         windows = tuple(batches)
-    if corpus.held_out_loss_mask is None:
+    if corpus.held_out_loss_mask is None and corpus.held_out_rows is None:
         return windows
     if all((labels == IGNORE_INDEX).all() for _, labels in windows):
         raise ValueError(
@@ -82,3 +93,12 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
         )
     per_row = _tokens_per_row([labels for _, labels in windows])
     return tuple(weighted_batch(inputs, labels, tokens_per_row=per_row) for inputs, labels in windows)
+
+
+def _document_batches(corpus: Corpus, rows: DocumentRows, batch_size: int, limit: int) -> Iterator[Batch]:
+    """At most `limit` evenly spaced sequences of held-out documents."""
+    count = min(limit, len(rows))
+    numbers = [n * len(rows) // count for n in range(count)]
+    for first in range(0, count, batch_size):
+        some = numbers[first : first + batch_size]
+        yield document_batch(corpus.held_out, rows, some, corpus.held_out_loss_mask)

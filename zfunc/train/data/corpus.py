@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.models.loss import IGNORE_INDEX
+from zfunc.train.data.document_rows import DocumentRows, document_rows
 
 __all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus", "stdlib_files"]
 
@@ -53,9 +54,26 @@ class Corpus:
     held_out_name: str = ""  # where that is other data
     loss_mask: np.ndarray | None = None  # [tokens of `train`] uint8: 0 where no loss counts; None: all 1
     held_out_loss_mask: np.ndarray | None = None
+    ends: np.ndarray | None = None  # [documents] of `train`, where each ends; None where that is not known
+    held_out_ends: np.ndarray | None = None
+    rows: DocumentRows | None = None  # sequences of whole documents; None: windows of the tokens
+    held_out_rows: DocumentRows | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.description)
+
+    def of_whole_documents(self, seq_length: int) -> "Corpus":
+        """With sequences of whole documents."""
+        assert self.ends is not None
+        assert self.held_out_ends is not None
+        rows, held_out = document_rows(self.ends, seq_length), document_rows(self.held_out_ends, seq_length)
+        padding = 1 - len(self.train) / (len(rows) * seq_length)
+        line = f"sequences: {len(rows):,} of {seq_length} tokens, of whole documents, {padding:.0%} padding"
+        return attrs.evolve(self, rows=rows, held_out_rows=held_out, description=(*self.description, line))
+
+    def sequences_per_epoch(self, seq_length: int) -> int:
+        """How many sequences there are."""
+        return num_windows(len(self.train), seq_length) if self.rows is None else len(self.rows)
 
 
 def open_corpus(
@@ -325,7 +343,13 @@ def _check_request(tokens: np.ndarray, batch_size: int, seq_length: int) -> None
         )
 
 
-def sequences_per_epoch(num_tokens: int, seq_length: int) -> int:
+def numbers_at(sequences: int, position: int, batch_size: int, seed: int) -> list[int]:
+    """The numbers, below `sequences`, of the `batch_size` sequences from `position` on. An epoch has each once."""
+    places = (divmod(p, sequences) for p in range(position, position + batch_size))
+    return [_permute(index, sequences, seed, epoch) for epoch, index in places]
+
+
+def num_windows(num_tokens: int, seq_length: int) -> int:
     """How many sequences `batch_at` makes of so many tokens in one epoch.
 
     One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and the
@@ -335,7 +359,7 @@ def sequences_per_epoch(num_tokens: int, seq_length: int) -> int:
 
 
 def _start(num_tokens: int, position: int, seq_length: int, seed: int) -> int:
-    windows = sequences_per_epoch(num_tokens, seq_length)
+    windows = num_windows(num_tokens, seq_length)
     epoch, index = divmod(position, windows)
     room = min(seq_length, num_tokens - windows * seq_length)
     return _draw(seed, epoch) % room + _permute(index, windows, seed, epoch) * seq_length

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.models.loss import IGNORE_INDEX
@@ -38,7 +38,7 @@ from zfunc.train.data.corpus import (
 from zfunc.train.data.documents import Document, holds_records, records, text_of_file
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 3  # of the file, and of what is read as records
+FORMAT = 4  # of the file, and of what is read as records
 _DOCUMENTS = 64  # tokenized in one call
 _CHUNK = 1 << 20  # tokens
 _FOOTER = struct.Struct("<9Q")
@@ -62,7 +62,8 @@ class SourceReader:
 class PackedTokens:
     """The footer of a packed file.
 
-    The file has its tokens, those held out last; then, if there are pairs, the loss mask, a byte a token.
+    The file has its tokens, those held out last; then, if there are pairs, the loss mask, a byte a token; then the
+    ends of the documents, 8 bytes each.
     """
 
     files: int
@@ -89,6 +90,7 @@ def open_data(
     dtype: str = "uint16",
     vocab_size: int = 50257,
     split: bool = True,
+    whole_documents: bool = False,
 ) -> Corpus:
     """Open the data at `path`: what `zfunc.train.data.corpus.open_corpus` takes, JSON records, or a folder that
     `datasets.save_to_disk` wrote, tokenized or as bytes.
@@ -105,7 +107,8 @@ def open_data(
       read, and validation or test is held out.
 
     Documents are concatenated in the order of the files, with the tokenizer's end token (zero, for bytes) after
-    each; sequences are cut from that regardless of documents. About 8 % of the files are held out where that is 1
+    each; sequences are cut from that regardless of documents, or with `whole_documents` made of them, for which the
+    corpus says where they end. About 8 % of the files are held out where that is 1
     to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only what the data itself has as a
     split is held out.
 
@@ -114,6 +117,11 @@ def open_data(
     path = None if path is None else Path(path)
     saved = open_saved(path) if path is not None and is_saved_dataset(path) else None
     tokenized = path is not None and (holds_tokens(path) if saved is None else saved.tokenized)
+    if whole_documents and tokenized and saved is None:
+        raise ValueError(
+            f"--packing documents: got {path}, which does not say where documents end, expected text, JSONL or a "
+            "saved dataset: name one of them, or leave --packing out"
+        )
     if tokenized and tokenizer is not None:
         raise ValueError(
             f"--tokenizer: got one for {path}, which holds tokens, expected text or JSONL: leave it out"
@@ -121,16 +129,18 @@ def open_data(
     if saved is not None:
         given = Vocabulary(f"below {vocab_size}", vocab_size)
         reader = _row_reader(given if saved.tokenized else tokenizer or BYTES, saved)
-        return _open(str(path), _rows_of(saved), Path(cache), reader, split, saved)
+        return _open(str(path), _rows_of(saved), Path(cache), reader, split, whole_documents, saved)
     if tokenized or (path is not None and not path.exists()):
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size, split=split)
     sources = _sources(path)
     named = path is not None and path.is_file()
-    if tokenizer is None and not any(holds_records(file, named=named) for _, file in sources):
+    records_or_rows = whole_documents or any(holds_records(file, named=named) for _, file in sources)
+    if tokenizer is None and not records_or_rows:
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size, split=split)
     name = "Python standard library" if path is None else str(path)
     read = partial(_documents, named=named)
-    return _open(name, sources, Path(cache), SourceReader(tokenizer or BYTES, read, is_held_out), split)
+    reader = SourceReader(tokenizer or BYTES, read, is_held_out)
+    return _open(name, sources, Path(cache), reader, split, whole_documents)
 
 
 def holds_tokens(path: Path) -> bool:
@@ -181,6 +191,7 @@ def _open(
     cache: Path,
     reader: SourceReader,
     split: bool,
+    whole_documents: bool,
     saved: SavedDataset | None = None,
 ) -> Corpus:
     vocabulary = reader.vocabulary
@@ -198,7 +209,7 @@ def _open(
     tokens = content[:size].view(vocabulary.dtype)
     loss_mask = content[size : size + packed.tokens] if packed.pairs else None
     end = packed.train if split or reader.splits else packed.tokens
-    return Corpus(
+    corpus = Corpus(
         name,
         tokens[:end],
         tokens[end:],
@@ -207,6 +218,10 @@ def _open(
         loss_mask=None if loss_mask is None else loss_mask[:end],
         held_out_loss_mask=None if loss_mask is None else loss_mask[end:],
     )
+    if not whole_documents:
+        return corpus
+    ends = content[-_FOOTER.size - 8 * packed.documents : -_FOOTER.size].view("<u8").astype(np.int64)
+    return evolve(corpus, ends=np.append(ends[ends < end], end), held_out_ends=ends[ends > end] - end)
 
 
 def _notes(
@@ -362,6 +377,8 @@ def pack_documents(name: str, sources: Sequence[Source], target: Path, reader: S
         if packing.pairs:
             loss_mask.seek(0)
             shutil.copyfileobj(loss_mask, out)
+        ends.seek(0)
+        shutil.copyfileobj(ends, out)
         files = used + held_out
         counts = (packing.documents, packing.pairs, packing.chats, packing.unused.total())
         out.write(_FOOTER.pack(files, held_out, len(sources) - files, *counts, total, train))

@@ -1,0 +1,136 @@
+"""--packing documents: sequences of whole documents, each of which is computed as if it were alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis
+from hypothesis import strategies as st
+from small_trainings import config, measured, train
+from text_data import opened, write_jsonl
+from torch.nn.utils.rnn import pad_sequence
+
+import zfunc
+from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.models.loss import IGNORE_INDEX
+from zfunc.train.data.document_rows import document_batch, document_rows
+
+
+@hypothesis(max_examples=60)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 12), st.booleans())
+def test_every_token_is_there_once_in_its_own_document(
+    lengths: list[int], seq_length: int, masked: bool
+) -> None:
+    tokens, ends = np.arange(sum(lengths)) + 1, np.cumsum(lengths)
+    mask = (tokens % 3 > 0).astype(np.uint8) if masked else None
+    rows = document_rows(ends, seq_length)
+    inputs, labels = document_batch(tokens, rows, range(len(rows)), mask)
+    ids, positions = inputs["input_ids"], inputs["position_ids"]
+    real = ids > 0
+    assert ids[real].tolist() == tokens.tolist()
+    assert (real.int().diff(dim=1) <= 0).all(), "padding is at the end"
+    number = np.searchsorted(ends, tokens, side="left")  # of each token's document
+    place = torch.from_numpy((tokens - 1 - (ends - lengths)[number]) % seq_length)
+    assert torch.equal(positions[real], place), "positions start in each document, or piece of one"
+    last = torch.from_numpy(np.isin(tokens, ends)) | (place == seq_length - 1)
+    learned = ~last if mask is None else ~last & torch.from_numpy(np.append(mask[1:], 0) > 0)
+    assert torch.equal(labels[real][learned], ids[real][learned] + 1)
+    assert (labels[real][~learned] == IGNORE_INDEX).all()
+    assert (labels[~real] == IGNORE_INDEX).all()
+    used, pieces = real.sum(1).numpy(), np.diff(rows.bounds)
+    assert (used[:-1] + pieces[rows.firsts[1:-1]] > seq_length).all(), "the next one does not fit"
+
+
+def gpt() -> tuple[Any, ...]:
+    return gpt_segments(GPTConfig(50, 16, num_layers=2, hidden_size=16, num_attention_heads=2))
+
+
+def hf(name: str, **more: Any) -> Callable[[], tuple[Any, ...]]:
+    def segments() -> tuple[Any, ...]:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = getattr(transformers, f"{name}Config")(
+            **sizes, max_position_embeddings=16, bos_token_id=1, eos_token_id=1, pad_token_id=0, **more
+        )
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        return zfunc.hf.segments(getattr(transformers, name + head)(config).eval())
+
+    return segments
+
+
+MODELS = {
+    "gpt": gpt,
+    "gpt2": hf("GPT2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+    "llama": hf("Llama", intermediate_size=24, num_key_value_heads=1),
+    "gemma2": hf("Gemma2", intermediate_size=24, num_key_value_heads=1, head_dim=8, sliding_window=4),
+}
+
+
+@pytest.fixture
+def batches() -> list[Any]:
+    """Documents in three sequences; the same, one in each; and in three, as if they were one document each."""
+    torch.manual_seed(0)
+    documents = [torch.randint(2, 50, (n,)) for n in (5, 7, 3, 9, 2, 12, 4)]
+    rows = document_rows(np.cumsum([len(d) for d in documents]), 16)
+    inputs, labels = document_batch(torch.cat(documents).numpy(), rows, range(len(rows)), None)
+    assert len(labels) == 3
+    ids = pad_sequence([d[:-1] for d in documents], batch_first=True)
+    following = pad_sequence([d[1:] for d in documents], batch_first=True, padding_value=IGNORE_INDEX)
+    across = {**inputs, "position_ids": torch.arange(16).repeat(3, 1)}
+    return [zfunc.hf.batch(inputs, labels), zfunc.hf.batch(ids, following), zfunc.hf.batch(across, labels)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_losses_are_those_of_the_documents_alone(name: str, batches: list[Any]) -> None:
+    program = zfunc.compile(MODELS[name](), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    packed, alone, across = (zfunc.evaluate(program, state, batch) for batch in batches)
+    assert packed == pytest.approx(alone, rel=1e-6)
+    assert abs(across - alone) > 1e-4
+
+
+@pytest.mark.parametrize("recompute", ["all", "none"])
+def test_packed_gradients_are_those_of_the_documents_alone(recompute: str, batches: list[Any]) -> None:
+    optimizer = zfunc.SGD(lr=1.0, momentum=0.0, weight_decay=0.0)
+    program = zfunc.compile(gpt(), optimizer=optimizer, precision="fp32", recompute=recompute, device="cpu")
+    packed, alone = (
+        zfunc.params(program, zfunc.train_step(program, zfunc.init(program), batch)[0])
+        for batch in batches[:2]
+    )
+    for name, value in packed.items():
+        assert torch.allclose(value, alone[name], atol=2e-6), name
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_training_packs_documents_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = ({"prompt": "ab" * (n % 3), "completion": "XY" * (1 + n % 4)} for n in range(60))
+    write_jsonl(Path("pairs.jsonl"), *pairs)
+    given = (
+        "--data",
+        "pairs.jsonl",
+        "--packing",
+        "documents",
+        "--epochs",
+        1,
+        "--micro-batches",
+        2,
+        "--keep",
+        9,
+    )
+    assert train(*given, "--save-every", 3, "--out", "first") == 0
+    assert "of 16 tokens, of whole documents," in capsys.readouterr().out
+    assert train(*given, "--resume", "first/checkpoints/step-00000003", "--out", "second") == 0
+    assert measured("second")[-2:] == measured("first")[-2:]
+    corpus = opened(Path("pairs.jsonl"), Path(), whole_documents=True).of_whole_documents(16)
+    assert corpus.rows is not None
+    assert config("first")["settings"]["steps"] == -(-len(corpus.rows) // 4)
+
+
+def test_tokens_without_documents_are_refused(tmp_path: Path) -> None:
+    np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(ValueError, match=r"a\.bin, which does not say where documents end, expected text"):
+        opened(tmp_path / "a.bin", tmp_path, whole_documents=True)
