@@ -52,20 +52,22 @@ def gradient(
     micro_batches: int = 1,
     stage: int = 2,
     loss_scale: float = 1.0,
-) -> tuple[float, Values]:
-    """The mean loss over the batches of all ranks, and its gradient by full name, in fp32: unscaled, not clipped.
+) -> tuple[float, dict[str, float], Values]:
+    """The mean loss over the batches of all ranks, the means of its auxiliary outputs, and its gradient by full
+    name, in fp32: unscaled, not clipped.
 
     A parameter that several parts use has a term for each, as it has a delivery for each. Ranks are added up in
     `dtype`, micro-batches in fp32; with `stage` 1 these too in `dtype`, before the ranks.
     """
-    loss, of_ranks = 0.0, []
+    loss, aux, of_ranks = 0.0, dict[str, float](), []
     count = micro_batches * len(batches)
     seed = torch.tensor(loss_scale / count)
     for batch in batches:
         terms: dict[str, list[Tensor]] = {}
         for inputs, targets in split_batch(batch, micro_batches):
-            mine, grads = _one(parts, values, trained, inputs, targets, dtype, seed)
+            mine, own, grads = _one(parts, values, trained, inputs, targets, dtype, seed)
             loss += mine / count
+            aux |= {name: aux.get(name, 0.0) + value / count for name, value in own.items()}
             for name, grad in grads:
                 terms.setdefault(name, []).append(grad)
         if stage == 1:
@@ -75,7 +77,7 @@ def gradient(
         name: _sum([_sum(of_all).float() for of_all in zip(*(t[name] for t in of_ranks), strict=True)])
         for name in of_ranks[0]
     }
-    return loss, {name: grad / loss_scale for name, grad in total.items()}
+    return loss, aux, {name: grad / loss_scale for name, grad in total.items()}
 
 
 def _one(
@@ -86,8 +88,8 @@ def _one(
     targets: Any,
     dtype: torch.dtype,
     seed: Tensor,
-) -> tuple[float, list[tuple[str, Tensor]]]:
-    """Loss and gradients of one micro-batch on one rank, the last part's first."""
+) -> tuple[float, dict[str, float], list[tuple[str, Tensor]]]:
+    """Loss, auxiliary outputs and gradients of one micro-batch on one rank, the last part's first."""
     # Contiguous, as a step loads it: 16-bit products round by the order they are made in.
     x = tree_map_only(Tensor, lambda t: (t.to(dtype) if t.is_floating_point() else t).contiguous(), inputs)
     uses: list[tuple[str, Tensor]] = []
@@ -97,11 +99,12 @@ def _one(
             if full in trained:
                 uses.append((full, own[short].requires_grad_()))
         x = part.function({**own, **part.constants}, *((x, targets) if part is parts[-1] else (x,)))
-    grads = torch.autograd.grad(x.float(), [t for _, t in uses], seed, allow_unused=True)
+    loss, aux = x if isinstance(x, tuple) else (x, {})
+    grads = torch.autograd.grad(loss.float(), [t for _, t in uses], seed, allow_unused=True)
     result = [
         (full, torch.zeros_like(t) if g is None else g) for (full, t), g in zip(uses, grads, strict=True)
     ]
-    return float(x.detach()), result[::-1]
+    return float(loss.detach()), {k: float(torch.as_tensor(v).detach()) for k, v in aux.items()}, result[::-1]
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
@@ -180,7 +183,7 @@ def follow(
     waits, grads, norms = None, {}, []
     for i in range(steps):
         batches = [rows_of(batch(i), rank, ranks.world) for rank in range(ranks.world)]
-        loss, grads = gradient(
+        loss, aux, grads = gradient(
             parts,
             _sent(program, zfunc.params(program, state)),
             trained,
@@ -195,6 +198,7 @@ def follow(
         state, metrics = zfunc.train_step(program, state, batches[ranks.rank])
         got, expected = (metrics.loss, metrics.grad_norm), (loss, norm)
         assert got == pytest.approx(expected, rel=1e-6, abs=1e-7), f"loss and norm {got}, expected {expected}"
+        assert metrics.aux == pytest.approx(aux, rel=1e-6, abs=1e-6)
         norms.append(norm)
         if exact and state.pending is None:
             _assert_updated(program, kept, state, metrics)

@@ -18,7 +18,7 @@ from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _scalar, _with_buffers = compiling._calls, compiling._scalar, compiling._with_buffers
+_calls, _checked_loss, _with_buffers = compiling._calls, compiling.checked_loss, compiling._with_buffers
 _make_vjp, _trace_one = vjp._make_vjp, specialize._trace_one
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
@@ -29,7 +29,7 @@ _traces: dict[Any, tuple[Any, Any]] = {}
 
 def share_traces() -> None:
     """From now on, in this process."""
-    compiling._calls, compiling._scalar = _shared_calls, _shared_loss
+    compiling._calls, compiling.checked_loss = _shared_calls, _shared_loss
     compiling._with_buffers = _shared_with_buffers
     compiling.make_vjp, vjp._make_vjp, specialize._trace_one = _shared_vjp, _shared_graphs, _shared_trace
 
@@ -66,9 +66,9 @@ def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:
 
 def _shared_loss(segment: Segment) -> Callable[..., Any]:
     if segment.function not in _shared:
-        return _scalar(segment)
+        return _checked_loss(segment)
     if segment.function not in _losses:
-        _losses[segment.function] = _scalar(segment)
+        _losses[segment.function] = _checked_loss(segment)
         _shared.add(_losses[segment.function])
     return _losses[segment.function]
 

@@ -39,8 +39,16 @@ class Loss(nn.Module):
         super().__init__()
         self.out = nn.Linear(width, 1)
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
         return F.mse_loss(self.out(x).squeeze(-1).float(), targets.float())
+
+
+class LossAndMore(Loss):
+    """Auxiliary outputs: one that would have a gradient, one of whole numbers, one that is no tensor."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        y = self.out(x).float()
+        return super().forward(x, targets), {"mean": y.mean(), "above": (y > 0).sum(), "rows": len(x)}
 
 
 class Scale(nn.Module):
@@ -73,7 +81,7 @@ def odd_sizes() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
         ("nothing", nn.Tanh()),
         ("huge", nn.Linear(16, 300)),
         ("back", nn.Linear(300, 16, bias=False)),
-        ("loss", Loss(16)),
+        ("loss", LossAndMore(16)),
     ]
     return [zfunc.segment(n, m) for n, m in parts], regression()
 
@@ -86,7 +94,7 @@ def frozen_below() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
         ("frozen", frozen),
         ("act", nn.GELU()),
         ("body", nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2))),
-        ("loss", Loss(16)),
+        ("loss", LossAndMore(16)),
     ]
     return [zfunc.segment(n, m) for n, m in parts], regression()
 
@@ -157,9 +165,12 @@ def _third(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (torch.tanh(xs[0] @ p["v"]), *xs[1:])
 
 
-def _last(p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
+def _last(
+    p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     x, sign, table = xs
-    return (((x + table[:, sign].t()) @ p["w"]).sum(-1).float() - targets.float()).square().mean()
+    errors = ((x + table[:, sign].t()) @ p["w"]).sum(-1).float() - targets.float()
+    return errors.square().mean(), {"worst": errors.abs().max(), "positive": sign.sum()}
 
 
 def rows_of(batch: Any, rank: int, world: int) -> Any:

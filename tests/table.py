@@ -143,7 +143,9 @@ MOMENTS: list[dict[str, object]] = [
 SPECS: dict[str, StepSpec] = {
     "tied": spec(TIED, recompute=[True, False, False]),
     "tied barrier": spec(TIED, barrier=True),
-    "tied accumulated": spec(TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3),
+    "tied accumulated": spec(
+        TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3, aux=["accuracy"]
+    ),
     "tied neighbours": spec(TIED_NEXT, bucket_size=1000, world=2),
     "tied in three": spec(TIED_THREE, bucket_size=64, grad_slots=3, host_slots=1),
     "spanning": spec(SPANNING, bucket_size=256, micro_batches=2),
@@ -189,7 +191,9 @@ SPECS: dict[str, StepSpec] = {
     ),
     "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, grad_slots=1),
     "vertical, two ranks": spec(TIED_THREE, micro_batches=2, group_size=2, world=2, resident={1}),
-    "in groups": spec(TIED_NEXT, micro_batches=3, group_size=2, world=2, host_slots=1),
+    "in groups": spec(
+        TIED_NEXT, micro_batches=3, group_size=2, world=2, host_slots=1, aux=["accuracy", "perplexity"]
+    ),
     "parameters on the host": spec(
         TIED, bucket_size=64, params_on="host", state_format="16bit", send_high_half=True, weight_slots=1
     ),
@@ -367,10 +371,12 @@ def specs(draw: st.DrawFn) -> StepSpec:
     """Jobs over such layouts."""
     segments, bucket_size, world = draw(layouts())
     stage = draw(st.sampled_from([1, 2, 3]))
+    aux = ("accuracy", "perplexity")[: bucket_size % 3]
     return spec(
         segments,
         bucket_size=bucket_size,
         world=world,
+        aux=aux,
         recompute=draw(st.tuples(*[st.booleans()] * len(segments))),
         micro_batches=draw(st.integers(1, 3)),
         barrier=draw(st.booleans()),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -172,11 +173,35 @@ def complex_between() -> list[zfunc.Segment]:
     return [calling(lambda x: (x, torch.fft.fft(x))), zfunc.segment("loss", OfPair(8))]
 
 
-GENERATOR = torch.Generator()
+GENERATOR, CALLS = torch.Generator(), count()
 REFUSED: dict[str, tuple[Callable[[], list[zfunc.Segment]], str]] = {
     "a matrix as the loss": (lambda: [last(lambda x: x)], r"'s': got shape \(4, 8\).*expected a scalar"),
     "a list as the loss": (lambda: [last(lambda x: [x.sum()])], "'s': got list.*expected a scalar"),
     "a number as the loss": (lambda: [last(lambda x: 1.0)], "'s': got float.*expected a scalar"),
+    "an auxiliary output of a shape": (
+        lambda: [last(lambda x: (x.sum(), {"hits": x > 0}))],
+        r"'s': auxiliary output 'hits': got shape \(4, 8\).*expected a scalar.*hits\.mean\(\)",
+    ),
+    "a list as an auxiliary output": (
+        lambda: [last(lambda x: (x.sum(), {"hits": [1]}))],
+        "'s': auxiliary output 'hits': got list, expected a scalar",
+    ),
+    "an auxiliary output that is named as the loss": (
+        lambda: [last(lambda x: (x.sum(), {"loss": x.sum()}))],
+        "'s': auxiliary output 'loss': .*rename it",
+    ),
+    "an auxiliary output with a number for a name": (
+        lambda: [last(lambda x: (x.sum(), {1: x.sum()}))],
+        "'s': auxiliary output 1: got a name of type int",
+    ),
+    "an auxiliary output of another name in every call": (
+        lambda: [last(lambda x: (x.sum(), {f"hits{next(CALLS)}": x.sum()}))],
+        "'s': got global CALLS .*which changes from call to call",
+    ),
+    "three results": (
+        lambda: [last(lambda x: (x.sum(), x.sum(), x.sum()))],
+        r"'s': got \(shape \(\).*expected a scalar.*return \(loss, \{",
+    ),
     "an input changed": (lambda: [calling(lambda x: x.mul_(2)), *parts()], "'s': got an in-place change"),
     "a branch on data": (
         lambda: [calling(lambda x: x if x.sum() > 0 else -x), *parts()],

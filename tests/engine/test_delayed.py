@@ -67,7 +67,7 @@ def in_plain_pytorch(
     losses: list[float] = []
     waiting: list[dict[str, Tensor]] = []
     for i in range(num_steps):
-        loss, grads = plain.gradient(parts, values, names, [batch(i)])
+        loss, _, grads = plain.gradient(parts, values, names, [batch(i)])
         losses.append(loss)
         waiting.append(plain.clipped(grads, program.settings.clip_norm)[1])
         last = i + 1 == num_steps

@@ -139,7 +139,7 @@ def result(made: Program, batch: Any, **step: Any) -> tuple[Any, ...]:
     seen = []
     for i in range(STEPS):
         state, m = zfunc.train_step(made, state, batch(i), **step)
-        seen.append((m.loss, m.grad_norm, m.skipped, m.loss_scale))
+        seen.append((m.loss, m.grad_norm, m.skipped, m.loss_scale, m.aux))
     return seen, bits(state if state.pending else zfunc.flush(made, state))
 
 

@@ -13,7 +13,8 @@ class StepDecision:
     """All that an update needs beside the gradient, also if it is made a step later.
 
     `skip` is set by an fp16 overflow. `grad_scale` multiplies every gradient: unscaling and clipping in one factor.
-    `number` is that of the update, from 1, with the optimizer's `factors`. `loss` is the mean loss, for metrics.
+    `number` is that of the update, from 1, with the optimizer's `factors`. For metrics: the mean `loss`, and the
+    means of the auxiliary outputs, `aux`.
     """
 
     skip: bool
@@ -21,6 +22,7 @@ class StepDecision:
     number: int
     factors: Mapping[str, Any]
     loss: float = field(default=0.0, eq=False)
+    aux: Mapping[str, float] = field(factory=dict[str, float], eq=False)
 
 
 def ops_unguarded_by_decision(graph: Graph) -> Iterator[Op]:

@@ -27,6 +27,7 @@ Role = Literal[
     "act",
     "squares",
     "loss",
+    "aux",
     "module_buffers",
 ]
 RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
@@ -65,7 +66,7 @@ class Region:
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket, "paged" in from the disk, and its "shadow", the "grad" of a whole bucket, a rank's
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
-    of a gradient, a "loss", the "module_buffers" that forward changes.
+    of a gradient, a "loss", the auxiliary outputs beside it ("aux"), the "module_buffers" that forward changes.
 
     Raises PlanError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """

@@ -161,7 +161,8 @@ class OpBuilder(Regions):
         return (self._input(m, s), *self._residuals(m, s), *self._kept_output(m, s))
 
     def forward(self, m: int, s: int) -> Op:
-        """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them.
+        """Run segment `s`; the last one returns the loss, and auxiliary outputs. Residuals are kept unless backward
+        recomputes them.
 
         Buffers that it changes are those that the micro-batch before left; what it read of them is a residual.
         """
@@ -177,7 +178,7 @@ class OpBuilder(Regions):
             "compute",
             (*self._weights(s), self._input(m, s), *((self._targets(m),) if last else ()), *before),
             (
-                self._loss(m) if last else self._input(m, s + 1),
+                *((self._loss(m), *self._aux(m)) if last else (self._input(m, s + 1),)),
                 *residuals,
                 *self._room(m, s),
                 *graphs,
@@ -294,16 +295,17 @@ class OpBuilder(Regions):
         return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)
 
     def _losses(self) -> tuple[Region, ...]:
-        return tuple(self._loss(m) for m in range(self.spec.micro_batches))
+        return tuple(r for m in range(self.spec.micro_batches) for r in (self._loss(m), *self._aux(m)))
 
     def mean_loss(self) -> Op:
-        """The mean loss over all ranks, on which all of them decide."""
-        nbytes = FP64 * (self.spec.world - 1)
-        return Op("mean_loss", (), "network", self._losses(), (self._mean_loss(),), nbytes=nbytes)
+        """The mean loss over all ranks, on which all of them decide, and those of auxiliary outputs."""
+        means = self._mean_loss(), *self._mean_aux()
+        nbytes = sum(r.nbytes for r in means) * (self.spec.world - 1)
+        return Op("mean_loss", (), "network", self._losses(), means, nbytes=nbytes)
 
     def decide(self) -> Op:
         """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
-        losses = (self._mean_loss(),) if self.spec.world > 1 else self._losses()
+        losses = (self._mean_loss(), *self._mean_aux()) if self.spec.world > 1 else self._losses()
         norm = (self._norm(),) if self.spec.barrier else ()
         self.progress.decided = True
         return Op("decide", (), "host", (*losses, *norm, *self.progress.sent), (self._decision(),))

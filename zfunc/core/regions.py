@@ -135,6 +135,11 @@ class Regions:
         return Region("loss", (m,), ALLOCATION, role="loss")
 
     @_once
+    def _aux(self, m: int) -> tuple[Region, ...]:
+        """The auxiliary outputs of a micro-batch, if there are any."""
+        return (Region("aux", (m,), self.spec.aux_bytes, role="aux"),) if self.spec.aux else ()
+
+    @_once
     def _host_activation(self, m: int, s: int) -> Region:
         """What backward of a segment needs, while it waits on the host."""
         return Region(
@@ -390,6 +395,10 @@ class Regions:
 
     def _mean_loss(self) -> Region:
         return Region("mean_loss", (), FP64, "host", "value", role="loss")
+
+    def _mean_aux(self) -> tuple[Region, ...]:
+        nbytes = FP64 * len(self.spec.aux)
+        return (Region("mean_aux", (), nbytes, "host", "value", role="aux"),) if self.spec.aux else ()
 
     @_once
     def _decision(self) -> Region:

@@ -83,6 +83,7 @@ class StepSpec:
       device and reduces the sum.
     - `constant_bytes`: device memory of the model beside its parameters.
     - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
+    - `aux`: the names of the auxiliary outputs that the last segment returns beside the loss.
     - `send_high_half`: where the master is split, the device's copy is its high half; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
@@ -121,6 +122,7 @@ class StepSpec:
         validator=validators.deep_iterable(validators.in_(("device", "host", "disk"))),
     )
     target_bytes: int = 0
+    aux: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
     constant_bytes: int = 0
     buffer_bytes: tuple[int, ...] = field(default=(), converter=tuple[int, ...])
     send_high_half: bool = False
@@ -297,6 +299,11 @@ class StepSpec:
         """So many updates of whole matrices may have begun before the first of them ends."""
         return min(self.host_slots, self.state_slots) if self.paged else self.host_slots
 
+    @property
+    def aux_bytes(self) -> int:
+        """Device memory of a micro-batch's auxiliary outputs."""
+        return round_up(4 * len(self.aux), ALLOCATION)
+
     def grad_bytes(self, s: int) -> int:
         """Bytes of the gradients of segment `s` as separate tensors."""
         return self._grad_bytes[s]
@@ -319,7 +326,7 @@ class StepSpec:
     @cached_property
     def graph_bytes(self) -> tuple[int, int]:
         """Device memory that all device graphs share: what one pass allocates, and what it copies in and out."""
-        costs, outputs = self.costs, [*(c.input_bytes for c in self.costs[1:]), ALLOCATION]
+        costs, outputs = self.costs, [*(c.input_bytes for c in self.costs[1:]), ALLOCATION + self.aux_bytes]
         forward = [costs[s].forward_workspace + costs[s].residual_bytes + outputs[s] for s in self.graphed]
         backward = [costs[s].backward_workspace + self.result_bytes(s) for s in self.graphed]
         return max([0, *forward, *backward]), max([0, *(costs[s].copied_bytes for s in self.graphed)])

@@ -10,6 +10,9 @@
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe
     fit_to_memory           the offload ratio and the places that fit, where settings are "auto"
+    loss_outputs            what the last segment returns: the loss, and auxiliary outputs
+    metrics                 `Metrics`: what a step reports
+    module_buffers          the buffers that forward changes, such as running statistics
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
     disk_memory             what lives on the disk: a state in a slot at a time, spilled gradients

@@ -23,11 +23,12 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
-    """The mean loss over all micro-batches and ranks."""
+    """The mean loss over all micro-batches and ranks, and those of the auxiliary outputs: one collective."""
     _wait_for_copies(step)
-    losses = [float(mem[r]) for r in op.reads]
-    (total,) = step.ranks.sums([sum(losses) / len(losses)])
-    mem[op.write("mean_loss")] = total / step.ranks.world
+    loss, *aux = (total / step.ranks.world for total in step.ranks.sums(_means(op, mem)))
+    mem[op.write("mean_loss")] = loss
+    if op.touches("mean_aux"):
+        mem[op.write("mean_aux")] = torch.tensor(aux, dtype=torch.float64)
 
 
 def decide(op: Op, mem: Memory, step: StepContext) -> None:
@@ -35,14 +36,20 @@ def decide(op: Op, mem: Memory, step: StepContext) -> None:
 
     Raises NonFiniteError for a non-finite loss or norm without loss scaling.
     """
-    losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
-    loss = sum(losses) / len(losses)
+    loss, *aux = _means(op, mem)
     norm = mem[op.read("norm")] if op.touches("norm") else 0.0
     finite = math.isfinite(loss) and math.isfinite(norm)
     if not finite and not step.skip_overflow:
         _refuse_step(step, loss, norm)
     factor = clip_factor(norm, step.clip_norm) if finite else 1.0
-    mem[op.write("decision")] = step.decision(skip=not finite, factor=factor, loss=loss)
+    mem[op.write("decision")] = step.decision(skip=not finite, factor=factor, loss=loss, aux=aux)
+
+
+def _means(op: Op, mem: Memory) -> list[float]:
+    """The mean of the losses that the operation reads, and those of the auxiliary outputs."""
+    losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
+    aux = [mem[r].tolist() for r in op.reads if r.role == "aux"]
+    return [sum(values) / len(values) for values in (losses, *zip(*aux, strict=True))]
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

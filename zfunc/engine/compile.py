@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve, fields
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zfunc.core.layout import Layout, Parameter
@@ -21,6 +20,7 @@ from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import DISK, TIERS_OF, Recompute, StepSettings, settings_with, takes_settings
 from zfunc.engine.fit_to_memory import first_that_fits, fit_to_memory, log_offload
+from zfunc.engine.loss_outputs import checked_loss
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.specialize import specialize
@@ -292,7 +292,7 @@ def _calls(
         options = (keep, s > layout.first_trainable, s == last)
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
-            function = _with_buffers(segment, _scalar if s == last else _function)
+            function = _with_buffers(segment, checked_loss if s == last else _function)
             make = partial(
                 make_vjp,
                 function,
@@ -317,22 +317,6 @@ def _calls(
             )
         )
     return tuple(calls)
-
-
-def _scalar(segment: Segment) -> Callable[..., Tensor]:
-    """The last segment with its loss checked and in fp32: an fp16 loss would overflow at a loss scale of 2**16."""
-
-    def loss(*args: Any) -> Tensor:
-        y = segment.function(*args)
-        if not isinstance(y, Tensor) or y.dim() != 0 or not y.is_floating_point():
-            got = f"shape {tuple(y.shape)}, {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
-            raise ValueError(
-                f"segment {segment.name!r}: got {got} from the last segment, expected a scalar: the mean loss of "
-                "its micro-batch, as from F.cross_entropy(logits, targets)"
-            )
-        return y.float()
-
-    return loss
 
 
 def _function(segment: Segment) -> Callable[..., Any]:

@@ -1,14 +1,17 @@
 """Reading a State without changing it: its parameters, the model's outputs, the loss of a batch."""
 
+import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.flush import make_deferred_update
+from zfunc.engine.loss_outputs import loss_and_aux
 from zfunc.engine.program import Program, check_state, module_buffers, on_compute_stream
+from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.state import State, refuse_global_modes
 from zfunc.engine.weights import parameter_weights, segment_weights
@@ -54,12 +57,31 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
     program.executor.check_process("apply")
+    _check_arguments(program.segments[-1], more)
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
         output = y  # only the last is kept
     owned = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
     storages = {t.untyped_storage()._cdata for t in owned}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
+
+
+def _check_arguments(last: Segment, more: tuple[Any, ...]) -> None:
+    """Raise TypeError, with what to pass, unless the last segment takes so many arguments after its input."""
+    function = getattr(last.module, "forward", None) or last.evaluation
+    own = () if last.module is not None else ({},)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind(*own, None, *more)
+    except TypeError as error:
+        raise TypeError(
+            f"apply: got {len(more)} arguments after the inputs, expected those that segment {last.name!r} takes, "
+            f"{signature} ({error}): for the loss pass the targets, apply(program, state, inputs, targets); for "
+            "outputs let it take targets=None, and return them then"
+        ) from None
 
 
 def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
@@ -96,11 +118,28 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
         yield x
 
 
-def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
+@overload
+def evaluate(
+    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: Literal[False] = False
+) -> float: ...
+
+
+@overload
+def evaluate(
+    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: Literal[True]
+) -> tuple[float, dict[str, float]]: ...
+
+
+def evaluate(
+    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: bool = False
+) -> float | tuple[float, dict[str, float]]:
     """The mean loss of `batch = (inputs, targets)`, without dropout; the state stays.
 
-    The batch is not split into micro-batches. Each rank evaluates its own; with `defer` all of them have to call
-    this after a step. Raises DonatedStateError for a used state.
+    With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name. The batch is not
+    split into micro-batches. Each rank evaluates its own; with `defer` all of them have to call this after a step.
+    Raises DonatedStateError for a used state.
     """
     inputs, targets = batch
-    return float(apply(program, state, inputs, targets))
+    y = apply(program, state, inputs, targets)
+    loss, aux = loss_and_aux(program.segments[-1].name, y)
+    return (float(loss), {name: float(x) for name, x in aux.items()}) if has_aux else float(loss)

@@ -123,6 +123,7 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
         applies_pending=state.pending is not None,
         updated=state.buffers.updated,
         patience=program.executor.patience,
+        aux=shaped.spec.aux,
     )
 
 

@@ -25,7 +25,7 @@ def check_ranks_agree(
     if ranks.world == 1 or shortage:
         ranks.agree("train_step", shortage=shortage)
         return
-    facts, weights = _step_facts(program, state, batch), ""
+    facts, weights = _step_facts(program, shaped, state, batch), ""
     if not state.buffers.compared:
         common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.sharded(b))
         checksum = _checksum(program, common)
@@ -39,7 +39,7 @@ def check_ranks_agree(
     state.buffers.compared = True
 
 
-def _step_facts(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
+def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any]) -> list[str]:
     optimizer, number = program.optimizer, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
@@ -48,6 +48,7 @@ def _step_facts(program: Program, state: State, batch: tuple[Any, Any]) -> list[
         f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
         f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
         f"clip_norm {program.settings.clip_norm}",
+        f"auxiliary outputs {shaped.spec.aux}",
         f"precision {program.settings.precision}, recompute {program.settings.recompute}",
     ]
 

@@ -16,6 +16,7 @@ from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
 from zfunc.engine.device_graphs import CopiedBytes
+from zfunc.engine.loss_outputs import aux_names, check_aux_names, with_detached_aux
 from zfunc.engine.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
 from zfunc.engine.program import Program, ShapedProgram, make_plan
 from zfunc.engine.purity import check_deterministic
@@ -59,7 +60,7 @@ def specialize(
         )
     micro = split_batch(batch, program.settings.micro_batches)[0]
     first = not costs
-    spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    spec, random = _cached(costs, key, lambda: _traced_alike(program, micro), most=SHAPES)
     if first and program.settings.device_graphs:
         _tell_without_graphs(program, spec)
     return _cached(
@@ -157,6 +158,14 @@ def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, A
     ]
 
 
+def _traced_alike(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
+    """`traced_spec`. Raises ValueError for other auxiliary outputs than with the shapes before."""
+    spec, random = traced_spec(program, micro)
+    for before, _ in program.cache.costs.values():
+        check_aux_names(program.segments[-1].name, spec.aux, before.aux)
+    return spec, random
+
+
 def traced_spec(
     program: Program, micro: tuple[Any, Any], *, of_accelerator: bool | None = None
 ) -> tuple[StepSpec, frozenset[int]]:
@@ -176,7 +185,8 @@ def traced_spec(
     )
     fixed = {s for s in program.spec.graphed if not _weights_move(program.spec, s)}
     graphed = {s for s in fixed if costs[s].copied_bytes and s not in random}
-    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1]), graphed=graphed), random
+    aux = aux_names(traces[-1].out)
+    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1]), graphed=graphed, aux=aux), random
 
 
 def _weights_move(spec: StepSpec, s: int) -> bool:
@@ -263,8 +273,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         if buffers:
             y, after = y
             copy_buffers(clone_buffers(buffers), after)
-        last = s == len(program.segments) - 1
-        return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
+        return with_detached_aux(segment.name, y) if s == len(program.segments) - 1 else y
 
     def prepare(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> None:
         call.plain.prepare(SegmentWeights(trained, {**fixed, **buffers}), inputs, y)

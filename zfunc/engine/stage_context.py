@@ -1,6 +1,6 @@
 """The arguments of a stage function: an operation, the memory of its regions, the constants of the step."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -68,10 +68,14 @@ class StepContext:
     applies_pending: bool  # whether this step applies the gradient of the previous one
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     patience: float = 600.0  # seconds to wait for the device
+    aux: tuple[str, ...] = ()  # names of the last segment's auxiliary outputs
 
-    def decision(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
+    def decision(
+        self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
+    ) -> StepDecision:
         """The decision that skips this step, or clips its gradient by `factor`."""
-        return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss)
+        named = dict(zip(self.aux, aux, strict=True)) if aux else {}
+        return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss, named)
 
     @property
     def matrices(self) -> MatrixOptimizer:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.manifest import BUFFER, PENDING
 from zfunc.checkpoint.writer import CheckpointWriter
@@ -31,6 +32,7 @@ from zfunc.engine.disk_stages import (
     unspill,
     unspill_act,
 )
+from zfunc.engine.loss_outputs import aux_names, check_aux_names
 from zfunc.engine.matrix_stages import (
     direction_to_device,
     direction_to_host,
@@ -76,7 +78,13 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
         if call.buffers:
             y, after = y
             copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
-    mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
+    if op.touches("loss"):
+        check_aux_names(call.name, aux_names(y), step.aux)
+        mem[op.write("loss")], *aux = tree_leaves(y)
+        if op.touches("aux"):
+            (mem[op.write("aux")],) = aux
+    else:
+        mem[op.write("act")] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals, before
 

@@ -11,17 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
-from zfunc.core.plan import Plan
 from zfunc.core.recipes import Recipe, delayed, steadily_delayed, zero_offload
-from zfunc.core.timeline import Timeline
 from zfunc.engine.flush import run_on_state, state_memory, step_context
+from zfunc.engine.metrics import Metrics
 from zfunc.engine.program import (
     Program,
     activation_slots,
@@ -41,32 +40,6 @@ from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
 from zfunc.values import of_type, truth
-
-
-@frozen
-class Metrics:
-    """What one step reports.
-
-    `loss` is the mean loss; `grad_norm` is before clipping, unscaled; `step` is the number of the step, from 1;
-    `skipped` is set by an overflow at this `loss_scale`. `host_seconds` is the part of `seconds` in host
-    operations. `sent_bytes` went to other ranks (see `zfunc.runtime.collectives`). `redone` counts the buckets
-    whose speculative update was made again because the gradient was clipped. `timeline` and its `plan` are there
-    with `trace=True`, and `saved`, the checkpoint's path or the reason of its failure, with `save=`.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    loss_scale: float
-    step: int
-    seconds: float
-    host_seconds: float
-    sent_bytes: int = 0
-    redone: int = 0
-    timeline: Timeline | None = None
-    plan: Plan | None = None
-    saved: SaveResult | None = None
 
 
 def train_step(
@@ -203,6 +176,7 @@ def _train_step(
         host_seconds=run.host_seconds,
         sent_bytes=ranks.sent - sent,
         redone=len(shaped.spec.shadowed) if redone else 0,
+        aux=dict(decision.aux),
         timeline=run.timeline if options.trace else None,
         plan=shaped.plan if options.trace else None,
         saved=mem.get(Region("published")) if committed is None else SaveResult(committed.folder),

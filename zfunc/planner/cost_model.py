@@ -111,6 +111,7 @@ class CostModel:
             spec,
             costs=[x.costs[s] for s, x in enumerate(traced)],
             target_bytes=traced[0].target_bytes,
+            aux=traced[0].aux,
             commit=spec.swaps and settings.commit_every == 1,  # a step like most
             graphed=spec.graphed & {s for s, x in enumerate(traced) if s in x.graphed},
         )

@@ -23,11 +23,13 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.engine.evaluate import outputs
 from zfunc.engine.flush import flush
 from zfunc.engine.init import init
+from zfunc.engine.loss_outputs import loss_and_aux
+from zfunc.engine.metrics import Metrics
 from zfunc.engine.program import Program
 from zfunc.engine.save_load import restore, save
 from zfunc.engine.state import State
 from zfunc.engine.swap_state import close_swap, swap_folders
-from zfunc.engine.train_step import Metrics, commits, train_step
+from zfunc.engine.train_step import commits, train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
@@ -365,7 +367,7 @@ def evaluate_held_out(
                 return None
             yield Working("evaluation", (n * len(program.segments) + s) / parts)
             last = y
-        losses.append(float(last))
+        losses.append(float(loss_and_aux(program.segments[-1].name, last)[0]))
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 
