@@ -4,6 +4,8 @@ The invariant: what installs also loads. A compile that fails says what it lacks
 runtime than torch's fails here, because it would fail at first use. The extension is compiled with -fopenmp
 but not linked to libgomp: a second OpenMP runtime in the process would double the threads, so its symbols
 resolve against the one torch brings.
+
+ZFUNC_KERNEL=0 builds none: what plans, verifies, simulates and draws a step is Python.
 """
 
 import os
@@ -16,12 +18,15 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
+WITH_KERNEL = os.environ.get("ZFUNC_KERNEL") != "0"
+
 try:
     from Cython import __version__ as cython_version
     from Cython.Build import cythonize
 except ImportError:
     cython_version = "none"
-if cython_version == "none" or tuple(map(int, cython_version.split(".")[:2])) < (3, 1):
+too_old = cython_version == "none" or tuple(map(int, cython_version.split(".")[:2])) < (3, 1)
+if WITH_KERNEL and too_old:
     raise SystemExit(
         f"zfunc: its build needs Cython 3.1 or newer, got {cython_version}: pip install 'cython>=3.1', "
         "or leave out --no-build-isolation and pip brings it"
@@ -120,6 +125,8 @@ kernel = Extension(
     extra_link_args=LINK_ARGS,
 )
 
+tagged = WITH_KERNEL and STABLE_ABI
+
 setup(
     packages=[*find_packages(include=["zfunc", "zfunc.*"]), "zfunc.schedules"],
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
@@ -130,7 +137,7 @@ setup(
         "zfunc.viz": ["web/*"],
     },
     include_package_data=False,  # the kernel's sources are for the sdist
-    ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build"),
+    ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build") if WITH_KERNEL else [],
     cmdclass={"build_ext": BuildKernel},
-    options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*OLDEST_PYTHON)}} if STABLE_ABI else {},
+    options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*OLDEST_PYTHON)}} if tagged else {},
 )

@@ -133,6 +133,12 @@ def test_a_failure_of_another_kind_points_at_the_compilers_words(tree: Path, tmp
     assert re.search(r"words.*It needs Linux, gcc 9 or newer.*first error above", errors, re.DOTALL)
 
 
+def test_without_a_kernel_there_is_a_wheel_for_any_machine(tree: Path, tmp_path: Path) -> None:
+    done = setup(tree, "bdist_wheel", "--dist-dir", tmp_path, ZFUNC_KERNEL="0", CC="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert [x.name.split("-")[2:] for x in tmp_path.iterdir()] == [["py3", "none", "any.whl"]]
+
+
 @pytest.mark.parametrize("version", ["none", "3.0.12"])
 def test_without_a_cython_that_is_new_enough(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     if version == "none":

@@ -609,6 +609,15 @@ class StepSettings:
         """Whether updates wait for the norm of the whole gradient."""
         return self.clip_norm is not None or self.precision == "fp16"
 
+    def check_folders(self) -> None:
+        """Raise ValueError where something is on the disk without a folder for it."""
+        if self.needs_folders and not self.swap:
+            name = next(x for x in TIERS_OF if DISK in getattr(self, x).split(","))
+            raise ValueError(
+                f"swap: got no folder with {name}={getattr(self, name)!r}, expected one on each drive to use: pass "
+                "swap=[folder, ...]"
+            )
+
     def scheduled(self, *, on_cpu: bool) -> "StepSettings":
         """The settings with the schedule for the device, unless they name another.
 

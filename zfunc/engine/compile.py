@@ -12,26 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, fields
+from attrs import evolve
 from torch.distributed import ProcessGroup
 
 from zfunc.core.layout import Layout, Parameter
-from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import DISK, TIERS_OF, Recompute, StepSettings, settings_with, takes_settings
+from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
+from zfunc.core.spec import StepSpec
+from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.fit_to_memory import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.loss_outputs import checked_loss
+from zfunc.engine.module_buffers import buffers_nbytes
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
 from zfunc.engine.state import refuse_global_modes, refuse_inference_mode
-from zfunc.engine.step_spec import check_recipe, make_spec
+from zfunc.engine.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
 from zfunc.engine.vjp import Detached, SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
-from zfunc.optim.adamw import AdamW
-from zfunc.optim.base import HasMoments, Optimizer
+from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import (
     best_precision,
@@ -47,8 +48,6 @@ from zfunc.schedules import make_schedule
 from zfunc.values import number, of_type
 
 log = logging.getLogger("zfunc")
-
-DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
 @takes_settings()
@@ -102,12 +101,7 @@ def compile(
         raise ValueError(
             "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
         )
-    if settings.needs_folders and not settings.swap:
-        name = next(x for x in TIERS_OF if DISK in getattr(settings, x).split(","))
-        raise ValueError(
-            f"swap: got no folder with {name}={getattr(settings, name)!r}, expected one on each drive to use: pass "
-            "swap=[folder, ...]"
-        )
+    settings.check_folders()
     device = pick_device(device)
     refuse_global_modes("compile", device)
     if "precision" not in changes and given is None and on_accelerator(device):
@@ -139,7 +133,7 @@ def compile(
         prepare_deterministic(device)
     settings = settings.scheduled(on_cpu=not on_accelerator(device))
     default_threads()  # chosen and logged before any lane runs
-    spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
+    spec = spec_of(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
     if spec.stateful and spec.swaps:
         raise ValueError(
             f"state_on: got {settings.state_on!r} with buffers that forward changes in segment "
@@ -174,44 +168,16 @@ def compile(
     return log_offload(evolve(program, plan=specialize(program, example).plan))
 
 
-def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer, AdamW by default, and the settings, agreed on `moments`, which either of them may name.
-
-    Raises TypeError for what is no optimizer, ValueError where the two name different moments.
-    """
-    optimizer = AdamW() if optimizer is None else optimizer
-    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
-        expected = "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)"
-        if isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: got a torch.optim.{type(optimizer).__name__}, expected {expected}")
-        of_type("optimizer", optimizer, AdamW, expected)
-    if isinstance(optimizer, HasMoments) and settings.moments == DEFAULT_MOMENTS:
-        settings = evolve(settings, moments=optimizer.moments)
-    if isinstance(optimizer, HasMoments) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
-        raise ValueError(
-            f"moments: got {settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r}), "
-            "expected one of them: leave one out"
-        )
-    return optimizer, settings
-
-
-def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
-    """The optimizer with its moments in the format of the settings.
-
-    Where the host has the parameters in bf16, they are the high half of a split master, which is no copy.
-    Raises ValueError for an optimizer that has no choice of moments.
-    """
-    moments = settings.moments
-    if isinstance(optimizer, HasMoments):
-        split = settings.params_on in ("host", DISK) and settings.precision == "bf16"
-        return optimizer.with_moments(moments, split_master=split)
-    if moments != DEFAULT_MOMENTS:
-        raise ValueError(
-            f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "
-            f"{optimizer.state_format(0)!r}, expected one of zfunc's optimizers for a choice of moments: leave it "
-            "out"
-        )
-    return optimizer
+def spec_of(
+    segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
+) -> StepSpec:
+    """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
+    spec = make_spec([s.parameters for s in segments], optimizer, settings, world=world, on_gpu=on_gpu)
+    return evolve(
+        spec,
+        constant_bytes=sum(nbytes(s.constants) for s in segments),
+        buffer_bytes=[buffers_nbytes(s.buffers) for s in segments],
+    )
 
 
 def _checked_segments(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -1,38 +1,44 @@
-"""From segments and settings to a `StepSpec`, and the checks of a recipe of your own. Nothing is allocated."""
+"""From parameters and settings to a `StepSpec`, and the checks of a recipe of your own. No torch."""
 
 from collections.abc import Collection, Iterable, Sequence
 
-from attrs import evolve
+from attrs import evolve, fields
 
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import Bucket, Parameter
-from zfunc.core.optimizer_state import MATRIX_FORMATS, needs_whole_parameters
+from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, needs_whole_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
 from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
-from zfunc.engine.cost_trace import nbytes
-from zfunc.engine.module_buffers import buffers_nbytes
-from zfunc.engine.segment import Segment
 from zfunc.errors import PlanError, did_you_mean
-from zfunc.optim.base import MatrixOptimizer, Optimizer
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import HasMoments, MatrixOptimizer, Optimizer
 from zfunc.optim.groups import GroupedOptimizer
+from zfunc.values import of_type
+
+DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
 def make_spec(
-    segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
+    segments: Sequence[Sequence[Parameter]],
+    optimizer: Optimizer,
+    settings: StepSettings,
+    *,
+    world: int,
+    on_gpu: bool,
 ) -> StepSpec:
-    """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
+    """The spec of one rank of `world`, for segments by their parameters; costs are 0 until a batch is known."""
     if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
         raise ValueError(
             f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
             "stage=3, in which each keeps its slice there: pass it"
         )
     if isinstance(optimizer, GroupedOptimizer):
-        optimizer.check_parameters(p for s in segments for p in s.parameters)
-    parameters = [[_in_group(p, optimizer) for p in s.parameters] for s in segments]
+        optimizer.check_parameters(p for own in segments for p in own)
+    parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
     _check_matrices(p for own in parameters for p in own)
     if world > 1:
         _refuse_whole_parameters(p for own in parameters for p in own)
@@ -46,11 +52,10 @@ def make_spec(
             settings.recompute_of(s, len(segments)) == "all" and s != last for s in range(len(segments))
         ),
         element_bytes=DTYPES[settings.precision].nbytes,
+        buffer_bytes=(0,) * len(segments),
         micro_batches=settings.micro_batches,
         barrier=settings.waits_for_norm,
         world=world,
-        constant_bytes=sum(nbytes(s.constants) for s in segments),
-        buffer_bytes=tuple(buffers_nbytes(s.buffers) for s in segments),
         send_high_half=settings.precision == "bf16",
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
@@ -99,6 +104,46 @@ def _matrix_work(bucket: Bucket, optimizer: Optimizer, world: int) -> MatrixWork
             flops[rank] += own.flops
             launches[rank] += own.launches
     return MatrixWork(max(flops), max(x.workspace for x in work), max(launches))
+
+
+def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
+    """The optimizer, AdamW by default, and the settings, agreed on `moments`, which either of them may name.
+
+    Raises TypeError for what is no optimizer, ValueError where the two name different moments.
+    """
+    optimizer = AdamW() if optimizer is None else optimizer
+    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
+        expected = "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)"
+        if any(kind.__module__ == "torch.optim.optimizer" for kind in type(optimizer).__mro__):
+            raise TypeError(f"optimizer: got a torch.optim.{type(optimizer).__name__}, expected {expected}")
+        of_type("optimizer", optimizer, AdamW, expected)
+    if isinstance(optimizer, HasMoments) and settings.moments == DEFAULT_MOMENTS:
+        settings = evolve(settings, moments=optimizer.moments)
+    if isinstance(optimizer, HasMoments) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
+        raise ValueError(
+            f"moments: got {settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r}), "
+            "expected one of them: leave one out"
+        )
+    return optimizer, settings
+
+
+def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
+    """The optimizer with its moments in the format of the settings.
+
+    Where the host has the parameters in bf16, they are the high half of a split master, which is no copy.
+    Raises ValueError for an optimizer that has no choice of moments.
+    """
+    moments = settings.moments
+    if isinstance(optimizer, HasMoments):
+        split = settings.params_on in ("host", DISK) and settings.precision == "bf16"
+        return optimizer.with_moments(moments, split_master=split)
+    if moments != DEFAULT_MOMENTS:
+        raise ValueError(
+            f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "
+            f"{optimizer.state_format(0)!r}, expected one of zfunc's optimizers for a choice of moments: leave it "
+            "out"
+        )
+    return optimizer
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:

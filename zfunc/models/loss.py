@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfunc.models.loss_pieces import LOGITS_BYTES, piece
-
-IGNORE_INDEX = -100  # the label of a token that does not count, as in torch
+from zfunc.models.loss_pieces import IGNORE_INDEX, LOGITS_BYTES, piece
 
 Batch = tuple[Any, tuple[Tensor, Tensor]]
 Targets = Tensor | tuple[Tensor, Tensor]

@@ -1,5 +1,6 @@
-"""How the logits of a large vocabulary are cut into pieces: no torch."""
+"""Which labels count, and how the logits of a large vocabulary are cut into pieces: no torch."""
 
+IGNORE_INDEX = -100  # the label of a token that does not count, as in torch
 LOGITS_BYTES = 256 << 20  # of fp32 logits that exist at once
 _ALIGNMENT = 128  # of a piece, in rows of its products
 _MOST_PIECES = 64  # each is traced, and launched, by itself

@@ -4,7 +4,8 @@
     profile              a machine as figures, each with its source
     profile_toml         the same as a file; `profiles/` has those that come with zfunc
     disk_traffic         what a step asks of the drives, and how they wear
-    cost_model           costs of a traced model under any settings
+    cost_model           costs of a model under any settings
+    traced_costs         those of any segments, traced
     candidate            one choice of settings, simulated
     steady_state         many micro-batches from a few
     search               the fastest settings that fit

@@ -1,27 +1,21 @@
-"""The costs of a model under any settings: segments with a batch, an optimizer and a machine.
+"""The costs of a model under any settings: segments with a batch and an optimizer, on a machine.
 
-A segment is traced without data, once for each precision, kind of recomputation and micro-batch size; all else that
-settings change is arithmetic.
+The costs of the segments' passes are asked for once for each precision, kind of recomputation and micro-batch size;
+all else that settings change is arithmetic. `traced_costs` traces any segments; `zfunc.models.gpt_costs` has those
+of a GPT without torch.
 """
 
 import os
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
-from torch.utils._pytree import tree_leaves
 
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile import compile, with_moments
-from zfunc.engine.program import Program, ProgramCache
-from zfunc.engine.segment import Segment
-from zfunc.engine.specialize import split_batch, traced_spec
-from zfunc.engine.step_spec import make_spec
-from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.profile import Profile
@@ -54,30 +48,48 @@ def precision_for(machine: Profile | Hardware, precision: str) -> str:
     return next(p for p in order if p in machine.precisions)
 
 
-@frozen(eq=False)
-class CostModel:
-    """What is planned, whatever the settings. Costs and programs are kept by the settings that they depend on."""
+class SegmentCosts(Protocol):
+    """Segments, a batch and an optimizer, by their costs."""
 
-    segments: tuple[Segment, ...]
-    example: tuple[Any, Any]
-    machine: Profile | Hardware
-    optimizer: Optimizer
-    world: int = 1  # ranks
-    _costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
-    _estimates: dict[StepSettings, Estimate] = field(factory=dict[StepSettings, Estimate])
-    _graphs: dict[StepSettings, dict[int, Graph]] = field(factory=dict[StepSettings, dict[int, Graph]])
-    _programs: dict[tuple[Any, ...], Program] = field(factory=dict[tuple[Any, ...], Program])
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        ...
 
     @property
     def rows(self) -> int:
         """The size of a rank's batch."""
-        return next((t.shape[0] for t in tree_leaves(self.example)), 1)
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """The elements of its targets."""
+        ...
+
+    def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
+        """The spec of these settings, with costs of 0."""
+        ...
+
+    def traced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
+        """The same with the costs of a micro-batch. All segments recompute the same."""
+        ...
+
+
+@frozen(eq=False)
+class CostModel:
+    """What is planned, whatever the settings. Costs are kept by the settings that they depend on."""
+
+    segments: SegmentCosts
+    machine: Profile | Hardware
+    _costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
+    _estimates: dict[StepSettings, Estimate] = field(factory=dict[StepSettings, Estimate])
+    _graphs: dict[StepSettings, dict[int, Graph]] = field(factory=dict[StepSettings, dict[int, Graph]])
 
     def hardware(self, settings: StepSettings) -> Hardware:
         """One rank's share of the machine."""
         if isinstance(self.machine, Hardware):
             return self.machine
-        return self.machine.hardware(settings.precision, self.world)
+        return self.machine.hardware(settings.precision, self.segments.world)
 
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings. Raises ValueError for settings that cannot work."""
@@ -105,7 +117,8 @@ class CostModel:
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""
         by_mode = {x: self._traced(evolve(settings, recompute=x)) for x in settings.recompute.split(",")}
-        spec, count = self._spec(settings), len(self.segments)
+        spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
+        count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
         return evolve(
             spec,
@@ -116,39 +129,18 @@ class CostModel:
             graphed=spec.graphed & {s for s, x in enumerate(traced) if s in x.graphed},
         )
 
-    def _spec(self, settings: StepSettings) -> StepSpec:
-        on_gpu = not self.hardware(settings).unified
-        optimizer = with_moments(self.optimizer, settings)
-        return make_spec(self.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
+    def _on_gpu(self, settings: StepSettings) -> bool:
+        return not self.hardware(settings).unified
 
     def _traced(self, settings: StepSettings) -> StepSpec:
         """A spec with the costs of segments that all recompute the same."""
-        key = (settings.precision, settings.micro_batches, *_passes(settings))
+        key = (settings.precision, settings.micro_batches, *passes_key(settings))
         if key not in self._costs:
-            program, spec = self._program(settings), self._spec(settings)
-            to_trace = evolve(program, settings=settings, spec=spec, cache=ProgramCache())
-            micro = split_batch(self.example, settings.micro_batches)[0]
-            of_accelerator = not self.hardware(settings).unified
-            self._costs[key], _ = traced_spec(to_trace, micro, of_accelerator=of_accelerator)
+            self._costs[key] = self.segments.traced(settings, on_gpu=self._on_gpu(settings))
         return self._costs[key]
 
-    def _program(self, settings: StepSettings) -> Program:
-        """The segments, checked, and compiled with the settings that their forward and backward depend on."""
-        recompute, compiled, graphs, moving = key = _passes(settings)
-        if key not in self._programs:
-            self._programs[key] = compile(
-                self.segments,
-                recompute=recompute,
-                compile_segments=compiled,
-                device_graphs=graphs,
-                activations_on="host" if moving else "device",
-                schedule="Serial",
-                device="cpu",
-            )
-        return self._programs[key]
 
-
-def _passes(settings: StepSettings) -> tuple[str, bool, bool, bool]:
+def passes_key(settings: StepSettings) -> tuple[str, bool, bool, bool]:
     """What forward and backward of the segments depend on; only residuals depend on whether these move."""
     moving = settings.recompute == "min-cut" and settings.moves
     return settings.recompute, settings.compile_segments, settings.device_graphs, moving

@@ -17,6 +17,7 @@ from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.suggestions import Suggestion, suggest
+from zfunc.planner.traced_costs import TracedCosts
 from zfunc.runtime.accelerator import available_bytes, on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
@@ -42,8 +43,8 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
     """
     hardware, peaks = local_hardware(program), specialize(program, example).memory
     if hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
-        model = CostModel(program.segments, example, hardware, program.optimizer, program.ranks.world)
-        raise OutOfMemory(_shortage(model, _settings(program), settable))
+        costs = TracedCosts(program.segments, example, program.optimizer, program.ranks.world)
+        raise OutOfMemory(_shortage(CostModel(costs, hardware), _settings(program), settable))
 
 
 def _settings(program: Program) -> StepSettings:
@@ -58,7 +59,7 @@ def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str
     tier = max(step.lacking, key=lambda name: step.lacking[name])
     peak = [*step.held[tier].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
-    suggestions = suggest(settings, step, rows=model.rows, replan=model.estimate, settable=settable)
+    suggestions = suggest(settings, step, rows=model.segments.rows, replan=model.estimate, settable=settable)
     effects = "; ".join(map(_effect, suggestions)) or "no single change that was tried helps"
     return (
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "

@@ -7,10 +7,9 @@ hardware. Nothing is allocated and no GPU is used, whatever the size of the mode
 from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, evolve, fields, frozen
-from torch.utils._pytree import tree_leaves
 
 from zfunc import schedules
 from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critical_path_of, largest_shares
@@ -19,8 +18,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan
 from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile import choose_optimizer
-from zfunc.engine.segment import Segment
+from zfunc.engine.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import PlannedStep, garbage_collection_paused
@@ -31,6 +29,9 @@ from zfunc.planner.search import TriedChoice
 from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
+
+if TYPE_CHECKING:
+    from zfunc.engine.segment import Segment
 
 BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "host", "read", "write")
 # Settings that a search does not vary: only these are worth a suggestion after one.
@@ -155,7 +156,7 @@ class Planned:
 
 @takes_settings(precision=AUTO)
 def plan(
-    segments: Sequence[Segment],
+    segments: "Sequence[Segment]",
     example: tuple[Any, Any],
     settings: StepSettings | None = None,
     *,
@@ -184,13 +185,15 @@ def plan(
 
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
     """
+    from zfunc.planner.traced_costs import TracedCosts
+
     machine = resolve_hardware(hardware)
     if settings is None:
         changes = {"precision": AUTO, **changes}
     if "precision" in changes:
         changes["precision"] = precision_for(machine, changes["precision"])
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
-    model = CostModel(tuple(segments), example, machine, optimizer, world)
+    model = CostModel(TracedCosts(tuple(segments), example, optimizer, world), machine)
     if isinstance(settings.schedule, str):
         one_of((BY_DEVICE, *schedules.__all__, AUTO))("schedule", settings.schedule)
     return plan_settings(model, settings, advice=advice)
@@ -212,9 +215,11 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
         step.hardware,
         model.machine if isinstance(model.machine, Profile) else None,
         step,
-        sum(t.numel() for t in tree_leaves(model.example[1])),
-        model.world,
-        suggest(settings, step, rows=model.rows, replan=model.estimate, settable=settable) if advice else (),
+        model.segments.tokens,
+        model.segments.world,
+        suggest(settings, step, rows=model.segments.rows, replan=model.estimate, settable=settable)
+        if advice
+        else (),
         result.reasons if result else (),
         result.tried if result else (),
     )

@@ -2,6 +2,7 @@
 
     settings     settings of `zfunc train`: those of the step, of the model, the data and the run
     setup        settings -> data, program, model
+    gpt_flags    the GPT of a command's flags, without torch
     pretrained   the model of `--hf`
     loop         the loop, as a generator of events
     events       what happens in a training

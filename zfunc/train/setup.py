@@ -25,7 +25,7 @@ from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
-from zfunc.models.gpt_config import GPTConfig, num_parameters
+from zfunc.models.gpt_config import num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer, with_lr
 from zfunc.optim.lr import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.optim.optimizer_settings import matrices_only
@@ -38,15 +38,14 @@ from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.train.data.batches import Batch, held_out_parts, rank_batch
 from zfunc.train.data.corpus import Corpus
-from zfunc.train.data.packing import holds_tokens, open_data
-from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from zfunc.train.data.packing import open_data
+from zfunc.train.data.tokenizer import BYTES, Tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
+from zfunc.train.gpt_flags import GPT2_VOCAB_SIZE, gpt_config
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
     GPU_BUCKET_SIZE,
-    OPTIMIZER_ARGUMENTS,
-    GPTFlags,
     TrainSettings,
     check_rows,
     step_settings,
@@ -54,7 +53,6 @@ from zfunc.train.settings import (
 
 FINAL_LR = 0.1  # of the peak
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
-GPT2_VOCAB_SIZE = 50_257
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
 FAR_TOO_LARGE = 100  # times the host's free memory: no suggestion would help
 REASONS = {  # for the precision of "auto"
@@ -224,33 +222,6 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
     return evolve(
         settings, device=str(device), precision=precision, schedule=schedule, bucket_size=bucket_size
     )
-
-
-def gpt_config(settings: GPTFlags) -> GPTConfig:
-    """The GPT of the settings."""
-    return GPTConfig(
-        vocab_size=settings.vocab_size or vocabulary(settings),
-        seq_length=settings.seq_length,
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        num_attention_heads=settings.num_attention_heads,
-        dropout=getattr(settings, "dropout", 0.0),
-    )
-
-
-def planned_optimizer(settings: GPTFlags) -> NamedOptimizer:
-    """An optimizer with the state of the one that `zfunc train` takes: it orders the parameters of a segment."""
-    arguments = OPTIMIZER_ARGUMENTS[settings.optimizer]
-    return make_optimizer(settings.optimizer, decay=matrices_only, **arguments)
-
-
-def vocabulary(settings: GPTFlags) -> int:
-    """The vocabulary size that `prepare_job` will find, without reading the data: GPT-2's for a file of tokens,
-    else the tokenizer's, or bytes.
-    """
-    if settings.data is not None and holds_tokens(settings.data):
-        return GPT2_VOCAB_SIZE
-    return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size
 
 
 def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:

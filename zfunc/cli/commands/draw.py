@@ -190,23 +190,18 @@ class DrawnStep:
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     """The step under the schedule of the settings, or under each, slowest first; by name."""
-    import torch
-
-    from zfunc.engine.compile import compile
-    from zfunc.models.gpt import gpt_segments
     from zfunc.models.gpt_config import num_parameters
-    from zfunc.planner.cost_model import precision_for
-    from zfunc.train.setup import gpt_config, planned_optimizer
+    from zfunc.models.gpt_costs import GPTCosts
+    from zfunc.planner.candidate import operations_of
+    from zfunc.planner.cost_model import CostModel, precision_for
+    from zfunc.train.gpt_flags import gpt_config, planned_optimizer
 
     precision = precision_for(profile_of(settings) or ROUND, settings.precision)
-    tokens = torch.empty((settings.batch_size, settings.seq_length), dtype=torch.int64, device="meta")
-    graph = compile(
-        gpt_segments(gpt_config(settings)),
-        step_settings(settings, precision=precision, schedule="Serial"),
-        optimizer=planned_optimizer(settings),
-        device="cpu",
-        example=(tokens, tokens),
-    ).plan.graph
+    step = step_settings(settings, precision=precision, schedule="Serial")
+    step.check_folders()
+    costs = GPTCosts(gpt_config(settings), settings.batch_size, planned_optimizer(settings))
+    spec = CostModel(costs, evolve(ROUND, unified=True)).spec(step)  # its operations are those of a CPU
+    graph = operations_of(evolve(spec, commit=False))
     on = _hardware(settings, precision)
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)
     names = schedules.__all__ if chosen == "all" else [chosen]

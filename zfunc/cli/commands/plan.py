@@ -122,24 +122,19 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
     Raises ValueError for what cannot work, FileNotFoundError for hardware that is not known.
     """
-    import torch
-
-    from zfunc.models.gpt import gpt_segments
     from zfunc.models.gpt_config import num_parameters
+    from zfunc.models.gpt_costs import GPTCosts
     from zfunc.planner.cost_model import CostModel, precision_for
     from zfunc.planner.max_layers import max_layers
     from zfunc.planner.plan_step import plan_settings, search_start
-    from zfunc.train.setup import gpt_config, planned_optimizer
+    from zfunc.train.gpt_flags import gpt_config, planned_optimizer
 
     hardware = profile_of(settings)
     assert hardware is not None
-    shape = settings.batch_size // settings.world, settings.seq_length
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
 
     def cost_model(settings: PlanSettings) -> CostModel:
-        segments = gpt_segments(gpt_config(settings))
-        optimizer = planned_optimizer(settings)
-        return CostModel(segments, (tokens, tokens), hardware, optimizer, settings.world)
+        rows, optimizer = settings.batch_size // settings.world, planned_optimizer(settings)
+        return CostModel(GPTCosts(gpt_config(settings), rows, optimizer, settings.world), hardware)
 
     precision = precision_for(hardware, settings.precision)
     step = step_settings(settings, precision=precision)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from zfunc.models.loss import IGNORE_INDEX
+from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.train.data.chat import Chat
 from zfunc.train.data.documents import EXPECTED, Document, document_of, read_keys
 
@@ -79,6 +79,13 @@ def open_saved(path: Path) -> SavedDataset:
     rest = [name for name in splits if name not in (train, held_out)]
     files = () if held_out is None else _files(path / held_out)
     return SavedDataset(_files(path / train), files, columns, tuple(_left_out(unused, rest)))
+
+
+def holds_tokens(path: Path) -> bool:
+    """Whether `path` is a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
+    if is_saved_dataset(path):
+        return open_saved(path).tokenized
+    return path.suffix == ".bin" or (path / "train.bin").is_file()
 
 
 def _left_out(columns: tuple[str, ...], splits: list[str]) -> Iterator[str]:

@@ -22,7 +22,14 @@ from attrs import define, evolve, field, frozen
 
 from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.arrow_dataset import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
+from zfunc.train.data.arrow_dataset import (
+    SavedDataset,
+    Tokens,
+    holds_tokens,
+    is_saved_dataset,
+    open_saved,
+    rows,
+)
 from zfunc.train.data.chat import Chat
 from zfunc.train.data.corpus import (
     PRIVATE,
@@ -141,13 +148,6 @@ def open_data(
     read = partial(_documents, named=named)
     reader = SourceReader(tokenizer or BYTES, read, is_held_out)
     return _open(name, sources, Path(cache), reader, split, whole_documents)
-
-
-def holds_tokens(path: Path) -> bool:
-    """Whether `path` is a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
-    if is_saved_dataset(path):
-        return open_saved(path).tokenized
-    return path.suffix == ".bin" or (path / "train.bin").is_file()
 
 
 def _sources(path: Path | None) -> list[Source]:

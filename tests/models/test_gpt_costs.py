@@ -1,0 +1,45 @@
+"""The costs of a GPT's segments without a trace are the traced ones, whatever its size and settings."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from zfunc.core.settings import StepSettings
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
+from zfunc.models.gpt_costs import GPTCosts, gpt_parameters
+from zfunc.optim.adamw import AdamW
+from zfunc.planner.traced_costs import TracedCosts
+
+NONE, ALL = {"recompute": "none"}, {"recompute": "all"}
+GRAPHS = {"recompute": "all", "device_graphs": True}
+MOVING = {"recompute": "min-cut", "activations_on": "host"}
+
+# rows; vocabulary, tokens, layers, width, heads; whether an accelerator computes, and the settings
+CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
+    "on the host": (4, (301, 24, 2, 48, 3), False, [NONE, ALL, GRAPHS, MOVING]),
+    "fp32": (4, (301, 24, 2, 48, 3), True, [{**ALL, "precision": "fp32"}, {**MOVING, "precision": "fp32"}]),
+    "micro-batches": (6, (17, 70, 1, 10, 2), True, [{**NONE, "micro_batches": 6}]),
+    "ones": (1, (1, 1, 1, 1, 1), False, [ALL]),
+    "logits in pieces": (4, (50257, 512, 1, 40, 2), False, [NONE, MOVING]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_costs_are_the_traced_ones(case: str) -> None:
+    rows, sizes, on_gpu, ways = CASES[case]
+    config = GPTConfig(*sizes)
+    tokens = torch.empty((rows, config.seq_length), dtype=torch.int64, device="meta")
+    traced = TracedCosts(gpt_segments(config), (tokens, tokens), AdamW())
+    derived = GPTCosts(config, rows, AdamW())
+    assert [list(s.parameters) for s in traced.segments] == gpt_parameters(config)
+    assert (derived.rows, derived.tokens, derived.world) == (traced.rows, traced.tokens, traced.world)
+    for way in ways:
+        settings = StepSettings(**way)
+        assert derived.traced(settings, on_gpu=on_gpu) == traced.traced(settings, on_gpu=on_gpu), way
+
+
+def test_a_gpt_with_dropout_has_to_be_traced() -> None:
+    with pytest.raises(ValueError, match=r"dropout: got 0\.1, expected 0: pass the segments to zfunc\.plan"):
+        GPTCosts(GPTConfig(dropout=0.1), 1, AdamW()).traced(StepSettings(), on_gpu=True)
