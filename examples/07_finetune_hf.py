@@ -1,113 +1,131 @@
-# # 7. Fine-tune a Hugging Face model
+# # 7. Fine-tune a Hugging Face model on chats
 #
 # Run it with `python examples/07_finetune_hf.py`; it needs transformers (`pip install "zfunc[hf]"`) and no network.
 #
-# A causal language model in a local folder becomes segments, is trained, and goes back into a folder that
-# `from_pretrained` loads. The model here is a Llama of two layers with random weights, made and saved first, so
-# that everything runs in seconds; with a real one, only the folder's name differs, and the tokenizer.
+# A causal language model in a local folder is trained on chats, and goes back into a folder that `from_pretrained`
+# loads. The model here is a Llama of two layers with random weights, made and saved first, so that everything runs
+# in seconds; with a real one, only the folder's name differs.
 
+import json
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import tokenizers
 import torch
 import transformers
-from torch import Tensor
-from torch.nn import functional as F
 
 import zfunc
-from zfunc.engine.program import Program
+from zfunc.cli.main import main
 
 torch.set_num_threads(1)  # the tensors here are small
 transformers.utils.logging.disable_progress_bar()
 room = TemporaryDirectory()
-base, tuned = Path(room.name, "base"), Path(room.name, "tuned")
-
-torch.manual_seed(0)
-config = transformers.LlamaConfig(
-    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True},
-)
-transformers.LlamaForCausalLM(config).save_pretrained(base)
-
-# ## From a folder to segments
-#
-# `load` looks at names and shapes alone. The weights are read by `zfunc.init`, a segment at a time, straight from
-# the mapped file into the fp32 master weights; a model larger than the device, or one that fits into the host's
-# memory once and not twice, is no special case. Parameters keep their names, and the tied head is one parameter.
-
-config, segments = zfunc.hf.load(base)
-for segment in segments:
-    tied = ", ".join(segment.shared)
-    print(f"{segment.name:<20} {len(segment.parameters)} parameters{f', {tied} shared' if tied else ''}")
+base, tuned, run = (Path(room.name, name) for name in ("base", "tuned", "run"))
 
 # ## What to learn
 #
-# Prompts and completions, of unequal lengths, as bytes. Labels are shifted already: `labels[:, t]` follows
-# `input_ids[:, t]`. Those of the prompt and of the padding are -100, which is "not to be predicted".
+# A chat a line, with the keys of OpenAI, ShareGPT or Alpaca. Some are held out: the model never sees their answers,
+# but it sees the same days asked for in other words.
 
 DAYS = ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]
-PAIRS = [(f"after {day} comes ", DAYS[(i + 1) % 7]) for i, day in enumerate(DAYS)] + [("days? ", "7")]
+ASK = [
+    "what comes after {}",
+    "which day follows {}",
+    "name the day after {}",
+    "{} is over and then",
+    "{} plus one day",
+]
 
 
-def row(prompt: str, completion: str) -> tuple[Tensor, Tensor]:
-    tokens = torch.tensor([*f"{prompt}{completion}".encode(), 0])
-    labels = tokens[1:].clone()
-    labels[: len(prompt) - 1] = -100
-    pad = 40 - len(labels)
-    return F.pad(tokens[:-1], (0, pad)), F.pad(labels, (0, pad), value=-100)
+def chat(number: int, words: str) -> str:
+    asked, answer = words.format(DAYS[number]), f"it is {DAYS[(number + 1) % 7]}"
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns})
 
 
-input_ids, labels = (torch.stack(x) for x in zip(*(row(*pair) for pair in PAIRS), strict=True))
-print(f"\ntokens that count, by row: {(labels != -100).sum(dim=1).tolist()}")
+chats = [chat(number, words) for number, words in product(range(7), ASK)]
+train, held_out = Path(room.name, "train.jsonl"), Path(room.name, "held_out.jsonl")
+train.write_text("\n".join(x for n, x in enumerate(chats) if n % 6))
+held_out.write_text("\n".join(chats[::6]))
 
-# Rows hold unequally many tokens that count, so the mean over micro-batches of their means is not the mean over
-# the batch. `zfunc.hf.batch` gives every row a weight that makes it so, however the batch is cut. Here is the loss
-# that transformers computes of the whole batch, and that of the same batch in 1, 2 and 4 parts, with and without.
+# ## The model
+#
+# With its tokenizer, whose chat template says how a chat is written. What the assistant writes is learned, from the
+# end of the prompt to the end of its turn; the labels of everything else are -100.
 
-batch = zfunc.hf.batch(input_ids, labels)
-with torch.no_grad():
-    logits = transformers.AutoModelForCausalLM.from_pretrained(base)(input_ids).logits
-print(f"transformers     {F.cross_entropy(logits.flatten(0, 1), labels.flatten()):.5f}")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+words = sorted(
+    {word for line in chats for m in json.loads(line)["messages"] for word in m["content"].split()}
+)
+special = ["<|end|>", "<|user|>", "<|assistant|>"]
+level = tokenizers.models.WordLevel(
+    {word: n for n, word in enumerate([*special, *words])}, unk_token="<|end|>"
+)
+tokenizer = tokenizers.Tokenizer(level)
+tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+tokenizer.add_special_tokens(special)
+fast = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE
+)
+fast.save_pretrained(base)
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    **{"vocab_size": len(fast), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "initializer_range": 0.1},
+)
+transformers.LlamaForCausalLM(config).save_pretrained(base)
+prompt = [{"role": "user", "content": "what comes after monday"}]  # the first of those that are held out
+print(fast.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
+# ## Train
+#
+# `zfunc train --hf base --data train.jsonl ...` on the command line. Sequences have whole chats, which do not attend
+# to each other; the steps follow from the epochs. Weights are read a segment at a time, straight from the mapped file
+# into the fp32 master weights, so a model larger than the device is no special case.
 
-def compiled(micro_batches: int) -> Program:
-    optimizer = zfunc.AdamW(lr=zfunc.lr.warmup_cosine(5e-3, warmup=10, total=120), weight_decay=0.0)
-    settings = {"precision": "fp32", "clip_norm": 1.0, "device": "cpu", "bucket_size": 50_000}
-    return zfunc.compile(segments, optimizer=optimizer, micro_batches=micro_batches, **settings)
+given = {
+    **{"hf": base, "data": train, "eval-data": held_out, "out": run, "packing": "documents", "epochs": 15},
+    **{"seq-length": 32, "batch-size": 4, "lr": 1e-2, "lr-schedule": "linear", "eval-every": 25, "seed": 0},
+}
+main(["train", *(f"--{name}={value}" for name, value in given.items())])
+lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+losses = [x["held_out_bits_per_token"] for x in lines if "held_out_bits_per_token" in x]
+print(f"\nheld out: {losses[0]:.2f} bits per token before, {losses[-1]:.2f} after")
 
+# ## Use it
+#
+# The new folder has what the first one had, but for the weights: its config, and the tokenizer with the template.
 
-for parts in (1, 2, 4):
-    program = compiled(parts)
-    weighed, plain = (
-        zfunc.train_step(program, zfunc.init(program), given)[1].loss
-        for given in (batch, (input_ids, labels))
-    )
-    print(f"in {parts} parts       {weighed:.5f}  plain labels {plain:.5f}")
-
-# ## Train, save, use
-
-program = compiled(4)
-state = zfunc.init(program)
-print()
-for step in range(120):
-    state, metrics = zfunc.train_step(program, state, batch)
-    if step % 30 == 0:
-        print(f"step {step:>3}  loss {metrics.loss:.4f}")
-print(f"at the end  {zfunc.evaluate(program, state, batch):.4f}")
-
-# The folder has what the first one had, but for the weights: config.json, the tokenizer's files if there were any.
-# `zfunc export CHECKPOINT --hf base --out tuned` does the same for a checkpoint of a training.
-
-zfunc.hf.save(tuned, program, state, config=base)
+main(["export", str(run), "--hf", str(base), "--out", str(tuned)])
 model = transformers.AutoModelForCausalLM.from_pretrained(tuned).eval()
+ids = fast.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+print(f"\n{fast.decode(out[0])}")
+
+# ## In a loop of your own
+#
+# `load` returns segments for `zfunc.compile`. Labels are shifted already: `labels[:, t]` follows `input_ids[:, t]`.
+# Rows hold unequally many that count, so the mean over micro-batches of their means is not the mean over the batch;
+# `zfunc.hf.batch` gives every row a weight that makes it so, however the batch is cut.
+
+_, segments = zfunc.hf.load(tuned)
+rows = torch.tensor(
+    [fast.encode(f"<|user|> {words} <|end|>") for words in ("monday plus one day", "it is over and")]
+)
+labels = rows[:, 1:].clone()
+labels[1, :3] = -100
+batch = zfunc.hf.batch(rows[:, :-1], labels)
 with torch.no_grad():
-    print(
-        "\nequal logits:",
-        torch.allclose(model(input_ids).logits, zfunc.apply(program, state, input_ids), atol=1e-4),
-    )
-for prompt in ("after friday comes ", "after sunday comes ", "days? "):
-    ids = torch.tensor([[*prompt.encode()]])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    print(bytes(out[0].tolist()).decode().rstrip("\0"))
+    logits = model(rows[:, :-1]).logits
+print(f"\ntransformers  {torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()):.5f}")
+for parts in (1, 2):
+    program = zfunc.compile(segments, precision="fp32", micro_batches=parts, device="cpu")
+    state, metrics = zfunc.train_step(program, zfunc.init(program), batch)
+    print(f"in {parts} parts    {metrics.loss:.5f}")
+zfunc.hf.save(Path(room.name, "again"), program, state, config=base)
 room.cleanup()

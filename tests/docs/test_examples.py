@@ -83,13 +83,13 @@ PRINTS: dict[str, list[str]] = {
         r"^same bits as Serial: True$",
     ],
     "07_finetune_hf.py": [
-        r"^model\.embed_tokens +1 parameters$",
-        r"^lm_head +2 parameters, model\.embed_tokens\.weight shared$",
-        r"^tokens that count, by row: \[8, 10, 9, 7, 9, 7, 7, 2\]$",
-        r"^transformers +(\d\.\d{4})\d$\n(in [124] parts +\1\d  plain labels \d\.\d+\n){3}$",
-        r"^step   0  loss 4\.\d+$",
-        r"^at the end  0\.0\d+$",
-        r"^equal logits: True$\nafter friday comes saturday$\nafter sunday comes monday$\ndays\? 7$",
+        r"^<\|user\|> what comes after monday <\|end\|><\|assistant\|>$",
+        r"^epochs: 15 of 15 sequences each: 57 steps$",
+        r"^  chats: 29, written as the chat template of ",
+        r"^  > what comes after monday\n  \| it is tuesday$",
+        r"^held out: [45]\.\d\d bits per token before, 0\.0\d after$",
+        r"<\|assistant\|> it is tuesday <\|end\|>$",
+        r"^transformers +(\d+\.\d{4})\d$\nin 1 parts +\1\d$\nin 2 parts +\1\d$",
     ],
     "08_larger_than_its_device.py": [
         r"^on the device .* does not fit$\nparameters on the host .* fits$\nactivations too .* fits$",
@@ -147,8 +147,9 @@ def in_order(output: str, patterns: list[str]) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_prints_what_it_announces(
-    path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+    path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if path.name in NEEDS:
         pytest.importorskip(NEEDS[path.name])
     monkeypatch.chdir(ROOT)

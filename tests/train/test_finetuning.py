@@ -18,7 +18,7 @@ import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.batches import held_out_parts, rank_batch
-from zfunc.train.loop import evaluate_held_out
+from zfunc.train.loop import evaluate_held_out, sample
 from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 from zfunc.train.setup import TrainingJob, prepare_job
 
@@ -115,6 +115,19 @@ def test_a_fine_tuning_is_one_epoch_without_a_bound() -> None:
     assert (settings["epochs"], settings["seconds"], settings["steps"]) == (1, None, len(rows("run")))
 
 
+def test_a_sample_is_the_answer_to_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = job()
+    prompt = pairs.corpus.sample_prompt(12)
+    assert set(pairs.decode(prompt).split()) == {"w1"}
+    assert pairs.stops == {WORDS.index("</s>")}
+    state = zfunc.init(pairs.program)
+    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 60)
+    free = [*result_of(sample(evolve(pairs, tokenizer=None), pairs.program, state))]
+    assert WORDS.index("</s>") in free, "of random weights, with this seed"
+    answer = [*result_of(sample(pairs, pairs.program, state))]
+    assert answer == free[: free.index(WORDS.index("</s>"))]
+
+
 def test_the_first_loss_is_the_models_own() -> None:
     """A batch of a job is weighed as zfunc.hf.batch weighs it, whose laws are in tests/models/test_hf.py."""
     pairs = job(micro_batches=4)
@@ -147,13 +160,17 @@ def test_a_batch_without_labels_has_loss_and_gradient_0() -> None:
     assert zfunc.evaluate(long.program, zfunc.init(long.program), long.batch(at)) == 0
 
 
-def held_out(job: TrainingJob) -> float | None:
-    evaluation = evaluate_held_out(job, job.program, zfunc.init(job.program))
+def result_of(steps: Any) -> Any:
+    """What a generator of progress returns."""
     while True:
         try:
-            next(evaluation)
+            next(steps)
         except StopIteration as end:
             return end.value
+
+
+def held_out(job: TrainingJob) -> float | None:
+    return result_of(evaluate_held_out(job, job.program, zfunc.init(job.program)))
 
 
 def test_held_out_loss_is_the_mean_over_tokens_that_count() -> None:

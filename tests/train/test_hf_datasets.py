@@ -126,6 +126,29 @@ def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
     assert "left out: the columns number" in str(corpus)
 
 
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}]
+
+
+def test_parquet_files_of_chats_as_the_hub_has_them(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    (tmp_path / "d" / "data").mkdir(parents=True)
+    (tmp_path / "d" / "README.md").write_text("a card")
+    for name, count in (("train-00000-of-00002", 3), ("train-00001-of-00002", 2), ("test-00000-of-00001", 1)):
+        columns = {"id": range(count), "messages": [CHAT] * count}
+        parquet.write_table(pa.table(columns), tmp_path / "d" / "data" / f"{name}.parquet")
+    corpus = opened(tmp_path / "d", tmp_path)
+    assert bytes(corpus.train.tolist()) == b"User: a\n\nAssistant: b\0" * 5
+    assert bytes(corpus.held_out.tolist()) == b"User: a\n\nAssistant: b\0"
+    assert "held out: the split test" in str(corpus)
+    assert "left out: the columns id" in str(corpus)
+    file = tmp_path / "d" / "data" / "test-00000-of-00001.parquet"
+    assert len(tokens_of(opened(file, tmp_path))) == len(corpus.held_out)
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="test-00000-of-00001.parquet: got no Parquet file"):
+        opened(tmp_path / "d", tmp_path)
+
+
 # --- trained on -------------------------------------------------------------------------------------------
 
 

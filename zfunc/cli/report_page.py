@@ -187,4 +187,5 @@ def _step_section(step: RecordedStep | None, missing: str) -> str:
 
 def _sample(run: RunHistory) -> str:
     sample = run.summary.get("sample")
-    return f"<h2>A sample</h2><pre>{escape(str(sample))}</pre>" if sample else ""
+    prompt = run.summary.get("prompt", "")
+    return f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else ""

@@ -93,6 +93,7 @@ class PlainOutput:
                     yield f"  {name:<12}  {value}"
             case Sampled():
                 yield sample_title(event, self.unit)
+                yield from (f"  > {text}".rstrip() for text in event.prompt.split("\n") if event.prompt)
                 yield from (f"  | {text}".rstrip() for text in event.text.split("\n"))
             case _:
                 pass

@@ -108,7 +108,7 @@ class LivePanel:
             table.add_row(Text(name, "dim"), Text(printable(value), overflow="fold"))
         self.console.print(self._panel(ending(self.finished), table))
         if self.sampled is not None:
-            lines = map(printable, self.sampled.text.split("\n"))
+            lines = map(printable, f"{self.sampled.prompt}{self.sampled.text}".split("\n"))
             sample = Text("\n".join(lines), overflow="fold")
             self.console.print(self._panel(sample_title(self.sampled, self.unit), sample))
 

@@ -138,6 +138,7 @@ class Sampled:
 
     tokens: tuple[int, ...]
     text: str
+    prompt: str = ""  # that it answers, where the data has prompts
 
 
 Event = (

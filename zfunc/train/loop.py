@@ -229,8 +229,10 @@ class _Loop:
             checkpoint=self.checkpoint,
         )
         if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
+            prompt = job.corpus.sample_prompt(job.settings.seq_length)
             tokens = yield from sample(job, self.program, state, self.stop)
-            yield Sampled(tokens, job.decode(tokens))
+            asked = "" if job.corpus.held_out_loss_mask is None else job.decode(prompt)
+            yield Sampled(tokens, job.decode(tokens), asked)
 
     def _due_to_evaluate(self, step: int) -> bool:
         every = self.job.settings.eval_every
@@ -375,20 +377,21 @@ def evaluate_held_out(
 def sample(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> Generator[Working, None, tuple[int, ...]]:
-    """Yields its progress and returns tokens the model generates after the beginning of the held-out data.
+    """Yields its progress and returns tokens the model generates after the corpus's `sample_prompt`.
 
-    They are fewer if a signal arrives in the meantime. Keys and values are cached. A full sequence is continued in
-    a new one that starts with its second half.
+    They are fewer if a signal arrives in the meantime, or where the answer to a prompt ends. Keys and values are
+    cached. A full sequence is continued in a new one that starts with its second half.
     """
     seq_length, before = job.settings.seq_length, stop()
-    text: list[int] = job.corpus.held_out[: (seq_length + 1) // 2].tolist()
-    prompt, caches = len(text), list[KVCache]()
+    text, stops = job.corpus.sample_prompt(seq_length), job.stops
+    kept, caches = (seq_length + 1) // 2, list[KVCache]()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     generated: list[int] = []
     while len(generated) < SAMPLE_TOKENS:
         new = text[-1:]
         if not caches or caches[0].length == seq_length:
-            new, caches = text[-prompt:], [KVCache() for _ in program.segments[:-1]]
+            new = text if not generated else text[-kept:]
+            caches = [KVCache() for _ in program.segments[:-1]]
         more = [*((cache,) for cache in caches), ()]
         for y in outputs(program, state, torch.tensor([new]), more):
             if (signal := stop()) == TERMINATED or signal != before:
@@ -396,8 +399,11 @@ def sample(
             yield Working("sample", len(generated) / SAMPLE_TOKENS)
             logits = y
         probabilities = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
-        generated.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        text.append(generated[-1])
+        token = int(torch.multinomial(probabilities, 1, generator=generator))
+        if token in stops:
+            break
+        generated.append(token)
+        text.append(token)
     return tuple(generated)
 
 

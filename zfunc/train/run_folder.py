@@ -179,7 +179,7 @@ def record_event(run: RunFolder, event: Event, unit: str) -> None:
             name = event.checkpoint and event.checkpoint.name
             run.summarize({**fields, held_out: event.held_out, "checkpoint": name, "sample": ""})
         case Sampled():
-            run.summarize({"sample": event.text})
+            run.summarize({"sample": event.text, **({"prompt": event.prompt} if event.prompt else {})})
         case _:
             pass
 

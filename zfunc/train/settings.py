@@ -122,8 +122,8 @@ TRAIN = {
         "data",
         'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line; '
         "docs/huggingface.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
-        "nanoGPT writes them, or a folder that datasets' "
-        "save_to_disk wrote, with the columns of JSONL, or input_ids and perhaps labels; it needs zfunc[datasets] "
+        "nanoGPT writes them, Parquet files, or a folder that datasets' save_to_disk wrote, with the columns of "
+        "JSONL, or input_ids and perhaps labels; these need zfunc[datasets] "
         "(default: the sources of Python's standard library)",
         path,
     ),

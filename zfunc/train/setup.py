@@ -91,6 +91,13 @@ class TrainingJob:
         """Sequences of one pass over the data."""
         return self.corpus.sequences_per_epoch(self.settings.seq_length)
 
+    @property
+    def stops(self) -> frozenset[int]:
+        """The tokens that end a sample: where there are prompts, what follows them has an end."""
+        if self.corpus.held_out_loss_mask is None or (self.tokenizer is None and self.unit == "token"):
+            return frozenset()
+        return (self.tokenizer or BYTES).stops
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text; as numbers, without a tokenizer."""
         if self.tokenizer is None and self.unit == "token":

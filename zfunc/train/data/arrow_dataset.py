@@ -1,4 +1,5 @@
-"""Folders that Hugging Face's `datasets` wrote with `save_to_disk`: their splits, and their rows as documents.
+"""Folders that Hugging Face's `datasets` wrote with `save_to_disk`, and Parquet files, as the Hub has them: their
+splits, and their rows as documents.
 
 A row is a document, or an error with file and row. Files are memory-mapped, and read a record batch at a time with
 pyarrow: pip install "zfunc[datasets]". The `datasets` library itself would replace only the reading of its small
@@ -6,6 +7,7 @@ JSON files, and brings pandas; columns, splits and rows have to be checked eithe
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from zfunc.train.data.documents import EXPECTED, Document, document_of, read_key
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+PARQUET = ".parquet"
+_PARQUET_ROWS = 1024  # read at a time
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 
@@ -45,6 +49,7 @@ class SavedDataset:
     held_out: tuple[Path, ...]
     columns: tuple[str, ...]
     notes: tuple[str, ...]
+    held_out_split: str = ""
 
     @property
     def tokenized(self) -> bool:
@@ -53,16 +58,33 @@ class SavedDataset:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict."""
-    return (path / DICT).is_file() or ((path / STATE).is_file() and (path / INFO).is_file())
+    """Whether `path` is a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict, or has Parquet files."""
+    return (
+        bool(_parquet_files(path))
+        or (path / DICT).is_file()
+        or ((path / STATE).is_file() and (path / INFO).is_file())
+    )
 
 
 def open_saved(path: Path) -> SavedDataset:
     """The files to read of a folder. Raises ValueError for other columns or splits, and for missing files."""
-    if not (path / DICT).is_file():
-        columns, unused = _columns(path)
-        return SavedDataset(_files(path), (), columns, tuple(_left_out(unused, [])))
-    splits = _strings(_object(path / DICT).get("splits"), path / DICT)
+    parquet: dict[str, tuple[Path, ...]] = {}
+    for file in _parquet_files(path):
+        parquet[_split_of(file)] = (*parquet.get(_split_of(file), ()), file)
+    if parquet:
+        splits = [*parquet]
+    else:  # the only split of a Dataset is its own folder
+        splits = (
+            _strings(_object(path / DICT).get("splits"), path / DICT) if (path / DICT).is_file() else [""]
+        )
+
+    def files_of(split: str) -> tuple[Path, ...]:
+        return parquet[split] if parquet else _files(path / split)
+
+    def columns_of(split: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        names = _parquet_columns(parquet[split][0]) if parquet else _saved_columns(path / split)
+        return _columns(path / split if not parquet else path, names)
+
     train = TRAIN if TRAIN in splits else splits[0] if len(splits) == 1 else None
     if train is None:
         raise ValueError(
@@ -70,15 +92,29 @@ def open_saved(path: Path) -> SavedDataset:
             f"the folder of one, such as {path / (splits[0] if splits else TRAIN)}"
         )
     held_out = next((name for name in HELD_OUT if name in splits and name != train), None)
-    columns, unused = _columns(path / train)
-    if held_out is not None and (others := _columns(path / held_out)[0]) != columns:
+    columns, unused = columns_of(train)
+    if held_out is not None and (others := columns_of(held_out)[0]) != columns:
         raise ValueError(
             f"--data: got {path} with {', '.join(columns)} in {train} and {', '.join(others)} in {held_out}, "
             f"expected the same: name the folder {path / train}"
         )
     rest = [name for name in splits if name not in (train, held_out)]
-    files = () if held_out is None else _files(path / held_out)
-    return SavedDataset(_files(path / train), files, columns, tuple(_left_out(unused, rest)))
+    files = () if held_out is None else files_of(held_out)
+    notes = tuple(_left_out(unused, rest))
+    return SavedDataset(files_of(train), files, columns, notes, held_out or "")
+
+
+def _parquet_files(path: Path) -> list[Path]:
+    """A Parquet file, or those in a folder and the folders in it."""
+    if path.is_file():
+        return [path] if path.suffix == PARQUET else []
+    return sorted(x for pattern in ("*", "*/*") for x in path.glob(pattern + PARQUET) if x.is_file())
+
+
+def _split_of(file: Path) -> str:
+    """The split of a file, by its name, such as train-00000-of-00002.parquet, or its folder's; else train."""
+    words = (re.split(r"[-_.]", file.name)[0], file.parent.name)
+    return next((x for x in words if x in (TRAIN, *HELD_OUT)), TRAIN)
 
 
 def holds_tokens(path: Path) -> bool:
@@ -94,10 +130,23 @@ def _left_out(columns: tuple[str, ...], splits: list[str]) -> Iterator[str]:
             yield f"left out: the {kind} {', '.join(names)}"
 
 
-def _columns(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The columns of a Dataset that are read, and the others."""
+def _saved_columns(path: Path) -> tuple[str, ...]:
     features = _object(path / INFO).get("features")
-    names = tuple(features) if isinstance(features, dict) else ()
+    return tuple(features) if isinstance(features, dict) else ()
+
+
+def _parquet_columns(path: Path) -> tuple[str, ...]:
+    pa = _pyarrow(path)
+    from pyarrow import parquet
+
+    try:
+        return tuple(parquet.read_schema(path).names)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: got no Parquet file ({error}), expected one: copy it again") from error
+
+
+def _columns(path: Path, names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns that are read, of those of a Dataset, and the others."""
     read = tuple(name for name in (IDS, LABELS, MASK) if name in names) if IDS in names else read_keys(names)
     if not read:
         got = ", ".join(names) or "none"
@@ -142,13 +191,10 @@ def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Document | Chat | Tok
 
 def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Its record batches: the Arrow arrays of `columns`, fully validated."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise ValueError(
-            f"--data: {path.parent} is a saved dataset, and reading it needs pyarrow ({error}): "
-            "pip install 'zfunc[datasets]'"
-        ) from error
+    pa = _pyarrow(path)
+    if path.suffix == PARQUET:
+        yield from _parquet_batches(path, columns)
+        return
     _check_end(path)
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
@@ -161,6 +207,31 @@ def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         raise ValueError(
             f"{path}: got no complete Arrow stream with {', '.join(columns)} ({error}), expected what save_to_disk "
             "writes: save or copy it again"
+        ) from error
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ValueError(
+            f"--data: {path.parent} is a saved dataset, and reading it needs pyarrow ({error}): "
+            "pip install 'zfunc[datasets]'"
+        ) from error
+    return pa
+
+
+def _parquet_batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    pa = _pyarrow(path)
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=[*columns]):
+                yield {name: batch.column(name) for name in columns}
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(
+            f"{path}: got no complete Parquet file with {', '.join(columns)} ({error}), expected one: copy it again"
         ) from error
 
 

@@ -62,6 +62,19 @@ class Corpus:
     def __str__(self) -> str:
         return "\n".join(self.description)
 
+    def sample_prompt(self, seq_length: int) -> list[int]:
+        """Tokens to continue in a sample: the first prompt of the held-out data that leaves a quarter of a sequence
+        free, or the end of the first one; without prompts, the beginning.
+        """
+        mask = None if self.held_out_loss_mask is None else self.held_out_loss_mask[:_CHUNK] != 0
+        if mask is None or mask.all() or not mask.any():
+            return self.held_out[: (seq_length + 1) // 2].tolist()
+        before = np.append(True, mask[:-1])
+        starts, ends = np.flatnonzero(before & ~mask), np.flatnonzero(~before & mask)
+        prompts = [self.held_out[a:b] for a, b in zip(starts, ends, strict=False)]
+        fitting = (x for x in prompts if 4 * len(x) <= 3 * seq_length)
+        return next(fitting, prompts[0][-((seq_length + 1) // 2) :]).tolist()
+
     def of_whole_documents(self, seq_length: int) -> "Corpus":
         """With sequences of whole documents."""
         assert self.ends is not None

@@ -157,13 +157,17 @@ def _sources(path: Path | None) -> list[Source]:
 
 
 def _rows_of(saved: SavedDataset) -> list[Source]:
-    return [(f"{path.parent.name}/{path.name}", path) for path in (*saved.train, *saved.held_out)]
+    return [(_name_of(path), path) for path in (*saved.train, *saved.held_out)]
+
+
+def _name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _row_reader(vocabulary: Vocabulary, saved: SavedDataset) -> SourceReader:
-    held_out = {path.parent.name for path in saved.held_out}
+    held_out = {_name_of(path) for path in saved.held_out}
     read = partial(_rows, columns=saved.columns, vocab_size=vocabulary.vocab_size)
-    return SourceReader(vocabulary, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
+    return SourceReader(vocabulary, read, held_out.__contains__, bool(held_out))
 
 
 def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Document | Chat]:
@@ -252,7 +256,7 @@ def _notes(
         yield f"learned: {count}, {of_ids if saved is not None and saved.tokenized else pairs}"
     held_out = f"{packed.held_out_files:,} of the files, by a hash of their names"
     if saved is not None:
-        held_out = f"the split {saved.held_out[0].parent.name}" if saved.held_out else "the end"
+        held_out = f"the split {saved.held_out_split}" if saved.held_out else "the end"
     elif not packed.held_out_files:
         held_out = "the end (too few files to hold whole ones out)"
     if split:
