@@ -84,9 +84,9 @@ print(fast.apply_chat_template(prompt, tokenize=False, add_generation_prompt=Tru
 
 # ## Train
 #
-# `zfunc train --hf base --data train.jsonl ...` on the command line. Sequences have whole chats, which do not attend
-# to each other; the steps follow from the epochs. Weights are read a segment at a time, straight from the mapped file
-# into the fp32 master weights, so a model larger than the device is no special case.
+# `zfunc train --hf base --data train.jsonl ...` on the command line. Sequences have whole chats, which do not
+# attend to each other; the steps follow from the epochs. Weights are read a segment at a time, straight from the
+# mapped file into the fp32 master weights, so a model larger than the device is no special case.
 
 given = {
     **{"hf": base, "data": train, "eval-data": held_out, "out": run, "packing": "documents", "epochs": 15},

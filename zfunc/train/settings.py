@@ -121,7 +121,7 @@ TRAIN = {
     "data": Option(
         "data",
         'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line; '
-        "docs/huggingface.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
+        "docs/finetuning.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
         "nanoGPT writes them, Parquet files, or a folder that datasets' save_to_disk wrote, with the columns of "
         "JSONL, or input_ids and perhaps labels; these need zfunc[datasets] "
         "(default: the sources of Python's standard library)",
