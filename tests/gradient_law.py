@@ -37,7 +37,7 @@ SCALE = 2.0**7
 def program_of(model: str, precision: str, **settings: Any) -> tuple[Program, Any]:
     """One that clips, unless told otherwise, and remembers the gradient; on a CPU, in small buckets."""
     moments = settings.pop("moments", "fp32")
-    settings = {"clip_norm": CLIPS[model], "bucket_size": 100, **settings}
+    settings = {"clip_norm": CLIPS[model], "bucket_size": 100, "norms": True, **settings}
     program, batch = trained.compiled(model, precision=precision, moments=moments, **settings)
     return evolve(program, optimizer=plain.remembering(program.optimizer)), batch
 

@@ -193,12 +193,16 @@ def follow(
             stage=program.spec.stage,
             loss_scale=state.loss_scale.scale,
         )
+        each = {name: float(grad.norm()) for name, grad in grads.items()}
         norm, grads = clipped(grads, program.settings.clip_norm)
         kept = {x.name: {k: t.clone() for k, t in of.items()} for x, _, of in _kept(program, state)}
         state, metrics = zfunc.train_step(program, state, batches[ranks.rank])
         got, expected = (metrics.loss, metrics.grad_norm), (loss, norm)
         assert got == pytest.approx(expected, rel=1e-6, abs=1e-7), f"loss and norm {got}, expected {expected}"
         assert metrics.aux == pytest.approx(aux, rel=1e-6, abs=1e-6)
+        assert metrics.norms == pytest.approx(each if program.settings.norms else {}, rel=1e-5, abs=1e-7)
+        if metrics.norms:
+            assert math.hypot(*metrics.norms.values()) == pytest.approx(metrics.grad_norm, rel=1e-12)
         norms.append(norm)
         if exact and state.pending is None:
             _assert_updated(program, kept, state, metrics)

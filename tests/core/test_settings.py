@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "device_graphs": True,
     "micro_batches": 2,
     "clip_norm": 0.5,
+    "norms": True,
     "accumulate": "vertical",
     "stage": 1,
     "sync_buffers": "mean",

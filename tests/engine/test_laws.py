@@ -177,6 +177,11 @@ def test_recompute_changes_nothing(model: str, settings: str, recompute: str) ->
     assert same(result(*under("Overlapped", model, settings, recompute)), serial(model, settings))
 
 
+@pytest.mark.parametrize(("settings", "model"), in_pairs(SETTINGS, MODELS[1:]))
+def test_norms_of_parameters_change_nothing_not_even_the_norm_of_all(model: str, settings: str) -> None:
+    assert same(result(*program(model, settings, norms=True, schedule="Serial")), serial(model, settings))
+
+
 @pytest.mark.parametrize(("model", "moments"), in_pairs(MODELS, ["fp32", "16bit", "8bit"]))
 def test_the_size_of_buckets_changes_no_weight(model: str, moments: str) -> None:
     """A block of compact state begins with its parameter, wherever that lies. (The norm is summed by bucket.)"""

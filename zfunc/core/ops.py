@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.optimizer_state import moment_buffers, weight_buffers
-from zfunc.core.regions import BF16, FP32, FP64, Regions
+from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.slots import SlotAllocator
 from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
 from zfunc.errors import PlanError, did_you_mean
@@ -289,10 +289,11 @@ class OpBuilder(Regions):
         return Op("squares_to_host", (b,), "d2h", (on_device,), (on_host,), nbytes=on_device.nbytes)
 
     def global_norm(self) -> Op:
-        """The norm of the whole gradient, from the squares of all buckets."""
+        """The norm of the whole gradient, from the squares of all buckets, and those of all parameters."""
         squares = tuple(self._host_squares(b.index) for b in self.spec.layout.buckets)
         kind = "network" if self.spec.world > 1 else "host"
-        return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)
+        norms = self._norm(), *self._norms()
+        return Op("global_norm", (), kind, squares, norms, nbytes=sum(r.nbytes for r in norms))
 
     def _losses(self) -> tuple[Region, ...]:
         return tuple(r for m in range(self.spec.micro_batches) for r in (self._loss(m), *self._aux(m)))

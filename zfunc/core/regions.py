@@ -384,14 +384,24 @@ class Regions:
 
     @_once
     def _squares(self, b: int) -> Region:
-        return self._staging("squares", b, SUM_PARTS * FP64, "device", role="squares", dtype="fp64")
+        return self._staging("squares", b, self._square_bytes(b), "device", role="squares", dtype="fp64")
 
     @_once
     def _host_squares(self, b: int) -> Region:
-        return self._staging("host_squares", b, SUM_PARTS * FP64, "pinned", role="squares", dtype="fp64")
+        return self._staging("host_squares", b, self._square_bytes(b), "pinned", role="squares", dtype="fp64")
+
+    def _square_bytes(self, b: int) -> int:
+        """Of the exact sums of a bucket's squares: of all of it, or of each parameter."""
+        rows = len(self.spec.layout.buckets[b].spans) if self.spec.norms else 1
+        return rows * SUM_PARTS * FP64
 
     def _norm(self) -> Region:
         return Region("norm", (), FP64, "host", "value")
+
+    def _norms(self) -> tuple[Region, ...]:
+        """Those of all parameters, if they are asked for."""
+        nbytes = FP64 * sum(len(x.spans) for x in self.spec.layout.buckets)
+        return (Region("norms", (), nbytes, "host", "value"),) if self.spec.norms else ()
 
     def _mean_loss(self) -> Region:
         return Region("mean_loss", (), FP64, "host", "value", role="loss")

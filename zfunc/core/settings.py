@@ -229,6 +229,13 @@ class StepSettings:
         name="clip",
         read=_clip_as_typed,
     )
+    norms: bool = _setting(
+        False,
+        truth,
+        "step",
+        "report the norm of every parameter's gradient",
+        "In `metrics.norms`, by name, before clipping; measured with the global norm, which keeps its bits.",
+    )
     accumulate: str | int = _setting(
         AUTO,
         _accumulate,
@@ -722,4 +729,5 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
         "shadows": settings.speculate,
         "delayed": settings.delayed,
         "defer": settings.defer,
+        "norms": settings.norms,
     }

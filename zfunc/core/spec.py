@@ -97,6 +97,7 @@ class StepSpec:
     - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
     - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
+    - `norms`: the norm of every parameter's gradient is reported, beside that of all.
 
     Raises ValueError for a value out of range, an unknown format of the state or an unknown bucket.
     """
@@ -139,6 +140,7 @@ class StepSpec:
     delayed: bool = False
     pending: bool = False
     defer: bool = False
+    norms: bool = False
 
     def __attrs_post_init__(self) -> None:
         for unknown in {x.state_format for x in self.layout.buckets} - STATE_FORMATS.keys():

@@ -5,21 +5,25 @@ import math
 import torch
 
 from zfunc.core.graph import Op
+from zfunc.core.regions import SUM_PARTS
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.accelerator import on_accelerator, synchronize
 
 
 def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
-    """The unscaled L2 norm of the whole gradient.
+    """The unscaled L2 norm of the whole gradient, and that of every parameter's where they are asked for.
 
     The squares of buckets and ranks are added part by part, without rounding, so how the gradient was cut into
     buckets and slices changes no bit of the norm.
     """
     _wait_for_copies(step)
-    parts = torch.stack([mem[r] for r in op.reads]).sum(0)
-    total = math.fsum(step.ranks.sums(parts.tolist()))
-    mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
+    rows = torch.cat([mem[r].view(-1, SUM_PARTS) for r in op.reads])  # of buckets, or of parameters
+    own = [math.fsum(row) for row in rows.tolist()] if op.touches("norms") else []
+    sums = step.ranks.sums([*rows.sum(0).tolist(), *own])
+    mem[op.write("norm")] = math.sqrt(math.fsum(sums[:SUM_PARTS])) / step.loss_scale
+    if op.touches("norms"):
+        mem[op.write("norms")] = [math.sqrt(x) / step.loss_scale for x in sums[SUM_PARTS:]]
 
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:

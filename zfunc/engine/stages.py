@@ -19,6 +19,7 @@ from zfunc.checkpoint.manifest import BUFFER, PENDING
 from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
+from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
 from zfunc.engine.device_graphs import DeviceGraphs
@@ -171,19 +172,24 @@ def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
-    """Sum the squares of this rank's slice of a complete bucket, on the device."""
+    """Sum the squares of this rank's slice of a complete bucket, on the device; or of each parameter in it."""
     (b,) = op.index
+    bucket, own = step.layout.buckets[b], step.slice_of(b)
     grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
         # parameter, so on one rank the bits do not depend on the buckets.
-        own = step.slice_of(b)
-        spans = step.layout.buckets[b].spans_within(own.start, own.stop)
+        spans = bucket.spans_within(own.start, own.stop)
         pieces = [grad[first - own.start : last - own.start] for first, last in spans] or [grad]
         norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
-        mem[op.write("squares")].copy_(exact_parts(torch.stack(norms).double().square_()))
+        squares, into = torch.stack(norms).double().square_(), mem[op.write("squares")].view(-1, SUM_PARTS)
+        if len(into) == 1:
+            into[0].copy_(exact_parts(squares))
+        elif spans:
+            before = sum(x.stop - bucket.start <= own.start for x in bucket.spans)
+            into[before : before + len(spans)].copy_(exact_parts(squares[:, None]))
     else:
-        mem[op.write("squares")].copy_(square_sum(grad))
+        _write_squares(bucket, own, mem[op.write("squares")], lambda part: square_sum(grad[part]))
 
 
 def to_host(op: Op, mem: Memory, step: StepContext) -> None:
@@ -204,7 +210,13 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     shard = step.slice_of(op.index[1])
     numel = shard.stop - shard.start  # where they are slots they have room for more
     grad = mem[op.read("host_slot")][:numel]
-    mem[op.write("squares")].copy_(accumulate_(total[:numel], grad, first=first))
+    total = total[:numel]
+    _write_squares(
+        step.layout.buckets[op.index[1]],
+        shard,
+        mem[op.write("squares")],
+        lambda own: accumulate_(total[own], grad[own], first=first),
+    )
 
 
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
@@ -220,7 +232,13 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one sum of a tied bucket's deliveries to the first; on the host, with the squares of the result."""
     total, part = (mem[r] for r in op.reads)
     if op.touches("squares"):
-        mem[op.write("squares")].copy_(accumulate_(total, part, first=False))
+        b, _ = op.index
+        _write_squares(
+            step.layout.buckets[b],
+            step.slice_of(b),
+            mem[op.write("squares")],
+            lambda own: accumulate_(total[own], part[own], first=False),
+        )
     else:
         total.add_(part)
 
@@ -390,6 +408,19 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
         seed = step.loss_scale / (step.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.device)]
     return mem[op.read("grad_act")]
+
+
+def _write_squares(bucket: Bucket, shard: slice, squares: Tensor, sum_of: Callable[[slice], Tensor]) -> None:
+    """The sums of squares of this rank's slice of a bucket, from those of parts of it: of all of it, or, where
+    there is a row for each parameter, of each."""
+    rows = squares.view(-1, SUM_PARTS)
+    if len(rows) == 1:
+        rows[0].copy_(sum_of(slice(None)))
+        return
+    for row, (start, stop, _) in zip(rows, bucket.parts, strict=True):
+        first, last = max(start, shard.start), min(stop, shard.stop)
+        if first < last:
+            row.copy_(sum_of(slice(first - shard.start, last - shard.start)))
 
 
 @frozen

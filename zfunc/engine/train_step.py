@@ -165,6 +165,7 @@ def _train_step(
         pending=decision if _is_delayed(program, state) else None,
     )
     redone = not decision.skip and decision.grad_scale != 1 / step.loss_scale
+    names = [span.name for span in program.layout.spans]
     metrics = Metrics(
         loss=decision.loss,
         grad_norm=norm,
@@ -177,6 +178,7 @@ def _train_step(
         sent_bytes=ranks.sent - sent,
         redone=len(shaped.spec.shadowed) if redone else 0,
         aux=dict(decision.aux),
+        norms=dict(zip(names, mem.get(Region("norms"), ()), strict=False)),
         timeline=run.timeline if options.trace else None,
         plan=shaped.plan if options.trace else None,
         saved=mem.get(Region("published")) if committed is None else SaveResult(committed.folder),

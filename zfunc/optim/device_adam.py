@@ -45,16 +45,16 @@ _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
 
 
 def exact_parts(sums: Tensor) -> Tensor:
-    """Sums of squares [n] fp64, added up without rounding, in the parts of `zfunc.optim.host_adam.square_sum`.
+    """Sums of squares [..., n] fp64, added up without rounding, in the parts of `zfunc.optim.host_adam.square_sum`.
 
     >>> exact_parts(torch.tensor([9.0, 16.0], dtype=torch.float64)).sum().item()
     25.0
     """
     first, last = (1023 + 32 * i - 352 for i in (0, SUM_PARTS))
     unit = torch.arange(first, last, 32, device=sums.device).bitwise_left_shift_(52).view(torch.float64)
-    multiples = (sums[:, None] / unit).floor_().mul_(unit)  # powers of two: exact
-    above = torch.nn.functional.pad(multiples[:, 1:], (0, 1))
-    return torch.where(above.isinf(), above, multiples - above).sum(0)
+    multiples = (sums[..., None] / unit).floor_().mul_(unit)  # powers of two: exact
+    above = torch.nn.functional.pad(multiples[..., 1:], (0, 1))
+    return torch.where(above.isinf(), above, multiples - above).sum(-2)
 
 
 def device_adam_(
