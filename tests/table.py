@@ -157,9 +157,11 @@ SPECS: dict[str, StepSpec] = {
     "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
     "16 bits": spec(TIED_NEXT, state_format="16bit", send_high_half=True, host_slots=1),
-    "two formats": spec(TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, shadows=2),
+    "two formats": spec(
+        TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, shadows=2, ema=True
+    ),
     "two formats, streamed": spec(TWO_FORMATS, params_on="host", send_high_half=True, save=True),
-    "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, shadows=1),
+    "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, shadows=1, ema=True),
     "whole matrices, barrier": spec(
         MATRICES, micro_batches=2, world=2, barrier=True, host_slots=1, resident={1}
     ),
@@ -169,7 +171,7 @@ SPECS: dict[str, StepSpec] = {
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": spec(TIED_THREE, state_format="8bit", send_high_half=True, barrier=True, world=3),
-    "partial": spec(TIED, resident={0, 2}, update_workspace=30),
+    "partial": spec(TIED, resident={0, 2}, update_workspace=30, ema=True),
     "partial, barrier": spec(
         TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2
     ),
@@ -391,6 +393,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         activations_on=draw(st.sampled_from(["device", "host", "disk", "disk,device", "device,host"])),
         save=draw(st.booleans()),
         shadows=draw(st.integers(0, 3)),
+        ema=draw(st.booleans()),
         update_workspace=draw(st.integers(0, 50)),
         resident=draw(st.frozensets(st.integers(0, 4))),
         **draw(st.sampled_from(MOMENTS)),

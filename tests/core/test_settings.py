@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "norms": True,
     "accumulate": "vertical",
     "stage": 1,
+    "ema": 0.9,
     "sync_buffers": "mean",
     "params_on": "host",
     "persistent_params": 100,

@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "micro_batches": 2,
         "clip_norm": 0.1,
         "offload_ratio": 0.5,
+        "ema": 0.9,
     },
     "a third on the host, fp32": {"precision": "fp32", "offload_ratio": 0.3, "moments": "8bit"},
     "speculative, fp16": {"precision": "fp16", "speculate": 100},
@@ -58,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip_norm": 0.85,
         "speculate": 2,
         "moments": "16bit",
+        "ema": 0.75,
     },
     "delayed, bf16 in 2, clipped": {
         "precision": "bf16",
@@ -65,7 +67,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip_norm": 0.1,
         "delay_from": 2,
     },
-    "delayed, fp32, half on the device": {"precision": "fp32", "delay_from": 1, "offload_ratio": 0.5},
+    "delayed, fp32, half on the device": {
+        "precision": "fp32",
+        "delay_from": 1,
+        "offload_ratio": 0.5,
+        "ema": 0.5,
+    },
     "on the disk, 16 bits, in 3, clipped, deferred": {
         "precision": "bf16",
         "state_on": "disk",
@@ -93,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clip_norm": 1.0,
         "bucket_size": 100,
         "defer": True,
+        "ema": 0.9,
     },
 }
 MODELS = [  # the GPT with dropout is the tied one, and draws; "norms" is frozen below

@@ -18,12 +18,12 @@ from attrs import frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry
+from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.dtypes import DTYPES, Precision
-from zfunc.core.optimizer_state import weight_buffers
+from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.optim.adam_reference import Array, round_to, to_float32
 from zfunc.optim.compact_reference import join
@@ -50,7 +50,9 @@ class ExportedWeights:
     dtype: Precision
 
 
-def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> ExportedWeights:
+def export_weights(
+    source: Path, out: Path, *, dtype: Precision = "fp32", ema: bool = False
+) -> ExportedWeights:
     """Write the weights of a checkpoint, each parameter by its full name and in its shape, as a new file.
 
     `source` is a checkpoint, a folder of them or a run, found by `directory.locate_checkpoint`. It must not be
@@ -61,7 +63,8 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
     These are the bits the device computes with, except for "bf16" of a checkpoint with compact moments: there the
     device has the high half of the master, whose ties are rounded away from zero, and of 2^17 evenly spread values
     one differs, in its last bit. Frozen parameters are converted from the type they are stored in. Modules' buffers
-    that training changed (running statistics) are there in their own type.
+    that training changed (running statistics) are there in their own type. With `ema` the weights are their moving
+    average.
 
     A tied parameter is in the file once, under the first of its names. Tie it in the model, as for training, and
     load with `safetensors.torch.load_model` or `load_state_dict(..., strict=False)`, which need one copy.
@@ -78,6 +81,8 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
     partial = _partial_path(out)
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
     manifest, step = checkpoint.manifest, checkpoint.manifest.position.step
+    if ema:
+        check_averages(checkpoint)
     log.info("export: the weights of %s as %s", checkpoint.path, dtype)
     if manifest.position.pending is not None:
         log.warning(
@@ -90,7 +95,7 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
     writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)})
     try:
         with np.errstate(all="ignore"), CheckpointReader(checkpoint) as reader:  # inf and NaN are copied
-            for entry, start, values in _weights(reader, weights):
+            for entry, start, values in _weights(reader, weights, ema=ema):
                 if _largest(values) >= OVERFLOW[dtype]:
                     raise _too_large(reader, entry, dtype)
                 writer.write_at(entry.name, start, round_to(values, dtype))
@@ -114,23 +119,32 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
     return next((manifest.tensor(x).dtype for x in entry.pieces[BUFFER]), DTYPES["fp32"].safetensors)
 
 
-def read_weights(reader: CheckpointReader, entry: ParameterEntry) -> Array:
-    """The fp32 weights of a parameter, exact, in its shape."""
+def check_averages(checkpoint: Checkpoint) -> None:
+    """Raise ValueError unless it has a moving average of the weights."""
+    if not checkpoint.manifest.averages:
+        raise ValueError(
+            f"ema: got True for {checkpoint.path}, which has no moving average of the weights, expected one of a "
+            "training with ema: leave it out"
+        )
+
+
+def read_weights(reader: CheckpointReader, entry: ParameterEntry, *, ema: bool = False) -> Array:
+    """The fp32 weights of a parameter, exact, in its shape; with `ema` their moving average."""
     weights = np.empty(entry.numel, np.float32)
-    for _, start, values in _weights(reader, [entry]):
+    for _, start, values in _weights(reader, [entry], ema=ema):
         weights[start : start + values.size] = values
     return weights.reshape(entry.shape)
 
 
 def _weights(
-    reader: CheckpointReader, entries: Sequence[ParameterEntry]
+    reader: CheckpointReader, entries: Sequence[ParameterEntry], *, ema: bool = False
 ) -> Iterator[tuple[ParameterEntry, int, Array]]:
     """The parameters' fp32 weights: PIECE elements at most, [n] float32, exact, and the first one's number.
 
     In the order of the shards, a chunk at a time, so that every byte is read once.
     """
     manifest = reader.manifest
-    kinds = [_weight_kinds(manifest, x) for x in entries]
+    kinds = [(EMA.name,) if ema and x.trainable else _weight_kinds(manifest, x) for x in entries]
     first_kind = [WantedSlice(kind[0], x.name, 0, x.numel) for kind, x in zip(kinds, entries, strict=True)]
     for read in plan_reads(manifest, first_kind):
         entry, shard = entries[read.wanted], manifest.shards[read.shard]

@@ -26,7 +26,7 @@ from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import stored_buffers
+from zfunc.core.optimizer_state import EMA, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
@@ -139,9 +139,16 @@ class Manifest:
         kinds: dict[str, tuple[int, tuple[str, ...]]] = {
             x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers
         }
+        if EMA.name in entry.pieces:
+            kinds[EMA.name] = entry.numel, (DTYPES[EMA.dtype].safetensors,)
         if self.position.pending is not None and PENDING in entry.pieces:
             kinds[PENDING] = entry.numel, _FLOATS
         return kinds
+
+    @property
+    def averages(self) -> bool:
+        """Whether it has moving averages of the weights."""
+        return any(EMA.name in x.pieces for x in self.parameters)
 
     @property
     def pending(self) -> frozenset[str]:

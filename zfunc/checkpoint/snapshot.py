@@ -20,7 +20,7 @@ from zfunc.checkpoint.manifest import (
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.core.optimizer_state import StateBuffer, stored_buffers
+from zfunc.core.optimizer_state import EMA, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
 
 
@@ -41,17 +41,20 @@ class Slice:
     stored: TensorInfo
 
 
-def state_slices(layout: Layout, rank: int, world: int, pending: Mapping[int, Dtype]) -> Iterator[Slice]:
-    """One rank's slices of the trained parameters, by bucket.
+def state_slices(
+    layout: Layout, rank: int, world: int, pending: Mapping[int, Dtype], *, ema: bool = False
+) -> Iterator[Slice]:
+    """One rank's slices of the trained parameters, by bucket; with `ema` of the moving averages too.
 
     `pending` has the buckets whose gradient is still to be applied, with its type.
     """
+    averages = (EMA,) if ema else ()
     for bucket in layout.buckets:
         gradient = [StateBuffer(PENDING, pending[bucket.index])] if bucket.index in pending else []
         for span in bucket.spans:
             piece = layout.piece(span, rank, world)
             if piece.start < piece.stop:
-                for buffer in (*stored_buffers(bucket.state_format), *gradient):
+                for buffer in (*stored_buffers(bucket.state_format), *averages, *gradient):
                     yield _slice(span, bucket.index, buffer, piece.start, piece.stop, piece.at)
 
 
@@ -72,13 +75,14 @@ def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, 
 
 
 def parameter_entries(
-    layout: Layout, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]]
+    layout: Layout, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]], *, ema: bool = False
 ) -> Iterator[ParameterEntry]:
     """The parameters of a checkpoint, from their pieces by name and kind. An empty parameter has none."""
     common = layout.state_format
     for bucket in (*layout.buckets, *layout.frozen_buckets):
         trainable = bucket.index < len(layout.buckets)
-        kinds = [x.name for x in stored_buffers(bucket.state_format)] if trainable else [FROZEN]
+        state = (*stored_buffers(bucket.state_format), *((EMA,) if ema else ()))
+        kinds = [x.name for x in state] if trainable else [FROZEN]
         own = bucket.state_format if trainable and bucket.state_format != common else None
         for span in bucket.spans:
             by_kind = {**dict.fromkeys(kinds, ()), **pieces.get(span.name, {})}
@@ -95,11 +99,12 @@ class Snapshot:
     optimizer: Mapping[str, Any]
     pending: Mapping[int, Dtype]  # buckets whose gradient is still to be applied, with its type
     buffers: Sequence[TensorInfo] = ()  # of modules, by full name
+    ema: bool = False  # whether there are moving averages
 
     def slices(self, rank: int, world: int) -> list[Slice]:
         """What one rank writes: its slices, of frozen parameters too; rank 0 also modules' buffers."""
         layout = self.layout
-        slices = [*state_slices(layout, rank, world, self.pending)]
+        slices = [*state_slices(layout, rank, world, self.pending, ema=self.ema)]
         for bucket in layout.frozen_buckets:
             slices += frozen_slices(layout, bucket, self.frozen_dtype, rank, world)
         first = len(layout.buckets) + len(layout.frozen_buckets)
@@ -122,7 +127,7 @@ class Snapshot:
             world=len(shards),
             state_format=self.layout.state_format,
             shards=tuple(shards),
-            parameters=(*parameter_entries(self.layout, pieces), *self._buffer_entries(pieces)),
+            parameters=(*parameter_entries(self.layout, pieces, ema=self.ema), *self._buffer_entries(pieces)),
             position=self.position,
             optimizer=self.optimizer,
             extra=extra,

@@ -29,6 +29,7 @@ Role = Literal[
     "loss",
     "aux",
     "module_buffers",
+    "ema",
 ]
 RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -66,7 +67,8 @@ class Region:
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket, "paged" in from the disk, and its "shadow", the "grad" of a whole bucket, a rank's
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
-    of a gradient, a "loss", the auxiliary outputs beside it ("aux"), the "module_buffers" that forward changes.
+    of a gradient, a "loss", the auxiliary outputs beside it ("aux"), the "module_buffers" that forward changes, the
+    moving average of the weights ("ema").
 
     Raises PlanError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """
@@ -107,7 +109,7 @@ class Region:
     @property
     def trained(self) -> bool:
         """Whether a step updates it: once an operation that writes it has started, the previous State is lost."""
-        return self.lifetime == "state" and self.role in ("params", "state", "module_buffers")
+        return self.lifetime == "state" and self.role in ("params", "state", "module_buffers", "ema")
 
     def __str__(self) -> str:
         return label(self.buffer, self.index)

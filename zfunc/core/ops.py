@@ -447,6 +447,21 @@ class OpBuilder(Regions):
             workspace=self.spec.update_workspace,
         )
 
+    def ema(self, b: int) -> Op:
+        """Move the average of the weights of bucket `b` towards the new ones."""
+        names, average = weight_buffers(self._format(b)), self._ema(b)
+        weights = tuple(r for r in self._state(b) if r.buffer in names)
+        on_device = b in self.spec.resident
+        return Op(
+            "ema",
+            (b,),
+            "compute" if on_device else "host",
+            (self._decision(), *weights, average),
+            (average,),
+            nbytes=2 * average.nbytes + sum(r.nbytes for r in weights),
+            workspace=self.spec.update_workspace if on_device else 0,
+        )
+
     def _new_copy(self, b: int) -> tuple[Region, ...]:
         """What an update writes beside the state: the parameters for the device, unless the state has them."""
         if self.spec.sends_high_half(b) or self.spec.on_disk(b):

@@ -162,5 +162,8 @@ def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dic
     }
 
 
+EMA = StateBuffer("ema", "fp32")
+"""The moving average of the weights, beside a state of any format."""
+
 HIGH_HALF = _SPLIT[0].name
 """The bf16 half of a split master, which is also the device's copy when that computes in bf16."""

@@ -348,6 +348,8 @@ def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0, send: bool =
 def _end_update(spec: StepSpec, emit: OpBuilder, b: int, *, send: bool) -> Iterator[Op]:
     if send:
         yield from _send(spec, emit, b)
+    if spec.ema:
+        yield emit.ema(b)
     if b in spec.paged or (spec.swaps and spec.commit):
         yield emit.page_out(b)
 

@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
-from zfunc.core.optimizer_state import HIGH_HALF, StateBuffer
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, StateBuffer
 from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
 
@@ -354,6 +354,8 @@ class Regions:
                 yield self._extent(b)
             if b in self.spec.shadowed:
                 yield from self._shadow(b)
+            if self.spec.ema:
+                yield self._ema(b)
             if self.spec.keeps_gradient and b not in self.spec.resident:
                 yield self._spilled(b) if self.spec.spilled(b) else self._waiting(b)
 
@@ -364,6 +366,13 @@ class Regions:
         if b in self.spec.paged:
             kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
         return tuple(self._kept(b, x) for x in kinds)
+
+    @_once
+    def _ema(self, b: int) -> Region:
+        """The moving average of the weights of a bucket, where its state is."""
+        nbytes = EMA.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
+        where: Tier = "device" if b in self.spec.resident else "host"
+        return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema")
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
         """The buffers that a speculative update of a bucket writes."""
@@ -429,12 +438,13 @@ class Regions:
         return Region("checkpoint", (), 0, "disk", "value")
 
     def _saved(self, b: int) -> tuple[Region, ...]:
-        """What a checkpoint contains of a bucket in memory: its state, and the gradient of a delayed update that
-        waits; of a frozen one its parameters."""
+        """What a checkpoint contains of a bucket in memory: its state and averages, and the gradient of a delayed
+        update that waits; of a frozen one its parameters."""
         if b >= len(self.spec.layout.buckets):
             return () if self.spec.on_disk(b) else (self._params(b),)
         waits = self.spec.delayed and self.spec.pending and b not in self.spec.resident
-        return (*self._state(b), *((self._waiting(b),) if waits else ()))
+        averages = (self._ema(b),) if self.spec.ema else ()
+        return (*self._state(b), *averages, *((self._waiting(b),) if waits else ()))
 
     def _written(self, b: int) -> Region:
         slice_ = self._shard_bytes(b, self.spec.element_bytes)

@@ -123,6 +123,14 @@ def _accumulate_as_typed(name: str, typed: str) -> None:
     _accumulate(name, _read_number(typed))
 
 
+def _ema(name: str, value: Any) -> float:
+    hint = "pass None for none, or such as 0.999"
+    decay = number(name, value, positive=True, hint=hint)
+    if decay >= 1:
+        raise ValueError(f"{name}: got {value!r}, expected a decay between 0 and 1: {hint}")
+    return decay
+
+
 def _persistent(name: str, value: Any) -> int | str:
     """A number of elements, or a text of names and such a number."""
     if isinstance(value, list | tuple):
@@ -257,6 +265,16 @@ class StepSettings:
         typed=one_of(("1", "2", "3")),
         read=int,
         metavar="1|2|3",
+    )
+    ema: float | None = _setting(
+        None,
+        _ema,
+        "step",
+        "keep a moving average of the weights, with this decay a step, such as 0.999",
+        "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "
+        "is skipped leaves it. `params`, `apply` and `evaluate` read it with `ema=True`.",
+        note=" (default: none)",
+        typed=_ema,
     )
     sync_buffers: SyncBuffers = _setting(
         "rank0",
@@ -487,6 +505,7 @@ class StepSettings:
                 f"that, or leave {name} out"
             )
         excluded = {
+            "ema": (self.ema is not None, "a swap space has no averages"),
             "offload_ratio": (self.offload_ratio != 1.0, "disk_ratio keeps a part of the state on the host"),
             "speculate": (bool(self.speculate), "a shadow of the state would be on the disk, too"),
             "delay_from": (self.delayed, "pass defer, which hides the host with the plain result"),
@@ -727,6 +746,7 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
         "state_slots": settings.state_slots,
         "grads_on": settings.grads_on,
         "shadows": settings.speculate,
+        "ema": settings.ema is not None,
         "delayed": settings.delayed,
         "defer": settings.defer,
         "norms": settings.norms,

@@ -93,6 +93,7 @@ class StepSpec:
     - `grads_on`: where gradients wait for the norm.
     - `matrix_work[b]`: what the update of bucket `b` takes on the device, on the rank with most of it, if its
       optimizer needs whole matrices.
+    - `ema`: a State has a moving average of the weights.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
     - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
@@ -135,6 +136,7 @@ class StepSpec:
     grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
     matrix_work: tuple[MatrixWork, ...] = field(default=(), converter=tuple[MatrixWork, ...])
+    ema: bool = False
     shadows: int = field(default=0, validator=validators.ge(0))
     graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     delayed: bool = False

@@ -19,17 +19,27 @@ from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
-def params(program: Program, state: State) -> dict[str, Tensor]:
+def params(program: Program, state: State, *, ema: bool = False) -> dict[str, Tensor]:
     """Every parameter by full name, in fp32 on the host: copies of the master weights, tied ones once.
 
-    Frozen parameters have no master: they are the device's values, in the compute dtype. All ranks have to call
-    this together, and each gets all parameters. Raises DonatedStateError for a used state.
+    With `ema` they are the moving average of the weights. Frozen parameters have no master: they are the device's
+    values, in the compute dtype. All ranks have to call this together, and each gets all parameters. Raises
+    DonatedStateError for a used state, ValueError where there is no average.
     """
     check_state(program, state, "params")
     make_deferred_update(program, state, "params")
     program.ranks.agree("params")
-    weights = parameter_weights(state.buffers, program.layout, program.ranks)
+    _check_ema(program, ema, "params")
+    weights = parameter_weights(state.buffers, program.layout, program.ranks, ema=ema)
     return {name: values.clone() for name, values in weights}
+
+
+def _check_ema(program: Program, ema: bool, action: str) -> None:
+    if ema and not program.spec.ema:
+        raise ValueError(
+            f"{action}: got ema=True for a program that keeps no moving average, expected one that does: pass "
+            "ema=0.999 to zfunc.compile"
+        )
 
 
 def buffers(program: Program, state: State) -> dict[str, Tensor]:
@@ -46,19 +56,20 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     }
 
 
-def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
+def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = False) -> Any:
     """Run the segments forward with the device's parameters, without dropout and gradients; the state stays.
 
     The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
     as `zfunc.models.gpt.Head`, which then returns logits). An output that shares memory with a parameter is copied.
-    Random numbers that a segment still draws depend on the state alone. With `defer` and several ranks, all of them
-    have to call this after a step. Raises DonatedStateError for a used state.
+    Random numbers that a segment still draws depend on the state alone. With `ema` the weights are their moving
+    average. With `defer` or `ema` and several ranks, all of them have to call this after a step. Raises
+    DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
     program.executor.check_process("apply")
     _check_arguments(program.segments[-1], more)
-    for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
+    for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
     owned = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
@@ -84,12 +95,15 @@ def _check_arguments(last: Segment, more: tuple[Any, ...]) -> None:
         ) from None
 
 
-def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+def outputs(
+    program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]], *, ema: bool = False
+) -> Iterator[Any]:
     """The outputs of the segments, one by one, computed on demand; the last is that of `apply`.
 
     `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.kv_cache.KVCache` to
     generate token by token. With `defer` and several ranks, the first call after a step is a collective.
     """
+    _check_ema(program, ema, "apply")
     make_deferred_update(program, state, "apply")
     with on_compute_stream(program):
         x = tree_map_only(
@@ -109,7 +123,7 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
             deterministic_kernels(program.settings.deterministic),
             name_nondeterminism(segment.name),
         ):
-            views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks)
+            views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks, ema=ema)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
             kept = module_buffers(program, state.buffers, s)
             x = segment.evaluation({**weights, **call.constants, **kept}, x, *extra)
@@ -120,26 +134,31 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
 
 @overload
 def evaluate(
-    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: Literal[False] = False
+    program: Program,
+    state: State,
+    batch: tuple[Any, Any],
+    *,
+    has_aux: Literal[False] = False,
+    ema: bool = False,
 ) -> float: ...
 
 
 @overload
 def evaluate(
-    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: Literal[True]
+    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: Literal[True], ema: bool = False
 ) -> tuple[float, dict[str, float]]: ...
 
 
 def evaluate(
-    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: bool = False
+    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: bool = False, ema: bool = False
 ) -> float | tuple[float, dict[str, float]]:
     """The mean loss of `batch = (inputs, targets)`, without dropout; the state stays.
 
-    With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name. The batch is not
-    split into micro-batches. Each rank evaluates its own; with `defer` all of them have to call this after a step.
-    Raises DonatedStateError for a used state.
+    With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name. With `ema` the
+    weights are their moving average. The batch is not split into micro-batches. Each rank evaluates its own; with
+    `defer` or `ema` all of them have to call this. Raises DonatedStateError for a used state.
     """
     inputs, targets = batch
-    y = apply(program, state, inputs, targets)
+    y = apply(program, state, inputs, targets, ema=ema)
     loss, aux = loss_and_aux(program.segments[-1].name, y)
     return (float(loss), {name: float(x) for name, x in aux.items()}) if has_aux else float(loss)

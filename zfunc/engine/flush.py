@@ -60,7 +60,7 @@ def run_on_state(
             buffers.generation -= donated
             buffers.lost = ""
         raise
-    buffers.lost, buffers.deferred, buffers.updated = "", None, frozenset()
+    buffers.lost, buffers.deferred, buffers.updated, buffers.averaged = "", None, frozenset(), frozenset()
     return run
 
 
@@ -84,14 +84,15 @@ def _begun_updates(buffers: Buffers, shaped: ShapedProgram, started: Mapping[int
     of_this_step = [i for i in begun if i > decide]
     if buffers.deferred is None:
         return [ops[i] for i in of_this_step]
-    by_bucket: dict[int, list[int]] = {}  # an update, and what writes its result to the disk
+    by_bucket: dict[tuple[str, int], list[int]] = {}  # an update, and what writes its result to the disk
     for i in range(decide):
-        if any(r.role == "state" for r in ops[i].writes):
-            by_bucket.setdefault(ops[i].index[0], []).append(i)
-    begun = {b: own for b, own in by_bucket.items() if any(i in started for i in own)}
-    ended = {b for b, own in begun.items() if all(started.get(i) for i in own)}
-    buffers.updated |= ended
-    unfinished = [i for b in begun.keys() - ended for i in begun[b] if i in started]
+        for role in {r.role for r in ops[i].writes} & {"state", "ema"}:
+            by_bucket.setdefault((role, ops[i].index[0]), []).append(i)
+    begun = {key: own for key, own in by_bucket.items() if any(i in started for i in own)}
+    ended = {key for key, own in begun.items() if all(started.get(i) for i in own)}
+    buffers.updated |= {b for role, b in ended if role == "state"}
+    buffers.averaged |= {b for role, b in ended if role == "ema"}
+    unfinished = [i for key in begun.keys() - ended for i in begun[key] if i in started]
     return [ops[i] for i in (*sorted(unfinished), *of_this_step)]
 
 
@@ -113,6 +114,7 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
         factors=program.optimizer.factors(number),
         loss_scale=state.loss_scale.scale,
         clip_norm=program.settings.clip_norm,
+        ema=program.settings.ema,
         skip_overflow=program.settings.precision == "fp16",
         micro_batches=program.settings.micro_batches,
         dtype=program.dtype,
@@ -122,6 +124,7 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
         sync_buffers=program.settings.sync_buffers,
         applies_pending=state.pending is not None,
         updated=state.buffers.updated,
+        averaged=state.buffers.averaged,
         patience=program.executor.patience,
         aux=shaped.spec.aux,
     )

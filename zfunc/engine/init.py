@@ -31,7 +31,7 @@ from zfunc.engine.program import (
 from zfunc.engine.segment import Segment
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.swap_state import commit_state, create_swap
-from zfunc.engine.weights import put_weights
+from zfunc.engine.weights import begin_averages, put_weights
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.host_memory import give_back_freed
@@ -95,6 +95,7 @@ def _initialized(
             first = {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()}
             copy_buffers(module_buffers(program, buffers, s), first)
         _fill(program, buffers, segment, spans, fold_seed(seed, "init", s), params)
+    begin_averages(buffers, program.layout)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 

@@ -18,16 +18,17 @@ from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import stored_buffers
+from zfunc.core.optimizer_state import EMA, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.state import Buffers
-from zfunc.engine.weights import send_weights
+from zfunc.engine.weights import begin_averages, send_weights
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
+BESIDE = (PENDING, EMA.name)  # kinds of state that no optimizer converts
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 
 
@@ -36,18 +37,20 @@ def fill_state(
 ) -> None:
     """Read what this rank keeps. Trained parameters on the device are not written.
 
-    Raises CheckpointError, naming file, tensor and offset, for bytes that are not what was written.
+    Moving averages that are not there begin as the weights. Raises CheckpointError, naming file, tensor and offset,
+    for bytes that are not what was written.
     """
     manifest = checkpoint.manifest
     gradients = buffers.waiting() if manifest.position.pending is not None else ()
     pending: dict[int, Dtype] = dict.fromkeys(gradients, "fp32")
-    state = [*state_slices(layout, ranks.rank, ranks.world, pending)]
+    averages = buffers.ema(0) is not None and manifest.averages
+    state = [*state_slices(layout, ranks.rank, ranks.world, pending, ema=averages)]
     slices = [*state, *_frozen_slices(buffers, layout, ranks)]
     with CheckpointReader(checkpoint) as reader:
         own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
         other = {x for x in own if manifest.format_of(manifest.by_name[x]) != own[x]}
-        converted = [x for x in state if x.parameter in other and x.kind != PENDING]
-        slices = [x for x in slices if x.parameter not in other or x.kind == PENDING]
+        converted = [x for x in state if x.parameter in other and x.kind not in BESIDE]
+        slices = [x for x in slices if x.parameter not in other or x.kind in BESIDE]
         for b, kinds in groupby(converted, key=lambda x: (x.bucket, x.parameter)):
             _convert(reader, {x.kind: x for x in kinds}, buffers, layout.buckets[b[0]], optimizer)
         for _, own in groupby(slices, key=lambda x: x.bucket if buffers.on_disk else 0):
@@ -56,6 +59,9 @@ def fill_state(
                 reader,
                 [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in own],
             )
+
+    if not averages:
+        begin_averages(buffers, layout)
 
 
 def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
@@ -95,6 +101,9 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
         flat = buffers.weights[x.bucket].flat
     elif x.kind == PENDING:
         flat = buffers.waiting()[x.bucket]
+    elif x.kind == EMA.name:
+        flat = buffers.ema(x.bucket)
+        assert flat is not None
     else:
         flat = buffers.state(x.bucket, write=True)[x.kind]
     return flat[x.at : x.at + x.stop - x.start]

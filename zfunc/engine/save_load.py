@@ -119,6 +119,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
             for segment in program.segments
             for short, t in segment.buffers.items()
         ],
+        ema=program.spec.ema,
     )
     return begin_writing(snapshot, save, program.ranks)
 

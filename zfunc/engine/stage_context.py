@@ -58,6 +58,7 @@ class StepContext:
     factors: Mapping[str, Any]  # of the optimizer, for that update
     loss_scale: float
     clip_norm: float | None
+    ema: float | None  # the decay of the moving average of the weights
     skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
     micro_batches: int
     dtype: torch.dtype  # of parameters and gradients on the device
@@ -67,6 +68,7 @@ class StepContext:
     sync_buffers: SyncBuffers  # whose values of the buffers that forward changes are kept
     applies_pending: bool  # whether this step applies the gradient of the previous one
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
+    averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
     aux: tuple[str, ...] = ()  # names of the last segment's auxiliary outputs
 

@@ -19,6 +19,7 @@ from zfunc.checkpoint.manifest import BUFFER, PENDING
 from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
+from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
@@ -48,6 +49,7 @@ from zfunc.engine.update_stages import (
     adam_on_device,
     all_gather,
     confirm,
+    ema,
     speculate,
     state_of,
     to_device,
@@ -288,6 +290,8 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
         state[FROZEN] = _in_page(mem[op.read("weight_page")], step, b)
     if op.touches("grad_shard"):
         state[PENDING] = mem[op.read("grad_shard")]
+    if op.touches("ema"):
+        state[EMA.name] = mem[op.read("ema")]
     checkpoint.write(b, state)
     mem[op.write("written")] = None
 
@@ -339,6 +343,7 @@ STAGES: dict[str, Stage] = {
     "speculate": speculate,
     "confirm": confirm,
     "adam_on_device": adam_on_device,
+    "ema": ema,
     "to_device": to_device,
     "all_gather": all_gather,
     "write": write,

@@ -18,7 +18,7 @@ from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.layout import Bucket, round_up
-from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.optimizer_state import EMA, HIGH_HALF
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.engine.disk_memory import StateOnDisk, spill_files, states_on_disk
@@ -135,7 +135,8 @@ class Buffers:
     """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
     Only the State of this `generation` may use it. `deferred` is the decision of an update that is still to be made
-    of all but the `updated` buckets (see `zfunc.engine.flush`).
+    of all but the `updated` buckets, and of the moving averages of all but the `averaged` ones (see
+    `zfunc.engine.flush`).
     """
 
     memory: dict[Region, Any] = field(repr=False)
@@ -146,6 +147,7 @@ class Buffers:
     compared: bool = False  # whether the weights have been compared with the other ranks'
     deferred: StepDecision | None = None
     updated: frozenset[int] = frozenset()
+    averaged: frozenset[int] = frozenset()
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
     _opened: "OpenedState | None" = None
 
@@ -198,6 +200,10 @@ class Buffers:
             return self.weights[b]
         self.close()
         return Flat(self.on_disk[b].read_weights(), {})
+
+    def ema(self, b: int) -> Tensor | None:
+        """This rank's slice of the moving average of a bucket's weights, if there is one."""
+        return self.memory.get(Region(EMA.name, (b,)))
 
     def close(self) -> None:
         """Write back the state that was read from the disk, if it was changed."""

@@ -17,6 +17,7 @@ from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import HasMoments, MatrixOptimizer, Optimizer
 from zfunc.optim.groups import GroupedOptimizer
+from zfunc.optim.workspaces import ema_workspace
 from zfunc.values import of_type
 
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
@@ -58,7 +59,7 @@ def make_spec(
         world=world,
         send_high_half=settings.precision == "bf16",
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
-        update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
+        update_workspace=max(optimizer.device_workspace(largest), ema_workspace(largest)) if on_gpu else 0,
         matrix_work=tuple(_matrix_work(b, optimizer, world) for b in layout.buckets),
         **in_buckets(layout, settings),
     )

@@ -17,6 +17,7 @@ from zfunc.core.spec import PARAMS
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
 from zfunc.optim.compact import master_weights
+from zfunc.optim.ema import average_
 from zfunc.runtime.accelerator import on_accelerator
 
 
@@ -62,6 +63,14 @@ def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
         params.copy_(mem[op.write(HIGH_HALF)])  # as `to_device` would send it
     else:
         _update(op, mem, step, decision, copy=params)
+
+
+def ema(op: Op, mem: Memory, step: StepContext) -> None:
+    """Move the average of a bucket's weights towards the new ones, unless the step is skipped."""
+    (b,) = op.index
+    if not mem[op.read("decision")].skip and b not in step.averaged:
+        assert step.ema is not None
+        average_(mem[op.write("ema")], state_of(op, mem), step.ema)
 
 
 def _update(

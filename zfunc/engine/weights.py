@@ -18,13 +18,16 @@ from zfunc.runtime.collectives import RankGroup
 PART = 1 << 20  # elements
 
 
-def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
+def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: bool = False) -> Tensor:
     """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
 
-    Those of a frozen bucket are its parameters. Read only: on one rank the result may be the master itself.
+    With `ema` they are the weights' moving average. Those of a frozen bucket are its parameters. Read only: on one
+    rank the result may be the master itself.
     """
-    state = buffers.state(bucket.index)
-    if FROZEN in state:
+    state, average = buffers.state(bucket.index), buffers.ema(bucket.index) if ema else None
+    if average is not None:
+        shard = average.cpu()
+    elif FROZEN in state:
         shard = state[FROZEN].float()
     elif state:
         shard = master_weights(state, 0, bucket.numel // ranks.world)
@@ -37,13 +40,16 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
     return full
 
 
-def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once: its full name and fp32 weights on the host, in its shape; read only.
+def parameter_weights(
+    buffers: Buffers, layout: Layout, ranks: RankGroup, *, ema: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once: its full name and fp32 weights on the host, in its shape; read only. With `ema` their
+    moving average.
 
     Each bucket is a collective: all ranks have to exhaust the iterator.
     """
     for bucket in (*layout.buckets, *layout.frozen_buckets):
-        flat = bucket_weights(buffers, bucket, ranks)
+        flat = bucket_weights(buffers, bucket, ranks, ema=ema)
         for span in bucket.spans:
             yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
 
@@ -97,14 +103,31 @@ def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
         ranks.all_gather(params, shard)
 
 
+def begin_averages(buffers: Buffers, layout: Layout) -> None:
+    """Moving averages begin as the weights."""
+    for bucket in layout.buckets:
+        average = buffers.ema(bucket.index)
+        if average is not None:
+            state = buffers.state(bucket.index)
+            for first in range(0, average.numel(), PART):
+                part = average[first : first + PART]
+                part.copy_(master_weights(state, first, first + part.numel()))
+
+
 def segment_weights(
-    buffers: Buffers, spec: StepSpec, s: int, device: torch.device, ranks: RankGroup
+    buffers: Buffers, spec: StepSpec, s: int, device: torch.device, ranks: RankGroup, *, ema: bool = False
 ) -> dict[str, Tensor]:
-    """The parameters of segment `s` by full name, on the device. A collective where each rank has a slice."""
+    """The parameters of segment `s` by full name, on the device. A collective where each rank has a slice.
+
+    With `ema` they are the moving averages of the weights, rounded as the weights are, and each rank has a slice.
+    """
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):
         bucket, params = spec.layout.weights(b), buffers.parameters(b)
-        if spec.sharded(b):
+        if ema and b < len(spec.layout.buckets):
+            average = bucket_weights(buffers, bucket, ranks, ema=True)
+            params = Flat.of(average.to(device, params.flat.dtype), bucket)
+        elif spec.sharded(b):
             flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
             own = ranks.own_slice(bucket, flat)
             own.copy_(params.flat)

@@ -7,6 +7,7 @@ from zfunc.optim.adafactor_reference import SUMMED
 from zfunc.optim.compact_reference import BLOCK
 
 PIECE = 1 << 22  # elements updated together: much for a device, little beside a bucket
+EMA_PIECE = 1 << 18  # elements of a moving average at a time, which stay in the caches
 ADAFACTOR_PIECE = 1 << 20  # elements whose temporaries are there at a time
 ONE_BUFFER_FLOATS = 7  # rows of scratch: the gradient, two for float64, a term, weights, buffer, direction
 
@@ -57,3 +58,8 @@ def newton_schulz_work(shape: tuple[int, ...], steps: int) -> MatrixWork:
     return MatrixWork(
         steps * (4 * m * m * n + 2 * m**3), two_wide + two_square + 3 * ALLOCATION, 3 * steps + 3
     )
+
+
+def ema_workspace(numel: int) -> int:
+    """The bytes that `zfunc.optim.ema.average_` of `numel` weights allocates on an accelerator."""
+    return 2 * 4 * min(numel, EMA_PIECE)

@@ -30,7 +30,18 @@ PALETTE = (  # light enough for black letters, distinct on white and on black
         "#ccd8cc",
         "#94a3b8",
     ),
-    *("#5ce6c4", "#f0d2ff", "#a98ff0", "#c378b4", "#b48778", "#3ca55a", "#ffb4c3", "#ff87c3", "#4cc440"),
+    *(
+        "#5ce6c4",
+        "#f0d2ff",
+        "#ffe082",
+        "#a98ff0",
+        "#c378b4",
+        "#b48778",
+        "#3ca55a",
+        "#ffb4c3",
+        "#ff87c3",
+        "#4cc440",
+    ),
     *("#f48840", "#ace840", "#f44cf4", "#8c9bff", "#ded98c"),
 )
 _BUILT_IN = (name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_")

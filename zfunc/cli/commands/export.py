@@ -9,6 +9,7 @@ from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import Option, anything, check_each, one_of, path
 from zfunc.units import format_bytes
+from zfunc.values import truth
 
 EXPORT = {
     "checkpoint": Option(
@@ -30,6 +31,7 @@ EXPORT = {
     "adapter_only": Option(
         "file", "of a run with --lora write the adapters alone, as peft does, and do not merge them", anything
     ),
+    "ema": Option("file", "the moving average of the weights, of a training with --ema", truth),
     "dtype": Option(
         "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
     ),
@@ -44,6 +46,7 @@ class ExportSettings:
     out: Path | None = None
     hf: Path | None = None
     adapter_only: bool = False
+    ema: bool = False
     dtype: str = "fp32"
 
     def __attrs_post_init__(self) -> None:
@@ -68,7 +71,9 @@ def run_export(settings: ExportSettings) -> int:
 
     with logged():
         if settings.hf is None:
-            exported = export_weights(settings.checkpoint, settings.out, dtype=settings.dtype)
+            exported = export_weights(
+                settings.checkpoint, settings.out, dtype=settings.dtype, ema=settings.ema
+            )
         else:
             from zfunc.models import hf
             from zfunc.train.pretrained import adapters_of_run
@@ -87,6 +92,7 @@ def run_export(settings: ExportSettings) -> int:
                     dtype=settings.dtype,
                     lora=lora,
                     adapter_only=settings.adapter_only,
+                    ema=settings.ema,
                 )
             except ValueError as error:
                 if not str(error).startswith("config: "):

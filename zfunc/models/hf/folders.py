@@ -47,12 +47,13 @@ def export_folder(
     dtype: Precision = "fp32",
     lora: Any = None,
     adapter_only: bool = False,
+    ema: bool = False,
 ) -> ExportedWeights:
     """Write a checkpoint of a `zfunc.hf` program as a new folder that `from_pretrained` loads.
 
     `source` is a checkpoint, a folder of them or a run. `config` is a config, or the folder that was trained from,
-    whose tokenizer is then copied too. A tied head is stored once, as in transformers. `dtype`, memory and errors
-    are those of `zfunc.checkpoint.export.export_weights`.
+    whose tokenizer is then copied too. A tied head is stored once, as in transformers. `dtype`, `ema`, memory and
+    errors are those of `zfunc.checkpoint.export.export_weights`.
 
     Where adapters were trained, `lora` is their `peft.LoraConfig`, or a folder with adapter_config.json. They are
     merged into the model's weights, in fp32 and one layer at a time; with `adapter_only` they alone are written, as
@@ -61,12 +62,14 @@ def export_folder(
     Raises ValueError if the checkpoint is not of the config's model, or `out` exists.
     """
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(Path(source)))
+    if ema:
+        check_averages(checkpoint)
     entries, step = checkpoint.manifest.parameters, checkpoint.manifest.position.step
     shapes = {x.name: x.shape for x in entries}
     folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only)
     if folder.adapted is None:
         try:
-            done = export_weights(checkpoint.path, folder.partial / SINGLE, dtype=dtype)
+            done = export_weights(checkpoint.path, folder.partial / SINGLE, dtype=dtype, ema=ema)
             folder.publish()
         finally:
             folder.abandon()
@@ -76,7 +79,7 @@ def export_folder(
         with CheckpointReader(checkpoint) as reader:
             for entry in sorted(entries, key=lambda x: not x.trainable):  # adapters wait for what they change
                 if entry.trainable or not adapter_only:
-                    saving.write(entry.name, torch.from_numpy(read_weights(reader, entry)))
+                    saving.write(entry.name, torch.from_numpy(read_weights(reader, entry, ema=ema)))
         saving.finish()
     finally:
         saving.abandon()
