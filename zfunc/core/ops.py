@@ -447,13 +447,13 @@ class OpBuilder(Regions):
             workspace=self.spec.update_workspace,
         )
 
-    def ema(self, b: int) -> Op:
+    def average(self, b: int) -> Op:
         """Move the average of the weights of bucket `b` towards the new ones."""
         names, average = weight_buffers(self._format(b)), self._ema(b)
         weights = tuple(r for r in self._state(b) if r.buffer in names)
         on_device = b in self.spec.resident
         return Op(
-            "ema",
+            "average",
             (b,),
             "compute" if on_device else "host",
             (self._decision(), *weights, average),

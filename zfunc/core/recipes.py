@@ -349,7 +349,7 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int, *, send: bool) -> Itera
     if send:
         yield from _send(spec, emit, b)
     if spec.ema:
-        yield emit.ema(b)
+        yield emit.average(b)
     if b in spec.paged or (spec.swaps and spec.commit):
         yield emit.page_out(b)
 

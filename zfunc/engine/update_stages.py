@@ -65,7 +65,7 @@ def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
         _update(op, mem, step, decision, copy=params)
 
 
-def ema(op: Op, mem: Memory, step: StepContext) -> None:
+def average(op: Op, mem: Memory, step: StepContext) -> None:
     """Move the average of a bucket's weights towards the new ones, unless the step is skipped."""
     (b,) = op.index
     if not mem[op.read("decision")].skip and b not in step.averaged:

@@ -9,6 +9,7 @@
     adafactor             `Adafactor`
     muon                  `Muon`
     newton_schulz         makes a matrix orthogonal, for Muon
+    ema                   the moving average of the weights
     groups                several of them in one model, by the names of parameters
     by_name               the optimizers by their names on the command line
     one_buffer            what SGD, Lion and Adagrad have in common as values

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, export_weights, read_weights
+from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, check_averages, export_weights, read_weights
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
