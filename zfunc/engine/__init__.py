@@ -3,7 +3,6 @@
     segment                 nn.Module -> pure function
     closure_facts           the Python values that a segment depends on
     purity                  refuses segments with hidden state
-    module_buffers          buffers that forward changes: which, and where they are in memory
     vjp                     forward and backward of a segment, with or without recomputation
     device_graphs           a segment's passes recorded on a device, and replayed
     tensor_memory           which part of a storage a tensor lies in
