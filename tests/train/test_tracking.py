@@ -91,9 +91,8 @@ def events(of: TrainSettings, after: int, until: int) -> Iterator[Event]:
             if step % 3 == 1 and step > 1:
                 yield Saved(step - 1, Path(f"step-{step - 1:08}"), "", None)
             figures = 5 / step if step != 4 else math.nan, 0.1 / step, step / 7
-            yield Stepped(
-                step, 10, *figures, step == 5, 2.0**step, 1e3, 0.1, 0.05, 0, 1 << 20, None, held_out
-            )
+            figures = step, 10, *figures, step == 5, 2.0**step, 1e3, 0.1, 0.05, 0, 1 << 20, None, held_out
+            yield Stepped(*figures, aux={"accuracy": step / 10}, norms={"head.weight": step / 3})
         elif held_out is not None:
             yield Evaluated(held_out, step)
     if until % 3:
@@ -120,6 +119,10 @@ def expected(run: str, names: Any = SCALARS, *, fp16: bool = False, samples: int
     """What metrics.jsonl has, as scalars."""
     scalars: Scalars = {}
     for row in rows(run):
+        groups = {f"train/{name}": x for name, x in row.get("aux", {}).items()}
+        groups |= {f"grad_norm/{name}": x for name, x in row.get("norms", {}).items()}
+        for name, value in groups.items():
+            scalars.setdefault(name, []).append((row["step"] * samples, value))
         for name, value in row.items():
             kept = name in names and value is not None and (fp16 or name not in ("loss_scale", "skipped"))
             if kept and not (name == "device_bytes" and not value):
@@ -199,10 +202,11 @@ PLACE = {"enabled": True, "output_path": "logs", "job_name": "mine"}
 def test_a_resumed_training_has_every_scalar_once(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     needed(["tensorboard", "wandb"])
     monkeypatch.setenv("ZFUNC_FAULTS", "rank=0,step=8,op=forward[0,0],do=raise")
-    assert train("--tensorboard", "--wandb", "--out", "run") == 1
+    assert train("--tensorboard", "--wandb", "--norms", "--out", "run") == 1
     monkeypatch.delenv("ZFUNC_FAULTS")
     assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [*range(1, 8)]
-    assert train("--tensorboard", "--wandb", "--out", "run", "--resume", "auto") == 0
+    assert train("--tensorboard", "--wandb", "--norms", "--out", "run", "--resume", "auto") == 0
+    assert len(board("run/tensorboard")["grad_norm/block0.attn_out.bias"]) == 10
     same(board("run/tensorboard"), expected("run"))
     same(history("run"), expected("run"))
     assert len(rows("run")) == 11

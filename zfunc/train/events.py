@@ -63,6 +63,8 @@ class Stepped:
     seconds_left: float | None
     held_out: float | None  # as in Evaluated
     epoch: float | None = None  # passes over the data so far; None without --epochs
+    aux: dict[str, float] = field(factory=dict[str, float])  # what the last segment returns beside the loss
+    norms: dict[str, float] = field(factory=dict[str, float])  # of each parameter's gradient, with --norms
 
 
 @frozen

@@ -171,6 +171,8 @@ class _Loop:
             seconds_left=self.progress.budget.seconds_left(number, elapsed),
             held_out=self.held_out,
             epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
+            aux=metrics.aux,
+            norms=metrics.norms,
         )
         if timed and metrics.timeline is not None:
             yield Timed(number, metrics.timeline)

@@ -5,7 +5,7 @@
 - `metrics.jsonl`: one JSON object a step, appended and flushed as the step ends. An evaluation adds
   `held_out_bits_per_byte` (or `..._per_token`, for tokens) to the object of the step it follows, a checkpoint adds
   `saved`, its name, or `not_saved`, the reason. The evaluation before the first step is an object of its own, with
-  step 0.
+  step 0. `aux` and `norms` are objects in it, where the model or --norms has them.
 - `checkpoints`: see `zfunc.checkpoint.directory`.
 - `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, an interactive page and a
   Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
@@ -167,7 +167,7 @@ def record_event(run: RunFolder, event: Event, unit: str) -> None:
                 event, filter=attrs.filters.exclude("step", "held_out", "epoch", "seconds_left")
             )
             more = {"epoch": event.epoch, held_out: event.held_out}
-            run.append(event.step, fields | {name: x for name, x in more.items() if x is not None})
+            run.append(event.step, {k: x for k, x in (fields | more).items() if x not in (None, {})})
         case Traced():
             title = _title(event, json.loads((run.path / CONFIG).read_text()))
             replace_text(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))

@@ -39,6 +39,8 @@ SCALARS: Mapping[str, str] = {
     "host_bytes": "memory/host_bytes",
 }
 """The metrics that are written, and the names of their scalars, against steps."""
+GROUPS: Mapping[str, str] = {"aux": "train", "norms": "grad_norm"}
+"""The metrics that are several, each with a name, and what the names of their scalars begin with."""
 DEEPSPEED_SCALARS: Mapping[str, str] = {
     **SCALARS,
     "loss": "Train/Samples/train_loss",
@@ -148,11 +150,10 @@ class _Track:
         names = SCALARS if self.request.block is None else DEEPSPEED_SCALARS
         left_out = () if self.started.settings.precision == "fp16" else FP16_ONLY
         left_out = left_out if row.get("device_bytes") else (*left_out, "device_bytes")
-        scalars = {
-            names[name]: y
-            for name, value in row.items()
-            if name in names and name not in left_out and (y := _scalar(value)) is not None
-        }
+        values = {names[name]: value for name, value in row.items() if name in names and name not in left_out}
+        for group, begin in GROUPS.items():
+            values |= {f"{begin}/{name}": value for name, value in row.get(group, {}).items()}
+        scalars = {name: y for name, value in values.items() if (y := _scalar(value)) is not None}
         if scalars:
             sink.write(self._x(row["step"]), scalars)
 
