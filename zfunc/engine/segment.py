@@ -257,7 +257,7 @@ def refuse_hooks(name: str, owner: str) -> NoReturn:
     raise ValueError(
         f"segment {name!r}: got a gradient hook on {owner}, expected none, because it would never run: to clip, "
         "pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in forward; to read "
-        "gradients, add a stage (zfunc.compile's recipe and stages)"
+        "gradients, pass norms=True or a stage in place of pack (docs/recipes.md)"
     )
 
 
