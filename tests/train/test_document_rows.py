@@ -93,7 +93,7 @@ def test_packed_losses_are_those_of_the_documents_alone(name: str, batches: list
     assert abs(across - alone) > 1e-4
 
 
-@pytest.mark.parametrize("recompute", ["all", "none"])
+@pytest.mark.parametrize("recompute", ["all", pytest.param("none", marks=pytest.mark.slow)])
 def test_packed_gradients_are_those_of_the_documents_alone(recompute: str, batches: list[Any]) -> None:
     optimizer = zfunc.SGD(lr=1.0, momentum=0.0, weight_decay=0.0)
     program = zfunc.compile(gpt(), optimizer=optimizer, precision="fp32", recompute=recompute, device="cpu")
