@@ -135,7 +135,7 @@ COMMAND = Command(
     # go on where that stopped, or begin if it never began
     zfunc train --data texts --steps 1000 --out run --resume auto
     # fine-tune a local Hugging Face model; --lora 16: adapters alone
-    zfunc train --hf model --data chats.jsonl --seq-length 512 --packing documents --epochs 2
+    zfunc train --hf model --data chats.jsonl --seq-length 512 --epochs 2
     # on two GPUs
     torchrun --nproc-per-node 2 -m zfunc train --data texts
     """,
