@@ -91,6 +91,7 @@ def test_packed_losses_are_those_of_the_documents_alone(name: str, batches: list
     packed, alone, across = (zfunc.evaluate(program, state, batch) for batch in batches)
     assert packed == pytest.approx(alone, rel=1e-6)
     assert abs(across - alone) > 1e-4
+    assert zfunc.train_step(program, state, batches[0])[1].loss == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("recompute", ["all", pytest.param("none", marks=pytest.mark.slow)])
