@@ -105,7 +105,7 @@ def test_the_tokens_are_the_templates_and_the_assistants_turns_are_learned(name:
         assert ids[-1] != own.eos_token_id or name in ("inst", "plain"), "no end token but the template's"
     stops = {"chatml": "<|im_end|>", "headers": "<|eot|>"}.get(name, "</s>")
     assert own.convert_tokens_to_ids(stops) in tokenizer.stops
-    assert "chats: 1, written as " + ("User" if template is None else "the chat template") in str(corpus)
+    assert "chats: 1, written " + ("as User" if template is None else "by the chat template") in str(corpus)
 
 
 def test_a_template_that_writes_earlier_turns_otherwise_gives_a_document_a_turn(tmp_path: Path) -> None:

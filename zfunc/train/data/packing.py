@@ -243,12 +243,10 @@ def _notes(
     elif vocabulary is not BYTES:
         yield f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
     if packed.chats and isinstance(vocabulary, Tokenizer):
-        own = (
-            f"the chat template of {vocabulary.name}"
-            if vocabulary.chat.source
-            else "User: ..., Assistant: ..."
-        )
-        yield f"chats: {packed.chats:,}, written as {own}"
+        how = f"by the chat template of {vocabulary.name}"
+        if not vocabulary.chat.source:
+            how = "as User: ..., Assistant: ..., for want of a chat template"
+        yield f"chats: {packed.chats:,}, written {how}"
     if loss_mask is not None:
         count = f"{np.count_nonzero(loss_mask):,} {unit}"
         of_ids = f"the labels of the others, in {packed.pairs:,} documents, are {IGNORE_INDEX}"
