@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             ("*.bias", zfunc.SGD(0.1, momentum=0.9, moments="16bit")),
             ("*.ln_*", zfunc.Adagrad(1e-2, moments="16bit")),
             ("block0.*", zfunc.Lion(1e-4, weight_decay=1.0, moments="16bit")),
+            ("block1.*", zfunc.Adafactor(1e-2, moments="16bit")),
             zfunc.AdamW(1e-3, weight_decay=0.1, moments="16bit"),
         ),
     },
@@ -94,11 +95,10 @@ def compare(group: Any, world: int, out: Path) -> None:
         seen, params = train(program, data, steps=STEPS.get(name, FEWER))
         if rank == 0:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
-            carries = [
-                op for op in program.plan.graph if op.verb in ("reduce_scatter", "gather", "all_gather")
-            ]
+            verbs = "reduce_scatter", "gather", "all_gather", "join_measures"
+            carries = [op for op in program.plan.graph if op.verb in verbs]
             sizes = {
-                "bytes": program.layout.numel * program.dtype.itemsize,
+                "bytes": program.layout.numel * program.dtype.itemsize + sum(map(sum, program.spec.measures)),
                 "planned": sum(op.nbytes for op in carries),
             }
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))

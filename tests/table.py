@@ -18,6 +18,7 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.optimizer_state import needs_whole_parameters
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, delayed, flush_recipe, zero_offload
 from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
@@ -63,10 +64,11 @@ def spec(
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
     streams = settings.get("params_on") == "host" or settings.get("stage") == 3
     persistent = settings.pop("persistent", ())
+    world = settings.get("world", 1)
     layout = make_layout(
         segments,
         bucket_size=bucket_size,
-        world=settings.get("world", 1),
+        world=world,
         within_segments=streams or settings.get("group_size", 1) > 1,
         persistent=persistent if streams else (),
     )
@@ -80,8 +82,19 @@ def spec(
     recompute = tuple(recompute) or (True,) * len(segments)
     resident = set(settings.pop("resident", ())) & set(range(len(layout.buckets)))
     work = [MatrixWork(700 * (b.index + 1), 50 + 8 * b.index, 2 + b.index) for b in layout.buckets]
+    measures = [
+        (24, 16, 8, 8) if needs_whole_parameters(b.state_format) and b.cut_by(world) else ()
+        for b in layout.buckets
+    ]
     return StepSpec(
-        layout, costs, recompute, target_bytes=16, resident=resident, matrix_work=work, **settings
+        layout,
+        costs,
+        recompute,
+        target_bytes=16,
+        resident=resident,
+        matrix_work=work,
+        measures=measures,
+        **settings,
     )
 
 
@@ -116,6 +129,11 @@ MATRICES: Segments = [
     [evolve(EMBED, state_format="muon-16bit"), Parameter("a", (70,))],
     [Parameter("b", (30, 8), state_format="muon-16bit"), Parameter("c", (8,), group=2)],
     [Parameter("d", (9, 9), state_format="muon-16bit"), evolve(EMBED, state_format="muon-16bit")],
+]
+CUT: Segments = [
+    [evolve(EMBED, state_format="adafactor-16bit"), Parameter("a", (300,))],
+    [Parameter("b", (30, 8), state_format="adafactor-16bit"), Parameter("c", (8,), group=2)],
+    [Parameter("d", (20, 20), state_format="adafactor-16bit"), evolve(EMBED, state_format="adafactor-16bit")],
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), group=1)]]
 
@@ -167,6 +185,11 @@ SPECS: dict[str, StepSpec] = {
     ),
     "whole matrices, stage 3": spec(
         MATRICES, stage=3, world=3, params_on="host", send_high_half=True, barrier=True
+    ),
+    "cut by ranks": spec(CUT, send_high_half=True, world=2, resident={0}, save=True, shadows=1),
+    "cut by ranks, barrier": spec(CUT, micro_batches=2, world=3, barrier=True, resident={1}, shadows=9),
+    "cut by ranks, stage 3": spec(
+        CUT, stage=3, world=2, params_on="host", send_high_half=True, barrier=True, host_slots=1
     ),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
@@ -360,7 +383,7 @@ def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
             draw(shapes),
             trainable,
             draw(st.integers(0, 2)),
-            draw(st.sampled_from(["fp32", "16bit", "muon-8bit"])),
+            draw(st.sampled_from(["fp32", "16bit", "muon-8bit", "adafactor-fp32"])),
         )
         for s in users:
             segments[s].append(p)

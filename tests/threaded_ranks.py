@@ -45,9 +45,9 @@ class ThreadedRanks(RankGroup):
     def all_gather(self, full: Tensor, mine: Tensor) -> None:
         full.copy_(torch.cat(self.exchange(mine.clone())))
 
-    def all_reduce(self, values: Tensor) -> None:
-        first, *others = self.exchange(values.clone())
-        values.copy_(sum(others, first))
+    def all_reduce(self, values: Tensor, *, largest: bool = False) -> None:
+        first, *others = every = self.exchange(values.clone())
+        values.copy_(torch.stack(every).amax(0) if largest else sum(others, first))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         return [sum(of_all) for of_all in zip(*self.exchange(list(values)), strict=True)]

@@ -88,7 +88,7 @@ cdef extern from "_adafactor_kernel.h" nogil:
     ctypedef struct zf_factor_args:
         const void *grad
         int grad_type
-        size_t rows, columns
+        size_t rows, columns, first
         float grad_scale, grad_floor
         float *row_largest
         float *column_largest
@@ -269,6 +269,7 @@ cdef zf_factor_args factor_args(matrix):
     args.grad, args.grad_type = <const void *>grad, matrix[1]
     args.rows, args.columns = matrix[2], matrix[3]
     args.grad_scale, args.grad_floor = <float><double>matrix[4], <float><double>matrix[5]
+    args.first = matrix[6]
     return args
 
 
@@ -280,7 +281,7 @@ cdef zf_weights weights_at(addresses):
 
 
 def factor_largest(
-    matrix,                  # IN    (gradient [n], its type, rows, columns, grad_scale, grad_floor), as all below
+    matrix,                  # IN    (gradient [n], its type, rows, columns, grad_scale, grad_floor, 0), as below
     size_t n,                # a multiple of rows * columns: as many matrices
     uintptr_t rows,          # OUT   [n / columns] fp32, 0 before
     uintptr_t columns,       # OUT   [n / rows] fp32, 0 before
@@ -315,10 +316,10 @@ def factor_sums(
 
 
 def factor_squares(
-    matrix,
+    matrix,                  # IN    as above, with the parameter's element that the first one here is, for 0
     size_t n,
-    uintptr_t left,          # IN    [n / columns] fp32
-    uintptr_t right,         # IN    [n / rows] fp32
+    uintptr_t left,          # IN    fp32 of every row of the parameter
+    uintptr_t right,         # IN    fp32 of every column
     double limit,            # IN    of their products
     weights,                 # IN    addresses: [n] fp32, 0; or the halves of a split master
     uintptr_t direction,     # OUT   [ceil(n / 64)] double
@@ -337,10 +338,10 @@ def factor_squares(
 
 
 def factored_update(
-    matrix,
+    matrix,                  # IN    as above
     size_t n,
-    uintptr_t left,          # IN    [n / columns] fp32
-    uintptr_t right,         # IN    [n / rows] fp32
+    uintptr_t left,          # IN    fp32 of every row of the parameter
+    uintptr_t right,         # IN    fp32 of every column
     double limit,            # IN    of their products
     weights,                 # IN    addresses: [n] fp32, 0; or the halves of a split master
     into,                    # OUT   as `weights`, which they may be

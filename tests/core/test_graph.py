@@ -122,6 +122,7 @@ PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
 DEFERRED = TRAINING["deferred"]
 UPDATES = ("adam", "confirm", "adam_on_device")
 BEGUN = ("momentum", "momentum_on_device")
+MEASURE = "measure", "measure_on_device"
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
     st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=max(2, spec.stage)))
@@ -170,6 +171,9 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     assert done("to_device") == [b for b in applied if not spec.off_device(b)]
     assert done("adam_on_device") == sorted(spec.resident)
     assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.whole_matrices(b)]
+    measured = sorted((i, b) for b in everywhere for i in spec.rounds(b))
+    assert sorted(op.index for op in ops if op.verb in MEASURE) == measured
+    assert sorted(op.index for op in ops if op.verb == "join_measures") == measured
     assert done("speculate") == done("confirm") == sorted(spec.shadowed if recipe is PLAIN else ())
     assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.streamed(b)]
 
@@ -192,7 +196,7 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
         elif op.touches("grad_slot"):
             slot = op.read("grad_slot")
             assert holds[slot][1] == op.index[len(op.index) > 1]
-            leaves = "adam_on_device" if _straight(spec, recipe, holds[slot][1]) else "hold"
+            leaves = _leaves(spec, recipe, holds[slot][1])
             if op.verb == (leaves if holds[slot][1] in spec.resident or spec.sums_on_device else "to_host"):
                 m, b = holds.pop(slot)
                 d = op.index[2] if len(op.index) > 1 else 0
@@ -203,9 +207,11 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
     assert not holds
 
 
-def _straight(spec: StepSpec, recipe: Recipe, b: int) -> bool:
-    """Whether a bucket that is updated on the device is updated straight from its slot."""
-    return recipe is PLAIN and not spec.barrier and spec.num_deliveries(spec.layout.buckets[b]) == 1
+def _leaves(spec: StepSpec, recipe: Recipe, b: int) -> str:
+    """The verb with which the gradient of a bucket that is updated on the device leaves its slot."""
+    if recipe is not PLAIN or spec.barrier or spec.num_deliveries(spec.layout.buckets[b]) > 1:
+        return "hold"
+    return "momentum_on_device" if spec.whole_matrices(b) else "adam_on_device"
 
 
 @of_any_job_of_stage_1
@@ -236,8 +242,8 @@ def test_a_host_slot_is_read_before_it_is_overwritten(recipe: Recipe, spec: Step
     full: dict[Region, str] = {}
     for op in recipe(spec):
         for r in op.reads:
-            if r.buffer == "host_slot":
-                del full[r]  # a KeyError is a slot read twice, or never filled
+            if r.buffer == "host_slot" and op.verb != "measure":
+                del full[r]  # a KeyError is a slot read after its bucket's update, or never filled
         for r in op.writes:
             if r.buffer == "host_slot":
                 assert r not in full, f"{op.name} overwrites what {full[r]} left"
@@ -305,8 +311,8 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     verbs = [op.verb for op in recipe(spec)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
     late = recipe is not PLAIN
-    for verb in (*UPDATES, *BEGUN):
-        if verb in verbs and not (late and verb in ("adam", "momentum")):
+    for verb in (*UPDATES, *BEGUN, *MEASURE, "join_measures"):
+        if verb in verbs and not (late and verb in ("adam", "momentum", "measure", "join_measures")):
             assert verbs.index("decide") < verbs.index(verb)
     if spec.barrier or late:
         measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]

@@ -19,10 +19,8 @@ def compiled(model: str, device: str | torch.device, **settings: Any) -> tuple[A
     """A program, and its batches by number."""
     segments, data = {**MODELS, **SHORTER}[model]()
     state = {name: settings.pop(name) for name in ("moments", "split_master") if name in settings}
-    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1, **state)
-    return zfunc.compile(
-        segments, optimizer=optimizer, device=device, **{"bucket_size": 3000, **settings}
-    ), data
+    usual = {"optimizer": zfunc.AdamW(lr=1e-2, weight_decay=0.1, **state), "bucket_size": 3000}
+    return zfunc.compile(segments, device=device, **{**usual, **settings}), data
 
 
 def run(program: Any, data: Any, steps: int = 3, **step: Any) -> tuple[list[tuple[float, float]], Tensor]:

@@ -89,13 +89,6 @@ def test_where_and_when_an_update_is_made_changes_no_bit(name: str, moments: str
         assert same(zfunc.params(program, trained(program, data)), expected), where
 
 
-def test_an_update_of_whole_parameters_is_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_ranks", lambda group: next(iter(ThreadedRanks.all(2))))
-    optimizer = zfunc.groups(("huge.*", zfunc.Adafactor()), zfunc.AdamW())
-    with pytest.raises(ValueError, match="got Adafactor for 'huge.weight' on several ranks, expected one"):
-        compiled(optimizer)
-
-
 def test_alike_groups_are_one_optimizer() -> None:
     """In as many buckets, whose runs differ by group."""
     one, data = compiled(BACKBONE)

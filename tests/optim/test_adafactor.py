@@ -16,13 +16,14 @@ from torch import Tensor
 
 import zfunc
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments, state_slice
 from zfunc.errors import CheckpointError
 from zfunc.optim import device_adafactor
 from zfunc.optim.adafactor_reference import exact_sum, matrices_of, reference_adafactor_update
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact import as_tensor
 from zfunc.optim.compact_reference import split
-from zfunc.optim.host_adafactor import host_adafactor_
+from zfunc.optim.host_adafactor import host_adafactor_, host_adafactor_round
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -65,14 +66,15 @@ def check(
 ) -> None:
     """One step by kernel, in place and into other buffers, and in torch operations."""
     decision = StepDecision(False, scale, step, optimizer.factors(step))
-    arguments = optimizer.arguments(decision, optimizer.group("", shape), shape)
+    arguments = optimizer.arguments(decision, optimizer.group("", shape), ParameterPart.whole(shape))
     *weights, variance = (array(x) for x in state.values())
-    kept = sum(arguments["matrices"].kept)
+    matrices = matrices_of(shape)
+    kept = sum(matrices.kept)
     new = reference_adafactor_update(
         tuple(weights),
         variance[:kept],
         array(grad),
-        arguments["matrices"],
+        matrices,
         arguments["factors"],
         out=out and NAMES[out],
     )
@@ -126,6 +128,47 @@ def test_buffers_may_begin_anywhere_and_copies_may_bypass_the_caches(moments: Mo
         check(optimizer, shape, state, grad, out=torch.bfloat16, threads=(3,), offset=offset)
 
 
+@settings(max_examples=20)
+@given(st.sampled_from([x for x in SHAPES if prod(x) > 64]), st.data())
+def test_parts_that_join_what_they_measure_are_the_whole(shape: Shape, data: st.DataObject) -> None:
+    """On the host, and in torch operations."""
+    optimizer, n = (
+        zfunc.Adafactor(0.1, weight_decay=0.1, moments=data.draw(st.sampled_from(["fp32", "16bit"]))),
+        prod(shape),
+    )
+    cuts = data.draw(st.sets(st.integers(1, (n - 1) // 64), max_size=3))
+    slices = [*itertools.pairwise([0, *(64 * x for x in sorted(cuts)), n])]
+    state_format, state = optimizer.state_format(group := optimizer.group("", shape)), fresh(optimizer, shape)
+    grad, decision = gradient(n, torch.bfloat16), StepDecision(False, 0.3, 2, optimizer.factors(2))
+    whole = clone(state)
+    optimizer.host_update(whole, grad, decision, group=group, part=ParameterPart.whole(shape))
+    for measure, update in (
+        (host_adafactor_round, optimizer.host_update),
+        (device_adafactor.device_adafactor_round, optimizer.device_update),
+    ):
+        mine, joined = clone(state), list[Tensor]()
+        rooms = [
+            torch.full((2 * -(-(stop - start) // 64),), -1.0, dtype=torch.float64) for start, stop in slices
+        ]
+        for i, size in enumerate(optimizer.num_measures(shape, group=group)):
+            every = [
+                measure(
+                    state_slice(state_format, mine, *at),
+                    grad[slice(*at)],
+                    **optimizer.arguments(decision, group, ParameterPart(shape, *at, tuple(joined), room)),
+                )
+                for at, room in zip(slices, rooms, strict=True)
+            ]
+            assert all(x.numel() == size for x in every)
+            together = torch.stack(every)
+            joined.append(together.sum(0) if i % 2 else together.amax(0) if size else together[0])
+        for at in slices:
+            part = ParameterPart(shape, *at, tuple(joined))
+            own = state_slice(state_format, mine, *at)
+            update(own, grad[slice(*at)], decision, group=group, part=part)
+        assert_same(mine.values(), whole.values())
+
+
 @pytest.mark.gpu
 @every_format
 def test_a_gpu_has_the_bits_of_the_reference(moments: Moments) -> None:
@@ -167,7 +210,11 @@ def test_a_gradient_that_is_not_finite_leaves_weights_that_are_not() -> None:
         for update in (host_adafactor_, device_adafactor.device_adafactor_):
             state = fresh(optimizer, shape)
             decision = StepDecision(False, 1.0, 1, optimizer.factors(1))
-            update(state, grad, **optimizer.arguments(decision, optimizer.group("", shape), shape))
+            update(
+                state,
+                grad,
+                **optimizer.arguments(decision, optimizer.group("", shape), ParameterPart.whole(shape)),
+            )
             assert not state["master"].isfinite().all()
 
 
@@ -196,7 +243,7 @@ def test_a_hundred_steps_of_torch(given: dict[str, Any]) -> None:
                 + 0.05 * theirs.detach().float().flatten()
             )
             decision = StepDecision(False, 1.0, step, optimizer.factors(step))
-            optimizer.host_update(state, g, decision, group=group, shape=shape)
+            optimizer.host_update(state, g, decision, group=group, part=ParameterPart.whole(shape))
             theirs.grad = g.double().view(shape)
             follow.step()
         torch.testing.assert_close(state["master"].double(), theirs.detach().flatten(), rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MATRIX_FORMATS, STATE_FORMATS, weight_buffers
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact import as_tensor
 from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.kernel_loader import cpu_adam
@@ -99,7 +100,7 @@ def test_a_hundred_steps_of_torch(shape: tuple[int, int], settings: dict[str, An
     theirs = torch.optim.Muon([weights], 0.02, weight_decay=0.1, **settings)
     state = state_of(weights.detach().numpy().reshape(-1).copy(), np.zeros(n, np.float32), "muon-fp32")
     group, way = muon.group("w", shape), 0.0
-    assert 0.02 * muon.lr_ratio(group) == pytest.approx(
+    assert 0.02 * muon.lr_ratio(shape) == pytest.approx(
         _adjust_lr(0.02, muon.adjust_lr_fn, torch.Size(shape))
     )
     for step in range(1, 101):
@@ -111,7 +112,7 @@ def test_a_hundred_steps_of_torch(shape: tuple[int, int], settings: dict[str, An
         direction = torch.empty(n, dtype=torch.bfloat16)
         muon.host_direction(state, grad, decision, group=group, out=direction)
         along = muon.orthogonalize(direction.view(shape), group=group).reshape(-1).contiguous()
-        muon.host_update(state, along, decision, group=group)
+        muon.host_update(state, along, decision, group=group, part=ParameterPart.whole(shape))
         way += (weights.detach() - before).norm().item()
     torch.testing.assert_close(
         state["momentum_buffer"].view(shape), theirs.state[weights]["momentum_buffer"], rtol=1e-4, atol=1e-5
@@ -127,7 +128,9 @@ def test_a_hundred_steps_of_torch(shape: tuple[int, int], settings: dict[str, An
         (lambda: Muon(adjust_lr_fn="rms"), "adjust_lr_fn: got 'rms'; expected original or match_rms_adamw"),
         (lambda: Muon(eps=-1), "eps: got -1; expected a finite float32 at or above 0"),
         (
-            lambda: Muon(lr=3e38).host_update({}, torch.ones(1), DECISION, group=2 * (9 << 32 | 1)),
+            lambda: Muon(lr=3e38).host_update(
+                {}, torch.ones(1), DECISION, group=0, part=ParameterPart.whole((9, 1))
+            ),
             "lr of a matrix",
         ),
         (

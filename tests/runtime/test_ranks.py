@@ -57,7 +57,8 @@ def test_any_world_trains_as_one_process_does(results: Path, name: str, world: i
     "name", ["bits-plain-Overlapped", *(x for x in SETTINGS if SETTINGS[x].get("stage") == 1)]
 )
 def test_bytes_sent_are_those_of_the_theory(results: Path, name: str, world: int) -> None:
-    """(world - 1) / world of the gradients, and as much of the parameters, where each bucket is reduced once."""
+    """(world - 1) / world of the gradients, and as much of the parameters, where each bucket is reduced once; twice
+    that of what is measured."""
     sent = {step[3] for step in read(results, f"{name}-{world}")["seen"]}
     sizes = json.loads((results / f"{name}-{world}.json").read_text())
     assert sent == {2 * sizes["bytes"] * (world - 1) // world}

@@ -327,6 +327,9 @@ def test_the_other_optimizers_are_deepspeeds() -> None:
     assert "one learning rate: write lr" in refusal(
         nested("optimizer", {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}})
     )
+    assert "zfunc has the standard Newton-Schulz: write" in refusal(
+        nested("optimizer", {"type": "Muon", "params": {"lr": 1e-2, "ns_method": "gram"}})
+    )
     for kind, wrong in (("SGD", "betas"), ("Lion", "eps"), ("AdamW", "momentum"), ("Adagrad", "adam_w_mode")):
         value = {"betas": [0.9, 0.99], "adam_w_mode": True}.get(wrong, 0.5)
         message = refusal(nested("optimizer", {"type": kind, "params": {wrong: value}}))

@@ -80,10 +80,17 @@ class Bucket:
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in self.runs)
         return tuple(run for run in clipped if run[0] < run[1])
 
-    def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int, Span], ...]:
         """Where its parameters are between `start` and `stop`, relative to the bucket."""
-        edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start)) for x in self.spans)
-        return tuple((first, last) for first, last in edges if first < last)
+        edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start), x) for x in self.spans)
+        return tuple(part for part in edges if part[0] < part[1])
+
+    def cut_by(self, world: int) -> tuple[Span, ...]:
+        """The parameters that lie in the slices of several of `world` ranks."""
+        size = self.numel // world
+        return tuple(
+            x for x in self.spans if (x.start - self.start) // size < (x.stop - self.start - 1) // size
+        )
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:

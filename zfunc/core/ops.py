@@ -37,8 +37,10 @@ class Progress:
     activation_pages: int = 0  # that have been given to activations on their way to the disk or back
     sent: list[Region] = field(factory=list[Region])  # by collectives before the decision
     decided: bool = False
-    begun: list[int] = field(factory=list[int])  # buckets of whole matrices whose update has not ended
+    # Buckets updated in parts whose update has not ended, and the slot with the gradient of each, if one has it.
+    begun: dict[int, int | None] = field(factory=dict[int, "int | None"])
     directions: dict[int, int] = field(factory=dict[int, int])  # the slot of each one's direction
+    measured: dict[int, int] = field(factory=dict[int, int])  # the slot of what is measured of each
 
     @classmethod
     def of(cls, spec: StepSpec) -> "Progress":
@@ -348,7 +350,7 @@ class OpBuilder(Regions):
             "adam",
             (b,),
             "host",
-            (self._decision(), grad, *state, *kept),
+            (self._decision(), grad, *state, *kept, *self._joined_of(b)),
             (*state, *copy),
             nbytes=self._sweep_bytes(b),
         )
@@ -441,11 +443,48 @@ class OpBuilder(Regions):
             "adam_on_device",
             (b,),
             "compute",
-            (self._decision(), grad, *changed),
+            (self._decision(), grad, *changed, *self._joined_of(b)),
             changed,
             nbytes=self._sweep_bytes(b),
             workspace=self.spec.update_workspace,
         )
+
+    def measure(self, i: int, b: int, host_slot: int | None) -> Op:
+        """Measure this rank's part of the parameters of bucket `b` that lie in several slices, in round `i`."""
+        grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
+        return self._measure("measure", i, b, grad)
+
+    def measure_on_device(self, i: int, b: int, slot: int | None) -> Op:
+        """The same where the state is on the device."""
+        grad = self._waiting(b) if slot is None else self._grad_slot(slot)
+        return self._measure("measure_on_device", i, b, grad)
+
+    def _measure(self, verb: str, i: int, b: int, grad: Region) -> Op:
+        if i == 0:
+            self.progress.measured[b] = len(self.progress.measured) % self.spec.updates_ahead
+        k, on_device = self.progress.measured[b], b in self.spec.resident
+        kept = (self._measuring(k, on_device),)
+        return Op(
+            verb,
+            (i, b),
+            "compute" if on_device else "host",
+            (self._decision(), grad, *self._updated(b), *self._joined_of(b, i), *(kept if i else ())),
+            (self._measured(i, k, on_device), *kept),
+            nbytes=self._measured_bytes(b) // len(self.spec.rounds(b)),
+            workspace=self.spec.update_workspace if on_device else 0,
+        )
+
+    def join_measures(self, i: int, b: int) -> Op:
+        """Join what all ranks have measured in round `i`."""
+        k, on_device = self.progress.measured[b], b in self.spec.resident
+        nbytes = 2 * self.spec.measures[b][i] * (self.spec.world - 1) // self.spec.world
+        reads, writes = (self._decision(), self._measured(i, k, on_device)), (self._joined(i, k, on_device),)
+        return Op("join_measures", (i, b), "network", reads, writes, nbytes=nbytes)
+
+    def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
+        """What all ranks know of bucket `b` after so many rounds, or all."""
+        ended, on_device = self.spec.rounds(b)[:rounds], b in self.spec.resident
+        return tuple(self._joined(i, self.progress.measured[b], on_device) for i in ended)
 
     def average(self, b: int) -> Op:
         """Move the average of the weights of bucket `b` towards the new ones."""
@@ -497,8 +536,8 @@ class OpBuilder(Regions):
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it.
 
-        One of whole parameters reads the gradient three times before, and the weights once. One of whole matrices
-        moves the weights alone, and the direction: `momentum` has moved the rest.
+        One of whole parameters has measured them, or `measure` has. One of whole matrices moves the weights alone,
+        and the direction: `momentum` has moved the rest.
         """
         numel = self.spec.layout.buckets[b].numel // self.spec.world
         kinds = self.spec.state_buffers(b)
@@ -506,10 +545,24 @@ class OpBuilder(Regions):
         copied = 0 if self.spec.sends_high_half(b) else self._shard_bytes(b, self.spec.element_bytes)
         if self.spec.whole_matrices(b):
             return 2 * (state - self._moment_bytes(b)) + self._shard_bytes(b, BF16) + copied
-        first = 0
-        if any(x.whole for x in kinds):
-            first = 3 * self._waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
-        return first + 2 * state + self._waiting_bytes(b) + copied
+        measured = self._bytes_to_measure(b) - self._measured_bytes(b)
+        return measured + 2 * state + self._waiting_bytes(b) + copied
+
+    def _bytes_to_measure(self, b: int) -> int:
+        """Bytes that are read to measure whole parameters: the gradient three times, and the weights."""
+        numel = self.spec.layout.buckets[b].numel // self.spec.world
+        kinds = self.spec.state_buffers(b)
+        if not any(x.whole for x in kinds):
+            return 0
+        return 3 * self._waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
+
+    def _measured_bytes(self, b: int) -> int:
+        """Those of the parameters that lie in several slices, where `measure` reads them."""
+        if not self.spec.rounds(b):
+            return 0
+        bucket = self.spec.layout.buckets[b]
+        cut = sum(x.stop - x.start for x in bucket.cut_by(self.spec.world))
+        return self._bytes_to_measure(b) * cut // bucket.numel
 
     def _moment_bytes(self, b: int) -> int:
         numel = self.spec.layout.buckets[b].numel // self.spec.world

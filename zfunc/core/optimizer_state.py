@@ -24,8 +24,7 @@ T = TypeVar("T")
 class StateBuffer:
     """A buffer of the optimizer state: its dtype, and how many parameters share an element.
 
-    An optimizer with a `whole` one updates each parameter by itself: its `host_update` and `device_update` get the
-    `shape` of one parameter, and what that has of each buffer.
+    A `whole` one is of an optimizer whose update needs all of a parameter (`zfunc.optim.base.MeasuringOptimizer`).
     """
 
     name: str
@@ -129,8 +128,13 @@ def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
 
 
 def needs_whole_parameters(name: str) -> bool:
-    """Whether an update of this state reads all of a parameter to change any of it."""
+    """Whether an update of this state needs numbers of all of a parameter to change any of it."""
     return any(x.whole for x in STATE_FORMATS[name])
+
+
+def updates_each_parameter(name: str) -> bool:
+    """Whether this state is updated one parameter after the other, because an update depends on its shape."""
+    return name in MATRIX_FORMATS or needs_whole_parameters(name)
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:

@@ -304,44 +304,60 @@ def _update_all(
 def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None, *, send: bool = True) -> Iterator[Op]:
     """Update a bucket and its parameters on all devices. `slot` has the gradient; None if it waits.
 
-    That of whole matrices only begins: the device makes them orthogonal while the host begins with the next bucket.
+    One in parts only begins: the device makes matrices orthogonal, or the ranks join what they have measured, while
+    the host begins with the next bucket.
     """
-    matrices = spec.whole_matrices(b)
-    if matrices or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
-        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if matrices else 0, send=send)
+    in_parts = spec.updated_in_parts(b)
+    if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
+        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0, send=send)
     if b not in spec.resident:
         if spec.spilled(b):
             yield emit.unspill(b)
         if b in spec.paged:
             yield emit.page_in(b)
-    if matrices:
-        emit.progress.begun.append(b)
+    if in_parts:
+        emit.progress.begun[b] = slot
+        yield from _begin_update(spec, emit, b, slot)
+        if spec.rounds(b) and (slot is not None or spec.spilled(b)):  # the slot of its gradient is used again
+            yield from _end_updates(spec, emit, send=send)
+        return
+    if b in spec.shadowed:
+        yield emit.confirm(b)
+    else:
+        yield _last_part(spec, emit, b, slot)
+    yield from _end_update(spec, emit, b, send=send)
+
+
+def _begin_update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
+    """Make the direction of whole matrices, or measure whole parameters."""
+    if spec.whole_matrices(b):
         if b in spec.resident:
             yield emit.momentum_on_device(b, slot)
         else:
             yield emit.momentum(b, slot)
             yield emit.direction_to_device(b)
-        return
-    if b in spec.resident:
-        yield emit.adam_on_device(b, slot)
-    else:
-        yield emit.confirm(b) if b in spec.shadowed else emit.adam(b, slot)
-    yield from _end_update(spec, emit, b, send=send)
+    for i in spec.rounds(b):
+        yield emit.measure_on_device(i, b, slot) if b in spec.resident else emit.measure(i, b, slot)
+        yield emit.join_measures(i, b)
+
+
+def _last_part(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Op:
+    return emit.adam_on_device(b, slot) if b in spec.resident else emit.adam(b, slot)
 
 
 def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0, send: bool = True) -> Iterator[Op]:
-    """End the updates of whole matrices that have begun, but for so many of the last ones."""
+    """End the updates in parts that have begun, but for so many of the last ones."""
     begun = emit.progress.begun
     while len(begun) > left:
-        b = begun.pop(0)
-        if spec.world > 1:
-            yield emit.gather_direction(b)
-        yield emit.orthogonalize(b)
-        if b in spec.resident:
-            yield emit.adam_on_device(b, None)
-        else:
-            yield emit.direction_to_host(b)
-            yield emit.adam(b, None)
+        b = next(iter(begun))
+        slot = begun.pop(b)
+        if spec.whole_matrices(b):
+            if spec.world > 1:
+                yield emit.gather_direction(b)
+            yield emit.orthogonalize(b)
+            if b not in spec.resident:
+                yield emit.direction_to_host(b)
+        yield _last_part(spec, emit, b, slot)
         yield from _end_update(spec, emit, b, send=send)
 
 

@@ -289,6 +289,30 @@ class Regions:
         return self._staging("host_direction", k, nbytes, "pinned", role="grad_shard", dtype="bf16")
 
     @_once
+    def _measured(self, i: int, k: int, on_device: bool) -> Region:
+        """What this rank has measured in round `i`: in slot `k`, which the buckets have in turn."""
+        return self._of_measures("measured", (i, k), self._most_measured(i), on_device)
+
+    @_once
+    def _joined(self, i: int, k: int, on_device: bool) -> Region:
+        """What all ranks have."""
+        return self._of_measures("joined", (i, k), self._most_measured(i), on_device)
+
+    @_once
+    def _measuring(self, k: int, on_device: bool) -> Region:
+        """What this rank keeps from one round to the next."""
+        largest = max(self._shard_bytes(b, 1) for b, rounds in enumerate(self.spec.measures) if rounds)
+        return self._of_measures("measuring", (k,), largest // 4, on_device)
+
+    @_once
+    def _most_measured(self, i: int) -> int:
+        return max(rounds[i] for rounds in self.spec.measures if rounds)
+
+    def _of_measures(self, buffer: str, index: tuple[int, ...], nbytes: int, on_device: bool) -> Region:
+        buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
+        return Region(buffer, index, nbytes, tier, "program", "fp64", "measures")
+
+    @_once
     def _param_slot(self, b: int) -> Region:
         """The new parameters of a bucket, before their copy to the device.
 

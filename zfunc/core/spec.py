@@ -94,6 +94,8 @@ class StepSpec:
     - `matrix_work[b]`: what the update of bucket `b` takes on the device, on the rank with most of it, if its
       optimizer needs whole matrices.
     - `ema`: a State has a moving average of the weights.
+    - `measures[b]`: what several ranks measure of bucket `b` before they update it, in bytes for each round; ()
+      where an update needs nothing of the other ranks.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
     - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
@@ -137,6 +139,7 @@ class StepSpec:
     update_workspace: int = 0
     matrix_work: tuple[MatrixWork, ...] = field(default=(), converter=tuple[MatrixWork, ...])
     ema: bool = False
+    measures: tuple[tuple[int, ...], ...] = field(default=(), converter=tuple[tuple[int, ...], ...])
     shadows: int = field(default=0, validator=validators.ge(0))
     graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     delayed: bool = False
@@ -283,11 +286,20 @@ class StepSpec:
         """The buckets that are updated before the norm is known: the first that backward completes.
 
         None whose parameters or state are off the device or the host: they would be changed before the decision.
-        None of whole matrices: to repeat an update, the device would have to make them orthogonal again.
+        None whose update has other parts: to repeat it, the device would have to make matrices orthogonal again, or
+        the ranks to measure parameters again.
         """
         ahead = self.barrier and self.params_on == "device" and not self.paged
-        elementwise = [b for b in self.offloaded[::-1] if not self.whole_matrices(b)]
-        return frozenset(elementwise[: self.shadows] if ahead else ())
+        alone = [b for b in self.offloaded[::-1] if not self.updated_in_parts(b)]
+        return frozenset(alone[: self.shadows] if ahead else ())
+
+    def rounds(self, b: int) -> range:
+        """The rounds in which the ranks measure bucket `b` before they update it."""
+        return range(len(self.measures[b]) if self.measures else 0)
+
+    def updated_in_parts(self, b: int) -> bool:
+        """Whether the update of bucket `b` begins with operations that the next bucket's may overlap with."""
+        return self.whole_matrices(b) or bool(self.rounds(b))
 
     def whole_matrices(self, b: int) -> bool:
         """Whether an update of bucket `b` needs each of its matrices at once, on the device."""
@@ -300,7 +312,7 @@ class StepSpec:
 
     @property
     def updates_ahead(self) -> int:
-        """So many updates of whole matrices may have begun before the first of them ends."""
+        """So many updates in parts may have begun before the first of them ends."""
         return min(self.host_slots, self.state_slots) if self.paged else self.host_slots
 
     @property

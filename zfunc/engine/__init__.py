@@ -23,6 +23,7 @@
     stages                  what each operation of a recipe does: `{verb: function}`
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
     matrix_stages           up to what whole matrices move along
+    measure_stages          up to what several ranks know of whole parameters
     update_stages           stages that update parameters
     disk_stages             stages that read and write the disk
     train_step              `train_step`

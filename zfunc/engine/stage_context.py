@@ -13,7 +13,7 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
 from zfunc.core.settings import SyncBuffers
 from zfunc.engine.vjp import SegmentVJP
-from zfunc.optim.base import MatrixOptimizer, Optimizer
+from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, Optimizer
 from zfunc.runtime.collectives import RankGroup
 
 Memory = MutableMapping[Region, Any]
@@ -78,6 +78,12 @@ class StepContext:
         """The decision that skips this step, or clips its gradient by `factor`."""
         named = dict(zip(self.aux, aux, strict=True)) if aux else {}
         return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss, named)
+
+    @property
+    def measuring(self) -> MeasuringOptimizer:
+        """The optimizer, for parameters whose update needs numbers of all of them."""
+        assert isinstance(self.optimizer, MeasuringOptimizer)
+        return self.optimizer
 
     @property
     def matrices(self) -> MatrixOptimizer:

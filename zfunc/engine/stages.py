@@ -42,6 +42,7 @@ from zfunc.engine.matrix_stages import (
     momentum,
     orthogonalize,
 )
+from zfunc.engine.measure_stages import join_measures, measure
 from zfunc.engine.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import (
@@ -182,7 +183,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
         # parameter, so on one rank the bits do not depend on the buckets.
         spans = bucket.spans_within(own.start, own.stop)
-        pieces = [grad[first - own.start : last - own.start] for first, last in spans] or [grad]
+        pieces = [grad[first - own.start : last - own.start] for first, last, _ in spans] or [grad]
         norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
         squares, into = torch.stack(norms).double().square_(), mem[op.write("squares")].view(-1, SUM_PARTS)
         if len(into) == 1:
@@ -339,6 +340,9 @@ STAGES: dict[str, Stage] = {
     "gather_direction": gather_direction,
     "orthogonalize": orthogonalize,
     "direction_to_host": direction_to_host,
+    "measure": measure,
+    "measure_on_device": measure,
+    "join_measures": join_measures,
     "adam": adam,
     "speculate": speculate,
     "confirm": confirm,

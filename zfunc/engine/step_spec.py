@@ -15,7 +15,7 @@ from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
 from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.base import HasMoments, MatrixOptimizer, Optimizer
+from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer
 from zfunc.optim.groups import GroupedOptimizer
 from zfunc.optim.workspaces import ema_workspace
 from zfunc.values import of_type
@@ -41,8 +41,6 @@ def make_spec(
         optimizer.check_parameters(p for own in segments for p in own)
     parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
     _check_matrices(p for own in parameters for p in own)
-    if world > 1:
-        _refuse_whole_parameters(p for own in parameters for p in own)
     settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
     last = len(segments) - 1
@@ -61,6 +59,7 @@ def make_spec(
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=max(optimizer.device_workspace(largest), ema_workspace(largest)) if on_gpu else 0,
         matrix_work=tuple(_matrix_work(b, optimizer, world) for b in layout.buckets),
+        measures=tuple(_measures(b, optimizer, world) for b in layout.buckets),
         **in_buckets(layout, settings),
     )
 
@@ -69,16 +68,6 @@ def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
     """The parameter with what its optimizer says of it."""
     group = optimizer.group(p.name, p.shape)
     return evolve(p, group=group, state_format=optimizer.state_format(group))
-
-
-def _refuse_whole_parameters(parameters: Iterable[Parameter]) -> None:
-    for p in parameters:
-        if p.trainable and needs_whole_parameters(p.state_format):
-            raise ValueError(
-                f"optimizer: got {p.state_format.partition('-')[0].capitalize()} for {p.name!r} on several ranks, "
-                "expected one: its update needs sums over whole parameters, of which each rank has a slice. Train "
-                "on one rank, or with such as zfunc.AdamW or zfunc.Lion"
-            )
 
 
 def _check_matrices(parameters: Iterable[Parameter]) -> None:
@@ -105,6 +94,15 @@ def _matrix_work(bucket: Bucket, optimizer: Optimizer, world: int) -> MatrixWork
             flops[rank] += own.flops
             launches[rank] += own.launches
     return MatrixWork(max(flops), max(x.workspace for x in work), max(launches))
+
+
+def _measures(bucket: Bucket, optimizer: Optimizer, world: int) -> tuple[int, ...]:
+    """The bytes that ranks measure of a bucket in each round: of the parameters that lie in several slices."""
+    if not needs_whole_parameters(bucket.state_format):
+        return ()
+    assert isinstance(optimizer, MeasuringOptimizer)
+    numbers = (optimizer.num_measures(x.shape, group=x.group) for x in bucket.cut_by(world))
+    return tuple(DTYPES["fp64"].nbytes * sum(of_round) for of_round in zip(*numbers, strict=True))
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:

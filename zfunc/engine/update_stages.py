@@ -3,19 +3,26 @@
 A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Role
-from zfunc.core.layout import Bucket
-from zfunc.core.optimizer_state import HIGH_HALF, needs_whole_parameters, state_slice
+from zfunc.core.layout import Bucket, Span
+from zfunc.core.optimizer_state import (
+    HIGH_HALF,
+    needs_whole_parameters,
+    state_slice,
+    updates_each_parameter,
+)
 from zfunc.core.regions import SHADOW
 from zfunc.core.spec import PARAMS
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact import master_weights
 from zfunc.optim.ema import average_
 from zfunc.runtime.accelerator import on_accelerator
@@ -95,8 +102,9 @@ def _update(
         copy = state.pop(PARAMS, None)
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
-    by_parameter = needs_whole_parameters(bucket.state_format)
-    for start, stop, given in _parameters(bucket) if by_parameter else _runs(bucket, shard):
+    by_parameter = updates_each_parameter(bucket.state_format)
+    joined = joined_measures(op, mem, bucket, step)
+    for start, stop, given in _parameters(bucket, shard, joined) if by_parameter else _runs(bucket, shard):
         update(
             state_slice(bucket.state_format, state, start, stop),
             grad[start:stop],
@@ -105,10 +113,9 @@ def _update(
             **given,
             **({} if new is None else {"into": state_slice(bucket.state_format, new, start, stop)}),
         )
-    for start, stop, span in bucket.parts if by_parameter else ():
-        end = start + span.stop - span.start  # of the parameter: the padding behind it is written here
-        padding = [] if new is None else [*state_slice(bucket.state_format, new, end, stop).values()]
-        for x in (*padding, *(() if copy is None else (copy[end:stop],))):
+    for start, stop in _gaps(bucket, shard) if by_parameter else ():
+        padding = [] if new is None else [*state_slice(bucket.state_format, new, start, stop).values()]
+        for x in (*padding, *(() if copy is None else (copy[start:stop],))):
             x.zero_()
 
 
@@ -118,10 +125,55 @@ def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, An
         yield start - shard.start, stop - shard.start, {"group": group}
 
 
-def _parameters(bucket: Bucket) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The same of single parameters, on one rank."""
-    for start, _, span in bucket.parts:
-        yield start, start + span.stop - span.start, {"group": span.group, "shape": span.shape}
+def _parameters(
+    bucket: Bucket, shard: slice, joined: Mapping[str, tuple[Tensor, ...]]
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The same of single parameters, or of what this rank has of them."""
+    for first, last, span in bucket.spans_within(shard.start, shard.stop):
+        part = part_of(bucket, span, first, last, joined.get(span.name, ()))
+        yield first - shard.start, last - shard.start, {"group": span.group, "part": part}
+
+
+def part_of(
+    bucket: Bucket,
+    span: Span,
+    first: int,
+    last: int,
+    measures: tuple[Tensor, ...],
+    room: Tensor | None = None,
+) -> ParameterPart:
+    """Elements `first` to `last` of a bucket, which are of one parameter."""
+    before = bucket.start - span.start
+    return ParameterPart(span.shape, first + before, last + before, measures, room)
+
+
+def measured_places(bucket: Bucket, step: StepContext) -> dict[str, list[slice]]:
+    """Where the ranks' measures of each parameter lie in each round; of those that lie in several slices."""
+    whole = needs_whole_parameters(bucket.state_format)
+    places: dict[str, list[slice]] = {}
+    ends: Iterable[int] = itertools.repeat(0)
+    for span in bucket.cut_by(step.ranks.world) if whole else ():
+        counts = step.measuring.num_measures(span.shape, group=span.group)
+        places[span.name] = [slice(start, start + n) for start, n in zip(ends, counts, strict=False)]
+        ends = [x.stop for x in places[span.name]]
+    return places
+
+
+def joined_measures(op: Op, mem: Memory, bucket: Bucket, step: StepContext) -> dict[str, tuple[Tensor, ...]]:
+    """What all ranks have measured of these parameters in the rounds that the operation reads."""
+    rounds = [mem[r] for r in op.operands("measures") if r not in op.writes]
+    return {
+        name: tuple(x[at] for x, at in zip(rounds, places, strict=False))
+        for name, places in measured_places(bucket, step).items()
+    }
+
+
+def _gaps(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int]]:
+    """The padding behind parameters, as elements of this rank's slice."""
+    spans = bucket.spans_within(shard.start, shard.stop)
+    edges = [shard.start, *(edge for first, last, _ in spans for edge in (first, last)), shard.stop]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return ((start - shard.start, stop - shard.start) for start, stop in gaps if start < stop)
 
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:

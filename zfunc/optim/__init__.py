@@ -1,7 +1,7 @@
 """The optimizer: its settings, its state, and its update on the host and on the device, with the same bits.
 
     base                  the `Optimizer` protocol: state by name, factors of a step, an update
-    elementwise           what AdamW, SGD, Lion and Adagrad have in common
+    kernel_optimizer      what all of them have in common
     adamw                 `AdamW`, as a value
     sgd                   `SGD`
     lion                  `Lion`
@@ -21,7 +21,8 @@
     kernel_loader         loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
     device_adam           Adam's update in torch operations
     device_one_buffer     that of SGD, Lion and Adagrad
-    host_adafactor        Adafactor's update of a parameter in host memory
+    adafactor_rounds      Adafactor's update of a part of a parameter: what ranks join, and when
+    host_adafactor        that in host memory
     device_adafactor      the same in torch operations
     device_formats        the compact formats in torch operations
     compact               moments in 16 and 8 bits; master weights split in two halves

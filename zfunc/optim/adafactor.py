@@ -11,8 +11,10 @@ from attrs import evolve
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import HIGH_HALF, Moments, stored_buffers
-from zfunc.optim.adafactor_reference import AdafactorFactors, adafactor_factors, matrices_of
+from zfunc.optim.adafactor_reference import AdafactorFactors, adafactor_factors, matrices_of, round_sizes
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact_reference import join, split
+from zfunc.optim.kernel_optimizer import KernelOptimizer
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
@@ -43,7 +45,7 @@ def _eps(value: Any) -> tuple[float, float]:
 
 
 @attrs.frozen
-class Adafactor:
+class Adafactor(KernelOptimizer):
     """Adafactor (Shazeer & Stern 2018), with the settings and the meaning of `torch.optim.Adafactor`.
 
     Of a matrix it keeps the means of the squared gradients of every row and column, of a vector all of them. A step
@@ -116,38 +118,17 @@ class Adafactor:
         }
         return {**settings, "eps": [*self.eps]}
 
-    def host_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        shape: tuple[int, ...] | None = None,
-        out: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """The update of one parameter, without a shape a vector, by the kernel (`zfunc.optim.host_adafactor`)."""
+    def host_kernel(self, *args: Any, **arguments: Any) -> None:
+        """Adafactor in host memory (`zfunc.optim.host_adafactor`)."""
         from zfunc.optim.host_adafactor import host_adafactor_
 
-        arguments = self.arguments(decision, group, (grad.numel(),) if shape is None else shape)
-        host_adafactor_(state, grad, out=out, into=into, **arguments)
+        host_adafactor_(*args, **arguments)
 
-    def device_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        shape: tuple[int, ...] | None = None,
-        out: Tensor | None = None,
-    ) -> None:
-        """The same update, to the bit, in torch operations (`zfunc.optim.device_adafactor`)."""
+    def device_kernel(self, *args: Any, **arguments: Any) -> None:
+        """Adafactor in torch operations (`zfunc.optim.device_adafactor`)."""
         from zfunc.optim.device_adafactor import device_adafactor_
 
-        arguments = self.arguments(decision, group, (grad.numel(),) if shape is None else shape)
-        device_adafactor_(state, grad, out=out, **arguments)
+        device_adafactor_(*args, **arguments)
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
@@ -172,11 +153,36 @@ class Adafactor:
             for x, value in zip(kinds, values, strict=True)
         }
 
-    def arguments(self, decision: StepDecision, group: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
+        """How many numbers each round has (`zfunc.optim.adafactor_rounds`)."""
+        del group
+        return round_sizes(matrices_of(shape))
+
+    def measure(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        part: ParameterPart,
+    ) -> Tensor:
+        """What a part of a parameter has of the next round, where the tensors are."""
+        from zfunc.optim.device_adafactor import device_adafactor_round
+        from zfunc.optim.host_adafactor import host_adafactor_round
+        from zfunc.runtime.accelerator import on_accelerator
+
+        measure = device_adafactor_round if on_accelerator(grad.device) else host_adafactor_round
+        return measure(state, grad, **self.arguments(decision, group, part))
+
+    def arguments(
+        self, decision: StepDecision, group: int, part: ParameterPart | None = None
+    ) -> dict[str, Any]:
         """What both kernels take besides tensors."""
+        assert part is not None  # by the format of its state
         return {
             "state_format": self.state_format(group),
-            "matrices": matrices_of(shape),
+            "part": part,
             "factors": self._step_factors(decision, group),
         }
 

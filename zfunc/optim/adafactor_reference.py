@@ -59,6 +59,23 @@ def matrices_of(shape: tuple[int, ...]) -> Matrices:
     return Matrices(prod(shape[:-2]), *shape[-2:], True)
 
 
+def round_sizes(matrices: Matrices) -> tuple[int, int, int, int]:
+    """How many numbers of a parameter each round of `adafactor_rounds` has. A vector has no rows and columns.
+
+    >>> round_sizes(matrices_of((8, 4))), round_sizes(matrices_of((8,)))
+    ((24, 12, 2, 2), (0, 0, 2, 2))
+    """
+    if not matrices.factored:
+        return 0, 0, 2, 2
+    lines = sum(lines_of(matrices))
+    return lines + sum(matrices.kept), lines, 2, 2
+
+
+def lines_of(matrices: Matrices) -> tuple[int, int]:
+    """The number of rows and of columns of all matrices."""
+    return matrices.count * matrices.rows, matrices.count * matrices.columns
+
+
 class AdafactorFactors(NamedTuple):
     """The scalars of one step, in double; each is rounded once to float32 where it is used."""
 
@@ -145,7 +162,7 @@ def reference_adafactor_update(
         variance = new_variance(variance, *sums, matrices, k)
         left, right = roots(variance, matrices, k)
         u = (g * np.minimum(left[..., None] * right[:, None], k.limit)).reshape(-1)
-        rate = rate_of(square_sums(u), square_sums(p), p.size, k)
+        rate = rate_of(exact_sum(square_sums(u), 0), exact_sum(square_sums(p), 0), p.size, k)
         change = rate * u
         p = p - (change + k.decay * p if factors.decay else change)
         new = (p,) if len(weights) == 1 else split(p)
@@ -205,9 +222,9 @@ def roots(variance: Array, matrices: Matrices, k: AdafactorFactors) -> tuple[Arr
     return _inverse_root(row / np.maximum(_mean(row, rows), k.least_mean)), _inverse_root(column)
 
 
-def rate_of(update: Array, weights: Array, numel: int, k: AdafactorFactors) -> np.float32:
-    """The rate of an update, from the sums of squares of it and of the weights."""
-    of_update, of_weights = (np.sqrt(np.float32(exact_sum(x, 0) / numel)) for x in (update, weights))
+def rate_of(update: float, weights: float, numel: int, k: AdafactorFactors) -> np.float32:
+    """The rate of an update, from the sum of squares of it and that of the weights."""
+    of_update, of_weights = (np.sqrt(np.float32(x / numel)) for x in (update, weights))
     size = np.maximum(k.least_size, of_weights)
     return np.float32(k.rate * size / np.maximum(np.float32(1), of_update / k.threshold))
 

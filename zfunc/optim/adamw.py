@@ -11,7 +11,8 @@ from attrs import evolve
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import AdamFormat, Moments
 from zfunc.optim.adam_reference import coefficients
-from zfunc.optim.elementwise import ElementwiseOptimizer
+from zfunc.optim.base import ParameterPart
+from zfunc.optim.kernel_optimizer import KernelOptimizer
 from zfunc.optim.optimizer_settings import (
     Betas,
     Decay,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen
-class AdamW(ElementwiseOptimizer):
+class AdamW(KernelOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); `decoupled=False` is Adam with L2.
 
     `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says whether
@@ -124,8 +125,11 @@ class AdamW(ElementwiseOptimizer):
 
         device_adam_(*args, **arguments)
 
-    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+    def arguments(
+        self, decision: StepDecision, group: int, part: ParameterPart | None = None
+    ) -> dict[str, Any]:
         """What both kernels take besides tensors."""
+        del part
         return {
             "step": decision.number,
             "lr": decision.factors["lr"],

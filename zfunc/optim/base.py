@@ -6,7 +6,10 @@ State, gradient and decision determine the bits of an update, on the host and on
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attrs import frozen
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments
@@ -16,12 +19,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@frozen(eq=False)
+class ParameterPart:
+    """Elements `start` (a multiple of 64) to `stop` of a parameter of `shape`.
+
+    `measures` are what all ranks have measured of the parameter, a tensor for each round, and `room` what this rank
+    keeps from one round to the next; see `MeasuringOptimizer`.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    measures: tuple[Tensor, ...] = ()  # fp64
+    room: Tensor | None = None  # fp64, two for every 64 elements
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> ParameterPart:
+        """All of it."""
+        return cls(shape, 0, prod(shape))
+
+
 @runtime_checkable
 class Optimizer(Protocol):
     """Settings as a value. An update gets flat slices of the state by the names of the format's buffers.
 
-    They are of parameters of one group, side by side. Where a buffer of the format is `whole` they are of one
-    parameter, and `shape=` is passed too. Such an update may read all of it, so it needs a world of 1.
+    They are of parameters of one group, side by side. Where the format is that of a `MeasuringOptimizer` or a
+    `MatrixOptimizer` they are of one parameter, and `part=` is passed too.
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
@@ -80,6 +103,34 @@ class Optimizer(Protocol):
 
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
         cannot convert.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasuringOptimizer(Protocol):
+    """An optimizer whose state has a `whole` buffer: an update needs numbers of a whole parameter.
+
+    Where a parameter lies in the slices of several ranks, they measure their parts in rounds. After each they join
+    what they have: the largest of every number in rounds 0, 2 and so on, the sum in the others. The update follows.
+    """
+
+    def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
+        """How many numbers of a parameter each round has."""
+        ...
+
+    def measure(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        part: ParameterPart,
+    ) -> Tensor:
+        """What the part has of the round after those in `part.measures`, on its device; none is below 0.
+
+        Only the part's `room` changes.
         """
         ...
 

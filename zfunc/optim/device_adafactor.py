@@ -5,75 +5,174 @@ sums are exact, so the order in which a device adds does not matter.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers
-from zfunc.optim.adafactor_reference import SUMMED, AdafactorFactors, Matrices
+from zfunc.optim.adafactor_reference import SUMMED, AdafactorFactors, Matrices, lines_of
+from zfunc.optim.adafactor_rounds import AdafactorRounds
 from zfunc.optim.adam_reference import EXP_AVG_SQ_FLOOR
 from zfunc.optim.argument_checks import update_spans
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.device_formats import Scratch, flush_, join_, load_, split_
 from zfunc.optim.workspaces import ADAFACTOR_PIECE
 
 
-def device_adafactor_(
-    state: Mapping[str, Tensor],
-    grad: Tensor,
-    *,
-    state_format: str,
-    matrices: Matrices,
-    factors: AdafactorFactors,
-    out: Tensor | None = None,
-) -> None:
-    """One step of one parameter over 1-D contiguous buffers of one device, in place, with the bits on the host.
+def device_adafactor_(state: Mapping[str, Tensor], grad: Tensor, **arguments: Any) -> None:
+    """One step of a part of a parameter over 1-D contiguous buffers of one device, in place, with the bits on the
+    host.
 
     Raises TypeError or ValueError as `zfunc.optim.host_adafactor.host_adafactor_`, with every buffer unchanged.
     """
-    update_spans(state_format, state, grad, out, device=None)
-    n, device = grad.numel(), grad.device
-    if not n:
-        return
-    with np.errstate(over="ignore"):  # grad_floor may be infinite
-        k = AdafactorFactors._make(float(np.float32(x)) for x in factors)
-    (kind,) = moment_buffers(state_format)
+    update = DeviceAdafactor(state, grad, **arguments)
+    if grad.numel():
+        with torch.no_grad():
+            update.finish()
+
+
+def device_adafactor_round(state: Mapping[str, Tensor], grad: Tensor, **arguments: Any) -> Tensor:
+    """What a part of a parameter has of the next round of that step, as `host_adafactor_round` says it."""
     with torch.no_grad():
-        u = torch.empty(n, device=device)  # fp32: the gradient, then the direction
-        floats = torch.empty(4 * min(n, ADAFACTOR_PIECE), device=device)
-        mask = torch.empty(min(n, ADAFACTOR_PIECE), dtype=torch.bool, device=device)
+        return DeviceAdafactor(state, grad, **arguments).measure()
 
-        def scratch(size: int) -> tuple[Tensor, Scratch]:
-            """Room for weights, and temporaries, of a piece of `size`."""
-            p, a, _, b = floats[: 4 * size].view(4, size)
-            return p, Scratch(a, b, floats[2 * size : 4 * size].view(torch.float64), mask[:size])
 
-        for start, stop in _pieces(n):
-            g = u[start:stop]
-            load_(g, grad[start:stop])
-            flush_(g, k.grad_floor, scratch(stop - start)[1]).mul_(k.grad_scale)
-        for elements, part, variances in _parts(matrices, state[kind.name]):
-            view = u[elements].view(part[:3])
-            _update_variance_(variances, view, k, part)
-            _multiply_(view, *_roots(variances, k, part), k.limit, part)
-        sums = [torch.empty(-(-n // SUMMED), dtype=torch.float64, device=device) for _ in range(2)]
-        for start, stop in _pieces(n):
-            blocks = slice(start // SUMMED, -(-stop // SUMMED))
-            p, temporaries = scratch(stop - start)
-            _load_weights_(p, state, start, temporaries)
-            sums[0][blocks] = _square_sums(u[start:stop])
-            sums[1][blocks] = _square_sums(p)
-        rate = _rate(*sums, n, k)
-        for start, stop in _pieces(n):
-            p, temporaries = scratch(stop - start)
-            _load_weights_(p, state, start, temporaries)
+class DeviceAdafactor(AdafactorRounds):
+    """An update under way, in torch operations."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        *,
+        state_format: str,
+        part: ParameterPart,
+        factors: AdafactorFactors,
+        out: Tensor | None = None,
+    ) -> None:
+        update_spans(state_format, state, grad, out, device=None)
+        (kind,) = moment_buffers(state_format)
+        super().__init__(part, kind, grad.device)
+        self.state, self.grad, self.out, self.variance = state, grad, out, state[kind.name]
+        with np.errstate(over="ignore"):  # grad_floor may be infinite
+            self.k = AdafactorFactors._make(float(np.float32(x)) for x in factors)
+        few, device = min(grad.numel(), ADAFACTOR_PIECE), grad.device
+        self.floats = torch.empty(4 * few, device=device)
+        self.mask = torch.empty(few, dtype=torch.bool, device=device)
+
+    def _lines(self) -> Tensor:
+        largest, old = self._zeros(self.num_lines), self._zeros(sum(self.matrices.kept))
+        old[self.kept] = self.variance[: self.kept.stop - self.kept.start].double()
+        for view, lines in self._tiles(largest):
+            size = view.abs()
+            for x, along in zip(lines, (2, 1), strict=True):
+                x.copy_(torch.maximum(x, size.amax(along)))
+        return torch.cat([largest, old])
+
+    def _line_sums(self) -> Tensor:
+        sums, units = self._zeros(self.num_lines), self.largest[: self.num_lines].square()
+        counts = self.matrices.columns, self.matrices.rows
+        for x, count in zip(self._split(units), counts, strict=True):
+            x.copy_(_unit_of(x, count))
+        both = zip(self._tiles(sums), self._tiles(units), strict=True)
+        for (view, own), (_, unit) in both:
+            square = view.double().square_()
+            rows, columns = unit[0][:, :, None], unit[1][:, None]
+            own[0].add_((square + rows).sub_(rows).sum(2))
+            own[1].add_(square.add_(columns).sub_(columns).sum(1))
+        return sums
+
+    def _largest_blocks(self) -> Tensor:
+        u, blocks = self._direction, self.blocks.view(2, -1)
+        for start, stop in _pieces(self.grad.numel()):
+            at = slice(start // SUMMED, -(-stop // SUMMED))
+            p, temporaries = self._scratch(stop - start)
+            _load_weights_(p, self.state, start, temporaries)
+            blocks[0, at] = _square_sums(u[start:stop])
+            blocks[1, at] = _square_sums(p)
+        return blocks.amax(1)
+
+    def _block_sums(self) -> Tensor:
+        units = _unit_of(self.measures[2], self.num_blocks)[:, None]
+        return (self.blocks.view(2, -1) + units).sub_(units).sum(1)
+
+    def _move(self) -> None:
+        k, out = self.k, self.out
+        u, rate = self._direction, _rate(self.measures[3], self.numel, k)
+        own = self._new_variance[self.kept]
+        self.variance[: own.numel()].copy_(own)
+        for start, stop in _pieces(self.grad.numel()):
+            p, temporaries = self._scratch(stop - start)
+            _load_weights_(p, self.state, start, temporaries)
             change = torch.mul(u[start:stop], rate, out=temporaries.b)
             if k.decay:
                 change.add_(torch.mul(p, k.decay, out=temporaries.a))
             p.sub_(change)
             if out is not None:
                 out[start:stop].copy_(p)
-            _store_weights_(p, state, start, temporaries)
+            _store_weights_(p, self.state, start, temporaries)
+
+    def _scratch(self, size: int) -> tuple[Tensor, Scratch]:
+        """Room for weights, and temporaries, of a piece of `size`."""
+        p, a, _, b = self.floats[: 4 * size].view(4, size)
+        return p, Scratch(a, b, self.floats[2 * size : 4 * size].view(torch.float64), self.mask[:size])
+
+    def _zeros(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.float64, device=self.grad.device)
+
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """What there is of every row, and of every column."""
+        return list(x.split(lines_of(self.matrices)))
+
+    @cached_property
+    def _gradient(self) -> Tensor:
+        """As an update takes it: [n] fp32. It becomes the direction."""
+        g = torch.empty_like(self.grad, dtype=torch.float32)
+        for start, stop in _pieces(g.numel()):
+            piece = g[start:stop]
+            load_(piece, self.grad[start:stop])
+            flush_(piece, self.k.grad_floor, self._scratch(stop - start)[1]).mul_(self.k.grad_scale)
+        return g
+
+    def _tiles(self, of_lines: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """The gradient [count, rows, columns] in tiles of ADAFACTOR_PIECE elements, and of `of_lines` their rows
+        [count, rows] and columns [count, columns]."""
+        for at, lines in self.rectangles_of(of_lines):
+            count, rows, columns, _ = at.matrices
+            g = self._gradient[at.start : at.start + at.numel].view(count, rows, columns)
+            row, column = (x.view(count, -1) for x in lines)
+            few, wide = max(1, ADAFACTOR_PIECE // (rows * columns)), min(columns, ADAFACTOR_PIECE)
+            high = max(1, ADAFACTOR_PIECE // wide)
+            for m, r, c in product(_cut(count, few), _cut(rows, high), _cut(columns, wide)):
+                yield g[m, r, c], [row[m, r], column[m, c]]
+
+    @cached_property
+    def _new_variance(self) -> Tensor:
+        old, k = self.largest[self.num_lines :].float(), self.k
+        rows, columns = self._split(self.sums)
+        kept = self.matrices.kept
+        means = [
+            *([_over(rows, self.matrices.columns)] if kept[0] else []),
+            *([_over(columns, self.matrices.rows)] if kept[1] else []),
+        ]
+        new = old.mul_(k.keep).add_(torch.cat(means).mul_(k.add))
+        return new.masked_fill_(new.abs() < EXP_AVG_SQ_FLOOR, 0.0)
+
+    @cached_property
+    def _direction(self) -> Tensor:
+        """[n] fp32, in place of the gradient."""
+        factors = _roots(self._new_variance, self.matrices, self.k)
+        for view, (left, right) in self._tiles(torch.cat([x.view(-1) for x in factors])):
+            view.mul_((left[:, :, None] * right[:, None]).clamp_(max=self.k.limit))
+        return self._gradient
+
+
+def _cut(n: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, n, size)]
 
 
 def _pieces(n: int) -> Iterator[tuple[int, int]]:
@@ -124,77 +223,27 @@ def _square_sums(x: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-def _parts(matrices: Matrices, variance: Tensor) -> Iterator[tuple[slice, Matrices, list[Tensor | None]]]:
-    """Matrices that need nothing of each other: their elements, and their variances of rows and of columns."""
-    count, rows, columns, factored = matrices
-    kept, others = matrices.kept
-    if not factored:
-        for start, stop in _pieces(columns):
-            yield slice(start, stop), Matrices(1, 1, stop - start, False), [None, variance[start:stop]]
-        return
-    few = max(1, ADAFACTOR_PIECE // (rows * columns))
-    for m in range(0, count, few):
-        n = min(count, m + few)
-        row = variance[m * rows : n * rows] if kept else None
-        column = variance[kept + m * columns : kept + n * columns] if others else None
-        yield slice(m * rows * columns, n * rows * columns), Matrices(n - m, *matrices[1:]), [row, column]
-
-
-def _tiles(matrices: Matrices) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of ADAFACTOR_PIECE elements at a time, of a part."""
-    _, rows, columns, _ = matrices
-    wide = min(columns, ADAFACTOR_PIECE)
-    high = max(1, ADAFACTOR_PIECE // wide) if matrices.count == 1 else rows
-    for r in range(0, rows, high):
-        for c in range(0, columns, wide):
-            yield slice(r, min(rows, r + high)), slice(c, min(columns, c + wide))
-
-
-def _update_variance_(variances: list[Tensor | None], g: Tensor, k: AdafactorFactors, part: Matrices) -> None:
-    """Of g [count, rows, columns]."""
-    count, rows, columns, _ = part
-    largest = [torch.zeros(count, x, dtype=torch.float64, device=g.device) for x in (rows, columns)]
-    for r, c in _tiles(part):
-        size = g[:, r, c].abs()
-        for x, along, at in ((largest[0], 2, r), (largest[1], 1, c)):
-            x[:, at] = torch.maximum(x[:, at], size.amax(along))
-    units = [_unit_of(x.square_(), y) for x, y in zip(largest, (columns, rows), strict=True)]
-    sums = [x.zero_() for x in largest]
-    for r, c in _tiles(part):
-        square = g[:, r, c].double().square_()
-        row_unit, column_unit = units[0][:, r, None], units[1][:, None, c]
-        sums[0][:, r] += (square + row_unit).sub_(row_unit).sum(2)
-        sums[1][:, c] += square.add_(column_unit).sub_(column_unit).sum(1)
-    for variance, x, size in zip(variances, sums, (columns, rows), strict=True):
-        if variance is not None:
-            new = variance.mul(k.keep).add_(_over(x.view(-1), size).mul_(k.add))
-            variance.copy_(new.masked_fill_(new.abs() < EXP_AVG_SQ_FLOOR, 0.0))
-
-
 def _over(sums: Tensor, count: int) -> Tensor:
     """Means in float32."""
     return sums.div(torch.full_like(sums, count)).float()
 
 
-def _roots(variances: list[Tensor | None], k: AdafactorFactors, part: Matrices) -> tuple[Tensor, Tensor]:
-    row, column = (None if x is None else x.view(part.count, -1) for x in variances)
+def _roots(variance: Tensor, matrices: Matrices, k: AdafactorFactors) -> tuple[Tensor, Tensor]:
+    """What a gradient is multiplied by for its row [count, rows] and for its column [count, columns]."""
+    count, rows, columns, factored = matrices
+    kept, others = matrices.kept
+    if not factored:
+        return variance.new_ones(1, 1), _inverse_root(variance.view(1, -1))
+    row, column = (x.view(count, -1) if x.numel() else None for x in variance.split([kept, others]))
     if row is None:
         assert column is not None
-        if not part.factored:
-            return column.new_ones(1, 1), _inverse_root(column)
-        row = _mean(column, part.columns)
-    column = _mean(row, part.rows) if column is None else column
-    return _inverse_root(row / _mean(row, part.rows).clamp_(min=k.least_mean)), _inverse_root(column)
+        row = _mean(column, columns)
+    column = _mean(row, rows) if column is None else column
+    return _inverse_root(row / _mean(row, rows).clamp_(min=k.least_mean)), _inverse_root(column)
 
 
-def _multiply_(u: Tensor, left: Tensor, right: Tensor, limit: float, part: Matrices) -> None:
-    """u [count, rows, columns] *= left [count, rows] * right [count, columns], or the limit."""
-    for r, c in _tiles(part):
-        u[:, r, c] *= (left[:, r, None] * right[:, None, c]).clamp_(max=limit)
-
-
-def _rate(update: Tensor, weights: Tensor, numel: int, k: AdafactorFactors) -> Tensor:
-    of_update, of_weights = (_root(_over(_exact_sum(x), numel)) for x in (update, weights))
+def _rate(sums: Tensor, numel: int, k: AdafactorFactors) -> Tensor:
+    of_update, of_weights = _root(_over(sums, numel))
     size = of_weights.clamp_(min=k.least_size).mul_(k.rate)
     return size / (of_update / torch.full_like(of_update, k.threshold)).clamp_(min=1.0)
 

@@ -17,7 +17,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import MatrixWork
-from zfunc.optim.base import HasMoments, MatrixOptimizer, Optimizer
+from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer, ParameterPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,14 +178,14 @@ class GroupedOptimizer:
         decision: StepDecision,
         *,
         group: int,
-        shape: tuple[int, ...] | None = None,
+        part: ParameterPart | None = None,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The update of the group's optimizer in host memory."""
         n, own = self._of(group)
         self.optimizers[n].host_update(
-            state, grad, _decision(decision, n), group=own, out=out, into=into, **_given(shape)
+            state, grad, _decision(decision, n), group=own, out=out, into=into, **_given(part)
         )
 
     def device_update(
@@ -195,13 +195,13 @@ class GroupedOptimizer:
         decision: StepDecision,
         *,
         group: int,
-        shape: tuple[int, ...] | None = None,
+        part: ParameterPart | None = None,
         out: Tensor | None = None,
     ) -> None:
         """The update of the group's optimizer on the device."""
         n, own = self._of(group)
         self.optimizers[n].device_update(
-            state, grad, _decision(decision, n), group=own, out=out, **_given(shape)
+            state, grad, _decision(decision, n), group=own, out=out, **_given(part)
         )
 
     def host_direction(
@@ -233,6 +233,29 @@ class GroupedOptimizer:
         assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
         return optimizer
 
+    def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
+        """How many numbers of a group's parameter each round has."""
+        n, own = self._of(group)
+        return self._measuring(n).num_measures(shape, group=own)
+
+    def measure(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        part: ParameterPart,
+    ) -> Tensor:
+        """What a part of a group's parameter has of the next round."""
+        n, own = self._of(group)
+        return self._measuring(n).measure(state, grad, _decision(decision, n), group=own, part=part)
+
+    def _measuring(self, n: int) -> MeasuringOptimizer:
+        optimizer = self.optimizers[n]
+        assert isinstance(optimizer, MeasuringOptimizer)  # by the format of its state
+        return optimizer
+
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         return max(x.device_workspace(numel) for x in self.optimizers)
@@ -256,6 +279,6 @@ def _decision(decision: StepDecision, n: int) -> StepDecision:
     return evolve(decision, factors=own)
 
 
-def _given(shape: tuple[int, ...] | None) -> dict[str, Any]:
-    """What an optimizer is told that updates whole parameters."""
-    return {} if shape is None else {"shape": shape}
+def _given(part: ParameterPart | None) -> dict[str, Any]:
+    """What an optimizer is told that updates parameters one by one."""
+    return {} if part is None else {"part": part}

@@ -14,6 +14,7 @@ import attrs
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import MatrixWork
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.one_buffer import OneBufferOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
 from zfunc.optim.optimizer_settings import Decay, LearningRate, at_least_0, decay_all, lr_setting
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AdjustLr = Literal["original", "match_rms_adamw"]
-_SIDES = 1 << 32  # above any side of a matrix
 
 
 def _momentum_setting(value: Any) -> float:
@@ -62,8 +62,7 @@ class Muon(OneBufferOptimizer):
     Raises ValueError or TypeError for values out of range. `compile` raises ValueError for a parameter that is no
     matrix.
 
-    >>> muon = Muon(lr=0.02)
-    >>> muon.lr_ratio(muon.group("body.weight", (400, 100)))
+    >>> Muon(lr=0.02).lr_ratio((400, 100))
     2.0
     """
 
@@ -108,23 +107,21 @@ class Muon(OneBufferOptimizer):
         del step, grad_scale
         return rule_factors(grad_scale=1.0, rate=factors["lr"], decay=factors["lr"] * weight_decay)
 
-    def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """The sides of a matrix, which its learning rate depends on, and whether it is without weight decay."""
-        rows, columns = shape if len(shape) == 2 else (1, 1)
-        return 2 * (rows * _SIDES + columns) + super().group(name, shape)
-
-    def lr_ratio(self, group: int) -> float:
+    def lr_ratio(self, shape: tuple[int, ...]) -> float:
         """What the learning rate of a matrix is multiplied by."""
-        rows, columns = divmod(group // 2, _SIDES)
+        rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
-    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
-        """What both kernels take besides tensors to move the weights along a direction."""
-        arguments = super().arguments(decision, group % 2)
+    def arguments(
+        self, decision: StepDecision, group: int, part: ParameterPart | None = None
+    ) -> dict[str, Any]:
+        """What both kernels take besides tensors to move the weights of a matrix along a direction."""
+        assert part is not None  # by the format of its state
+        arguments = super().arguments(decision, group)
         factors: RuleFactors = arguments["factors"]
-        rate = checked_finite("lr of a matrix", factors.rate * self.lr_ratio(group))
+        rate = checked_finite("lr of a matrix", factors.rate * self.lr_ratio(part.shape))
         return {
             **arguments,
             "state_format": f"weights-{self.moments}",

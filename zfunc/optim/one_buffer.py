@@ -13,7 +13,8 @@ from attrs import evolve
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments, stored_buffers
-from zfunc.optim.elementwise import ElementwiseOptimizer
+from zfunc.optim.base import ParameterPart
+from zfunc.optim.kernel_optimizer import KernelOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, pack_one_buffer, unpack_one_buffer
 from zfunc.optim.optimizer_settings import LearningRate, check_moments_and_decay, lr_at_step
 from zfunc.optim.setting_checks import check_same_optimizer, checked_finite
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class OneBufferOptimizer(ElementwiseOptimizer):
+class OneBufferOptimizer(KernelOptimizer):
     """The methods of `zfunc.optim.base.Optimizer`; fields, rule and factors are each optimizer's own."""
 
     decoupled: ClassVar[bool] = False  # whether weight decay is
@@ -104,8 +105,11 @@ class OneBufferOptimizer(ElementwiseOptimizer):
 
         device_one_buffer_(*args, **arguments)
 
-    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+    def arguments(
+        self, decision: StepDecision, group: int, part: ParameterPart | None = None
+    ) -> dict[str, Any]:
         """What both kernels take besides tensors."""
+        del part
         weight_decay = 0.0 if group else self.weight_decay
         return {
             "state_format": self.state_format(group),

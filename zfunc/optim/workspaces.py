@@ -42,9 +42,9 @@ def one_buffer_workspace(numel: int) -> int:
 def adafactor_workspace(numel: int) -> int:
     """An upper bound of the bytes that an update of a parameter of `numel` elements allocates beside its arguments.
 
-    It holds for matrices of at least 24 rows and columns, and for any other one below ADAFACTOR_PIECE elements.
+    It holds for matrices of at least 64 rows and columns, and for any other one below ADAFACTOR_PIECE elements.
     """
-    return 6 * numel + 64 * min(numel + SUMMED, ADAFACTOR_PIECE) + (1 << 16)
+    return 6 * numel + 128 * min(numel + SUMMED, ADAFACTOR_PIECE) + (1 << 16)
 
 
 def newton_schulz_work(shape: tuple[int, ...], steps: int) -> MatrixWork:

@@ -130,13 +130,16 @@ class RankGroup:
         else:
             self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
 
-    def all_reduce(self, values: Tensor) -> None:
-        """`values`, of one shape on each rank, become their sums over the ranks."""
+    def all_reduce(self, values: Tensor, *, largest: bool = False) -> None:
+        """`values`, of one shape on each rank, become their sums over the ranks, or the largest of each."""
+        if not values.numel():
+            return
         self.sent += 2 * (self.world - 1) * values.nbytes // self.world
+        how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         if on_accelerator(values.device):
-            self._queue("all_reduce", lambda: dist.all_reduce(values, group=self.group, async_op=True))
+            self._queue("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
         else:
-            self._all_reduce(values)
+            self._all_reduce(values, how)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums of these numbers over the ranks, in double; the same bits on each."""

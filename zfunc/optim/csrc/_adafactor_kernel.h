@@ -2,7 +2,7 @@
  *
  * The meaning is adafactor_reference.py, and the rules about bits are those of _adam_kernel.h. A parameter is `rows` by
  * `columns`, once or several times in a row. Its sums are of doubles that were rounded so that sums of them are exact:
- * threads and vector units may add them in any order. */
+ * threads, vector units and ranks may add them in any order. */
 #ifndef ZFUNC_ADAFACTOR_KERNEL_H
 #define ZFUNC_ADAFACTOR_KERNEL_H
 
@@ -19,6 +19,7 @@ typedef struct {
     const void *grad;                             /* IN    [n] of grad_type */
     int grad_type;
     size_t rows, columns;                         /* of each matrix */
+    size_t first;                                 /* number of element 0 in its parameter: third and fourth sweep */
     float grad_scale, grad_floor;
     float *row_largest, *column_largest;          /* OUT   sizes of gradients, 0 before: first sweep */
     const double *row_unit, *column_unit;         /* IN    what rounds a square: second sweep */
@@ -124,7 +125,7 @@ ZF_INLINE void zf_direct(float *restrict u, const float *restrict right, float l
 
 /* Elements `at` to `at` + n, over the ends of rows. */
 ZF_INLINE void zf_direction(const zf_factor_args *a, float *restrict u, size_t at, size_t n, int isa) {
-    size_t row = at / a->columns, column = at % a->columns;
+    size_t row = (a->first + at) / a->columns, column = (a->first + at) % a->columns;
     zf_scaled(a, u, at, n, isa);
     for (size_t i = 0; i < n; row++, column = 0) {
         const size_t few = n - i < a->columns - column ? n - i : a->columns - column;

@@ -1,4 +1,4 @@
-"""What optimizers have in common whose update is element-wise: a kernel on the host, its twin on the device.
+"""What optimizers have in common whose update is a kernel on the host, and its twin on the device.
 
 Parameters with weight decay are a group, those without are another.
 """
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zfunc.core.decision import StepDecision
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.optimizer_settings import Decay
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ElementwiseOptimizer(ABC):
+class KernelOptimizer(ABC):
     """Methods of `zfunc.optim.base.Optimizer`; both kernels take the arguments that `arguments` returns."""
 
     decay: Decay
@@ -30,7 +31,9 @@ class ElementwiseOptimizer(ABC):
         """The same, to the bit, in torch operations."""
 
     @abstractmethod
-    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+    def arguments(
+        self, decision: StepDecision, group: int, part: ParameterPart | None = None
+    ) -> dict[str, Any]:
         """What both kernels take besides tensors."""
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
@@ -44,11 +47,12 @@ class ElementwiseOptimizer(ABC):
         decision: StepDecision,
         *,
         group: int,
+        part: ParameterPart | None = None,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The update by the compiled kernel."""
-        self.host_kernel(state, grad, out=out, into=into, **self.arguments(decision, group))
+        self.host_kernel(state, grad, out=out, into=into, **self.arguments(decision, group, part))
 
     def device_update(
         self,
@@ -57,7 +61,8 @@ class ElementwiseOptimizer(ABC):
         decision: StepDecision,
         *,
         group: int,
+        part: ParameterPart | None = None,
         out: Tensor | None = None,
     ) -> None:
         """The same update, to the bit, in torch operations on the tensors' device."""
-        self.device_kernel(state, grad, out=out, **self.arguments(decision, group))
+        self.device_kernel(state, grad, out=out, **self.arguments(decision, group, part))
