@@ -36,7 +36,6 @@ INTERPRETERS = (
         "core.graph",
         "core.bottleneck",
         "runtime.executor",
-        "cli.charts",
         "cli.report_page",
         "cli.report_tables",
     ),

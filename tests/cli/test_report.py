@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from run_folders import STEPS, Row, row, written
 from table import plan_of
 
-from zfunc.cli.charts import PLACES, placed, smoothed
 from zfunc.cli.main import main
 from zfunc.cli.report_page import report_page
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
+from zfunc.viz.charts import PLACES, placed, smoothed
 from zfunc.viz.web_page import web_file
 
 

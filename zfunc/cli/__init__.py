@@ -11,7 +11,7 @@
     deepspeed_lines                 a training as DeepSpeed's log
     sensors                         cores, memory and GPUs, for `zfunc top`
     report_page                     a run as one HTML page
-    report_tables, charts           its tables and curves
+    report_tables                   its tables
     doctor_host, doctor_gpu         the checks of `zfunc doctor`
 
 A new command: a module in `commands` with its `COMMAND`, and its row in `catalogue`. A new flag: a field of the

@@ -10,7 +10,6 @@ from html import escape
 from math import log
 from statistics import fmean, median
 
-from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_figure, smoothed
 from zfunc.cli.report_tables import report_tables, table_html
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
@@ -24,6 +23,7 @@ from zfunc.train.history import (
     read_recorded_step,
 )
 from zfunc.units import format_bytes, format_seconds
+from zfunc.viz.charts import SMOOTH, Chart, Curve, Points, chart_figure, smoothed
 from zfunc.viz.legend import legend_summary
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.web_page import web_page

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Generator, Sequence
@@ -42,6 +43,12 @@ def sparkline(points: Sequence[float], width: int) -> str:
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((m - low) * scale)] for m in means)
+
+
+def shows_panels() -> bool:
+    """Whether what is printed goes to a terminal that can redraw it; the one that Jupyter gives `!` cannot."""
+    jupyter = "JPY_PARENT_PID" in os.environ
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not jupyter
 
 
 @define

@@ -17,6 +17,7 @@
     hardware          rates, latencies and memory of a machine
     simulator         how long a plan takes on given hardware
     memory_model      how much memory a plan needs, on which tier, and when
+    display           how values print, and what a notebook shows
     timeline          when operations ran, simulated or measured
     bottleneck        the chain of operations that bounded a timeline
 

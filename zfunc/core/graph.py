@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from attrs import field, frozen
 
+from zfunc.core.display import counted
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.errors import PlanError, did_you_mean
 
@@ -37,6 +38,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
 ROLES: tuple[Role, ...] = get_args(Role)
+SHOWN = 4  # regions of an operation that prints
 ALLOCATED: tuple[Lifetime, ...] = ("program", "state")
 
 
@@ -155,6 +157,9 @@ class Op:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"Op({self.name}, {self.kind}: {_some(self.reads)} -> {_some(self.writes)})"
+
     @property
     def regions(self) -> tuple[Region, ...]:
         """The regions read or written, each once."""
@@ -177,6 +182,12 @@ class Op:
     def operands(self, role: Role) -> tuple[Region, ...]:
         """The regions of this role, in the order of declaration."""
         return tuple(r for r in self.regions if r.role == role)
+
+
+def _some(regions: tuple[Region, ...]) -> str:
+    """The first of them, and how many more there are."""
+    names = ", ".join(map(str, regions[:SHOWN]))
+    return f"{names} and {counted(len(regions) - SHOWN, 'region')} more" if regions[SHOWN:] else names
 
 
 class Access(NamedTuple):
@@ -279,6 +290,9 @@ class Graph:
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
+
+    def __repr__(self) -> str:
+        return f"Graph({counted(len(self), 'operation')}, {counted(len(self.regions), 'region')})"
 
     @cached_property
     def position(self) -> dict[str, int]:

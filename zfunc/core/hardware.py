@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
+from zfunc.core.display import brief
 from zfunc.core.graph import KINDS, Kind, Op, Tier
 from zfunc.errors import did_you_mean
 
@@ -80,6 +81,9 @@ class Hardware:
         factory=dict[str, Mapping[Kind, float]], converter=_shares, hash=False
     )
     measured: tuple[Measured, ...] = field(default=(), converter=tuple)
+
+    def __repr__(self) -> str:
+        return brief(self, "name", "flops", "rates", "memory")
 
     def __attrs_post_init__(self) -> None:
         """Check every figure."""

@@ -11,6 +11,8 @@ from math import prod
 
 from attrs import field, frozen, validators
 
+from zfunc.core.display import brief, counted
+
 MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
 ALIGNMENT = (
     64  # elements; every span begins at a multiple, so views are aligned for vector units in any precision
@@ -64,6 +66,9 @@ class Bucket:
     deliveries: tuple[tuple[int, ...], ...]
     persistent: bool = False
     state_format: str = "fp32"
+
+    def __repr__(self) -> str:
+        return brief(self, "index", "start", "stop", "spans")
 
     @property
     def numel(self) -> int:
@@ -129,6 +134,10 @@ class Layout:
     segments: tuple[tuple[str, ...], ...]
     buckets: tuple[Bucket, ...]
     frozen_buckets: tuple[Bucket, ...]
+
+    def __repr__(self) -> str:
+        sizes = counted(len(self.spans), "parameter"), counted(len(self.buckets), "bucket")
+        return f"Layout({' in '.join(sizes)}, {counted(len(self.segments), 'segment')})"
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

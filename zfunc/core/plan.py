@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
+from zfunc.core.display import counted, in_notebook
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.errors import PlanError
 
@@ -65,6 +66,9 @@ class Lane:
 
     name: str = field()
     ops: tuple[int, ...] = field(converter=_positions("operations of a lane"))
+
+    def __repr__(self) -> str:
+        return f"Lane({self.name!r}, {counted(len(self.ops), 'operation')})"
 
     @name.validator  # pyright: ignore
     def _check_name(self, _: object, name: Any) -> None:
@@ -124,6 +128,13 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(_lane_lines(self))
+
+    def __repr__(self) -> str:
+        on = f"{counted(len(self.graph), 'operation')} on {counted(len(self.lanes), 'lane')}"
+        return f"Plan({on}, {counted(self.num_waits, 'wait')}: print it to read it)"
+
+    def _repr_html_(self) -> str:
+        return in_notebook("plan_html", self)
 
 
 def check_is_plan(plan: Any, origin: str = "") -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from attrs import evolve, field, fields, fields_dict, frozen
 
+from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Layout, Parameter, make_layout, paged_buckets, part_size, resident_buckets
@@ -421,6 +422,9 @@ class StepSettings:
         "`zfunc.flush` applies the last one. Buckets that stay on the device are not delayed.",
         note=" (default: never)",
     )
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def __attrs_post_init__(self) -> None:
         """Check every field, and the combinations that exclude each other."""

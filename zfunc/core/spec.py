@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 from attrs import field, frozen, validators
 
+from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
@@ -146,6 +147,9 @@ class StepSpec:
     pending: bool = False
     defer: bool = False
     norms: bool = False
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def __attrs_post_init__(self) -> None:
         for unknown in {x.state_format for x in self.layout.buckets} - STATE_FORMATS.keys():

@@ -5,7 +5,9 @@ from functools import cached_property
 
 from attrs import field, frozen
 
+from zfunc.core.display import counted, in_notebook
 from zfunc.core.graph import Kind
+from zfunc.units import format_seconds
 
 
 @frozen
@@ -34,6 +36,13 @@ class Timeline:
 
     events: tuple[Event, ...] = field(converter=tuple)
     source: str
+
+    def __repr__(self) -> str:
+        on = f"{counted(len(self.events), 'operation')} on {counted(len(self.lanes), 'lane')}"
+        return f"Timeline({self.source}, {on}, {format_seconds(self.seconds)})"
+
+    def _repr_html_(self) -> str:
+        return in_notebook("timeline_html", self)
 
     @cached_property
     def seconds(self) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
+from zfunc.core.display import brief, html_table, in_notebook
 from zfunc.core.graph import Graph, Region, Role, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
@@ -65,6 +66,13 @@ class Program:
     ranks: RankGroup = field(factory=RankGroup, repr=False)
     recipe: Recipe = field(default=zero_offload, repr=False)  # of `plan`
     identity: int = field(factory=_identities.__next__)
+
+    def __repr__(self) -> str:
+        return brief(self, "segments", "settings", "optimizer", "device", "plan")
+
+    def _repr_html_(self) -> str:
+        rows = [(name, getattr(self, name)) for name in ("settings", "optimizer", "device", "layout")]
+        return html_table(["program", ""], rows) + in_notebook("plan_html", self.plan)
 
     @property
     def layout(self) -> Layout:

@@ -17,6 +17,7 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
 from zfunc.engine.closure_facts import CapturedFacts, captured
 from zfunc.engine.module_buffers import changed_by_forward, computed_in_type_of
@@ -68,6 +69,22 @@ class Segment:
     buffers: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
     _source: tuple[nn.Module, CapturedFacts] | None = field(default=None, kw_only=True, repr=False)
+
+    def __repr__(self) -> str:
+        trained = sum(math.prod(p.shape) for p in self.parameters)
+        return f"Segment({self.name!r}, {counted(len(self.parameters), 'parameter')} of {trained:,} elements)"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                p.name,
+                tuple(p.shape),
+                "" if p.trainable else "frozen",
+                "shared" if p.name in self.shared else "",
+            )
+            for p in self.parameters
+        ]
+        return html_table(["parameter", "shape", "", ""], rows, repr(self))
 
     def __attrs_post_init__(self) -> None:
         _check_name(self.name)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from attrs import evolve, frozen
 
+from zfunc.core.display import brief
 from zfunc.core.graph import KINDS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Moment, Peak, peak_breakdown, peak_memory
@@ -77,6 +78,9 @@ class PlannedStep:
     _peaks: dict[Tier, Peak] | None = None
     _simulated: tuple[Plan, Timeline] | None = None
     _repetition: Repetition | None = None
+
+    def __repr__(self) -> str:
+        return brief(self, "settings", "seconds", "fits")
 
     @property
     def plan(self) -> Plan:

@@ -13,6 +13,7 @@ from attrs import asdict, evolve, fields, frozen
 
 from zfunc import schedules
 from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critical_path_of, largest_shares
+from zfunc.core.display import html_table
 from zfunc.core.graph import Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan
@@ -21,7 +22,7 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep, garbage_collection_paused
+from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, shortage_text
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.disk_traffic import DiskTraffic, disk_traffic
 from zfunc.planner.profile import Profile
@@ -29,6 +30,8 @@ from zfunc.planner.search import TriedChoice
 from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
+from zfunc.units import format_bytes, format_seconds
+from zfunc.viz.notebook import timeline_html
 
 if TYPE_CHECKING:
     from zfunc.engine.segment import Segment
@@ -143,6 +146,20 @@ class Planned:
     def timeline(self) -> Timeline:
         """When each operation would run."""
         return self.step.timeline
+
+    def _repr_html_(self) -> str:
+        head = f"{self.hardware.name}: {'fits' if self.fits else shortage_text(self.step.lacking)}"
+        rows: list[tuple[str, str]] = [
+            ("a step takes", format_seconds(self.step_seconds)),
+            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
+            ("bound by", self.bound),
+            *((f"{tier} memory", format_bytes(nbytes)) for tier, nbytes in self.memory.items() if nbytes),
+            *(("could be faster" if self.fits else "could fit", advice) for advice in self.advice),
+        ]
+        table = html_table([head, ""], rows)
+        if self.step.of_few is not None:  # its operations would have to be made first
+            return table
+        return table + timeline_html(self.timeline, self.plan, f"One step, on {self.hardware.name}")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from attrs import evolve, field, frozen
 
+from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import KINDS, Kind, Tier
 from zfunc.core.hardware import Hardware, Measured
@@ -88,6 +89,9 @@ class Profile:
         factory=dict[str, dict[str, Figure]], converter=_figures, hash=False
     )
     measured: tuple[Measured, ...] = field(default=(), converter=tuple)
+
+    def __repr__(self) -> str:
+        return brief(self, "name", "title")
 
     def __attrs_post_init__(self) -> None:
         check_names(self.name, "", self.figures, tuple(TABLES))

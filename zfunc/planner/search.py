@@ -14,6 +14,7 @@ from contextlib import suppress
 import attrs
 from attrs import define, evolve, field, frozen
 
+from zfunc.core.display import brief
 from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
@@ -42,6 +43,9 @@ class TriedChoice:
     lacking: dict[Tier, int]
     outcome: str
 
+    def __repr__(self) -> str:
+        return brief(self)
+
 
 @frozen(eq=False)
 class SearchResult:
@@ -50,6 +54,9 @@ class SearchResult:
     step: PlannedStep
     reasons: tuple[str, ...]
     tried: tuple[TriedChoice, ...]
+
+    def __repr__(self) -> str:
+        return brief(self, "step", "reasons")
 
 
 def search(

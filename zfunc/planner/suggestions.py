@@ -5,6 +5,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from zfunc.core.display import brief
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
@@ -43,6 +44,9 @@ class Suggestion:
     changes: Mapping[str, Any] = field(converter=dict[str, Any])
     step: PlannedStep
     effect: str
+
+    def __repr__(self) -> str:
+        return brief(self, "flags", "effect")
 
     def __str__(self) -> str:
         """The changes as Python arguments, and their effect."""

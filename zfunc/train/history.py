@@ -16,9 +16,11 @@ from typing import Any, TypeVar, cast
 from attrs import define, field, frozen, validators
 
 from zfunc.core.bottleneck import events_of
+from zfunc.core.display import brief
 from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
 from zfunc.viz.chrome_trace import read_chrome_trace
+from zfunc.viz.notebook import curves_html
 
 CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
@@ -39,6 +41,13 @@ class RunHistory:
     rows: tuple[Row, ...]
     summary: dict[str, Any]
     damage: str = ""
+
+    def __repr__(self) -> str:
+        return brief(self, "path", "model")
+
+    def _repr_html_(self) -> str:
+        names = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
+        return curves_html({title: self.of(name) for name, title in names.items()})
 
     @property
     def settings(self) -> dict[str, Any]:

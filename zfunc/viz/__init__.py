@@ -7,6 +7,8 @@
     timeline_html   a page to zoom in
     web_page        a page in one file, from the parts in `web/`
     compare         measured against simulated
+    charts          curves over steps
+    notebook        plans, timelines and curves as a notebook shows them
 
 Colours come from `legend` alone, so a verb looks the same everywhere.
 """

@@ -1,13 +1,12 @@
 """`zfunc train`. Its settings are in `zfunc.train.settings`."""
 
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zfunc.cli.command import EXIT_OK, Command
-from zfunc.cli.terminal import interrupts, logged, printable
+from zfunc.cli.terminal import interrupts, logged, printable, shows_panels
 from zfunc.train.settings import AUTO, TRAIN, TrainSettings
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
     if start.over:
         return ""
     deepspeed = settings.log_style == "deepspeed"
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not deepspeed
+    live = shows_panels() and not deepspeed
     failure = ""
     try:
         job = prepare_job(settings, cache=cache_folder())

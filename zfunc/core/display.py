@@ -1,0 +1,67 @@
+"""How values print in a line or two, and what a notebook shows instead of that.
+
+Pictures belong to packages above those of the values that they show, so `in_notebook` looks the function up by name
+when a notebook asks for it; nothing here imports them.
+"""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+FIELD, WHOLE = 80, 400  # characters
+
+
+def brief(value: Any, *names: str) -> str:
+    """A value with those of its fields that are not at their defaults, or the fields of these names, cut short.
+
+    >>> from attrs import frozen
+    >>> @frozen
+    ... class Job:
+    ...     name: str
+    ...     sizes: tuple[int, ...] = ()
+    ...     rest: int = 0
+    >>> brief(Job("a", tuple(range(100))), "sizes")
+    'Job(sizes=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 2...))'
+    """
+    kind: type[Any] = type(value)
+    chosen = names or [f.name for f in attrs.fields(kind) if f.repr and getattr(value, f.name) != f.default]
+    parts = [f"{name.lstrip('_')}={_cut(repr(getattr(value, name)), FIELD)}" for name in chosen]
+    return _cut(f"{type(value).__name__}({', '.join(parts)})", WHOLE)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]}...{text[-1]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "lane"), counted(2500, "operation")
+    ('1 lane', '2,500 operations')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def html_table(head: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
+    """A table, whatever text is in it.
+
+    >>> html_table(["a"], [["<b>"]])
+    '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    """
+    line = "<tr>{}</tr>".format
+    title = (
+        f'<caption style="white-space: nowrap; text-align: left">{escape(caption)}</caption>'
+        if caption
+        else ""
+    )
+    first = line("".join(f"<th>{escape(str(x))}</th>" for x in head))
+    body = "".join(line("".join(f"<td>{escape(str(x))}</td>" for x in row)) for row in rows)
+    return f"<table>{title}<thead>{first}</thead><tbody>{body}</tbody></table>"
+
+
+def in_notebook(function: str, *arguments: Any) -> str:
+    """What a function of `zfunc.viz.notebook` makes of the arguments, as HTML."""
+    return getattr(import_module("zfunc.viz.notebook"), function)(*arguments)
