@@ -7,7 +7,7 @@ when a notebook asks for it; nothing here imports them.
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -26,8 +26,8 @@ def brief(value: Any, *names: str) -> str:
     >>> brief(Job("a", tuple(range(100))), "sizes")
     'Job(sizes=(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 2...))'
     """
-    kind: type[Any] = type(value)
-    chosen = names or [f.name for f in attrs.fields(kind) if f.repr and getattr(value, f.name) != f.default]
+    fields: tuple[Any, ...] = attrs.fields(cast("Any", type(value)))
+    chosen = names or [f.name for f in fields if f.repr and getattr(value, f.name) != f.default]
     parts = [f"{name.lstrip('_')}={_cut(repr(getattr(value, name)), FIELD)}" for name in chosen]
     return _cut(f"{type(value).__name__}({', '.join(parts)})", WHOLE)
 
