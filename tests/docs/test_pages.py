@@ -24,7 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PRINTED = {
     "README.md": r"^loss 0\.\d+\nlane copies\n[^|]*^lane compute$[^|]*^same bits: True\n(True|False) [\d.e-]+ s ",
     "quickstart.md": r"^$",
-    "optimizers.md": r"^\d+ buckets\nlr 0.01$",
+    "optimizers.md": r"^\d+ buckets\nlr 0.01\nstep 2 True$",
     "checkpoints.md": r"^resumes after step 10$",
     "recipes.md": r"^\['body.bias', 'body.weight', 'loss.bias', 'loss.weight'\] True$",
 }  # the Python of these pages continues that of the README

@@ -173,10 +173,10 @@ class Checkpoint:
         return self.elsewhere.get(name, self.path / name)
 
 
-def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
+def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: bool = True) -> None:
     """Raise CheckpointError, naming the first differences, unless these are the checkpoint's parameters.
 
-    They may be in any order, and tied ones may be repeated.
+    They may be in any order, and tied ones may be repeated. Unless `strict`, others may be trained.
     """
     wanted = {p.name: p for p in parameters}
     entries = manifest.by_name
@@ -188,8 +188,11 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
             flaws.append(f"it has no {name!r}{hint}")
         elif entry.shape != p.shape:
             flaws.append(f"{name!r} has shape {list(entry.shape)} in it and {list(p.shape)} in the model")
-        elif entry.trainable != p.trainable:
-            flaws.append(f"{name!r} is {'trained' if entry.trainable else 'frozen'} in it, not in the model")
+        elif strict and entry.trainable != p.trainable:
+            flaws.append(
+                f"{name!r} is {'trained' if entry.trainable else 'frozen'} in it, not in the model (if that is "
+                "meant, zfunc.load(..., strict=False))"
+            )
     flaws += [f"it has {name!r}, which the model does not have" for name in unknown]
     if flaws:
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""

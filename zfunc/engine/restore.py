@@ -4,6 +4,7 @@ Only the slices that this rank keeps are read, directly into its buffers where t
 optimizer converts a bounded part at a time.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
@@ -18,50 +19,73 @@ from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import EMA, stored_buffers
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, stored_buffers, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import begin_averages, send_weights
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
+from zfunc.optim.compact import initial_state, master_weights
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
+
+log = logging.getLogger("zfunc")
 
 BESIDE = (PENDING, EMA.name)  # kinds of state that no optimizer converts
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 
 
 def fill_state(
-    buffers: Buffers, layout: Layout, optimizer: Optimizer, checkpoint: Checkpoint, ranks: RankGroup
+    buffers: Buffers,
+    layout: Layout,
+    optimizer: Optimizer,
+    checkpoint: Checkpoint,
+    ranks: RankGroup,
+    *,
+    strict: bool = True,
 ) -> None:
     """Read what this rank keeps. Trained parameters on the device are not written.
 
-    Moving averages that are not there begin as the weights. Raises CheckpointError, naming file, tensor and offset,
-    for bytes that are not what was written.
+    Moving averages that are not there begin as the weights. Unless `strict`, so do trained parameters that were
+    frozen, or whose moments the optimizer cannot read, with moments of 0. Raises CheckpointError, naming file,
+    tensor and offset, for bytes that are not what was written.
     """
-    manifest = checkpoint.manifest
-    gradients = buffers.waiting() if manifest.position.pending is not None else ()
-    pending: dict[int, Dtype] = dict.fromkeys(gradients, "fp32")
-    averages = buffers.ema(0) is not None and manifest.averages
-    state = [*state_slices(layout, ranks.rank, ranks.world, pending, ema=averages)]
-    slices = [*state, *_frozen_slices(buffers, layout, ranks)]
+    manifest, world = checkpoint.manifest, ranks.world
+    trained = {x.name for x in manifest.parameters if x.trainable}
+    pending: dict[int, Dtype] = {}
+    if manifest.position.pending is not None:
+        pending = dict.fromkeys(buffers.waiting(), "fp32")
+    state = [*state_slices(layout, ranks.rank, world, pending, ema=buffers.ema(0) is not None)]
+    averages = [x for x in state if x.kind == EMA.name]
+    own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
+    other = {x for x in own if x not in trained or manifest.format_of(manifest.by_name[x]) != own[x]}
+    changed = [x for x in state if x.parameter in other and x.kind not in BESIDE]
+    frozen = [*_frozen_slices(buffers, layout, ranks)]
+    equal = [x for x in state if (x.parameter not in other and x.kind != EMA.name) or x.kind == PENDING]
+    equal += [x for x in frozen if x.parameter not in trained]
+    begun: list[str] = []
     with CheckpointReader(checkpoint) as reader:
-        own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
-        other = {x for x in own if manifest.format_of(manifest.by_name[x]) != own[x]}
-        converted = [x for x in state if x.parameter in other and x.kind not in BESIDE]
-        slices = [x for x in slices if x.parameter not in other or x.kind in BESIDE]
-        for b, kinds in groupby(converted, key=lambda x: (x.bucket, x.parameter)):
-            _convert(reader, {x.kind: x for x in kinds}, buffers, layout.buckets[b[0]], optimizer)
-        for _, own in groupby(slices, key=lambda x: x.bucket if buffers.on_disk else 0):
+        for (b, name), kinds in groupby(changed, key=lambda x: (x.bucket, x.parameter)):
+            slices, bucket = {x.kind: x for x in kinds}, layout.buckets[b]
+            if name in trained and _convert(reader, slices, buffers, bucket, optimizer, strict=strict):
+                continue
+            _begin(reader, slices, buffers)
+            begun.append(name)
+        for x in frozen:
+            for start, stop in _parts(x) if x.parameter in trained else ():
+                part = slice_memory(buffers, x)[start - x.start : stop - x.start]
+                part.copy_(_weights(reader, x.parameter, start, stop))
+        for _, own in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
             # Of what is on the disk, one bucket is in memory at a time.
-            _fill(
-                reader,
-                [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in own],
-            )
-
-    if not averages:
-        begin_averages(buffers, layout)
+            _fill_all(reader, buffers, own)
+        if averages:
+            begin_averages(buffers, layout)
+            stored = (x for x in averages if EMA.name in manifest.by_name[x.parameter].pieces)
+            _fill_all(reader, buffers, stored)
+    if begun and not ranks.rank:
+        more = f" and {len(begun) - 3} more" if begun[3:] else ""
+        log.warning("load: the moments of %s%s begin at 0", ", ".join(map(repr, begun[:3])), more)
 
 
 def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
@@ -109,6 +133,37 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
     return flat[x.at : x.at + x.stop - x.start]
 
 
+def _parts(x: Slice) -> Iterator[tuple[int, int]]:
+    """A slice in bounded parts, as elements of its parameter."""
+    for start in range(x.start, x.stop, PART):
+        yield start, min(start + PART, x.stop)
+
+
+def _weights(reader: CheckpointReader, name: str, start: int, stop: int) -> Tensor:
+    """The fp32 weights `start` to `stop` of a parameter, which the checkpoint has as trained or as frozen."""
+    entry = reader.manifest.by_name[name]
+    kinds = weight_buffers(reader.manifest.format_of(entry)) if entry.trainable else (FROZEN,)
+    values = _read(reader, [WantedSlice(kind, name, start, stop) for kind in kinds])
+    return values[FROZEN].float() if FROZEN in values else master_weights(values, 0, stop - start)
+
+
+def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers) -> None:
+    """The state of one parameter before its first update; `slices` are this rank's, by kind."""
+    memory = {kind: slice_memory(buffers, x).zero_() for kind, x in slices.items()}
+    first = slices["master" if "master" in slices else HIGH_HALF]
+    for start, stop in _parts(first):
+        weights = _weights(reader, first.parameter, start, stop)
+        for kind, values in initial_state(weights, memory).items():
+            memory[kind][start - first.start : stop - first.start].copy_(values)
+
+
+def _fill_all(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -> None:
+    _fill(
+        reader,
+        [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in slices],
+    )
+
+
 def _fill(reader: CheckpointReader, targets: Iterable[tuple[WantedSlice, Tensor]]) -> None:
     """Fill each tensor with its slice, one on the device or of another type in bounded parts."""
     direct: list[tuple[WantedSlice, memoryview]] = []
@@ -129,8 +184,13 @@ def _convert(
     buffers: Buffers,
     bucket: Bucket,
     optimizer: Optimizer,
-) -> None:
-    """Convert the state of one parameter of a bucket; `slices` are this rank's, by kind."""
+    *,
+    strict: bool,
+) -> bool:
+    """Convert the state of one parameter of a bucket; `slices` are this rank's, by kind.
+
+    Returns whether the optimizer can; if `strict`, raises CheckpointError where it cannot.
+    """
     manifest = reader.manifest
     own = {x.name: x for x in stored_buffers(bucket.state_format)}
     unshared = next(x for kind, x in slices.items() if own[kind].shared == 1)
@@ -145,10 +205,13 @@ def _convert(
         try:
             converted = optimizer.convert_state(values, stored_format, manifest.position.step, group=group)
         except CheckpointError as error:
-            raise CheckpointError(f"{name!r}: {error}") from error
+            if strict:
+                raise CheckpointError(f"{name!r}: {error}") from error
+            return False
         for kind, values in converted.items():
             at = own[kind].numel(start) - slices[kind].start
             slice_memory(buffers, slices[kind])[at : at + values.numel()].copy_(values)
+    return True
 
 
 def _read(reader: CheckpointReader, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     return begin_writing(snapshot, save, program.ranks)
 
 
-def load(path: str | os.PathLike[str], program: Program) -> State:
+def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> State:
     """Load the State of a checkpoint. `path` is its folder, or a folder of checkpoints, whose newest is loaded.
 
     It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or state format;
@@ -133,10 +133,15 @@ def load(path: str | os.PathLike[str], program: Program) -> State:
     differ from the saved ones, a warning is logged. If the newest checkpoint of a folder is damaged, the one before
     it is loaded, with a warning. With several ranks all of them have to call this.
 
+    Unless `strict`, the program may train other parameters of the same model, and with another optimizer: where a
+    parameter is trained in both and its optimizer can read the saved moments, they are kept. Others begin with
+    their weights and moments of 0, which is logged. The step count goes on: Adam corrects the bias of a moment that
+    begins later as if it had begun with the training, so let the learning rate of such parameters warm up.
+
     Raises CheckpointError, on every rank, for another model, and for damage with file, tensor and offset;
-    OutOfMemory before anything is allocated.
+    OutOfMemory before anything is allocated; ValueError for a swap space if not `strict`.
     """
-    return restore(path, program).state
+    return restore(path, program, strict=strict).state
 
 
 @frozen(eq=False)
@@ -148,7 +153,7 @@ class Restored:
     extra: Mapping[str, Any]
 
 
-def restore(path: str | os.PathLike[str], program: Program) -> Restored:
+def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> Restored:
     """`load`, and what was loaded."""
     refuse_inference_mode("load")
     check_program(program, "load")
@@ -157,11 +162,16 @@ def restore(path: str | os.PathLike[str], program: Program) -> Restored:
     ranks.agree("load")
     path = Path(os.fspath(path)).expanduser().absolute()
     if path in swap_folders(program):
+        if not strict:
+            raise ValueError(
+                f"load: got strict=False for {path}, the program's own swap space, which has one layout, expected "
+                "a checkpoint: load it with the program that trained, and zfunc.save it in another folder"
+            )
         return _resume_swap(program)
     for folder in _folders(path, ranks):
-        checkpoint = all_or_none(ranks, partial(_open, folder, program))
+        checkpoint = all_or_none(ranks, partial(_open, folder, program, strict=strict))
         buffers = buffers or all_or_none(ranks, partial(allocate_state, program, "load"))
-        fill = partial(_fill, program, buffers, checkpoint)
+        fill = partial(_fill, program, buffers, checkpoint, strict=strict)
         try:
             all_or_none(ranks, fill)
         except CheckpointError as error:
@@ -179,8 +189,8 @@ def restore(path: str | os.PathLike[str], program: Program) -> Restored:
     raise CheckpointError("; ".join(damaged))
 
 
-def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint) -> None:
-    fill_state(buffers, program.layout, program.optimizer, checkpoint, program.ranks)
+def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> None:
+    fill_state(buffers, program.layout, program.optimizer, checkpoint, program.ranks, strict=strict)
     fill_buffers(
         checkpoint,
         {
@@ -219,12 +229,11 @@ def _folders(path: Path, ranks: RankGroup) -> list[Path]:
     return [Path(x) for x in json.loads(ranks.texts(json.dumps(all_or_none(ranks, candidates)))[0])]
 
 
-def _open(folder: Path, program: Program) -> Checkpoint:
+def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
     checkpoint = checkpoints.open_checkpoint(folder)
     try:
-        check_model(
-            checkpoint.manifest, [x for s in program.segments for x in (*s.parameters, *buffers_of(s))]
-        )
+        parameters = [x for s in program.segments for x in (*s.parameters, *buffers_of(s))]
+        check_model(checkpoint.manifest, parameters, strict=strict)
         _check_pending(checkpoint.manifest, program)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error

@@ -1,0 +1,126 @@
+"""Freezing, unfreezing, other rates, groups and optimizers between steps of one training: load(strict=False)."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trained
+from small_models import norm_modules, regression
+from torch import Tensor, nn
+
+import zfunc
+from zfunc.engine.program import Program
+from zfunc.engine.state import State
+from zfunc.errors import CheckpointError
+
+BATCH = regression()
+PHASES: tuple[tuple[float, tuple[str, ...]], ...] = (  # learning rate, and what is frozen
+    (0.05, ("frozen",)),
+    (0.02, ("frozen", "spectral")),
+    (0.03, ("batch",)),
+)
+STEPS = 2  # of each
+
+
+def modules_with(frozen: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    modules = norm_modules()
+    for name, m in modules:
+        m.requires_grad_(name not in frozen)
+    return modules
+
+
+def program(lr: float, frozen: tuple[str, ...], **settings: Any) -> Program:
+    segments = [zfunc.segment(name, m) for name, m in modules_with(frozen)]
+    optimizer = settings.pop("optimizer", None) or zfunc.SGD(lr, momentum=0.9)
+    chosen = {"precision": "fp32", "bucket_size": 300, "device": "cpu", **settings}
+    return zfunc.compile(segments, optimizer=optimizer, **chosen)
+
+
+def values(made: Program, state: State) -> dict[str, Tensor]:
+    return {**zfunc.params(made, state), **zfunc.buffers(made, state)}
+
+
+def plain_training() -> dict[str, Tensor]:
+    """PyTorch's optimizer keeps the momentum of what stays, and forgets that of what is frozen."""
+    modules = norm_modules()
+    by_name = {f"{name}.{k}": p for name, m in modules for k, p in m.named_parameters()}
+    optimizer = torch.optim.SGD(by_name.values(), lr=0.0, momentum=0.9)
+    step = 0
+    for lr, frozen in PHASES:
+        optimizer.param_groups[0]["lr"] = lr
+        for name, p in by_name.items():
+            p.requires_grad_(name.partition(".")[0] not in frozen)
+            if not p.requires_grad:
+                optimizer.state.pop(p, None)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            x, y = BATCH(step)
+            for _, m in modules[:-1]:
+                x = m(x)
+            modules[-1][1](x, y).backward()
+            optimizer.step()
+            step += 1
+    return {f"{name}.{k}": v for name, m in modules for k, v in m.state_dict().items()}
+
+
+def test_freezing_unfreezing_and_other_rates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    state: State | None = None
+    for n, (lr, frozen) in enumerate(PHASES):
+        made = program(lr, frozen, schedule=("Serial", "Overlapped")[n % 2])
+        state = zfunc.init(made) if state is None else zfunc.load(tmp_path, made, strict=False)
+        state, _ = trained.steps(made, state, BATCH, n * STEPS, (n + 1) * STEPS)
+        assert state.step == (n + 1) * STEPS
+        zfunc.save(tmp_path, made, state)
+    torch.testing.assert_close(values(made, state), plain_training(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [{}, {"precision": "bf16", "moments": "8bit"}, {"offload_ratio": 0.5}])
+def test_what_stays_keeps_its_moments_and_averages_to_the_bit(tmp_path: Path, kept: dict[str, Any]) -> None:
+    adam, more = zfunc.AdamW(0.01), {"ema": 0.9, **kept}
+    before = program(0, ("frozen",), optimizer=adam, **more)
+    state, _ = trained.steps(before, zfunc.init(before), BATCH, 0, 3)
+    path = zfunc.save(tmp_path, before, state)
+    groups = zfunc.groups(("loss.*", zfunc.AdamW(0.002)), zfunc.AdamW(0.005))
+    after = program(0, ("spectral",), optimizer=groups, **more)
+    with pytest.raises(CheckpointError, match=r"'frozen\.0\.weight' is frozen in it, not.*strict=False"):
+        zfunc.load(path, after)
+    changed = zfunc.load(path, after, strict=False)
+    for ema in (False, True):
+        old, new = zfunc.params(before, state, ema=ema), zfunc.params(after, changed, ema=ema)
+        for name in (x for x in old if not ema or x.startswith(("batch", "loss"))):
+            rounded = old[name].to(after.dtype).float() if name.startswith("spectral") else old[name]
+            assert torch.equal(new[name], rounded), name
+    back = program(0, ("frozen",), optimizer=adam, **more)
+    again = zfunc.load(zfunc.save(tmp_path / "changed", after, changed), back, strict=False)
+    for name, moments in moments_of(before, state).items():
+        for kind, x in moments_of(back, again)[name].items():
+            assert torch.equal(x, moments[kind] if not name.startswith("spectral") else torch.zeros_like(x))
+
+
+def moments_of(made: Program, state: State) -> dict[str, dict[str, Tensor]]:
+    """What is kept of each trained parameter beside its weights, by its elements."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for bucket in made.layout.buckets:
+        kept = state.buffers.state(bucket.index)
+        for x in bucket.spans:
+            at = slice(x.start - bucket.start, x.stop - bucket.start)
+            found[x.name] = {k: kept[k][at] for k in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+def test_another_optimizer_begins_anew_which_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = program(0.05, ("frozen",))
+    state, _ = trained.steps(before, zfunc.init(before), BATCH, 0, 2)
+    path = zfunc.save(tmp_path, before, state)
+    after = program(0, ("frozen",), optimizer=zfunc.AdamW(0.01))
+    with pytest.raises(CheckpointError, match="got optimizer state"):
+        zfunc.load(path, after)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        changed = zfunc.load(path, after, strict=False)
+    assert "load: the moments of 'spectral.0.bias'" in caplog.text
+    assert all(torch.equal(x, values(before, state)[name]) for name, x in values(after, changed).items())
+    assert zfunc.train_step(after, changed, BATCH(2))[0].step == 3
