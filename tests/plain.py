@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 import zfunc
 from zfunc.core.layout import Span
 from zfunc.core.spec import PARAMS
+from zfunc.engine.batches import split_batch
 from zfunc.engine.program import Program
-from zfunc.engine.specialize import split_batch
 from zfunc.engine.state import State
 from zfunc.optim.adam_reference import reference_update
 from zfunc.optim.compact import SplitMaster

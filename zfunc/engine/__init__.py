@@ -7,6 +7,7 @@
     device_graphs           a segment's passes recorded on a device, and replayed
     tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data
+    batches                 a batch, and its equal parts
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe
     fit_to_memory           the offload ratio and the places that fit, where settings are "auto"

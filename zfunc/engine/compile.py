@@ -19,6 +19,7 @@ from zfunc.core.layout import Layout, Parameter
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
 from zfunc.core.spec import StepSpec
+from zfunc.engine.batches import Batch, unpacked
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.fit_to_memory import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.loss_outputs import checked_loss
@@ -59,7 +60,7 @@ def compile(
     device: torch.device | str | None = None,
     group: Any = None,
     recipe: Recipe | None = None,
-    example: tuple[Any, Any] | None = None,
+    example: Batch | Mapping[str, Any] | None = None,
     stages: dict[str, Stage] | None = None,
     patience: float = 600.0,
     **changes: Any,
@@ -68,7 +69,7 @@ def compile(
 
     - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
       rank updates its slice of every bucket and passes its own rows of a batch.
-    - `example`: a batch `(inputs, targets)`, of which only shapes matter, to plan memory now.
+    - `example`: a batch, as for `zfunc.train_step`, of which only shapes matter, to plan memory now.
     - `recipe`: the operations of a step in serial order: `zfunc.core.recipes.zero_offload`, or your own. New
       operations need a function each in `stages`.
     - `stages`: stage functions by verb, in addition to the built-in ones or instead of them.
@@ -82,6 +83,7 @@ def compile(
     """
     refuse_inference_mode("compile")
     segments = _checked_segments(segments)
+    example = None if example is None else unpacked(example, segments[-1])
     given, settings = settings, settings_with(settings, changes)
     optimizer, settings = choose_optimizer(optimizer, settings)
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")

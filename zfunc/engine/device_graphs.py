@@ -65,7 +65,8 @@ class PassLayout:
 def layout_of(constants: Collection[int], arguments: Sequence[Tensor], results: Sequence[Any]) -> PassLayout:
     """The layout of one call; arguments in storages of `constants` do not move. Raises ValueError where a graph
     cannot return such results."""
-    moved = tuple((i, extent(t)) for i, t in enumerate(arguments) if storage_of(t) not in constants)
+    tensors = [(i, t) for i, t in enumerate(arguments) if isinstance(t, Tensor)]  # others are constants
+    moved = tuple((i, extent(t)) for i, t in tensors if storage_of(t) not in constants)
     nbytes = sum(_rounded(n * arguments[i].element_size()) for i, n in moved)
     found: dict[int, int] = {}  # storage -> its number
     storages: list[tuple[int, int]] = []
@@ -73,7 +74,7 @@ def layout_of(constants: Collection[int], arguments: Sequence[Tensor], results: 
     for j, t in enumerate(results):
         if not isinstance(t, Tensor):
             raise ValueError(f"got a {type(t).__name__} among its results, expected tensors")
-        source = next((i for i, x in enumerate(arguments) if _within(t, x)), None)
+        source = next((i for i, x in tensors if _within(t, x)), None)
         offset = t.storage_offset()
         if source is not None:
             base, offset = arguments[source], offset - arguments[source].storage_offset()

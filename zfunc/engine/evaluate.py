@@ -1,13 +1,14 @@
 """Reading a State without changing it: its parameters, the model's outputs, the loss of a batch."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zfunc.engine.batches import Batch, unpacked
 from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.loss_outputs import loss_and_aux
 from zfunc.engine.program import Program, check_state, module_buffers, on_compute_stream
@@ -136,7 +137,7 @@ def outputs(
 def evaluate(
     program: Program,
     state: State,
-    batch: tuple[Any, Any],
+    batch: Batch | Mapping[str, Any],
     *,
     has_aux: Literal[False] = False,
     ema: bool = False,
@@ -145,12 +146,22 @@ def evaluate(
 
 @overload
 def evaluate(
-    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: Literal[True], ema: bool = False
+    program: Program,
+    state: State,
+    batch: Batch | Mapping[str, Any],
+    *,
+    has_aux: Literal[True],
+    ema: bool = False,
 ) -> tuple[float, dict[str, float]]: ...
 
 
 def evaluate(
-    program: Program, state: State, batch: tuple[Any, Any], *, has_aux: bool = False, ema: bool = False
+    program: Program,
+    state: State,
+    batch: Batch | Mapping[str, Any],
+    *,
+    has_aux: bool = False,
+    ema: bool = False,
 ) -> float | tuple[float, dict[str, float]]:
     """The mean loss of `batch = (inputs, targets)`, without dropout; the state stays.
 
@@ -158,7 +169,7 @@ def evaluate(
     weights are their moving average. The batch is not split into micro-batches. Each rank evaluates its own; with
     `defer` or `ema` all of them have to call this. Raises DonatedStateError for a used state.
     """
-    inputs, targets = batch
-    y = apply(program, state, inputs, targets, ema=ema)
+    inputs, *more = unpacked(batch, program.segments[-1])
+    y = apply(program, state, inputs, *more, ema=ema)
     loss, aux = loss_and_aux(program.segments[-1].name, y)
     return (float(loss), {name: float(x) for name, x in aux.items()}) if has_aux else float(loss)

@@ -3,7 +3,6 @@
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from attrs import evolve
 
@@ -11,6 +10,7 @@ from zfunc.core.graph import Tier
 from zfunc.core.layout import resident_buckets
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.spec import StepSpec
+from zfunc.engine.batches import Batch
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.specialize import batch_key, specialize
 from zfunc.errors import OutOfMemory
@@ -25,7 +25,7 @@ HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot
 log = logging.getLogger("zfunc")
 
 
-def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
+def fit_to_memory(program: Program, example: Batch) -> Program:
     """The program with as much of the optimizer state on the device as fits beside a step on `example`.
 
     On a CPU the device is the host, and everything stays. Raises OutOfMemory if a step with all of the state on the
@@ -59,7 +59,7 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     return evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
 
 
-def first_that_fits(ways: Iterable[Callable[[], Program]], example: tuple[Any, Any]) -> Program:
+def first_that_fits(ways: Iterable[Callable[[], Program]], example: Batch) -> Program:
     """The first program whose step on `example` fits every rank's device and host. None is run.
 
     Else the first that fits their devices, else the last.

@@ -1,12 +1,12 @@
 """Ranks compare their step before it begins: either all have one plan, equal shapes and weights, or all raise."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zfunc.engine.batches import Batch
 from zfunc.engine.program import Program, ShapedProgram, on_compute_stream
 from zfunc.engine.state import State
 
@@ -14,7 +14,7 @@ PIECE = 1 << 20  # elements that the checksum widens at a time
 
 
 def check_ranks_agree(
-    program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any], shortage: str = ""
+    program: Program, shaped: ShapedProgram, state: State, batch: Batch, shortage: str = ""
 ) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
@@ -39,7 +39,7 @@ def check_ranks_agree(
     state.buffers.compared = True
 
 
-def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any]) -> list[str]:
+def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
     optimizer, number = program.optimizer, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [

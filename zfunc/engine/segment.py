@@ -42,6 +42,7 @@ class Segment:
     - `constants` are tensors by short name that are read and never trained (a module's buffers).
     - `buffers` are the first values, by short name, of tensors that the function changes (running statistics): it
       gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
+    - `read_dict`, of the last segment, makes `(inputs, targets)` of a batch that is a dict.
     - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
     `segment` makes one from a module. One from a function:
@@ -65,6 +66,7 @@ class Segment:
     shared: frozenset[str] = field(default=frozenset(), converter=frozenset, kw_only=True)
     origins: dict[str, nn.Parameter] = field(factory=dict, kw_only=True, repr=False)
     twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
+    read_dict: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = field(default=None, kw_only=True)
     constants: Values = field(factory=dict, kw_only=True)
     buffers: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.engine.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
 from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
 from zfunc.engine.device_graphs import CopiedBytes
 from zfunc.engine.loss_outputs import aux_names, check_aux_names, with_detached_aux
@@ -22,7 +23,7 @@ from zfunc.engine.program import Program, ShapedProgram, make_plan
 from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, name_nondeterminism
-from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
+from zfunc.engine.vjp import MAX_TRACES, SegmentWeights, layouts
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 
@@ -34,7 +35,7 @@ log = logging.getLogger("zfunc")
 
 def specialize(
     program: Program,
-    batch: tuple[Any, Any],
+    batch: Batch,
     *,
     save: bool = False,
     commit: bool = False,
@@ -126,39 +127,12 @@ def _check_facts(program: Program) -> None:
             )
 
 
-def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
-    """The structure, shapes and dtypes of a micro-batch: batches with equal keys share a plan."""
-    leaves, structure = tree_flatten(split_batch(batch, program.settings.micro_batches)[0])
-    return structure, tuple((t.shape, t.dtype) for t in leaves)
+def batch_key(program: Program, batch: Batch) -> Any:
+    """What a plan depends on of a batch: batches with equal keys share one."""
+    return layout_of_leaves(split_batch(batch, program.settings.micro_batches)[0])
 
 
-def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
-    """`batch` in equal parts along the first dimension of every tensor, as views; TypeError or ValueError."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(f"batch: got {type(batch).__name__}, expected a pair (inputs, targets)")
-    others = {type(t).__name__ for t in tree_leaves(tuple(batch)) if not isinstance(t, Tensor)}
-    if others:
-        raise TypeError(f"batch: got {sorted(others)} in it, expected tensors: use torch.from_numpy, say")
-    sizes = {t.shape[0] if t.dim() else 0 for t in tree_leaves(tuple(batch))}
-    if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(
-            f"batch: got tensors of {sorted(sizes)} rows, expected one number above 0: give every tensor of "
-            "inputs and targets the batch as its first dimension"
-        )
-    (rows,) = sizes
-    if rows % micro_batches:
-        raise ValueError(
-            f"batch: got {rows} rows for {micro_batches} micro-batches, expected a multiple: give "
-            f"{rows - rows % micro_batches or micro_batches} rows, or another micro_batches"
-        )
-    size = rows // micro_batches
-    return [
-        tree_map_only(Tensor, lambda t, m=m: t[m * size : (m + 1) * size], tuple(batch))
-        for m in range(micro_batches)
-    ]
-
-
-def _traced_alike(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
+def _traced_alike(program: Program, micro: Batch) -> tuple[StepSpec, frozenset[int]]:
     """`traced_spec`. Raises ValueError for other auxiliary outputs than with the shapes before."""
     spec, random = traced_spec(program, micro)
     for before, _ in program.cache.costs.values():
@@ -167,7 +141,7 @@ def _traced_alike(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, f
 
 
 def traced_spec(
-    program: Program, micro: tuple[Any, Any], *, of_accelerator: bool | None = None
+    program: Program, micro: Batch, *, of_accelerator: bool | None = None
 ) -> tuple[StepSpec, frozenset[int]]:
     """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers.
 
@@ -186,7 +160,7 @@ def traced_spec(
     fixed = {s for s in program.spec.graphed if not _weights_move(program.spec, s)}
     graphed = {s for s in fixed if costs[s].copied_bytes and s not in random}
     aux = aux_names(traces[-1].out)
-    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1]), graphed=graphed, aux=aux), random
+    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), graphed=graphed, aux=aux), random
 
 
 def _weights_move(spec: StepSpec, s: int) -> bool:
@@ -214,22 +188,20 @@ def _cost(t: Trace, input_bytes: int, returned: int, call: CompiledSegment, comp
     )
 
 
-def _trace_all(
-    program: Program, micro: tuple[Any, Any], of_accelerator: bool
-) -> tuple[list[Trace], frozenset[int]]:
+def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[list[Trace], frozenset[int]]:
     """Trace every segment on its predecessor's output, equal ones once; and which of them draw random numbers."""
     seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
     random: set[int] = set()
     x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
-    targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1])
+    targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1:])
     last = len(program.segments) - 1
     for s, call in enumerate(program.calls):
         leaves, structure = tree_flatten(x)
         _check_inputs(program, s, leaves)
-        key = (id(call.passes), structure, tuple((t.shape, t.stride(), t.dtype) for t in leaves))
+        key = id(call.passes), structure, layouts(leaves)
         if key not in seen:
-            seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,), of_accelerator)
+            seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
         traces.append(seen[key])
         random |= {s} if seen[key].random else set()
         x = seen[key].out
@@ -237,16 +209,17 @@ def _trace_all(
 
 
 def _check_inputs(program: Program, s: int, leaves: list[Any]) -> None:
-    """Raise ValueError unless the inputs of segment `s` are real tensors."""
+    """Raise ValueError unless the inputs of segment `s` are real tensors, numbers or None."""
     for t in leaves:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, (Tensor, *CONSTANTS)):
             got, action = f"a {type(t).__name__}", "pass tensors, or close over it"
-        elif t.is_complex():
+        elif isinstance(t, Tensor) and t.is_complex():
             got, action = "a complex tensor", "pass torch.view_as_real(x)"
         else:
             continue
         raise ValueError(
-            f"segment {program.segments[s].name!r}: got {got} in its input, expected only real tensors: {action}"
+            f"segment {program.segments[s].name!r}: got {got} in its input, expected real tensors, numbers or "
+            f"None: {action}"
         )
 
 

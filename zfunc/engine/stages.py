@@ -63,9 +63,9 @@ from zfunc.runtime.accelerator import on_accelerator
 
 def load(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy one micro-batch to the device; floating-point inputs in the compute dtype."""
-    inputs, targets = mem[op.read("batch")]
+    inputs, *targets = mem[op.read("batch")]
     mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
-    mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), targets)
+    mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), tuple(targets))
 
 
 def forward(op: Op, mem: Memory, step: StepContext) -> None:
@@ -389,7 +389,7 @@ def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tens
 
 
 def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
-    return (x, mem[op.read("targets")]) if op.touches("targets") else (x,)
+    return (x, *mem[op.read("targets")]) if op.touches("targets") else (x,)
 
 
 def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:

@@ -6,19 +6,18 @@ the step. A step that raises before its first update leaves the state as it was.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.recipes import Recipe, delayed, steadily_delayed, zero_offload
+from zfunc.engine.batches import Batch, rows_in, split_batch, unpacked
 from zfunc.engine.flush import run_on_state, state_memory, step_context
 from zfunc.engine.metrics import Metrics
 from zfunc.engine.program import (
@@ -32,7 +31,7 @@ from zfunc.engine.program import (
 )
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
-from zfunc.engine.specialize import batch_key, specialize, split_batch
+from zfunc.engine.specialize import batch_key, specialize
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.engine.swap_state import commit_metadata, swap_folders
 from zfunc.errors import NonFiniteError
@@ -45,7 +44,7 @@ from zfunc.values import of_type, truth
 def train_step(
     program: Program,
     state: State,
-    batch: tuple[Any, Any],
+    batch: Batch | Mapping[str, Any],
     *,
     trace: bool = False,
     debug: bool = False,
@@ -56,7 +55,9 @@ def train_step(
     """Make one step on `batch = (inputs, targets)`; returns the next State and its metrics. `state` is donated.
 
     The first dimension of every tensor is split into `micro_batches` equal parts; the gradient is the mean over the
-    whole batch.
+    whole batch. Inputs and targets may be trees of dicts and tuples; tensors without dimensions, numbers and None
+    are the same in every part. What follows the targets goes to the last segment as well. A batch may be a dict:
+    its "labels" are the targets.
 
     - `trace` times every operation. `debug` gives each stage only the regions it declared. `jitter` delays every
       operation at random.
@@ -98,11 +99,11 @@ def train_step(
         "buffers are shared. Compile a second program for a second thread"
     )
     with lock_staging(program, "train_step", refusal):
-        return _train_step(program, state, batch, options, save)
+        return _train_step(program, state, unpacked(batch, program.segments[-1]), options, save)
 
 
 def _train_step(
-    program: Program, state: State, batch: tuple[Any, Any], options: RunOptions, save: Save | None
+    program: Program, state: State, batch: Batch, options: RunOptions, save: Save | None
 ) -> tuple[State, Metrics]:
     number, ranks, buffers = state.step + 1, program.ranks, state.buffers
     committed, save = (save, None) if save is not None and _is_swap(program, save.folder) else (None, save)
@@ -186,14 +187,13 @@ def _train_step(
     return after, metrics
 
 
-def _without_update(program: Program, state: State, batch: tuple[Any, Any]) -> State:
+def _without_update(program: Program, state: State, batch: Batch) -> State:
     """The state after a step that makes no update of its own: the batch is consumed, and no gradient is pending."""
-    rows = next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor))
     return evolve(
         state,
         generation=state.buffers.generation,
         batches=state.batches + 1,
-        sequences=state.sequences + rows * program.ranks.world,
+        sequences=state.sequences + rows_in(batch) * program.ranks.world,
         pending=None,
     )
 
@@ -211,7 +211,7 @@ def _is_swap(program: Program, folder: Path) -> bool:
 def _commit_record(
     program: Program,
     state: State,
-    batch: tuple[Any, Any],
+    batch: Batch,
     save: Save | None,
     decision: StepDecision,
     *,
@@ -231,7 +231,7 @@ def _commit_record(
     return commit_metadata(program, state, extra)
 
 
-def _next_scale(program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision) -> LossScale:
+def _next_scale(program: Program, state: State, batch: Batch, decision: StepDecision) -> LossScale:
     """The loss scale after this step. Raises NonFiniteError for an overflow when it is at its minimum."""
     try:
         return state.loss_scale.update(overflow=decision.skip)

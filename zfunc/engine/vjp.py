@@ -248,7 +248,7 @@ def _traced(
         plain = all(isinstance(x, Tensor) for x in inputs)
         moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
         leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
-        key = tuple(weights.trained), tuple(weights.fixed), structure, _layouts(leaves)
+        key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
         graphs = traces.pop(key, untraced)
         if graphs is untraced:
             if len(traces) == MAX_TRACES:
@@ -380,9 +380,11 @@ def _copy(t: Tensor) -> Tensor:
     return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
 
 
-def _layouts(leaves: list[Any]) -> tuple[Any, ...]:
+def layouts(leaves: list[Any]) -> tuple[Any, ...]:
     """What a trace depends on: the layout of tensors, and the value of any other leaf."""
-    return tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves])
+    return tuple(
+        [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
+    )
 
 
 class _OtherOutputError(Exception):

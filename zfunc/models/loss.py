@@ -7,6 +7,7 @@ The loss of a batch is the mean over all its tokens that count. The mean over th
 they have unequally many, so `weighted_batch` weights every row by what counts in the whole batch.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -176,3 +177,31 @@ def weighted_batch(input_ids: Any, labels: Tensor, *, tokens_per_row: float | No
             f"batch: got no token that counts (labels are all {IGNORE_INDEX}), expected at least one: leave it out"
         )
     return input_ids, (labels, torch.full((rows,), 1 / per_row, dtype=torch.float32, device=labels.device))
+
+
+def collated_batch(collated: Mapping[str, Any]) -> Batch:
+    """`weighted_batch` of what a collator of transformers makes for a causal model.
+
+    It has `input_ids` and `labels`, both [batch, seq]: `labels[:, t]` is the token `input_ids[:, t]`, or -100. They
+    are shifted here, as by the model itself. With an `attention_mask`, rows have to be padded at the end. Raises
+    ValueError for anything else.
+
+    >>> row = torch.tensor([[5, 6, 7, 0]])
+    >>> ids, (labels, _) = collated_batch({"input_ids": row, "labels": row, "attention_mask": row > 0})
+    >>> labels
+    tensor([[   6,    7,    0, -100]])
+    """
+    names = {"input_ids", "labels"}
+    if not names <= collated.keys() <= names | {"attention_mask"}:
+        raise ValueError(
+            f"batch: got a dict of {sorted(collated)}, expected input_ids and labels, and at most attention_mask: "
+            "let the tokenizer and the collator return these"
+        )
+    mask = collated.get("attention_mask")
+    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            "batch: got rows padded at the beginning, expected padding at the end, because positions count from "
+            "the first token: set tokenizer.padding_side = 'right'"
+        )
+    labels = F.pad(collated["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    return weighted_batch(collated["input_ids"], labels)

@@ -202,15 +202,18 @@ def plan(
 
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
     """
+    from zfunc.engine.batches import unpacked
     from zfunc.planner.traced_costs import TracedCosts
 
+    segments = tuple(segments)
+    example = unpacked(example, segments[-1]) if segments else example
     machine = resolve_hardware(hardware)
     if settings is None:
         changes = {"precision": AUTO, **changes}
     if "precision" in changes:
         changes["precision"] = precision_for(machine, changes["precision"])
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
-    model = CostModel(TracedCosts(tuple(segments), example, optimizer, world), machine)
+    model = CostModel(TracedCosts(segments, example, optimizer, world), machine)
     if isinstance(settings.schedule, str):
         one_of((BY_DEVICE, *schedules.__all__, AUTO))("schedule", settings.schedule)
     return plan_settings(model, settings, advice=advice)

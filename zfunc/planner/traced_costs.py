@@ -3,14 +3,16 @@
 from typing import Any
 
 from attrs import evolve, field, frozen
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
+from zfunc.engine.batches import Batch, split_batch
 from zfunc.engine.compile import compile, spec_of
 from zfunc.engine.program import Program, ProgramCache
 from zfunc.engine.segment import Segment
-from zfunc.engine.specialize import split_batch, traced_spec
+from zfunc.engine.specialize import traced_spec
 from zfunc.engine.step_spec import with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.planner.cost_model import passes_key
@@ -21,7 +23,7 @@ class TracedCosts:
     """Segments and one rank's batch `(inputs, targets)`, of which only shapes count."""
 
     segments: tuple[Segment, ...]
-    example: tuple[Any, Any]
+    example: Batch
     optimizer: Optimizer
     world: int = 1
     _programs: dict[tuple[Any, ...], Program] = field(factory=dict[tuple[Any, ...], Program])
@@ -29,12 +31,12 @@ class TracedCosts:
     @property
     def rows(self) -> int:
         """The size of a rank's batch."""
-        return next((t.shape[0] for t in tree_leaves(self.example)), 1)
+        return next((t.shape[0] for t in tree_leaves(self.example) if isinstance(t, Tensor) and t.dim()), 1)
 
     @property
     def tokens(self) -> int:
         """The elements of its targets."""
-        return sum(t.numel() for t in tree_leaves(self.example[1]))
+        return sum(t.numel() for t in tree_leaves(self.example[1]) if isinstance(t, Tensor))
 
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The spec of these settings, with costs of 0."""

@@ -19,6 +19,7 @@ from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, register
 from zfunc.models.hf.families import Family, family_of
 from zfunc.models.hf.parts import EmbedSegment, HeadSegment, LayerSegment
+from zfunc.models.loss import collated_batch
 from zfunc.runtime.rng import seeded_sequence
 
 log = logging.getLogger("zfunc")
@@ -35,10 +36,10 @@ def cut_model(model: nn.Module) -> tuple[Segment, ...]:
 
     Models of the classes in `zfunc.models.hf.families.FAMILIES`, with their rotary positions, sliding windows, tied
     heads, embedding scales and soft caps. A batch is `(input_ids, labels)` with shifted labels, or what
-    `zfunc.hf.batch` makes of them; pad at the end. Parameters keep their names, so `zfunc.params` is the model's
-    state dict; those with `requires_grad=False` stay frozen. Dropout is as configured, and off in `evaluate` and
-    `apply`. The model's own gradient checkpointing and attention implementation are ignored;
-    `zfunc.compile(recompute=)` is the setting.
+    `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. Parameters keep their
+    names, so `zfunc.params` is the model's state dict; those with `requires_grad=False` stay frozen. Dropout is as
+    configured, and off in `evaluate` and `apply`. The model's own gradient checkpointing and attention
+    implementation are ignored; `zfunc.compile(recompute=)` is the setting.
 
     The model may be a `peft.PeftModel` with LoRA. Only the adapters are trained; frozen parameters are kept in the
     compute precision, without gradients and optimizer state.
@@ -60,6 +61,7 @@ def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     for name, part in _parts(base, family):
         segments.append(_segment(name, _standalone(part, settings), model, names, owned))
         owned |= {p.name for p in segments[-1].parameters}
+    segments[-1] = evolve(segments[-1], read_dict=collated_batch)
     return tuple(segments)
 
 

@@ -1,0 +1,77 @@
+"""Batches are trees, of which the tensors with rows are split; a dict has its labels for targets."""
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zfunc
+from zfunc.engine.batches import split_batch
+
+
+class Body(nn.Linear):
+    """Passes on what is no tensor."""
+
+    def forward(self, x: dict[str, Any]) -> tuple[Tensor, int | None]:
+        y = super().forward(x["rows"])
+        return torch.tanh(y if x.get("scale") is None else y * x["scale"]), x.get("power")
+
+
+class Head(nn.Linear):
+    def forward(
+        self, passed: tuple[Tensor, int | None], targets: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        x, power = passed
+        errors = (super().forward(x).squeeze(-1) - targets).abs() ** (power or 1)
+        return (errors if weights is None else errors * weights).mean()
+
+
+ROWS, TARGETS = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 8)
+SCALE = torch.tensor(0.5)
+
+
+def loss_and_norm(batch: Any, **settings: Any) -> tuple[float, float]:
+    torch.manual_seed(0)
+    segments = [zfunc.segment("body", Body(4, 4)), zfunc.segment("head", Head(4, 1))]
+    program = zfunc.compile(
+        segments, micro_batches=2, precision="fp32", device="cpu", example=batch, **settings
+    )
+    state = zfunc.init(program)
+    loss = zfunc.evaluate(program, state, batch)
+    _, metrics = zfunc.train_step(program, state, batch, debug=True)
+    assert metrics.loss == pytest.approx(loss, rel=1e-6)
+    return metrics.loss, metrics.grad_norm
+
+
+@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+def test_trees_with_none_numbers_and_tensors_without_rows(
+    recompute: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(inputs: dict[str, Any], *more: Any) -> tuple[float, float]:
+        where = "device" if recompute == "none" else "host"
+        return loss_and_norm((inputs, *more), recompute=recompute, activations_on=where)
+
+    plain = run({"rows": ROWS}, TARGETS)
+    assert run({"rows": ROWS, "scale": None, "power": 1}, TARGETS, None) == plain
+    assert run({"rows": ROWS}, TARGETS, torch.ones(8)) == plain
+    halved = run({"rows": ROWS, "scale": SCALE}, TARGETS)
+    assert run({"rows": ROWS, "scale": 0.5}, TARGETS) == pytest.approx(halved, rel=1e-6)
+    assert run({"rows": ROWS, "power": 2}, TARGETS) != plain
+    assert "cannot be traced" not in caplog.text
+
+
+def test_a_dict_has_labels() -> None:
+    pair = loss_and_norm(({"rows": ROWS}, TARGETS))
+    assert loss_and_norm({"rows": ROWS, "labels": TARGETS}) == pair
+    assert loss_and_norm(UserDict({"rows": ROWS, "labels": TARGETS})) == pair
+    with pytest.raises(ValueError, match=r"got a dict of \['rows'\], expected 'labels'"):
+        loss_and_norm({"rows": ROWS})
+
+
+def test_parts_are_rows_of_each_tensor() -> None:
+    first, second = split_batch(((ROWS, None, SCALE), {"y": TARGETS}, 3), 2)
+    assert torch.equal(torch.cat([first[0][0], second[0][0]]), ROWS)
+    assert torch.equal(second[1]["y"], TARGETS[4:])
+    assert (first[0][1:], first[2]) == ((None, SCALE), 3)
