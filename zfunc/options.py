@@ -41,7 +41,8 @@ class Option:
 
     `metavar` stands for its value in the help; "" is that of its type. What of it is not in capitals is typed as it
     is: `PATH|auto`. A `positional` one has no flag. `words` are those there are to choose from, if there are.
-    `name` is the flag's, where it is not the field's; `read` makes the field's value of what is typed.
+    `alone` is the value of its flag without one, if that may be. `name` is the flag's, where it is not the field's;
+    `read` makes the field's value of what is typed.
     """
 
     group: str
@@ -50,6 +51,7 @@ class Option:
     metavar: str = ""
     positional: bool = False
     name: str = field(default="", kw_only=True)
+    alone: str = field(default="", kw_only=True)
     read: Callable[[Any], Any] = field(default=lambda typed: typed, kw_only=True)
     words: Collection[str] = field(kw_only=True)
 

@@ -153,6 +153,8 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option) -> 
         given |= {"action": "append"}
     kind = next((t for t in get_args(field.type) if t is not type(None)), field.type)
     given |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
+    if option.alone:
+        given |= {"nargs": "?", "const": option.alone}
     if option.positional:
         group.add_argument(field.name, **given)
     else:

@@ -12,6 +12,8 @@
     search_space         which settings are tried
     suggestions          what would help, each simulated
     max_layers           the largest model of a family that fits
+    max_batch            the largest batch, or the longest sequences, that fit
+    plan_report          what a plan says, as text
     memory_check         refuses, before training starts, a step that does not fit this machine
     calibrate            measures this machine by training on it
     bandwidth            measures the host's memory

@@ -41,9 +41,9 @@ BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "host", "read", "write")
 UNSEARCHED = ("precision", "micro_batches", "moments", "stage", "delay_from", "speculate")
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Planned:
-    """A step that was planned.
+    """A step that was planned. As `str` it is one screen of text: what fits, how fast, why, and what would help.
 
     `step` has the simulated plan and the settings, what was chosen among them. `tokens` are those of one rank's
     batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes that
@@ -60,6 +60,22 @@ class Planned:
     reasons: tuple[str, ...] = ()
     tried: tuple[TriedChoice, ...] = ()
 
+    def __str__(self) -> str:
+        from zfunc.planner.plan_report import report
+
+        return report(self)
+
+    def html(self) -> str:
+        """The same text as one HTML page, with the picture of the step."""
+        from zfunc.planner.plan_report import report_html
+
+        return report_html(self)
+
+    def __repr__(self) -> str:
+        answer = "fits" if self.fits else f"does not fit: {shortage_text(self.step.lacking)}"
+        speed = f"a step takes {format_seconds(self.step_seconds)}, {self.tokens_per_second:,.0f} tokens/s"
+        return f"Planned({answer} on {self.hardware.name}; {speed}; bound by {self.bound})"
+
     @property
     def fits(self) -> bool:
         """Whether it fits on every tier of the hardware."""
@@ -74,10 +90,13 @@ class Planned:
     def tflops(self) -> float:
         """The model's arithmetic on each GPU, in 1e12 FLOP/s: forward, and twice as much for backward.
 
-        Recomputation is not counted.
+        For frozen parameters backward counts once: they have no gradient. Recomputation is not counted.
         """
         forward = sum(cost.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
-        return 3 * forward / self.step.seconds / 1e12 if self.step.seconds else 0.0
+        layout = self.step.spec.layout
+        num_frozen = sum(x.stop - x.start for x in layout.frozen)
+        times = 2 + layout.num_trainable / (layout.num_trainable + num_frozen)
+        return times * forward / self.step.seconds / 1e12 if self.step.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,6 +3,7 @@
 A flag that does not go with the model, for its vocabulary, length or tokenizer, is refused before the data is read.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from attrs import frozen
 from zfunc.engine.segment import Segment
 from zfunc.models import hf
 from zfunc.models.hf.adapters import lora_config
+from zfunc.options import flag
 from zfunc.train.data.packing import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
 from zfunc.train.history import CONFIG, read_json_object
@@ -21,7 +23,7 @@ TOKENIZER = "tokenizer.json"
 
 @frozen(eq=False)
 class PretrainedModel:
-    """A model in a folder. Its weights are read by `zfunc.init`."""
+    """A model in a folder, whose weights are read by `zfunc.init`; or its config alone."""
 
     folder: Path
     config: Any
@@ -43,35 +45,52 @@ class PretrainedModel:
         """Rows of its embedding."""
         return int(self.config.vocab_size)
 
+    @property
+    def longest(self) -> int | None:
+        """The positions that it has, if they are limited."""
+        return getattr(self.config, "max_position_embeddings", None)
+
 
 def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
     """The model of `settings.hf`. Raises ValueError for settings that it cannot be trained with, and for a folder
     that `zfunc.hf.load` refuses.
     """
-    if settings.hf is None:
-        return None
+    return None if settings.hf is None else _opened(settings, "hf", hf.load)
+
+
+def described_model(flags: Any) -> PretrainedModel | None:
+    """The same for a step that is not trained: of the config alone, which may be `flags.hf_config`.
+
+    Raises ValueError as `pretrained_model` does.
+    """
+    name = "hf_config" if flags.hf_config is not None else "hf"
+    return None if getattr(flags, name) is None else _opened(flags, name, hf.describe)
+
+
+def _opened(
+    flags: Any, name: str, open_model: Callable[..., tuple[Any, tuple[Segment, ...]]]
+) -> PretrainedModel:
+    place: Path = getattr(flags, name)
     try:
-        config, segments = hf.load(settings.hf, lora=_adapters(settings))
+        config, segments = open_model(place, lora=_adapters(flags))
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
             raise ValueError(f"--lora-targets: {str(error).removeprefix('lora: ')}") from error
-        raise ValueError(f"--hf: {error}") from error
-    model = PretrainedModel(settings.hf, config, segments)
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and settings.seq_length > longest:
+        raise ValueError(f"{flag(name)}: {error}") from error
+    model = PretrainedModel(place, config, segments)
+    if model.longest is not None and flags.seq_length > model.longest:
         raise ValueError(
-            f"--seq-length: got {settings.seq_length} for {settings.hf}, expected at most the {longest} positions "
-            f"it has: pass --seq-length {longest}"
+            f"--seq-length: got {flags.seq_length} for {place}, expected at most the {model.longest} positions it "
+            f"has: pass --seq-length {model.longest}"
         )
-    if settings.vocab_size not in (None, model.vocab_size):
+    if flags.vocab_size not in (None, model.vocab_size):
         raise ValueError(
-            f"--vocab-size: got {settings.vocab_size} for {settings.hf}, expected its {model.vocab_size}: leave "
-            "it out"
+            f"--vocab-size: got {flags.vocab_size} for {place}, expected its {model.vocab_size}: leave it out"
         )
     return model
 
 
-def _adapters(settings: TrainSettings) -> Any:
+def _adapters(settings: Any) -> Any:
     """The `peft.LoraConfig` of --lora, or None."""
     if settings.lora is None:
         return None

@@ -100,6 +100,44 @@ def _by_optimizer(name: str) -> str:
     return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
 
 
+PRETRAINED = {
+    "hf": Option(
+        "model",
+        "folder of a Hugging Face model to fine-tune: its config, safetensors and tokenizer (default: a new GPT)",
+        path,
+        metavar="FOLDER",
+    ),
+    "lora": Option(
+        "model",
+        "rank of LoRA adapters, which alone are trained: the model of --hf stays as it is, in the precision of the "
+        "device; needs zfunc[lora] (default: the whole model is trained)",
+        count,
+        metavar="RANK",
+    ),
+    "lora_alpha": Option(
+        "model", "scale of the adapters, times their rank (default: twice the rank)", positive
+    ),
+    "lora_targets": Option(
+        "model",
+        "modules that get adapters, by the ends of their names: q_proj,v_proj; or all-linear, for all but the head "
+        "(default: those that peft has for the model)",
+        anything,
+        metavar="NAMES",
+    ),
+}
+DESCRIBED = {
+    **PRETRAINED,
+    "hf": evolve(
+        PRETRAINED["hf"],
+        help="folder of a Hugging Face model: its config, no weights are read (default: a new GPT)",
+    ),
+    "hf_config": Option(
+        "model",
+        "config.json of a Hugging Face model, instead of its folder (default: none)",
+        path,
+        metavar="FILE",
+    ),
+}
 MODEL = {
     "num_layers": Option("model", "transformer blocks", count),
     "hidden_size": Option("model", "features of a token, a multiple of the heads", count),
@@ -150,29 +188,7 @@ TRAIN = {
     "vocab_size": Option(
         "data", "size of the vocabulary of a .bin (default: 50257, GPT-2's; bytes have 256)", count
     ),
-    "hf": Option(
-        "model",
-        "folder of a Hugging Face model to fine-tune: its config, safetensors and tokenizer (default: a new GPT)",
-        path,
-        metavar="FOLDER",
-    ),
-    "lora": Option(
-        "model",
-        "rank of LoRA adapters, which alone are trained: the model of --hf stays as it is, in the precision of the "
-        "device; needs zfunc[lora] (default: the whole model is trained)",
-        count,
-        metavar="RANK",
-    ),
-    "lora_alpha": Option(
-        "model", "scale of the adapters, times their rank (default: twice the rank)", positive
-    ),
-    "lora_targets": Option(
-        "model",
-        "modules that get adapters, by the ends of their names: q_proj,v_proj; or all-linear, for all but the head "
-        "(default: those that peft has for the model)",
-        anything,
-        metavar="NAMES",
-    ),
+    **PRETRAINED,
     **MODEL,
     **STEP,
     "precision": PRECISION.offering((AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"),
@@ -287,6 +303,10 @@ class ModelFlags:
     num_attention_heads: int = 4
     seq_length: int = 128
     batch_size: int = 8
+    hf: Path | None = None
+    lora: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
 
 
 @frozen(kw_only=True)
@@ -314,10 +334,6 @@ class TrainSettings(StepFlags):
     eval_data: Path | None = None
     packing: str = "stream"
     dtype: str = "uint16"
-    hf: Path | None = None
-    lora: int | None = None
-    lora_alpha: float | None = None
-    lora_targets: str | None = None
     dropout: float = 0.0
     lr: float = OPTIMIZER_DEFAULTS["adamw"]["lr"]
     lr_schedule: str = "cosine"
@@ -357,18 +373,23 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"--warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise --steps"
             )
-        for name, needs in (("lora", "hf"), ("lora_alpha", "lora"), ("lora_targets", "lora")):
-            if getattr(self, name) is not None and getattr(self, needs) is None:
-                raise ValueError(
-                    f"{flag(name)}: got it without {flag(needs)}, expected both: add {flag(needs)}"
-                )
-        if self.hf is not None:
-            for f in attrs.fields(TrainSettings):
-                if f.name in SIZES and getattr(self, f.name) != f.default:
-                    raise ValueError(
-                        f"{flag(f.name)}: got it with --hf, whose config sets it, expected one of them: leave one "
-                        "out"
-                    )
+
+
+def check_pretrained(settings: Any) -> None:
+    """Raise ValueError for flags that do not go with a Hugging Face model, or only with one."""
+    sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
+    if len(sources) > 1:
+        raise ValueError("--hf-config: got it with --hf, expected one of them: leave one out")
+    for name, needs in (("lora", "hf"), ("lora_alpha", "lora"), ("lora_targets", "lora")):
+        missing = not sources if needs == "hf" else getattr(settings, needs) is None
+        if getattr(settings, name) is not None and missing:
+            raise ValueError(f"{flag(name)}: got it without {flag(needs)}, expected both: add {flag(needs)}")
+    for f in attrs.fields(type(settings)) if sources else ():
+        if f.name in SIZES and getattr(settings, f.name) != f.default:
+            raise ValueError(
+                f"{flag(f.name)}: got it with {flag(sources[0])}, whose config sets it, expected one of them: "
+                "leave one out"
+            )
 
 
 def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
@@ -395,6 +416,7 @@ def step_settings(flags: Any, **changes: Any) -> StepSettings:
 def check_together(settings: Any, options: dict[str, Option]) -> None:
     """Check every field, alone and with the others."""
     check_each(settings, options)
+    check_pretrained(settings)
     given = values_of_flags(StepSettings, settings)
     if given["precision"] == AUTO:  # which the machine decides
         del given["precision"]

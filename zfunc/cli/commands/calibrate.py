@@ -10,7 +10,16 @@ from zfunc.cli.command import EXIT_OK, Command, write_files
 from zfunc.cli.terminal import logged
 from zfunc.core.settings import StepSettings
 from zfunc.options import AUTO, Option, anything, count, flag_fields, options_of, path
-from zfunc.train.settings import MODEL, TRAIN, ModelFlags, TrainSettings, check_rows, check_together
+from zfunc.train.settings import (
+    DESCRIBED,
+    MODEL,
+    PRETRAINED,
+    TRAIN,
+    ModelFlags,
+    TrainSettings,
+    check_rows,
+    check_together,
+)
 
 if TYPE_CHECKING:
     from zfunc.planner.profile import Profile
@@ -26,11 +35,13 @@ UNMEASURED = (
     "defer",
     "delay_from",
 )
+VOCABULARY_SIZE = 256  # of a GPT, where none is given
 
 CALIBRATE = {
+    **DESCRIBED,
     **MODEL,
     **{name: TRAIN[name] for name in options_of(StepSettings, without=UNMEASURED)},
-    "vocab_size": Option("model", "tokens in the vocabulary", count),
+    "vocab_size": Option("model", "tokens in the vocabulary (default: 256; of --hf its own)", count),
     "device": TRAIN["device"],
     "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
     "folder": Option(
@@ -52,7 +63,8 @@ MeasuredStepFlags = flag_fields(
 class CalibrateSettings(MeasuredStepFlags):
     """A model to measure with, by default that of `zfunc train`: choose the one you want to plan for."""
 
-    vocab_size: int = 256
+    hf_config: Path | None = None
+    vocab_size: int | None = None
     device: str = "auto"
     turns: int = 20
     folder: Path = Path(".")
@@ -77,7 +89,8 @@ class CalibrateSettings(MeasuredStepFlags):
     def training(self) -> TrainSettings:
         """The training whose steps are measured; under Serial, and slow to learn, so that nothing overflows."""
         names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - {
-            "out"
+            "out",
+            *PRETRAINED,
         }
         model = {name: getattr(self, name) for name in names}
         return TrainSettings(**model, schedule="Serial", lr=1e-5, warmup=0)
@@ -97,7 +110,7 @@ def run_calibrate(settings: CalibrateSettings) -> int:
 
 
 def measure_machine(settings: CalibrateSettings) -> "Profile":
-    """The Profile of this machine, by a GPT as `zfunc train` would run it. All ranks call it together.
+    """The Profile of this machine, by a model as `zfunc train` would run it. All ranks call it together.
 
     Raises what `zfunc.planner.calibrate.calibrate` does, and ValueError for a batch that cannot be dealt out to the
     ranks.
@@ -106,16 +119,21 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
 
     from zfunc.planner.calibrate import calibrate
     from zfunc.runtime.collectives import RankGroup
+    from zfunc.train.pretrained import described_model
     from zfunc.train.setup import check_size, compile_job, resolve_settings
 
+    model = described_model(settings)
     resolved = resolve_settings(settings.training())
     ranks = RankGroup.of()
     check_rows(resolved.batch_size, ranks.world, resolved.micro_batches)
-    check_size(resolved, ranks)
+    if model is None:
+        check_size(resolved, ranks)
+    vocab_size = (settings.vocab_size or VOCABULARY_SIZE) if model is None else model.vocab_size
     shape = resolved.batch_size // ranks.world, resolved.seq_length
-    tokens = torch.randint(0, settings.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
-    return calibrate(compile_job(resolved, batch), batch, turns=settings.turns, folder=settings.folder)
+    program = compile_job(resolved, batch, None if model is None else model.segments)
+    return calibrate(program, batch, turns=settings.turns, folder=settings.folder)
 
 
 COMMAND = Command(

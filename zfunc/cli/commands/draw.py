@@ -36,6 +36,7 @@ from zfunc.options import AUTO, Option, flag, flag_fields, one_of, options_of, p
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import (
+    DESCRIBED,
     MODEL,
     OPTIMIZER,
     STEP,
@@ -56,6 +57,7 @@ SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 UNDRAWN = ("compile_segments", "deterministic", "device_graphs", "offload_ratio", "speculate", "delay_from")
 
 DRAW = {
+    **DESCRIBED,
     **MODEL,
     **options_of(StepSettings, without=UNDRAWN),
     **VOCABULARY,
@@ -97,6 +99,7 @@ DrawnStepFlags = flag_fields(StepSettings, GPTFlags, without=UNDRAWN, precision=
 class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
+    hf_config: Path | None = None
     hardware: str | None = None
     with_: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     compute_tflops: float = ROUND.flops / 1e12
@@ -190,26 +193,20 @@ class DrawnStep:
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     """The step under the schedule of the settings, or under each, slowest first; by name."""
-    from zfunc.models.gpt_config import num_parameters
-    from zfunc.models.gpt_costs import GPTCosts
+    from zfunc.cli.simulated_model import simulated_model
     from zfunc.planner.candidate import operations_of
-    from zfunc.planner.cost_model import CostModel, precision_for
-    from zfunc.train.gpt_flags import gpt_config, planned_optimizer
+    from zfunc.planner.cost_model import precision_for
 
     precision = precision_for(profile_of(settings) or ROUND, settings.precision)
     step = step_settings(settings, precision=precision, schedule="Serial")
     step.check_folders()
-    costs = GPTCosts(gpt_config(settings), settings.batch_size, planned_optimizer(settings))
-    spec = CostModel(costs, evolve(ROUND, unified=True)).spec(step)  # its operations are those of a CPU
-    graph = operations_of(evolve(spec, commit=False))
+    model = simulated_model(settings)
+    costs = model.cost_model(evolve(ROUND, unified=True), settings.batch_size, settings.seq_length)
+    graph = operations_of(evolve(costs.spec(step), commit=False))  # of a CPU: every schedule takes them
     on = _hardware(settings, precision)
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)
     names = schedules.__all__ if chosen == "all" else [chosen]
-    job = (
-        f"one step of a GPT of {settings.num_layers} x {settings.hidden_size} "
-        f"({num_parameters(gpt_config(settings)):,} parameters), batch {settings.batch_size} x "
-        f"{settings.seq_length}"
-    )
+    job = f"one step of a {model.name}, batch {settings.batch_size} x {settings.seq_length}"
     plans = {name: plan_with(make_schedule(name, on), graph) for name in names}
     steps = {name: DrawnStep(f"{name}: {job}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
     return dict(sorted(steps.items(), key=lambda item: -item[1].timeline.seconds))

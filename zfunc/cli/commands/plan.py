@@ -6,13 +6,14 @@ screen of text, or as one JSON object for programs.
 
 import json
 from collections.abc import Iterator
-from textwrap import wrap
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, evolve, field, fields, frozen
+from attrs import asdict, evolve, field, frozen
 
 from zfunc import schedules
-from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command
+from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command, write_files
 from zfunc.cli.simulated_step import (
     HARDWARE,
     SIMULATED_PRECISION,
@@ -22,42 +23,58 @@ from zfunc.cli.simulated_step import (
     check_sizes,
     profile_of,
 )
-from zfunc.core.graph import TIERS, Tier
-from zfunc.core.hardware import ROUND
-from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
-from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
-from zfunc.planner.candidate import garbage_collection_paused, shortage_text
-from zfunc.planner.disk_traffic import DRIVES
+from zfunc.core.settings import BY_DEVICE, CHOICES, StepSettings
+from zfunc.options import (
+    AUTO,
+    Option,
+    anything,
+    check_each,
+    count,
+    flag_fields,
+    multiple,
+    one_of,
+    options_of,
+    path,
+)
+from zfunc.planner.candidate import garbage_collection_paused
 from zfunc.planner.profile import Profile
-from zfunc.planner.search_space import SEARCHED
-from zfunc.planner.suggestions import Suggestion, as_flag
-from zfunc.schedules import make_schedule
 from zfunc.train.settings import (
+    DESCRIBED,
     MODEL,
     OFFLOAD_RATIO,
     OPTIMIZER,
     STEP,
     GPTFlags,
+    check_pretrained,
     check_rows,
     step_settings,
 )
-from zfunc.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from zfunc.cli.simulated_model import SimulatedModel
+    from zfunc.planner.candidate import PlannedStep
+    from zfunc.planner.cost_model import CostModel
     from zfunc.planner.plan_step import Planned
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
-ALWAYS_TYPED = SEARCHED[:4]  # the others are named where they are not off
-LARGEST = 3  # buffers of a peak that are named
-SMALL = 0.01  # of a peak: not named
-WIDTH = 118  # columns of a sentence
+MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of --max
+MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
+LENGTH_UNIT = 128  # tokens
 
 PLAN = {
+    **DESCRIBED,
     **MODEL,
     **options_of(StepSettings, without=UNPLANNED),
     **VOCABULARY,
     "optimizer": OPTIMIZER,
-    "max": Option("model", "find the most layers that fit, whatever --num-layers says", anything),
+    "max": Option(
+        "model",
+        "find the most that fits, whatever its flag says: layers, as --max alone does, sequences of a batch, or "
+        f"the length of a sequence, in steps of {LENGTH_UNIT} tokens",
+        one_of(MAXIMA),
+        metavar="|".join(MAXIMA),
+        alone="layers",
+    ),
     "batch_size": Option(
         "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
     ),
@@ -74,6 +91,12 @@ PLAN = {
     "hardware": HARDWARE,
     "with_": WITH,
     "world": Option("hardware", "ranks that train together, one on a device", count),
+    "out": Option(
+        "output",
+        "write the answer to a file, or anew: .html with a picture of the step, or .txt (default: print it)",
+        path,
+        metavar="FILE",
+    ),
     "json": Option("output", "print one JSON object, for programs", anything),
 }
 
@@ -84,15 +107,28 @@ PlannedStepFlags = flag_fields(StepSettings, GPTFlags, without=UNPLANNED, precis
 class PlanSettings(PlannedStepFlags):
     """A step to plan. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
-    max: bool = False
+    hf_config: Path | None = None
+    max: str | None = None
     hardware: str = "v100-32gb"
     with_: tuple[str, ...] = field(default=(), converter=tuple)
     world: int = 1
+    out: Path | None = None
     json: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_each(self, PLAN)
+        if self.out is not None and (self.json or self.out.suffix not in (".html", ".txt")):
+            raise ValueError(
+                f"--out: got {self.out}{' with --json' * self.json}, expected a name that ends in .html or .txt, "
+                "and no --json, which is printed"
+            )
+        check_pretrained(self)
         check_sizes(self)
+        if self.max == "layers" and (self.hf or self.hf_config):
+            raise ValueError(
+                "--max: got layers with a Hugging Face model, whose config says how many, expected batch or "
+                "length: pass --max batch"
+            )
         check_precision(self)
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.world == 1:
@@ -104,17 +140,24 @@ class PlanSettings(PlannedStepFlags):
 def run_plan(settings: PlanSettings) -> int:
     """`zfunc plan`: 0 if it fits, 1 if it does not."""
     answer = plan_model(settings)
-    print(as_json(answer) + "\n" if settings.json else plan_text(answer), end="", flush=True)
+    if settings.out is None:
+        print(as_json(answer) + "\n" if settings.json else plan_text(answer), end="", flush=True)
+    else:
+        from zfunc.planner.plan_report import report_html
+
+        text = plan_text(answer)
+        is_page = settings.out.suffix == ".html"
+        write_files({settings.out: report_html(answer.planned, text) if is_page else text})
     return EXIT_OK if answer.planned.fits else EXIT_FAILED
 
 
 @frozen(eq=False)
 class PlannedModel:
-    """A GPT that was planned. With `max`, `settings` have the number of layers that fits."""
+    """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits."""
 
     settings: PlanSettings
     planned: "Planned"
-    parameters: int  # tied ones counted once
+    model: "SimulatedModel"
 
 
 def plan_model(settings: PlanSettings) -> PlannedModel:
@@ -122,29 +165,57 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
     Raises ValueError for what cannot work, FileNotFoundError for hardware that is not known.
     """
-    from zfunc.models.gpt_config import num_parameters
-    from zfunc.models.gpt_costs import GPTCosts
-    from zfunc.planner.cost_model import CostModel, precision_for
-    from zfunc.planner.max_layers import max_layers
-    from zfunc.planner.plan_step import plan_settings, search_start
-    from zfunc.train.gpt_flags import gpt_config, planned_optimizer
+    from zfunc.cli.simulated_model import simulated_model
+    from zfunc.planner.cost_model import precision_for
+    from zfunc.planner.plan_step import plan_settings
 
     hardware = profile_of(settings)
     assert hardware is not None
-
-    def cost_model(settings: PlanSettings) -> CostModel:
-        rows, optimizer = settings.batch_size // settings.world, planned_optimizer(settings)
-        return CostModel(GPTCosts(gpt_config(settings), rows, optimizer, settings.world), hardware)
-
-    precision = precision_for(hardware, settings.precision)
-    step = step_settings(settings, precision=precision)
+    step = step_settings(settings, precision=precision_for(hardware, settings.precision))
     if settings.max:
-        one = cost_model(evolve(settings, num_layers=1))
-        placed = map(search_start, step.placed(settings.world, disk=True))
-        most = max(max_layers(one.spec, x, one.hardware(x)) for x in placed)
-        settings = evolve(settings, num_layers=max(1, most))
-    planned = plan_settings(cost_model(settings), step)
-    return PlannedModel(settings, planned, num_parameters(gpt_config(settings)))
+        settings = evolve(settings, **{MAXIMA[settings.max]: _most(settings, step, hardware)})
+    model = simulated_model(settings)
+    return PlannedModel(settings, plan_settings(_costs(model, settings, hardware), step), model)
+
+
+def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -> "CostModel":
+    rows = settings.batch_size // settings.world
+    return model.cost_model(hardware, rows, settings.seq_length, settings.world)
+
+
+def _most(settings: PlanSettings, step: StepSettings, hardware: Profile) -> int:
+    """The most of what --max names that fits, however what is "auto" is placed; the least if nothing fits."""
+    from zfunc.cli.simulated_model import simulated_model
+    from zfunc.planner.max_batch import most_that_fit
+    from zfunc.planner.max_layers import max_layers
+    from zfunc.planner.plan_step import search_start
+
+    placed = [
+        search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
+    ]
+    name = MAXIMA[settings.max or ""]
+    if name == "num_layers":
+        one = evolve(settings, num_layers=1)
+        costs = _costs(simulated_model(one), one, hardware)
+        return max(1, *(max_layers(costs.spec, x, costs.hardware(x)) for x in placed))
+    model = simulated_model(evolve(settings, seq_length=1) if name == "seq_length" else settings)
+    unit, most = settings.world * settings.micro_batches, MOST_ROWS
+    if name == "seq_length":
+        unit = min(LENGTH_UNIT, model.longest or LENGTH_UNIT)
+        most = (model.longest or MOST_TOKENS) // unit
+    costs: dict[int, CostModel] = {}
+
+    def step_of(count: int, way: StepSettings) -> "PlannedStep":
+        if count not in costs:
+            costs[count] = _costs(model, evolve(settings, **{name: count * unit}), hardware)
+        return costs[count].estimate(way).step
+
+    found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
+    if found == most and name == "batch_size":
+        raise ValueError(
+            f"--max batch: {most * unit:,} sequences fit, and more are not tried: pass longer ones"
+        )
+    return max(1, found) * unit
 
 
 # --- the answer ------------------------------------------------------------------------------------------
@@ -152,6 +223,8 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
 def as_json(answer: PlannedModel) -> str:
     """The answer as one object; memory in bytes, times in seconds."""
+    from zfunc.planner.plan_report import as_flags
+
     p = answer.planned
     content: dict[str, Any] = {
         "fits": p.fits,
@@ -166,8 +239,10 @@ def as_json(answer: PlannedModel) -> str:
         "advice": [as_flags(suggestion) for suggestion in p.suggestions],
         "lacking": p.step.lacking,
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},
-        "parameters": answer.parameters,
-        "num_layers": answer.settings.num_layers,
+        "parameters": answer.model.parameters,
+        "num_layers": answer.model.num_layers,
+        "batch_size": answer.settings.batch_size,
+        "seq_length": answer.settings.seq_length,
         "hardware": p.hardware.name,
         "world": p.world,
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
@@ -178,173 +253,24 @@ def as_json(answer: PlannedModel) -> str:
 
 def plan_text(answer: PlannedModel) -> str:
     """The answer as one screen of text."""
-    p = answer.planned
-    lines = [*_job(answer), "", *_memory(p), "", *_time(p), *_disk(p)]
-    if p.reasons:
-        lines += ["", "found by search:", *(f"  {reason}" for reason in p.reasons)]
-    if answer.settings.schedule == AUTO:
-        lines += ["", *_as_options(p)]
-    lines += ["", *_suggestions(p), "", *_assumptions(p)]
-    return "\n".join(lines) + "\n"
+    from zfunc.planner.plan_report import report
 
-
-def as_flags(suggestion: Suggestion) -> str:
-    """A suggestion as one types it, and its effect."""
-    return f"{suggestion.flags}: {suggestion.effect}"
-
-
-def _wrapped(sentence: str, indent: int = 2) -> list[str]:
-    """The lines of a sentence. No flag or value is cut in two."""
-    return wrap(
-        sentence, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
-    )
+    flags = answer.settings
+    chosen, searched = flags.precision == AUTO, flags.schedule == AUTO
+    return "\n".join([*_job(answer), report(answer.planned, chosen_precision=chosen, as_options=searched)])
 
 
 def _job(answer: PlannedModel) -> Iterator[str]:
-    flags, p = answer.settings, answer.planned
-    settings, buckets = p.step.settings, p.step.spec.layout.buckets
+    flags = answer.settings
     if flags.max:
-        yield f"the most that fits with these settings: {flags.num_layers} layers"
-    ranks = f"{p.world} rank{'s' * (p.world != 1)}"
-    yield (
-        f"GPT of {flags.num_layers} layers x {flags.hidden_size:,}: {answer.parameters:,} parameters; a step of "
-        f"{flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}"
-    )
-    yield f"hardware   {_hardware(answer)}"
-    parts = [
-        settings.schedule_name,
-        f"{len(buckets)} buckets",
-        f"the largest of {p.step.spec.slot_numel:,}; {settings.micro_batches} "
-        f"micro-batch{'es' * (settings.micro_batches != 1)}",
-        f"recompute {settings.recompute}",
-        f"moments {settings.moments}",
-        *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
-        *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
-        *([f"ZeRO stage {settings.stage}"] if p.world > 1 and settings.stage != 2 else []),
-        *([f"parameters on the {settings.params_on}"] if settings.params_on != "device" else []),
-        *([_state(settings)] if settings.state_on == DISK else []),
-        *([f"activations on the {settings.activations_on}"] if settings.stashes else []),
-        *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
-        *(["updates delayed"] if settings.delayed else []),
-        *(["updates deferred"] if p.step.spec.deferred else []),
-    ]
-    yield from _wrapped(f"plan       {', '.join(parts)}", 11)
-
-
-def _hardware(answer: PlannedModel) -> str:
-    p = answer.planned
-    if p.profile is None or answer.settings.precision != AUTO:
-        return p.hardware.name
-    return f"{p.hardware.name} (chosen of {', '.join(p.profile.precisions)})"
-
-
-def _as_options(p: "Planned") -> list[str]:
-    """The result of a search as options of zfunc train, which makes a schedule by its name alone."""
-    settings = p.step.settings
-    chosen = {
-        f.name: settings.schedule_name if f.name == "schedule" else getattr(settings, f.name)
-        for f in fields(StepSettings)
-        if f.name in ALWAYS_TYPED or (f.name in SEARCHED and getattr(settings, f.name) != f.default)
-    }
-    options = " ".join(as_flag(name, value) for name, value in chosen.items())
-    orders = hasattr(make_schedule(settings.schedule, p.hardware), "hardware") and p.hardware != ROUND
-    note = " (which orders for round numbers, not for this hardware)" if orders else ""
-    return _wrapped(f"as options of zfunc train{note}: {options}")
-
-
-def _memory(p: "Planned") -> Iterator[str]:
-    yield "it fits" if p.fits else f"it does not fit: {shortage_text(p.step.lacking)}"
-    yield f"  {'':7}{'needed':>13}{'available':>14}{'':>8}  most of it, at the peak"
-    for tier in TIERS:
-        capacity = p.hardware.memory.get("host" if tier == "pinned" else tier)
-        shared = (tier == "pinned" and capacity) or (tier == "device" and p.hardware.unified)
-        known = "with host" if shared else format_bytes(capacity) if capacity else "not known"
-        share = f"{_of_capacity(p, tier) / capacity:.0%}" if capacity and not shared else ""
-        large = [(name, n) for name, n in p.held[tier].items() if n > SMALL * p.memory[tier]]
-        parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in large[:LARGEST])
-        at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
-        yield f"  {tier:7}{format_bytes(p.memory[tier]):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
-
-
-def _of_capacity(p: "Planned", tier: Tier) -> int:
-    """The bytes that come out of a tier's capacity: pinned memory, and that of a unified device, is the host's."""
-    if tier != "host":
-        return p.memory[tier]
-    return p.memory["host"] + p.memory["pinned"] + (p.memory["device"] if p.hardware.unified else 0)
-
-
-def _time(p: "Planned") -> Iterator[str]:
-    each = " on each GPU" if p.world > 1 else ""
-    speed = f"{p.tokens_per_second:,.0f} tokens/s, {p.tflops:,.3g} TFLOP/s{each}"
-    yield f"a step takes {format_seconds(p.step_seconds)}: {speed}"
-    yield f"  bound by {p.bound}"
-    lanes = sorted(p.lanes.items(), key=lambda item: -item[1])
-    yield f"  busy     {', '.join(f'{lane} {share:.0%}' for lane, share in lanes)}"
-
-
-def _state(settings: StepSettings) -> str:
-    gradients = " with waiting gradients" if settings.grads_on == DISK else ""
-    share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
-    return f"{share}{gradients} on the disk"
-
-
-def _disk(p: "Planned") -> Iterator[str]:
-    """What the step asks of the drives, where something is there."""
-    if (disk := p.disk) is None:
-        return
-    read, write = (
-        f"{disk.needed[kind] / 1e9:,.3g} of {disk.available[kind] / 1e9:,.3g} GB/s" for kind in DRIVES
-    )
-    commits = disk.commit_bytes["write"]
-    every = f"every {disk.commit_every:,} steps" if disk.commit_every > 1 else "every step"
-    reads, writes = (f"{kind}s {disk.step_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
-    yield f"the disk: a step {reads} and {writes}"
-    if p.step.spec.swaps:
-        yield f"  commits  {every}; such a step writes {commits / 1e9:,.4g} GB"
-    yield f"  needed   to hide them: read {read}, write {write}; both, {disk.busy:.0%} of the time"
-    wear = f"{disk.written / 1e12:,.3g} TB written a step"
-    if disk.drive_writes is not None:
-        wear += f", {disk.drive_writes:.2g} of the disk's size"
-    if disk.steps is not None:
-        wear += f"; the rated endurance is used up in {disk.steps:,} steps"
-    generations = ", with two generations of the state" if p.step.spec.swaps else ""
-    yield f"  space    {disk.space / 1e9:,.4g} GB{generations}"
-    yield f"  wear     {wear}"
-
-
-def _suggestions(p: "Planned") -> Iterator[str]:
-    if not p.suggestions:
-        yield "no change of one setting that was tried makes it " + ("faster" if p.fits else "fit")
-        return
-    yield "to make it faster, each planned alone:" if p.fits else "to make it fit, each planned:"
-    yield from (f"  {as_flags(suggestion)}" for suggestion in p.suggestions)
-
-
-def _assumptions(p: "Planned") -> Iterator[str]:
-    if p.profile is not None:
-        shares = p.profile.figures["reached"]
-        rates = p.step.settings.precision, "d2h", "h2d", "host_memory", "device_memory"
-        reached = ", ".join(f"{key} {shares[key].value:.0%}" for key in shares if key in rates)
-        yield from _wrapped(
-            f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; why is "
-            "in the profile"
-        )
-    if p.step.settings.schedule_name == "SharedCores":
-        yield from _wrapped(
-            "SharedCores is the default on a CPU: there all lanes share the cores, so one does all but to wait for "
-            "drives and other ranks"
-        )
-    yield from _wrapped(
-        "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
-        "attention is one of them; TFLOP/s counts forward, and twice as much for backward"
-    )
-
-
-def _device_bytes(profile: Profile) -> str:
-    """How much is counted on of the bytes that the driver reports."""
-    share, context = profile.figures["reached"]["device_bytes"], profile.figures["bytes"].get("context")
-    less = "" if context is None else f" less {format_bytes(context.value)} of context"
-    return f"{share.value:.0%}{less}"
+        found = {
+            "layers": f"{flags.num_layers} layers",
+            "batch": f"a batch of {flags.batch_size:,} sequences",
+            "length": f"sequences of {flags.seq_length:,} tokens",
+        }
+        yield f"the most that fits with these settings: {found[flags.max]}"
+    ranks = f"{answer.planned.world} rank{'s' * (answer.planned.world != 1)}"
+    yield f"{answer.model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}"
 
 
 COMMAND = Command(
@@ -362,6 +288,9 @@ COMMAND = Command(
         --vocab-size 50257 --hardware h100 --world 8 --schedule auto
     # the most layers that fit this machine
     zfunc plan --hidden-size 1024 --data texts --hardware machine.toml --max
+    # the largest batch of a Hugging Face model, from its config alone
+    zfunc plan --hf-config config.json --seq-length 2048 --lora 16 \\
+        --hardware rtx4090 --max batch
     """,
     "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
 )

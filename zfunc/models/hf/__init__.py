@@ -6,6 +6,7 @@
     state, _ = zfunc.train_step(program, state, zfunc.hf.batch(input_ids, labels))
     zfunc.hf.save("a-new-folder", program, state, config="a-local-folder")
 
+`describe("config.json")` makes the segments of a model without its weights, for `zfunc.plan`.
 Parameters have the same names in the model, in programs and in checkpoints. A model may have LoRA adapters of peft:
 `segments(peft_model)`, or `lora=peft.LoraConfig(...)` to `load`, `save` and `export`. transformers and peft are
 imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora]"`.
@@ -14,7 +15,8 @@ imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora
 from zfunc.models.hf.cutting import cut_model as segments
 from zfunc.models.hf.folders import export_folder as export
 from zfunc.models.hf.folders import save_folder as save
+from zfunc.models.hf.weights import describe
 from zfunc.models.hf.weights import load_folder as load
 from zfunc.models.loss import weighted_batch as batch
 
-__all__ = ["batch", "export", "load", "save", "segments"]
+__all__ = ["batch", "describe", "export", "load", "save", "segments"]

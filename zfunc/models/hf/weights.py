@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,46 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     return config, tuple(evolve(s, initial=partial(_initial, s, model, places)) for s in cut_model(model))
 
 
-def read_config(folder: Path) -> Any:
-    """The config in a folder. Raises CheckpointError without one."""
+def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
+    """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
+
+    `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
+    values are drawn as transformers draws them. `lora` is a `peft.LoraConfig`, as for `load`.
+
+    Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
+    `segments` refuses.
+
+    >>> describe("nowhere/config.json")
+    Traceback (most recent call last):
+    zfunc.errors.CheckpointError: nowhere/config.json: got no such file, expected the config.json of a model
+    """
+    if isinstance(config, str | PathLike):
+        config = read_config(Path(config).expanduser())
+    model = empty_model(config)
+    family_of(model)
+    return config, cut_model(model if lora is None else adapt(model, lora))
+
+
+def read_config(place: Path) -> Any:
+    """The config in a folder, or in a file. Raises CheckpointError without one, ValueError for what is none."""
     check_transformers()
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
+    is_file = place.suffix == ".json" and not place.is_dir()
+    if is_file and not place.is_file():
+        raise CheckpointError(f"{place}: got no such file, expected the config.json of a model")
+    if not is_file and not (place / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: got no config.json in it, expected a local folder with one: {_advice(folder)}"
+            f"{place}: got no config.json in it, expected a local folder with one: {_advice(place)}"
         )
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of transformers, which has several and no common one
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{place}: got what transformers does not read as a config ({reason:.200}), expected the config.json "
+            "of a model that it has"
+        ) from error
 
 
 def _advice(folder: Path) -> str:

@@ -1,0 +1,187 @@
+"""`zfunc plan --hf-config`, `draw` and `calibrate`: a Hugging Face model, from its config alone."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import zfunc
+import zfunc.models.hf
+from zfunc.cli.commands.calibrate import CalibrateSettings, measure_machine
+from zfunc.cli.commands.plan import PlanSettings
+from zfunc.cli.main import main
+from zfunc.cli.simulated_model import simulated_model
+from zfunc.cli.simulated_step import profile_of
+from zfunc.core.hardware import ROUND
+from zfunc.engine.compile import compile
+from zfunc.planner.max_batch import most_that_fit
+from zfunc.train.settings import step_settings
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+LLAMA_3_8B: dict[str, Any] = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096},
+    **{
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    **{
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    },
+}
+TINY = LLAMA_3_8B | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 50}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+SHORT = ["--seq-length", "16", "--batch-size", "4"]
+
+
+def write(name: str, content: dict[str, Any]) -> Path:
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_llama_3_8b_on_a_4090_is_answered_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+    write("config.json", LLAMA_3_8B)
+    given = [
+        "--hf-config",
+        "config.json",
+        "--hardware",
+        "rtx4090",
+        "--seq-length",
+        "2048",
+        "--batch-size",
+        "1",
+    ]
+    before = anonymous()
+    assert main(["plan", *given]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "LlamaForCausalLM of 32 layers x 4,096: 8,030,261,248 parameters; a step of 1 x 2,048 tokens" in out
+    )
+    assert re.search(r"it does not fit: [0-9.]+ GiB of host memory short", out)
+    assert anonymous() - before < 400 << 20, "of 16 GB"
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no file's."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
+
+
+def test_a_planned_step_prints_short_and_reads_as_the_report() -> None:
+    _, segments = zfunc.hf.describe(write("config.json", TINY))
+    tokens = torch.empty(4, 16, dtype=torch.int64, device="meta")
+    planned = zfunc.plan(segments, (tokens, tokens), hardware="h100", advice=False)
+    assert re.fullmatch(
+        r"Planned\(fits on H100 .*; a step takes .*, [0-9,]+ tokens/s; bound by .*\)", repr(planned)
+    )
+    assert len(repr(planned)) < 300
+    assert str(planned).startswith("hardware   H100")
+    assert "it fits" in str(planned)
+    assert "it fits" in planned.html()
+
+
+def test_a_folder_needs_no_weights_and_trains_from_drawn_values() -> None:
+    write("model/config.json", TINY)
+    (config, segments), (_, same) = zfunc.hf.describe("model"), zfunc.hf.describe(Path("model/config.json"))
+    assert [s.parameters for s in segments] == [s.parameters for s in same]
+    x = torch.randint(0, config.vocab_size, (4, 9))
+    program = compile(segments, precision="fp32", device="cpu")
+    _, metrics = zfunc.train_step(program, zfunc.init(program), (x[:, :-1], x[:, 1:]))
+    assert 3 < metrics.loss < 5
+
+
+@pytest.mark.parametrize("which", ["batch", pytest.param("length", marks=pytest.mark.slow)])
+def test_the_largest_batch_and_length_fit_and_one_more_does_not(which: str) -> None:
+    """With adapters, and as a page."""
+    config = write("config.json", TINY | {"vocab_size": 5000})
+    given = ["--hf-config", str(config), "--lora", "4", "--lora-targets", "q_proj", "--hardware", "rtx4090"]
+    given += ["--with", "bytes.device=1.1e9", "--seq-length", "256", "--batch-size", "24"]
+    assert main(["plan", *given, "--max", which, "--out", "plan.html"]) == 0
+    page = Path("plan.html").read_text()
+    assert "<svg" in page
+    assert "164,176 parameters, 256 of them trained; a step of" in page
+    assert "it fits" in page
+    rows, tokens = (
+        int(x.replace(",", "")) for x in re.findall(r"a step of ([0-9,]+) x ([0-9,]+) tokens", page)[0]
+    )
+    assert (rows > 24, tokens) == (True, 256) if which == "batch" else (rows, tokens % 128) == (24, 0)
+    rows, tokens = (rows + 1, tokens) if which == "batch" else (rows, tokens + 128)
+    settings = PlanSettings(hf_config=config, lora=4, lora_targets="q_proj", with_=("bytes.device=1.1e9",))
+    machine = profile_of(evolve(settings, hardware="rtx4090"))
+    assert machine is not None
+    costs = simulated_model(settings).cost_model(machine, rows, tokens)
+    assert not costs.step(step_settings(settings, precision="bf16", schedule="Overlapped")).fits
+
+
+@pytest.mark.parametrize("capacity", [0, 5, 99, 1000, 4000, 10**6])
+def test_few_steps_are_planned_to_find_the_most(capacity: int) -> None:
+    """Of memory that grows faster than the count."""
+
+    class Step:
+        def __init__(self, count: int) -> None:
+            asked.append(count)
+            self.hardware = evolve(ROUND, memory={"device": max(1, capacity)})
+            self.memory = {"device": 2 * count + count * count // 50}
+            self.fits = not self.hardware.lacking(self.memory)  # type: ignore
+
+    asked: list[int] = []
+    most = most_that_fit(Step, 300)  # type: ignore
+    fitting = [n for n in range(1, 301) if 2 * n + n * n // 50 <= max(1, capacity)]
+    assert most == max(fitting, default=0)
+    assert len(asked) == len(set(asked)) <= 15
+
+
+def test_draw_and_calibrate_take_the_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("model/config.json", TINY)
+    assert main(["draw", "--hf", "model", *SHORT]) == 0
+    assert "one step of a LlamaForCausalLM of 2 layers x 16: 5,520 parameters" in capsys.readouterr().out
+    measured: list[Any] = []
+    monkeypatch.setattr("zfunc.planner.calibrate.calibrate", lambda *given, **_: measured.append(given))
+    measure_machine(CalibrateSettings(hf_config=Path("model/config.json"), seq_length=16, device="cpu"))
+    ((program, (tokens, _)),) = measured
+    assert program.segments[0].name == "model.embed_tokens"
+    assert (tokens.shape, bool((tokens < 50).all())) == ((8, 16), True)
+
+
+REFUSED = {
+    "plan --hf-config nowhere.json": r"--hf-config: nowhere\.json: got no such file, expected the config\.json",
+    "plan --hf nowhere": r"--hf: nowhere: got no config\.json in it",
+    "plan --hf-config words.json": "--hf-config: words.json: got what transformers does not read as a config",
+    "plan --hf-config none.json": "Should have a `model_type` key",
+    "plan --hf-config unknown.json": "model type `nope` but Transformers does not recognize",
+    "plan --hf-config wrong.json": "Validation error for field 'hidden_size'",
+    "draw --hf-config bert.json": "got a BertLMHeadModel, which is not supported",
+    "plan --hf-config good.json --hf model": "--hf-config: got it with --hf, expected one of them",
+    "plan --hf-config good.json --num-layers 3": "--num-layers: got it with --hf-config, whose config sets it",
+    "plan --hf-config good.json --vocab-size 7": "--vocab-size: got 7 for good.json, expected its 50",
+    "plan --hf-config good.json --seq-length 4096": "--seq-length: got 4096 .*at most the 1024 positions",
+    "plan --hf-config good.json --max": "--max: got layers with a Hugging Face model.*pass --max batch",
+    "plan --hf-config good.json --max rows": r"--max: got 'rows', expected one of layers, batch, length",
+    "plan --lora 4": "--lora: got it without --hf",
+    "plan --out plan.pdf": r"--out: got plan\.pdf, expected a name that ends in \.html or \.txt",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_is_no_config_is_refused_by_its_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("words.json").write_text("{words")
+    write("none.json", {"hidden_size": 4})
+    write("unknown.json", {"model_type": "nope"})
+    write("wrong.json", TINY | {"hidden_size": "wide"})
+    write("bert.json", {"model_type": "bert", "architectures": ["BertForMaskedLM"]})
+    write("good.json", TINY)
+    assert main(command.split()) == 2
+    assert re.search(REFUSED[command], " ".join(capsys.readouterr().err.split()))
