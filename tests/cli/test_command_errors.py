@@ -188,7 +188,10 @@ def test_a_model_that_was_not_trained_is_refused_by_the_flag(capsys: Out) -> Non
     small = '"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 16, "bos_token_id": 0'
     Path("model/config.json").write_text(f'{{"model_type": "gpt2", {small}, "eos_token_id": 0}}')
     Path("empty/config.json").write_text("{}")
-    for folder, words in (("model", "--hf: got one whose model has "), ("empty", "--hf: Unrecognized model")):
+    for folder, words in (
+        ("model", "--hf: got one whose model has "),
+        ("empty", "--hf: empty: got what transformers"),
+    ):
         capsys.readouterr()
         assert main(["export", "run", "--hf", folder, "--out", "new"]) == 2
         assert f"zfunc export: error: {words}" in capsys.readouterr().err

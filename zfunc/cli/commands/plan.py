@@ -70,7 +70,7 @@ PLAN = {
     "max": Option(
         "model",
         "find the most that fits, whatever its flag says: layers, as --max alone does, sequences of a batch, or "
-        f"the length of a sequence, in steps of {LENGTH_UNIT} tokens",
+        f"the length of a sequence, in steps of {LENGTH_UNIT} tokens (default: nothing)",
         one_of(MAXIMA),
         metavar="|".join(MAXIMA),
         alone="layers",

@@ -27,6 +27,7 @@ from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
+from zfunc.models.hf.cutting import check_transformers
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
 from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -61,6 +62,7 @@ def export_folder(
 
     Raises ValueError if the checkpoint is not of the config's model, or `out` exists.
     """
+    check_transformers()
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(Path(source)))
     if ema:
         check_averages(checkpoint)
