@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.core.hardware import Hardware
-from zfunc.planner.plan_step import Planned
+from zfunc.planner.planned import Planned
 from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small

@@ -264,7 +264,7 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
     searched = attrs.evolve(model, settings=attrs.evolve(model.settings, schedule="auto"), planned=planned)
     parser = make_parser(COMMANDS)[1]["train"]
     for width in range(40, 130):
-        monkeypatch.setattr("zfunc.planner.plan_report.WIDTH", width)
+        monkeypatch.setattr("zfunc.planner.planned.WIDTH", width)
         paragraph = next(x for x in plan_text(searched).split("\n\n") if x.startswith("as options of"))
         lead, _, options = paragraph.partition(":")
         typed = parser.parse_args(options.split())

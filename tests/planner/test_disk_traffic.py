@@ -13,7 +13,8 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.settings import TIERS_OF
 from zfunc.engine.program import staging_buffers
 from zfunc.planner.disk_traffic import DRIVES
-from zfunc.planner.plan_step import Planned, plan
+from zfunc.planner.plan_step import plan
+from zfunc.planner.planned import Planned
 from zfunc.planner.profile import replace_figures
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import WORTH

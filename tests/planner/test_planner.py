@@ -17,7 +17,8 @@ from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.planner import memory_check as room
 from zfunc.planner.memory_check import check_fits
-from zfunc.planner.plan_step import Planned, plan
+from zfunc.planner.plan_step import plan
+from zfunc.planner.planned import Planned
 from zfunc.planner.profile_toml import load_profile, profile_text
 
 CPU = evolve(ROUND, name="a CPU", memory={"host": 1 << 40}, unified=True)

@@ -6,6 +6,7 @@
     command                         what a command is
     parser                          arguments and help from the fields of settings
     terminal                        signals, logs, and text that a terminal can show
+    simulated_model                 the model of `zfunc plan` and `draw`: a GPT, or a Hugging Face config's
     simulated_step                  flags that `plan` and `draw` share
     train_lines, train_panel        a training as lines, and as a live panel
     deepspeed_lines                 a training as DeepSpeed's log

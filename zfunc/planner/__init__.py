@@ -13,7 +13,7 @@
     suggestions          what would help, each simulated
     max_layers           the largest model of a family that fits
     max_batch            the largest batch, or the longest sequences, that fit
-    plan_report          what a plan says, as text
+    planned              its result: figures, and the report as text or HTML
     memory_check         refuses, before training starts, a step that does not fit this machine
     calibrate            measures this machine by training on it
     bandwidth            measures the host's memory

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from zfunc.cli.simulated_model import SimulatedModel
     from zfunc.planner.candidate import PlannedStep
     from zfunc.planner.cost_model import CostModel
-    from zfunc.planner.plan_step import Planned
+    from zfunc.planner.planned import Planned
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
 MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of --max
@@ -143,7 +143,7 @@ def run_plan(settings: PlanSettings) -> int:
     if settings.out is None:
         print(as_json(answer) + "\n" if settings.json else plan_text(answer), end="", flush=True)
     else:
-        from zfunc.planner.plan_report import report_html
+        from zfunc.planner.planned import report_html
 
         text = plan_text(answer)
         is_page = settings.out.suffix == ".html"
@@ -223,7 +223,7 @@ def _most(settings: PlanSettings, step: StepSettings, hardware: Profile) -> int:
 
 def as_json(answer: PlannedModel) -> str:
     """The answer as one object; memory in bytes, times in seconds."""
-    from zfunc.planner.plan_report import as_flags
+    from zfunc.planner.planned import as_flags
 
     p = answer.planned
     content: dict[str, Any] = {
@@ -253,7 +253,7 @@ def as_json(answer: PlannedModel) -> str:
 
 def plan_text(answer: PlannedModel) -> str:
     """The answer as one screen of text."""
-    from zfunc.planner.plan_report import report
+    from zfunc.planner.planned import report
 
     flags = answer.settings
     chosen, searched = flags.precision == AUTO, flags.schedule == AUTO
