@@ -102,8 +102,11 @@ def test_a_folder_needs_no_weights_and_trains_from_drawn_values() -> None:
 
 
 @pytest.mark.parametrize("which", ["batch", pytest.param("length", marks=pytest.mark.slow)])
-def test_the_largest_batch_and_length_fit_and_one_more_does_not(which: str) -> None:
+def test_the_largest_batch_and_length_fit_and_one_more_does_not(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With adapters, and as a page."""
+    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())  # each is planned, which takes long
     config = write("config.json", TINY | {"vocab_size": 5000})
     given = ["--hf-config", str(config), "--lora", "4", "--lora-targets", "q_proj", "--hardware", "rtx4090"]
     given += ["--with", "bytes.device=1.1e9", "--seq-length", "256", "--batch-size", "24"]
