@@ -106,7 +106,9 @@ def test_the_largest_batch_and_length_fit_and_one_more_does_not(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With adapters, and as a page."""
-    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())  # each is planned, which takes long
+    monkeypatch.setattr(
+        "zfunc.planner.plan_step.suggest", lambda *_, **__: ()
+    )  # each is planned, which takes long
     config = write("config.json", TINY | {"vocab_size": 5000})
     given = ["--hf-config", str(config), "--lora", "4", "--lora-targets", "q_proj", "--hardware", "rtx4090"]
     given += ["--with", "bytes.device=1.1e9", "--seq-length", "256", "--batch-size", "24"]
