@@ -43,7 +43,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("odd sizes", {**CLIPPED, "speculate": 100, "moments": "16bit"}),
     ("odd sizes", {**CLIPPED, "offload_ratio": 0.5, "moments": "8bit"}),
     ("odd sizes", {**CLIPPED, "offload_ratio": 0.0, "precision": "fp32"}),
-    ("frozen below", {"precision": "fp16", "offload_ratio": 0.5}),
+    ("norms", {"precision": "fp16", "offload_ratio": 0.5, "ema": 0.9}),
     ("pairs", {"delay_from": 2, "precision": "fp32", "clip_norm": 0.5, "micro_batches": 3}),
 ]
 
