@@ -166,7 +166,10 @@ def test_momentum_is_the_sgd_of_torch() -> None:
         torch.testing.assert_close(ours["master"], theirs.detach())
 
 
-@pytest.mark.parametrize(("name", "settings"), [("Momentum", "plain"), ("groups", "clipped, in 2"), *REST])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Momentum", "plain"), ("groups", "clipped, in 2"), ("Adafactor", "deferred"), *REST],
+)
 def test_it_is_planned_as_it_is_compiled(name: str, settings: str) -> None:
     segments, data = MODELS["odd sizes"]()
     on = evolve(ROUND, memory={"host": 1}, unified=True)  # so that everything that may save memory is tried
@@ -176,6 +179,8 @@ def test_it_is_planned_as_it_is_compiled(name: str, settings: str) -> None:
     assert p.memory == {tier: peak.nbytes for tier, peak in peak_memory(program.plan).items()}
     if name in ("Momentum", "groups"):  # whose state has one format, and several
         assert any("moments" in x.changes for x in p.suggestions) == (name == "groups")
+    if name == "Adafactor":  # whose state of 8 bits is that of 16
+        assert not any("moments" in x.changes for x in p.suggestions)
 
 
 def test_it_has_no_choice_of_moments() -> None:

@@ -127,6 +127,16 @@ def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
     return (STATE_FORMATS if name in STATE_FORMATS else FORMER_FORMATS)[name]
 
 
+def format_with(name: str, moments: Moments) -> str:
+    """The format that the same optimizer has with other moments.
+
+    >>> format_with("adafactor-small-fp32", "8bit"), format_with("fp32-split", "16bit")
+    ('adafactor-small-8bit', '16bit')
+    """
+    optimizer, dash, _ = name.removesuffix("-split").rpartition("-")
+    return f"{optimizer}{dash}{moments}"
+
+
 def needs_whole_parameters(name: str) -> bool:
     """Whether an update of this state needs numbers of all of a parameter to change any of it."""
     return any(x.whole for x in STATE_FORMATS[name])

@@ -6,6 +6,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from zfunc.core.display import brief
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments, format_with
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
@@ -31,7 +32,11 @@ NOTES = {
 # Changes that leave the work as it is: a few micro-batches show what one gains.
 SAME_WORK = ("schedule", "grad_slots", "host_slots", "weight_slots", "state_slots")
 FOLDERS = "needs folders for it: swap"
-SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
+SMALLER_MOMENTS: dict[Moments, tuple[Moments, ...]] = {
+    "fp32": ("16bit", "8bit"),
+    "16bit": ("8bit",),
+    "8bit": (),
+}
 
 Replan = Callable[[StepSettings], Estimate]
 Attempt = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
@@ -149,13 +154,13 @@ def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         if not step.hardware.unified:
             yield from _to_host(settings, step.spec.world)
     if "host" in tiers:
-        yield from _smaller_on_host(settings)
+        yield from _smaller_on_host(settings, step)
     if lacks_host(step):
         if settings.stashes and not settings.spills_activations:
             yield {"activations_on": DISK}
         yield from on_the_disk(settings, waits=step.spec.barrier, world=step.spec.world)
     if "disk" in tiers:
-        yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments])
+        yield from _smaller_moments(settings, step)
     for size in (100_000_000, 25_000_000, 10_000_000):
         if size < settings.bucket_size:
             yield {"bucket_size": size}
@@ -185,8 +190,17 @@ def _to_host(settings: StepSettings, world: int) -> Iterator[dict[str, Any]]:
         yield {"params_on": "host", **sliced, **({"speculate": 0} if settings.speculate else {})}
 
 
-def _smaller_on_host(settings: StepSettings) -> Iterator[dict[str, Any]]:
-    yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments])
+def _smaller_moments(settings: StepSettings, step: PlannedStep) -> list[dict[str, Any]]:
+    """Without those that have the buffers of others, as Adafactor's of 8 bits have those of 16."""
+    formats = {b.state_format for b in step.spec.layout.buckets}
+    first: dict[tuple[Any, ...], Moments] = {}
+    for moments in (settings.moments, *SMALLER_MOMENTS[settings.moments]):
+        first.setdefault(tuple(STATE_FORMATS.get(format_with(x, moments)) for x in formats), moments)
+    return [{"moments": moments} for moments in first.values() if moments != settings.moments]
+
+
+def _smaller_on_host(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
+    yield from _smaller_moments(settings, step)
     if settings.precision == "fp32":
         yield {"precision": "bf16"}
     if settings.host_slots > 1:
@@ -283,7 +297,7 @@ def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict
         yield {"defer": True, **alone}
         if settings.speculate < len(step.spec.offloaded):
             yield {"speculate": len(step.spec.offloaded)}
-    yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments][-1:])
+    yield from _smaller_moments(settings, step)[-1:]
     if not postponed:
         yield {"delay_from": 1, **alone}
 
