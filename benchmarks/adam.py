@@ -6,7 +6,8 @@ alike; a ratio is the median over repeats of the ratios within one repeat. The y
 move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments (26 if the master is
 split, which needs no copy), 18 with 16 bits, 14 with 8. "into" leaves the old state as it is and writes the new one
 elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that. SGD
-with momentum, Lion and Adagrad have skeletons of one buffer less.
+with momentum, Lion and Adagrad have skeletons of one buffer less. Adafactor's moves the weights alone, though it
+reads the gradient four times and the weights twice; that of Muon's element-wise part the momentum, and the direction.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
     python -m benchmarks.adam --sizes 1Mi,64Mi --threads 2 --isa all --only skeleton,zfunc
@@ -26,10 +27,12 @@ from attrs import frozen
 from torch import Tensor
 
 from benchmarks.machine import describe, write
-from zfunc import SGD, Adagrad, Lion
+from zfunc import SGD, Adafactor, Adagrad, Lion, Muon
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, moment_buffers
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact import QuantizedMoment, SplitMaster, named_state
+from zfunc.optim.host_adafactor import host_adafactor_
 from zfunc.optim.host_adam import host_adam_
 from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.kernel_loader import cpu_adam
@@ -148,6 +151,30 @@ def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[]
     return lambda: host_one_buffer_(state, m.grad, out=out, threads=threads, **arguments)
 
 
+def direction_step(memory: Memory, muon: Muon, threads: int) -> Callable[[], None]:
+    """The element-wise part of Muon's step: the momentum, and the direction of the update."""
+    m = memory
+    kinds = moment_buffers(muon.state_format())
+    buffers = {"fp32": (m.exp_avg,), "16bit": (m.bf16[0],), "8bit": (m.codes[0], m.codes[1].scales)}
+    state = dict(zip((x.name for x in kinds), buffers[muon.moments], strict=True))
+    arguments = muon.direction_arguments(StepDecision(False, SCALE, STEP, muon.factors(STEP)))
+    return lambda: host_one_buffer_(state, m.grad, out=m.out, threads=threads, **arguments)
+
+
+def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callable[[], None]:
+    """The step of Adafactor over one matrix of 1,024 columns."""
+    m, shape = memory, (memory.n // 1024, 1024)
+    split = optimizer.moments != "fp32"
+    group = optimizer.group("", shape)
+    *_, means = STATE_FORMATS[optimizer.state_format(group)]
+    state = {"master_high": m.split.high, "master_low": m.split.low} if split else {"master": m.master}
+    state[means.name] = torch.full((means.numel(m.n),), 1e-6)
+    decision = StepDecision(False, SCALE, STEP, optimizer.factors(STEP))
+    arguments = optimizer.arguments(decision, group, ParameterPart.whole(shape))
+    out = None if split else m.out
+    return lambda: host_adafactor_(state, m.grad, out=out, threads=threads, **arguments)
+
+
 def skeleton(
     memory: Memory, tensors: tuple[Tensor, ...], out: Tensor | None, threads: int
 ) -> Callable[[], None]:
@@ -194,6 +221,25 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
         "skeleton fp32-split": Contender(skeleton(m, (*halves, m.exp_avg, m.exp_avg_sq), None, threads)),
         "skeleton 16bit": Contender(skeleton(m, (*halves, *m.bf16), None, threads)),
         "skeleton 8bit": Contender(skeleton(m, (*halves, m.codes[0], m.codes[1].codes), None, threads)),
+        "skeleton weights, fp32": Contender(skeleton(m, (m.master,), m.out, threads)),
+        "skeleton weights, 16bit": Contender(skeleton(m, halves, None, threads)),
+        "skeleton direction, fp32": Contender(skeleton(m, (m.exp_avg,), m.out, threads)),
+        "skeleton direction, 16bit": Contender(skeleton(m, (m.bf16[0],), m.out, threads)),
+        "skeleton direction, 8bit": Contender(skeleton(m, (m.codes[0],), m.out, threads)),
+        **{
+            f"zfunc Adafactor, {moments}": Contender(
+                adafactor_step(m, Adafactor(LR, weight_decay=DECAY, moments=moments), threads),
+                skeleton=f"skeleton weights, {moments}",
+            )
+            for moments in ("fp32", "16bit")  # 8bit is 16bit's
+        },
+        **{
+            f"zfunc Muon's direction, {moments}": Contender(
+                direction_step(m, Muon(LR, moments=moments), threads),
+                skeleton=f"skeleton direction, {moments}",
+            )
+            for moments in MOMENTS
+        },
         "skeleton one buffer, fp32": Contender(skeleton(m, (m.master, m.exp_avg), m.out, threads)),
         "skeleton one buffer, 16bit": Contender(skeleton(m, (*halves, m.bf16[0]), None, threads)),
         "skeleton one buffer, 8bit": Contender(skeleton(m, (*halves, m.codes[0]), None, threads)),

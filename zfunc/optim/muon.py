@@ -133,14 +133,14 @@ class Muon(OneBufferOptimizer):
     ) -> None:
         """Update the momentum of parameters in host memory, and write the direction to `out`, in bf16."""
         del group
-        self.host_kernel(state, grad, out=out, **self._momentum_arguments(decision))
+        self.host_kernel(state, grad, out=out, **self.direction_arguments(decision))
 
     def device_direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
         """The same, to the bit, in torch operations on the tensors' device."""
         del group
-        self.device_kernel(state, grad, out=out, **self._momentum_arguments(decision))
+        self.device_kernel(state, grad, out=out, **self.direction_arguments(decision))
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
         """The orthogonal direction of a whole matrix [rows, columns] in bf16, which may be overwritten."""
@@ -154,7 +154,8 @@ class Muon(OneBufferOptimizer):
         del group
         return newton_schulz_work(shape, self.ns_steps)
 
-    def _momentum_arguments(self, decision: StepDecision) -> dict[str, Any]:
+    def direction_arguments(self, decision: StepDecision) -> dict[str, Any]:
+        """What both kernels take besides tensors to make a direction."""
         keep, add = self.momentum, 1.0 - self.momentum
         ahead = (keep, add) if self.nesterov else (1.0, 0.0)
         return {
