@@ -7,7 +7,7 @@ move the bytes of such a step, each once, without arithmetic: 28 a parameter wit
 split, which needs no copy), 18 with 16 bits, 14 with 8. "into" leaves the old state as it is and writes the new one
 elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that. SGD
 with momentum, Lion and Adagrad have skeletons of one buffer less. Adafactor's moves the weights alone, though it
-reads the gradient four times and the weights twice; that of Muon's element-wise part the momentum, and the direction.
+reads the gradient four times and the weights twice; that of Muon's first part the momentum and the direction.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
     python -m benchmarks.adam --sizes 1Mi,64Mi --threads 2 --isa all --only skeleton,zfunc

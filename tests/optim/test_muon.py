@@ -45,7 +45,7 @@ def test_the_momentum_has_the_bits_of_its_reference_and_leaves_the_weights(
     for n, grad_type in itertools.product([0, 1, 63, 65, 129, 40_001], TYPES):
         p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
         state, grad = state_of(p, m, state_format), gradient(n, grad_type)
-        arguments = muon._momentum_arguments(StepDecision(False, 0.3, 3, muon.factors(3)))
+        arguments = muon.direction_arguments(StepDecision(False, 0.3, 3, muon.factors(3)))
         arrays = {name: array(x) for name, x in state.items()}
         new, out = reference_one_buffer_update(arrays, array(grad), out="bf16", **arguments)
         expected = arrays | new
