@@ -39,6 +39,7 @@ VALUES: dict[str, Any] = {
     "bucket": PROGRAM.layout.buckets[0],
     "spec": PROGRAM.spec,
     "settings": PROGRAM.settings,
+    "planned": PLANNED,
     "planned step": PLANNED.step,
     "suggestion": PLANNED.suggestions and PLANNED.suggestions[0],
     "tried": PLANNED.tried[0],
@@ -83,7 +84,7 @@ def shown_in_a_notebook(value: Any) -> str:
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_notebook_shows_a_picture(name: str) -> None:
-    assert PICTURES[name] in shown_in_a_notebook(PLANNED if name == "planned" else VALUES[name])
+    assert PICTURES[name] in shown_in_a_notebook(VALUES[name])
 
 
 def test_a_long_step_has_no_picture_in_a_notebook() -> None:
