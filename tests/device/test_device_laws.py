@@ -136,6 +136,19 @@ def test_speculation_residence_and_deferral_give_the_plain_bits(device: str, kep
         assert torch.equal(same, params), recipe
 
 
+@pytest.mark.parametrize("more", [{}, {"micro_batches": 3, "accumulate": "vertical", "offload_ratio": 0.5}])
+def test_norms_of_parameters_and_auxiliary_outputs_are_the_hosts(device: str, more: dict[str, Any]) -> None:
+    seen = []
+    for place, norms in ((device, True), (device, False), ("cpu", True)):
+        program, data = compiled("odd sizes", place, precision="fp32", norms=norms, **more)
+        seen.append(zfunc.train_step(program, zfunc.init(program, seed=1), data(0))[1])
+    there, without, here = seen
+    assert there.grad_norm == without.grad_norm
+    assert there.norms == pytest.approx(here.norms, rel=1e-3, abs=1e-6)
+    assert there.aux == pytest.approx(here.aux, rel=1e-3, abs=1e-6)
+    assert without.norms == {}
+
+
 def test_what_is_kept_for_backward_and_debug_mode_change_nothing(device: str) -> None:
     losses, params = train("GPT with dropout", device)
     for settings, step in (
