@@ -110,16 +110,18 @@ def test_each_parameter_moves_by_its_own_learning_rate() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["groups", "Adafactor"])
 def test_two_ranks_make_the_update_of_one_and_load_what_the_other_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, data = compiled(GROUPS, moments="16bit")
+    optimizer = OPTIMIZERS[name]
+    one, data = compiled(optimizer, moments="16bit")
     alone = trained(one, data, 1)
     path, ranks = zfunc.save(tmp_path / "one", one, alone), list[Program]()
     for rank in ThreadedRanks.all(2):
         with monkeypatch.context() as patched:
             patched.setattr(compiling, "_ranks", lambda group, rank=rank: rank)
-            ranks.append(compiled(GROUPS, moments="16bit", bucket_size=500, stage=3)[0])
+            ranks.append(compiled(optimizer, moments="16bit", bucket_size=500, stage=3)[0])
     with ThreadPoolExecutor(2) as threads:
         shares = list(threads.map(zfunc.load, [path] * 2, ranks))
         saved, _ = threads.map(zfunc.save, [tmp_path / "two"] * 2, ranks, shares)
