@@ -78,6 +78,7 @@ class PlannedStep:
     _peaks: dict[Tier, Peak] | None = None
     _simulated: tuple[Plan, Timeline] | None = None
     _repetition: Repetition | None = None
+    _work: dict[Kind, float] | None = None
 
     def __repr__(self) -> str:
         return brief(self, "settings", "seconds", "fits")
@@ -130,7 +131,7 @@ class PlannedStep:
     @cached_property
     def work(self) -> dict[Kind, float]:
         """The seconds of all operations of each kind."""
-        return self.total(lambda step: work_of(step.plan.graph, step.hardware))
+        return self._work or self.total(lambda step: work_of(step.plan.graph, step.hardware))
 
     @property
     def summary(self) -> "PlannedStep":

@@ -3,29 +3,32 @@
 One setting is varied at a time, by simulation, until no single change helps. A choice that by arithmetic cannot fit
 or cannot be faster is not simulated.
 
-The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`; where none fits,
-none lacks fewer bytes. Delay, which changes numbers, is tried only if the space says so. The result is the same on
+The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`, and neither is
+any with one thing in a nearer tier; where none fits, none lacks fewer bytes, and nothing that moves alone makes one
+fit. Delay, which changes numbers, is tried only if the space says so. The result is the same on
 every rank: no clock is read.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 import attrs
 from attrs import define, evolve, field, frozen
 
 from zfunc.core.display import brief
-from zfunc.core.graph import Graph, Tier
+from zfunc.core.graph import Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.search_space import COORDINATES, SearchSpace
+from zfunc.planner.disk_traffic import DRIVES
+from zfunc.planner.search_space import COORDINATES, WORTH, SearchSpace, giving_way, may_give_way
 from zfunc.planner.steady_state import Estimate
 from zfunc.units import format_seconds
 
-WORTH = 0.01  # of a step's time: a change that gains less is not made
-ROUNDS = 3  # over all settings; the last mostly changes nothing
+AS_FAST = 0.001  # of a step's time: a difference that is none
+ROUNDS = 8  # over all settings; the last mostly changes nothing
 # Settings that exclude or need each other, by the one that is changed back.
 TOGETHER = {
     **dict.fromkeys(("speculate", "defer", "delay_from"), ("speculate", "defer", "delay_from")),
@@ -87,8 +90,8 @@ def search(
         for alternatives in COORDINATES:
             for settings in alternatives(walk.best, walk.space, number == 0):
                 walk.weigh(settings)
-        if walk.best is before:
-            break
+        if walk.best is before and (number or before.fits):
+            break  # the first round looks at the disk only for what the host lacks
     walk.undo_idle_changes()
     walk.count_shadows()
     return SearchResult(walk.best, tuple(_reasons(walk)), tuple(walk.tried))
@@ -114,25 +117,38 @@ class _Walk:
         self._record(self.first, "the start")
 
     def weigh(self, settings: StepSettings) -> None:
-        """Try `settings`, unless it was tried or arithmetic says that it cannot win. The better one stays best."""
+        """Try `settings`, unless arithmetic says that it cannot win. The better one stays best.
+
+        What does not fit is tried again with less of the state where memory is short.
+        """
+        step = self._try(settings)
+        if step is not None and not step.fits:
+            for smaller in giving_way(step, self.space):
+                self._try(smaller)
+
+    def _try(self, settings: StepSettings) -> PlannedStep | None:
+        """The step of `settings`, if it was simulated now: unless it was tried or arithmetic excludes it."""
         if settings in self.seen:
-            return
+            return None
         self.seen[settings] = None
         estimate = self._estimate(settings)
         lacking = self.hardware.lacking(estimate.kept)
         lane, least = max(estimate.work.items(), key=lambda item: item[1])
         change = _change(settings, self.best.settings)
-        if sum(lacking.values()) > sum(self.best.lacking.values()):
+        gains = not self.best.fits or _spares_drives(estimate.work, self.best.work)
+        enough = math.inf if gains else self.best.seconds * (1 - WORTH)
+        short = sum(lacking.values()) > sum(self.best.lacking.values())
+        if least > enough:
+            outcome, lacking = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}", {}
+        elif short and not may_give_way(settings, lacking, self.space):
             outcome = f"{change}: cannot fit, {shortage_text(lacking)} for what is kept from step to step"
-            self.tried.append(TriedChoice(settings, None, lacking, outcome))
-        elif self.best.fits and least > self.best.seconds * (1 - WORTH):
-            outcome = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
-            self.tried.append(TriedChoice(settings, None, {}, outcome))
-        elif self.best.fits and (seconds := estimate.unsettled_seconds) > self.best.seconds * (1 - WORTH):
-            outcome = f"{change}: not faster, {format_seconds(seconds)} as a few micro-batches go"
-            self.tried.append(TriedChoice(settings, None, {}, outcome))
+        elif (unsettled := estimate.unsettled_seconds) > enough:
+            outcome = f"{change}: not faster, {format_seconds(unsettled)} as a few micro-batches go"
+            lacking = {}
         else:
-            self._simulate(estimate)
+            return self._simulate(estimate)
+        self.tried.append(TriedChoice(settings, None, lacking, outcome))
+        return None
 
     def _simulate(self, estimate: Estimate) -> PlannedStep:
         settings, step = estimate.settings, estimate.step
@@ -167,7 +183,10 @@ class _Walk:
                 continue
             back = self.simulated(settings)
             equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
-            if equal and (not back.fits or back.seconds <= self.fastest * (1 + WORTH)):
+            as_good = back.seconds <= self.fastest * (1 + WORTH) and not _spares_drives(
+                self.best.work, back.work
+            )
+            if equal and (not back.fits or as_good):
                 self.best = back
 
     def count_shadows(self) -> None:
@@ -178,9 +197,18 @@ class _Walk:
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
-    """Whether `new` lacks fewer bytes, or as few and is faster by what is worth a change."""
+    """Whether `new` lacks fewer bytes, or as few and is faster by what is worth a change, or as fast and spares the
+    drives: they wear."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
-    return lacking < before or (lacking == before and new.seconds < old.seconds * (1 - WORTH))
+    faster = new.seconds < old.seconds * (1 - WORTH)
+    spares = new.seconds < old.seconds * (1 + AS_FAST) and _spares_drives(new.work, old.work)
+    return lacking < before or (lacking == before and (faster or spares))
+
+
+def _spares_drives(new: Mapping[Kind, float], old: Mapping[Kind, float]) -> bool:
+    """Whether work asks less of the drives, by what is worth a change."""
+    now, before = (sum(work[kind] for kind in DRIVES) for work in (new, old))
+    return now < before * (1 - WORTH)
 
 
 # --- in words --------------------------------------------------------------------------------------------

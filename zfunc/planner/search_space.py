@@ -1,7 +1,7 @@
 """The choices that a search tries: settings that differ from the best in one, and in what follows from it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Literal
@@ -9,10 +9,14 @@ from typing import Any, Literal
 from attrs import evolve, fields, frozen
 
 from zfunc.core.graph import Tier
-from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, StepSettings, lay_out
+from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, TIERS_OF, StepSettings, lay_out
+from zfunc.core.spec import in_equal_shares
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import Estimate
 
+WORTH = 0.01  # of a step's time: a change that gains less is not made
+ALMOST = 1e-9  # a share of the state in which there is no bucket
+QUARTERS = 4  # shares of the segments, in the first of which activations go further away
 SEARCHED = (
     "schedule",
     "bucket_size",
@@ -41,10 +45,11 @@ SEARCHED = (
 class SearchSpace:
     """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
 
-    Shares of `recompute` and `activations_on` keep most in the last segments, whose backward comes first.
-    `accumulate` and `stages` are tried where there are several micro-batches and ranks. `persistent` parameters are
-    as many as there is room for. State, parameters, gradients and activations move to the disk, alone or together,
-    only where a step does not fit the host; `disk_ratios` of None are those that fit.
+    Shares of `recompute` and `activations_on` keep most in the last segments, whose backward comes first; of the
+    best of `activations_on`, those of a quarter of the segments move on. `accumulate` and `stages` are tried where
+    there are several micro-batches and ranks. `persistent` parameters are as many as there is room for. State,
+    parameters, gradients and activations move to the disk, alone or together, only where a step does not fit the
+    host, or memory alone; `disk_ratios` of None are those that fit.
     """
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
@@ -77,11 +82,11 @@ class SearchSpace:
         return cls(**{f.name: () for f in fields(cls)} | values)
 
 
-def _places(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+def _places(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
     """Parameters and activations on the device, on the host, or on the disk."""
     settings = best.settings
-    for params_on in _worth_trying(best, space.params_on, settings.params_on):
-        for activations_on in _worth_trying(best, space.activations_on, settings.activations_on):
+    for params_on in _worth_trying(best, space.params_on, settings.params_on, first):
+        for activations_on in _worth_trying(best, space.activations_on, settings.activations_on, first):
             if activations_on.count(",") >= best.spec.num_segments:
                 continue
             changes: dict[str, Any] = {"params_on": params_on, "activations_on": activations_on}
@@ -90,19 +95,55 @@ def _places(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Ste
             yield from _possible(settings, **changes)
 
 
-def _worth_trying(best: PlannedStep, places: tuple[str, ...], now: str) -> list[str]:
-    """Those of `places` that may be better than `now`: the disk where the host is full, or where it is in use.
+def _nearer(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    """Activations of a quarter of the segments in the next tier: further away where the step does not fit."""
+    known = {place for places in space.activations_on for place in places.split(",")}
+    if len(known) > 1 and (not best.fits or may_gain(best)):
+        count = min(QUARTERS, best.spec.num_segments)
+        for places in moved_by_a_share(best.settings.activations_on, count, nearer=best.fits):
+            if known >= {*places.split(",")}:
+                yield from _possible(best.settings, activations_on=places)
+
+
+def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterator[str]:
+    """Places of activations with those of one of `count` shares in the next tier, and none nearer than a later one.
+
+    >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
+    ['disk,host,host,host', 'disk,disk,host,device']
+    """
+    tiers, now = TIERS_OF["activations_on"], activations_on.split(",")
+    shares = [tiers.index(in_equal_shares(now, s, count)) for s in range(count)]
+    for s, tier in enumerate(shares):
+        moved = [*shares[:s], tier - 1 if nearer else tier + 1, *shares[s + 1 :]]
+        if moved == sorted(moved, reverse=True) and {*moved} <= {*range(len(tiers))}:
+            yield _in_fewest_shares([tiers[x] for x in moved])
+
+
+def _in_fewest_shares(places: list[str]) -> str:
+    count = len(places)
+    shares = (places[:: count // n] for n in range(1, count + 1) if count % n == 0)
+    return ",".join(next(x for x in shares if places == [in_equal_shares(x, s, count) for s in range(count)]))
+
+
+def may_gain(step: PlannedStep) -> bool:
+    """Whether a step may gain from anything in a nearer tier: its device waits, or its drives wear."""
+    return step.spec.uses_disk or step.work["compute"] < step.seconds * (1 - WORTH)
+
+
+def _worth_trying(best: PlannedStep, places: tuple[str, ...], now: str, first: bool) -> list[str]:
+    """Those of `places` that may be better than `now`: the disk where the host is full, where it is in use, or
+    where memory was not enough in the first round.
 
     Where the device is the host, only the disk, and the way back from it.
     """
     there, elsewhere = DISK in now.split(","), not best.hardware.unified
-    on_disk = there or lacks_host(best)
+    on_disk = there or lacks_host(best) or not (first or best.fits)
     return [
         x for x in places or (now,) if x == now or (on_disk if DISK in x.split(",") else there or elsewhere)
     ]
 
 
-def _tiers(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+def _tiers(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
     """State on the disk, then parameters and gradients too; where it is there, less of that."""
     settings = best.settings
     if settings.state_on == DISK:
@@ -114,7 +155,7 @@ def _tiers(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
         for params_on in streamed if settings.params_on != "device" else ("device",):
             for grads_on in space.grads_on if best.spec.barrier else ("host",):
                 yield from _possible(settings, params_on=params_on, grads_on=grads_on)
-    elif DISK in space.state_on and lacks_host(best):
+    elif DISK in space.state_on and (lacks_host(best) or not (first or best.fits)):
         for more in on_the_disk(settings, waits=best.spec.barrier, world=best.spec.world):
             if all(DISK in getattr(space, x) for x in ("params_on", "grads_on") if more.get(x) == DISK):
                 yield from _possible(settings, **more)
@@ -153,7 +194,7 @@ def _recompute(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[S
     """What is recomputed, with what is kept instead where activations are now, and in the first round elsewhere."""
     now = best.settings.activations_on
     for activations_on in dict.fromkeys(
-        (now, *(_worth_trying(best, space.activations_on, now) if first else ()))
+        (now, *(_worth_trying(best, space.activations_on, now, first) if first else ()))
     ):
         for recompute in space.recompute:
             if max(activations_on.count(","), recompute.count(",")) < best.spec.num_segments:
@@ -237,8 +278,10 @@ def _shares(
     that_fit: Callable[[PlannedStep], tuple[float, ...]],
     first: bool,
 ) -> Iterator[StepSettings]:
-    """The settings with each share that is `given`, or, in the first round, with those that fit."""
-    for share in given if given is not None else that_fit(best) if first else ():
+    """The settings with each share that is `given`, or with those that fit; after the first round, the least."""
+    if given is None:
+        given = that_fit(best) if first else that_fit(best)[-2:-1] if best.fits and may_gain(best) else ()
+    for share in given:
         yield from _possible(best.settings, **{name: share})
 
 
@@ -260,11 +303,35 @@ def disk_ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     return _down_to_full(best, "disk_ratio", "host", tiers)
 
 
+def giving_way(step: PlannedStep, space: SearchSpace) -> Iterator[StepSettings]:
+    """The settings of a step that does not fit, with as much more of the state further away as makes it fit."""
+    settings = step.settings
+    if may_give_way(settings, step.lacking, space):
+        name, that_fit, _ = _share_of_state(settings)
+        enough = that_fit(step)[-2:][0]
+        if enough > getattr(settings, name):
+            yield evolve(settings, **{name: enough})
+
+
+def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: SearchSpace) -> bool:
+    """Whether only that tier is full whose part of the state may be smaller."""
+    name, _, tier = _share_of_state(settings)
+    searched = (space.disk_ratios if name == "disk_ratio" else space.offload_ratios) is None
+    return searched and lacking.keys() == {tier} and getattr(settings, name) < 1
+
+
+def _share_of_state(settings: StepSettings) -> tuple[str, Callable[[PlannedStep], tuple[float, ...]], Tier]:
+    """The setting for the share of the state that is further away, its values that fit, and where the rest is."""
+    if settings.state_on == DISK:
+        return "disk_ratio", disk_ratios_that_fit, "host"
+    return "offload_ratio", ratios_that_fit, "device"
+
+
 def _down_to_full(best: PlannedStep, name: str, memory: Tier, tiers: tuple[Tier, ...]) -> tuple[float, ...]:
     """Values of the ratio `name` from 1 down to where `memory`, which all of `tiers` are in, is full, and half way.
 
     What is kept there grows linearly from a ratio of 1 to one of 0. The last value is the lowest by arithmetic: it
-    may be too low by a bucket, and the one before is a little higher.
+    may be too low by a bucket, by which the one before is higher.
     """
     capacity = best.hardware.memory.get(memory)
     if capacity is None:
@@ -272,16 +339,17 @@ def _down_to_full(best: PlannedStep, name: str, memory: Tier, tiers: tuple[Tier,
     plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
 
     def kept(ratio: float) -> int:
-        if getattr(best.settings, name) == ratio and plain == best.spec:
-            return sum(best.peaks[tier].kept for tier in tiers)
         other = Estimate(plain, evolve(best.settings, **{name: ratio}), best.hardware)
         return sum(other.kept[tier] for tier in tiers)
 
-    most, least = kept(0.0), kept(1.0)
+    # Between the ends, where buckets may be smaller and no slot is left out.
+    half, least = kept(0.5), kept(1 - ALMOST)
     free = capacity - sum(best.memory[tier] - best.peaks[tier].kept for tier in tiers) - least
-    lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
-    percent = math.ceil(lowest * 100)
-    return tuple(dict.fromkeys(n / 100 for n in (100, (100 + percent) // 2, min(100, percent + 2), percent)))
+    lowest = min(1.0, max(0.0, 1.0 - free / (half - least) / 2)) if half > least else 1.0
+    percent, sizes = math.ceil(lowest * 100), [b.numel for b in best.spec.layout.buckets]
+    bucket = math.ceil(max(sizes) / sum(sizes) * 100)
+    higher = min(100, percent + max(2, bucket))
+    return tuple(dict.fromkeys(n / 100 for n in (100, (100 + percent) // 2, higher, percent)))
 
 
 def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
@@ -323,7 +391,19 @@ def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
 
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
-    *(_schedules, _delay, _places, _tiers, _stages, _accumulate, _defer, _speculate, _recompute, _ratios),
+    *(
+        _schedules,
+        _delay,
+        _places,
+        _tiers,
+        _nearer,
+        _stages,
+        _accumulate,
+        _defer,
+        _speculate,
+        _recompute,
+        _ratios,
+    ),
     *(_buckets, _host_slots, _grad_slots, _weight_slots, _persistent, _disk_ratios, _state_slots),
 )
 

@@ -71,7 +71,7 @@ class Estimate:
     def step(self) -> PlannedStep:
         """The step of `simulate_choice`, from a few micro-batches where it settles, without its operations: those
         of all candidates are too many to keep. Raises PlanError likewise."""
-        return self._few_say.step or self._in_full().summary
+        return evolve(self._few_say.step or self._in_full().summary, work=self.work)
 
     @property
     def unsettled_seconds(self) -> float:

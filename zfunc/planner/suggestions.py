@@ -11,6 +11,7 @@ from zfunc.core.settings import DISK, StepSettings
 from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.search_space import (
+    QUARTERS,
     cuts_of,
     disk_ratios_that_fit,
     lacks_host,
@@ -157,7 +158,8 @@ def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         yield from _smaller_on_host(settings, step)
     if lacks_host(step):
         if settings.stashes and not settings.spills_activations:
-            yield {"activations_on": DISK}
+            places = ("disk,host,host,host", "disk,host") if step.spec.num_segments >= QUARTERS else ()
+            yield from ({"activations_on": x} for x in (*places, DISK))
         yield from on_the_disk(settings, waits=step.spec.barrier, world=step.spec.world)
     if "disk" in tiers:
         yield from _smaller_moments(settings, step)
