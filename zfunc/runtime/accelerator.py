@@ -121,6 +121,13 @@ def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one kernel multiplies groups of rows, whose sizes are data, by a matrix each."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 # ---- streams and events ----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Causal language models of Hugging Face transformers as segments: cut, loaded from a folder, saved to one.
+"""Models of Hugging Face transformers as segments: cut, loaded from a folder, saved to one.
 
     config, segments = zfunc.hf.load("a-local-folder")          # or segments(model), for a model on any device
     program = zfunc.compile(segments, ...)
@@ -10,9 +10,20 @@
 Parameters have the same names in the model, in programs and in checkpoints. A model may have LoRA adapters of peft:
 `segments(peft_model)`, or `lora=peft.LoraConfig(...)` to `load`, `save` and `export`. transformers and peft are
 imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora]"`.
+
+    families     which models there are, and what is refused
+    checking     `segments`: cut, and compared with the model
+    cutting      a model as segments
+    recording    what flows between layers
+    parts        the modules of segments: the model's own forward, of which everything else is skipped
+    attention    attention and masks that depend on shapes alone
+    adapters     LoRA by peft
+    experts      mixtures of experts, and the loss of their routers
+    weights      weights from a folder
+    folders      and to one
 """
 
-from zfunc.models.hf.cutting import cut_model as segments
+from zfunc.models.hf.checking import cut_model as segments
 from zfunc.models.hf.folders import export_folder as export
 from zfunc.models.hf.folders import save_folder as save
 from zfunc.models.hf.weights import describe

@@ -1,15 +1,17 @@
-"""Attention that depends on shapes alone: what decoder layers call instead of the implementation in their config.
+"""Attention that depends on shapes alone: what layers call instead of the implementation in their config.
 
-It is causal, within the layer's window. No mask is passed between segments, and nothing branches on data.
+Masks are the model's own, made only where one is needed, and nothing branches on data.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from zfunc.models.document_mask import document_mask
+from zfunc.models.hf.experts import run_experts
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
@@ -18,15 +20,17 @@ _FUSED_GQA = 256  # features of a head, at most, for flash attention
 
 
 class AttentionSettings:
-    """A config for decoder layers, with this attention; the model's own config is not changed.
+    """A config for layers, with this attention, and experts of static shapes; the model's own is not changed.
 
     A deep copy is the same object, so that layers with a common config compare equal.
     """
 
-    _attn_implementation = NAME
+    _experts_implementation = NAME
+    use_cache = output_router_logits = output_hidden_states = output_attentions = False
+    return_dict = True
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, config: Any, implementation: str = NAME) -> None:
+        self.config, self._attn_implementation = config, implementation
 
     def __getattr__(self, name: str) -> Any:
         if name == "config":  # not set yet
@@ -38,49 +42,114 @@ class AttentionSettings:
 
 
 def register() -> None:
-    """Register `attend` with transformers as NAME. Idempotent."""
-    from transformers import AttentionInterface
+    """Register attention, masks and experts with transformers as NAME. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+    ExpertsInterface.register(NAME, run_experts)
+
+
+def implementation_for(model: Any) -> str:
+    """NAME, or for a model whose attention cannot be replaced one of its own that depends on no data."""
+    if model._supports_attention_backend:
+        return NAME
+    own = model.config._attn_implementation
+    return own if own in ("eager", "sdpa") else "eager"
+
+
+@frozen(eq=False)
+class PastTokens:
+    """The part of transformers' caches that layers use, over a `KVCache`, or over nothing.
+
+    A model that gets one does not look for several documents in a sequence.
+    """
+
+    cache: KVCache | None = None
+    first: int = 0  # position of the first new token
+
+    def get_seq_length(self, *_: Any) -> int:
+        """How many tokens there were."""
+        return self.first
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, tokens: int, *_: Any) -> tuple[int, int]:
+        """How many tokens there are with the new ones, and the position of the first."""
+        return self.first + tokens, 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append those of new tokens. Returns all."""
+        return (keys, values) if self.cache is None else self.cache.extended(keys, values)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """Who attends to whom: bool [batch or 1, 1, q_length, kv_length].
+
+    It has the signature of transformers' interface. None where that is all positions, or in a causal model all
+    those up to its own.
+    """
+    local = local_size is not None and local_size < q_offset + q_length
+    plain = (allow_is_causal_skip and not local) or allow_is_bidirectional_skip
+    if plain and attention_mask is None:
+        return None
+    assert mask_function is not None
+    rows, columns = (
+        torch.arange(n, device=device) + offset
+        for n, offset in ((q_length, q_offset), (kv_length, kv_offset))
+    )
+    differs = attention_mask is not None or not allow_is_causal_skip  # from row to row
+    batch = torch.arange(batch_size if differs else 1, device=device)
+    mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
+    mask = mask.expand(len(batch), 1, q_length, kv_length)
+    return mask if attention_mask is None else mask & attention_mask[:, None, None].bool()
 
 
 def attend(
-    _module: torch.nn.Module,
+    module: torch.nn.Module,
     query: Tensor,  # [batch, heads, seq, head_size]
     key: Tensor,  # [batch, key_value_heads, seq, head_size]
     value: Tensor,
-    _mask: None,
+    mask: Tensor | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
-    cache: KVCache | None = None,
-    position_ids: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
+    """Attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
-    A position attends to itself and those before it, `sliding_window` in all. `softcap` bounds the scores by tanh,
-    as in Gemma 2; no fused kernel does that, so they are materialised. With a `cache` that has tokens, `query` has
-    one position, after those. With `position_ids` [batch, seq], which start at 0 in each document of a sequence,
-    documents do not attend to each other.
+    Without a `mask` a position attends to itself and those before it, or to all if its module is not causal.
+    `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position that has no
+    value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
-    if cache is not None:
-        key, value = cache.extended(key, value)
-    rows, columns = query.shape[-2], key.shape[-2]
-    window = None if sliding_window is None or sliding_window >= columns else sliding_window
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and mask is None and query.shape[-2] > 1
+    by_hand = softcap is not None or s_aux is not None
     groups = query.shape[1] // key.shape[1]
-    mask = None
-    if window is not None or softcap is not None or position_ids is not None:
-        mask = _causal_mask(rows, columns, window, query.device)
-    if position_ids is not None:
-        mask = mask & document_mask(position_ids)
-    grouped = groups > 1 and mask is None and _takes_groups(key)
+    grouped = groups > 1 and mask is None and not by_hand and _takes_groups(key)
     if groups > 1 and not grouped:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    if softcap is not None:
-        y = _softcapped(query, key, value, mask, dropout, scaling, softcap)
+    if by_hand:
+        if causal:
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        y = _materialised(query, key, value, mask, dropout, scaling, softcap, s_aux)
     else:
         y = F.scaled_dot_product_attention(
             query,
@@ -88,7 +157,7 @@ def attend(
             value,
             attn_mask=mask,
             dropout_p=dropout,
-            is_causal=mask is None and rows == columns,
+            is_causal=causal,
             scale=scaling,
             enable_gqa=grouped,
         )
@@ -100,24 +169,24 @@ def _takes_groups(key: Tensor) -> bool:
     return key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
 
 
-def _causal_mask(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
-    """[rows, columns] bool: the positions (columns) that each of the last `rows` positions attends to."""
-    at = torch.arange(columns, device=device)
-    distance = at[columns - rows :, None] - at
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-def _softcapped(
+def _materialised(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     dropout: float,
     scaling: float | None,
-    softcap: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
 ) -> Tensor:
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if s_aux is not None:
+        scores = torch.cat(
+            [scores, s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)], -1
+        )
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, dropout) @ value
+    return F.dropout(weights if s_aux is None else weights[..., :-1], dropout) @ value

@@ -1,65 +1,78 @@
-"""Which models can be cut, and where their parts are.
+"""Which models can be cut: those of the table, and any other whose segments compute the same as it does.
 
-A model that passes `family_of` computes the same in segments. Settings of its config that segments would not honour
-are refused by name.
+Settings of a config that segments would not honour are refused by name.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
-from attrs import frozen
-
+log = logging.getLogger("zfunc")
+# Transformers that is tested; 5.0 computes some of these models differently.
+OLDEST, NEWEST = (
+    (5, 12),
+    (5, 23),
+)
+MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Types of rotary positions whose frequencies depend on the config alone."""
 
+FAMILIES = (
+    *("GPT2LMHeadModel", "GPTNeoXForCausalLM"),
+    *("LlamaForCausalLM", "Llama4ForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Olmo2ForCausalLM", "GptOssForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+)
+"""Models whose segments are tested with zfunc."""
 
-@frozen
-class Family:
-    """Attribute names: `base` is the model below the head, the others are parts of it."""
-
-    base: str = "model"
-    tokens: str = "embed_tokens"
-    positions: str | None = None
-    dropout: str | None = None
-    layers: str = "layers"
-    norm: str = "norm"
-    rotary: str | None = "rotary_emb"
+LOSS = "pass loss=, a function (the model's output, targets) -> mean loss, and example=(inputs, targets)"
 
 
-_ROTARY = Family()
-FAMILIES = {
-    "GPT2LMHeadModel": Family("transformer", "wte", "wpe", "drop", "h", "ln_f", rotary=None),
-    "LlamaForCausalLM": _ROTARY,
-    "MistralForCausalLM": _ROTARY,
-    "Qwen2ForCausalLM": _ROTARY,
-    "Qwen3ForCausalLM": _ROTARY,
-    "GemmaForCausalLM": _ROTARY,
-    "Gemma2ForCausalLM": _ROTARY,
-    "Gemma3ForCausalLM": _ROTARY,
-}
+def check_transformers() -> None:
+    """Raise ImportError unless a supported version of transformers is installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(MISSING.replace("no transformers", f"transformers {transformers.__version__}"))
+    if version > NEWEST:
+        log.info("hf: transformers %s is newer than the versions that are tested", transformers.__version__)
 
 
-def family_of(model: Any) -> Family:
-    """The family of a model. Raises ValueError for an unsupported class or setting.
+def is_tested(model: Any) -> bool:
+    """Whether the class of a model is in FAMILIES."""
+    return type(model).__name__ in FAMILIES and type(model).__module__.startswith("transformers.")
 
-    >>> family_of(object())  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: model: got a object, which is not supported, expected one of GPT2LMHeadModel, ...
-    """
+
+def check_supported(model: Any, *, loss: bool) -> None:
+    """Raise ValueError for what cannot be cut, whatever its layers are; `loss` is whether the user has one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
     name = type(model).__name__
-    if name not in FAMILIES or not type(model).__module__.startswith("transformers."):
-        raise why_unsupported(name)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model: got a {name}, expected a model of transformers: make another into segments by "
+            "zfunc.segment(name, module)"
+        )
+    if model.config.is_encoder_decoder:
+        raise why_unsupported(name, "which has an encoder and a decoder")
+    if not loss and not isinstance(model, tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())):
+        raise why_unsupported(name, f"which has no next-token loss of its own: {LOSS}; without them")
+    for parameter, p in model.named_parameters():
+        if not p.is_floating_point():
+            raise ValueError(
+                f"model: got {parameter!r} of {p.dtype}, expected floating point: load it without quantization"
+            )
     for setting, action in _unsupported_settings(model):
         raise ValueError(f"model: got a {name} with {setting}: {action}")
-    return FAMILIES[name]
 
 
-def why_unsupported(name: str) -> ValueError:
-    """The error for a class without a family."""
+def why_unsupported(name: str, reason: str) -> ValueError:
+    """The error for a class that cannot be cut."""
     return ValueError(
-        f"model: got a {name}, which is not supported, expected one of {', '.join(FAMILIES)}, of transformers "
-        "itself: cut another into modules that run one after the other, each as zfunc.segment(name, module), the "
-        "last one returning the mean loss; or add its class to zfunc/models/hf/families.py if it has Llama's parts"
+        f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}"
     )
 
 

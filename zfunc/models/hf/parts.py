@@ -1,95 +1,241 @@
-"""The three kinds of segments of a causal language model, as wrappers of the model's modules.
+"""The three kinds of segments of a model of transformers: its own forward, of which everything else is skipped.
 
-Hidden states, [batch, seq, hidden], pass from one to the next; positions and masks follow from their shape, or from
-the positions [batch, seq] that pass with them where a sequence has several documents.
+Positions, masks and all else that a layer is given are made by the model's own code, in every segment again: they
+follow from the shape of the hidden states. So only these pass from one segment to the next, and with them, if there
+are any, the other inputs of the model and the sums of routers.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
+from zfunc.models.hf.attention import PastTokens
+from zfunc.models.hf.experts import balance_loss, router_sums
 from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import linear_next_token_loss, next_token_loss
 
-Passed = Tensor | tuple[Tensor, Tensor]
+ROUTER = "router sums"
+Passed = Tensor | tuple[Tensor, dict[str, Tensor]]
+"""Hidden states [batch, seq, hidden], and what else there is by name."""
 
 
-class EmbedSegment(nn.Module):
-    """Token embeddings, with learned positions and dropout where the model has them: int64 [batch, seq] in."""
+class _Reached(Exception):  # noqa: N818  no error
+    """Ends a forward whose rest is not needed."""
 
-    def __init__(self, tokens: nn.Module, positions: nn.Embedding | None, dropout: nn.Module | None) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self.tokens, self.positions, self.dropout = tokens, positions, dropout
+        self.value = value
 
-    def forward(self, input_ids: Tensor | dict[str, Tensor], cache: KVCache | None = None) -> Passed:
-        """Embed tokens that follow those in `cache`, or `input_ids` and `position_ids` by name.
 
-        Raises ValueError beyond the learned positions.
-        """
-        position_ids = None
-        if isinstance(input_ids, dict):
-            input_ids, position_ids = input_ids["input_ids"], input_ids["position_ids"]
-        x = self.tokens(input_ids)
-        first = 0 if cache is None else cache.advanced(input_ids.shape[-1])
-        if self.positions is not None:
-            seq, longest = first + input_ids.shape[-1], self.positions.num_embeddings
-            if seq > longest:
+class Stop(nn.Module):
+    """Ends the forward with what it is given; may stand for a linear layer, which is applied later."""
+
+    def __init__(self, linear: Any = None) -> None:
+        super().__init__()
+        self.linear = linear
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the linear layer: models look at its dtype."""
+        return self.linear.weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `_Reached`."""
+        raise _Reached(with_hidden(None, args, kwargs)[0])
+
+
+class Skipped(nn.Module):
+    """Stands for a layer that another segment runs."""
+
+    def __init__(self, layer: nn.Module, as_tuple: bool) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (str, int, float))}
+        vars(self).update(
+            plain, as_tuple=as_tuple
+        )  # what the model reads of a layer, such as its attention_type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states it is given, as the layer would return them."""
+        x = with_hidden(None, args, kwargs)[0]
+        return (x,) if self.as_tuple else x
+
+
+class Entry(nn.Module):
+    """The place where hidden states enter: with the layer that gets them, after which the forward ends, or none."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.x: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `_Reached` with the layer's output; or return the hidden states."""
+        _, args, kwargs = with_hidden(self.x, args, kwargs)
+        y = self.layer(*args, **kwargs)
+        if isinstance(self.layer, Skipped):
+            return y
+        raise _Reached(y[0] if isinstance(y, tuple) else y)
+
+
+def with_hidden(
+    x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states among the arguments of a layer, and the arguments with `x` instead."""
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"], args, {**kwargs, "hidden_states": x}
+    return args[0], (x, *args[1:]), kwargs
+
+
+@frozen
+class Call:
+    """How a model is called: the name of its main input, and that input's shape and dtype in an example."""
+
+    main: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    past: bool  # whether it takes `past_key_values`
+    carries: bool = False  # whether segments need the values of the main input
+
+    def inputs(self, x: Tensor, carried: Mapping[str, Tensor], past: PastTokens) -> dict[str, Any]:
+        """Arguments for hidden states `x`; a main input that is not carried is zeros, as only its shape matters."""
+        given: dict[str, Any] = {k: t for k, t in carried.items() if k != ROUTER}
+        if self.main not in given:
+            shape = x.shape[:2] if self.tokens else (len(x), *self.shape[1:])
+            given[self.main] = torch.zeros(
+                shape, dtype=self.dtype if self.tokens else x.dtype, device=x.device
+            )
+        return self.with_past(given, past)
+
+    def with_past(self, given: dict[str, Any], past: PastTokens) -> dict[str, Any]:
+        """The arguments with `past`, unless positions tell where documents start."""
+        return {**given, "past_key_values": past} if self.past and "position_ids" not in given else given
+
+    @property
+    def tokens(self) -> bool:
+        """Whether the main input is token ids."""
+        return not self.dtype.is_floating_point
+
+
+class _Part(nn.Module):
+    """`model` without the parameters of other segments, which are `absent`, with their shapes."""
+
+    def __init__(self, model: nn.Module, call: Call, absent: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.model, self.call, self.absent = model, call, absent
+
+    def run(self, inputs: dict[str, Any], like: Tensor) -> Any:
+        """What the model returns, or what its forward ends with."""
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
+        try:
+            return torch.func.functional_call(self.model, absent, (), inputs, tie_weights=False)
+        except _Reached as reached:
+            return reached.value
+
+
+class EmbedPart(_Part):
+    """Everything before the first layer, whose place has a `Stop`."""
+
+    def __init__(self, *args: Any, longest: int | None, experts: int) -> None:
+        super().__init__(*args)
+        self.longest = longest  # tokens, with learned positions
+        self.experts = experts  # of a router whose sums are passed on
+
+    def forward(self, inputs: Tensor | dict[str, Tensor], cache: KVCache | None = None) -> Passed:
+        """Embed tokens that follow those in `cache`. Raises ValueError beyond the learned positions."""
+        call = self.call
+        given = dict(inputs) if isinstance(inputs, dict) else {call.main: inputs}
+        main = given[call.main]
+        carried = {k: t for k, t in given.items() if call.carries or k != call.main}
+        past = PastTokens()
+        if call.tokens:
+            first = 0 if cache is None else cache.advanced(main.shape[-1])
+            seq, past = first + main.shape[-1], PastTokens(cache, first)
+            if self.longest is not None and seq > self.longest:
                 raise ValueError(
-                    f"got {seq} tokens, expected at most the {longest} learned positions: shorten the sequence"
+                    f"got {seq} tokens, expected at most the {self.longest} learned positions: shorten the sequence"
                 )
-            at = torch.arange(first, seq, device=input_ids.device) if position_ids is None else position_ids
-            x = x + self.positions(at)
-        x = x if self.dropout is None else self.dropout(x)
-        return x if position_ids is None else (x, position_ids)
+        x = self.run(call.with_past(given, past), next(self.parameters()))
+        if self.experts:
+            carried[ROUTER] = torch.zeros(2, self.experts, device=x.device)
+        return (x, carried) if carried else x
 
 
-class LayerSegment(nn.Module):
-    """A decoder layer, with its rotary positions."""
+class LayerPart(_Part):
+    """One layer, as the `entry`."""
 
-    def __init__(self, layer: nn.Module, rotary: nn.Module | None, kind: str | None) -> None:
-        super().__init__()
-        self.layer, self.rotary = layer, rotary
-        self.kind = kind  # of attention, if positions depend on it
+    def __init__(self, *args: Any, entry: Entry, router: nn.Module | None, top_k: int) -> None:
+        super().__init__(*args)
+        self.entry, self.router, self.top_k = entry, router, top_k
 
     def forward(self, passed: Passed, cache: KVCache | None = None) -> Passed:
-        """Mix along the sequence, then along the features; `cache` has the tokens before those of `passed`."""
-        x, position_ids = parts_of(passed)
-        if position_ids is not None:
-            return self._mixed(x, position_ids, {"position_ids": position_ids}), position_ids
+        """Hidden states after the layer; `cache` has the tokens before those of `passed`."""
+        x, carried = passed if isinstance(passed, tuple) else (passed, {})
         first = 0 if cache is None else cache.advanced(x.shape[1])
-        kwargs: dict[str, Any] = {} if cache is None else {"cache": cache}  # passed on to `attention.attend`
-        return self._mixed(x, torch.arange(first, first + x.shape[1], device=x.device)[None], kwargs)
+        self.entry.x = x
+        try:
+            y = self.run(self.call.inputs(x, carried, PastTokens(cache, first)), x)
+        finally:
+            self.entry.x = None
+        if self.router is not None:
+            logits = vars(self.router).pop("recorded")
+            if ROUTER in carried:
+                sums = router_sums(logits, self.top_k, carried.get("attention_mask"))
+                carried = {**carried, ROUTER: carried[ROUTER] + sums}
+        return (y, carried) if carried else y
 
-    def _mixed(self, x: Tensor, at: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if self.rotary is None:
-            return self.layer(x, **kwargs)
-        cos_sin = self.rotary(x, at) if self.kind is None else self.rotary(x, at, self.kind)
-        return self.layer(x, position_embeddings=cos_sin, **kwargs)
 
+class HeadPart(_Part):
+    """Everything after the last layer, with the loss: the last segment."""
 
-class HeadSegment(nn.Module):
-    """Final norm, projection to the vocabulary, loss: the last segment."""
+    def __init__(
+        self,
+        *args: Any,
+        entry: Entry,
+        linear: Any,
+        softcap: float | None,
+        loss: Callable[..., Tensor] | None,
+        routers: int,
+        balance: float,
+    ) -> None:
+        super().__init__(*args)
+        self.entry, self.loss = entry, loss
+        self.linear = linear  # makes the logits; in the model a `Stop` has its place
+        self.softcap = softcap  # of these
+        self.routers, self.balance = routers, balance  # layers with routers, and the weight of their loss
 
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
-        super().__init__()
-        self.norm, self.lm_head, self.softcap = norm, lm_head, softcap
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, vocab], in the compute precision."""
-        y = self.lm_head(self.norm(x))
-        return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
-
-    def forward(self, passed: Passed, targets: Any = None) -> Tensor:
-        """The mean loss in nats, an fp32 scalar; the logits without targets."""
-        x, _ = parts_of(passed)
+    def forward(self, passed: Passed, targets: Any = None) -> Any:
+        """The mean loss, an fp32 scalar; the logits, or what the model has instead, without targets."""
+        x, carried = passed if isinstance(passed, tuple) else (passed, {})
+        self.entry.x = x
+        try:
+            y = self.run(self.call.inputs(x, carried, PastTokens()), x)
+        finally:
+            self.entry.x = None
         if targets is None:
-            return self.logits(x)
-        if type(self.lm_head) is nn.Linear and self.lm_head.bias is None:
-            return linear_next_token_loss(self.norm(x), self.lm_head.weight, targets, softcap=self.softcap)
-        return next_token_loss(self.logits(x).float(), targets)
+            return self._logits(y)
+        if self.loss is not None:
+            return self.loss(y, targets)
+        if type(self.linear) is nn.Linear and self.linear.bias is None:
+            loss = linear_next_token_loss(y, self.linear.weight, targets, softcap=self.softcap)
+        else:
+            loss = next_token_loss(self._logits(y).float(), targets)
+        if ROUTER in carried:
+            mask = carried.get("attention_mask")
+            tokens = x.shape[0] * x.shape[1] if mask is None else mask.sum()
+            loss = loss + self.balance * balance_loss(carried[ROUTER], tokens * self.routers)
+        return loss
+
+    def _logits(self, y: Any) -> Any:
+        if self.linear is not None:
+            y = self.linear(y)
+            return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
+        return y.logits if hasattr(y, "logits") else y[0]
 
 
-def parts_of(passed: Passed) -> tuple[Tensor, Tensor | None]:
-    """Hidden states, and the positions with them."""
-    return passed if isinstance(passed, tuple) else (passed, None)
+def record_router(module: nn.Module, _: Any, output: Any) -> None:
+    """A forward hook that keeps the logits of a router for `LayerPart`."""
+    vars(module)["recorded"] = output[module.recorded_index] if isinstance(output, tuple) else output

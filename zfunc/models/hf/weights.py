@@ -23,8 +23,8 @@ from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import adapt, draw_adapters
-from zfunc.models.hf.cutting import check_transformers, cut_model
-from zfunc.models.hf.families import family_of, why_unsupported
+from zfunc.models.hf.checking import cut_model
+from zfunc.models.hf.families import check_supported, check_transformers, why_unsupported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEX_LIMIT = 64 << 20  # bytes
@@ -58,7 +58,7 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     folder = Path(folder).expanduser()
     config = read_config(folder)
     model = empty_model(config)
-    family_of(model)  # first, because files of an unsupported family have other names too
+    check_supported(model, loss=False)  # first, because files of an unsupported family have other names too
     stored = _stored(folder)
     places = _places(model, stored)
     log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
@@ -130,7 +130,7 @@ def empty_model(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise why_unsupported(next(iter(config.architectures or ()), config.model_type))
+        raise why_unsupported(next(iter(config.architectures or ()), config.model_type), "which is none")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 

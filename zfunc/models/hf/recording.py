@@ -1,0 +1,169 @@
+"""What flows between the layers of a model, recorded in one call without data.
+
+It is a call of a copy of the model whose tensors have no data, so a model of any size costs the time of a tiny one.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from zfunc.models.hf.attention import PastTokens
+from zfunc.models.hf.parts import Call, with_hidden
+
+BY_HAND = (
+    "cut it into modules that run one after the other, each as zfunc.segment(name, module), the last one returning "
+    "the mean loss"
+)
+
+
+@frozen(eq=False)
+class Recording:
+    """Where a model can be cut. Modules and parameters are named as in the model."""
+
+    call: Call
+    layers: str  # the list of layers
+    before: frozenset[str]  # modules that run before the layers
+    embed: frozenset[str]  # parameters that the input of the first layer depends on
+    head: frozenset[str]  # parameters that the output depends on after the last layer
+    places: tuple[int, ...]  # for each layer, the first one that is given the same
+    as_tuple: bool  # whether layers return tuples
+    linear: str | None  # the module whose output is the logits
+    capped: bool  # whether the logits are its output after a soft cap
+
+
+@define(eq=False)
+class _Calls:
+    """What hooks saw during a call of a model, whose layers are cut apart: none depends on the one before it."""
+
+    before: set[str] = field(factory=set[str])  # modules that ran before the layers
+    entered: list[Tensor] = field(factory=list[Tensor])  # hidden states as they came to each layer
+    returned: list[Tensor] = field(factory=list[Tensor])  # and as they left it
+    more: list[list[Any]] = field(factory=list[list[Any]])  # what else each layer got
+    as_tuple: bool = False
+    projected: list[Tensor] = field(factory=list[Tensor])  # outputs of the module that makes logits
+
+
+def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor]) -> Recording:
+    """How `model` calls its layers, by a call of `shadow`, its copy of fake tensors, with such `inputs`.
+
+    Raises ValueError if it cannot be called with them alone, or has no list of layers that run one after the other.
+    """
+    name, main = type(model).__name__, model.main_input_name
+    given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
+    past = "past_key_values" in inspect.signature(model.forward).parameters
+    call = Call(main, tuple(given[main].shape), given[main].dtype, past)
+    if past:
+        given["past_key_values"] = PastTokens()
+    for p in shadow.parameters():
+        p.requires_grad_(p.is_floating_point())
+    linear = shadow.get_output_embeddings() if hasattr(shadow, "get_output_embeddings") else None
+    lists = {path: m for path, m in shadow.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    for path in sorted(lists, key=lambda x: -sum(p.numel() for p in lists[x].parameters())):
+        calls = _Calls()
+        hooks = _watch(shadow, [*lists[path]], linear, calls)
+        try:
+            output = shadow(**given)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0][:300]
+            raise ValueError(
+                f"model: got a {name} that cannot be called with {', '.join(inputs)} alone ({reason}): pass "
+                f"example=({{name: tensor}}, targets) with all its inputs, or {BY_HAND}"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if _is_chain(calls, len(lists[path])):
+            break
+    else:
+        raise ValueError(
+            f"model: got a {name}, expected a list of layers in it, each of which gets what the one before it "
+            f"returns: {BY_HAND}"
+        )
+    if call.tokens and calls.entered[0].shape[:2] != call.shape[:2]:
+        raise ValueError(
+            f"model: got a {name} whose layers get {tuple(calls.entered[0].shape)} for {main} of {call.shape}, "
+            f"expected the same batch and length: {BY_HAND}"
+        )
+    logits, projected = getattr(output, "logits", None), calls.projected
+    plain = len(projected) == 1 and logits is projected[0]
+    capped = len(projected) == 1 and not plain and logits is not None and _is_capped(logits, projected[0])
+    firsts: dict[Any, int] = {}
+    return Recording(
+        call,
+        path,
+        frozenset(calls.before),
+        _reached(shadow, calls.entered[:1]),
+        _reached(shadow, [t for t in tree_leaves(dict(output)) if isinstance(t, Tensor)]),
+        tuple(firsts.setdefault(_key(x), n) for n, x in enumerate(calls.more)),
+        calls.as_tuple,
+        next(x for x, m in shadow.named_modules() if m is linear) if plain or capped else None,
+        capped,
+    )
+
+
+def _watch(
+    shadow: nn.Module, layers: list[nn.Module], linear: nn.Module | None, calls: _Calls
+) -> list[RemovableHandle]:
+    """Hooks that fill `calls`."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        x, *more = with_hidden(None, args, kwargs)
+        calls.entered.append(x)
+        calls.more.append(more)
+        _, args, kwargs = with_hidden(x.detach(), args, kwargs)
+        return args, kwargs
+
+    def leave(_: nn.Module, __: Any, y: Any) -> Any:
+        calls.as_tuple = isinstance(y, tuple)
+        x, *others = y if calls.as_tuple else (y,)
+        calls.returned.append(x.detach())
+        return (calls.returned[-1], *others) if calls.as_tuple else calls.returned[-1]
+
+    inside = {id(m) for layer in layers for m in layer.modules()}
+    hooks = [
+        m.register_forward_pre_hook(lambda *_, x=x: None if calls.entered else calls.before.add(x))
+        for x, m in shadow.named_modules()
+        if id(m) not in inside and not [*m.children()]
+    ]
+    hooks += [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(leave) for layer in layers]
+    if linear is not None:
+        hooks.append(linear.register_forward_hook(lambda _, __, y: calls.projected.append(y)))
+    return hooks
+
+
+def _is_chain(calls: _Calls, length: int) -> bool:
+    """Whether each layer was called once, with the hidden states that the one before it returned."""
+    if len(calls.entered) != length or len(calls.returned) != length or calls.entered[0].dim() != 3:
+        return False
+    return all(x is y for x, y in zip(calls.entered[1:], calls.returned[:-1], strict=True))
+
+
+def _reached(shadow: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
+    """The parameters that `outputs` depend on."""
+    named = {x: p for x, p in shadow.named_parameters() if p.requires_grad}
+    outputs = [t for t in outputs if t.requires_grad]
+    if not outputs:
+        return frozenset()
+    grads = torch.autograd.grad([t.sum() for t in outputs], list(named.values()), allow_unused=True)
+    return frozenset(x for x, g in zip(named, grads, strict=True) if g is not None)
+
+
+def _is_capped(logits: Tensor, projected: Tensor) -> bool:
+    """Whether `logits` is a multiple of the tanh of a quotient of `projected`."""
+    step, names = logits.grad_fn, list[str]()
+    while step is not None and step is not projected.grad_fn and len(names) < 4:
+        names.append(step.name())
+        step = next((x for x, _ in step.next_functions if x is not None), None)
+    return step is not None and names == ["MulBackward0", "TanhBackward0", "DivBackward0"]
+
+
+def _key(more: list[Any]) -> tuple[Any, ...]:
+    """Equal for layers that are given the same."""
+    return tuple(x if isinstance(x, (str, int, float, type(None))) else id(x) for x in tree_leaves(more))
