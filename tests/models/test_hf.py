@@ -502,8 +502,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
     save_file({k: v.clone() for k, v in change(load_file(file)).items()}, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 3"])
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [("GPT-2", True), ("Llama", False), ("Gemma 3", True), ("Mixtral", True), ("Qwen3 MoE", False)],
+)
 def test_a_folder_gives_its_models_weights_and_logits(name: str, shards: bool, tmp_path: Path) -> None:
     model = random_model(name)
     folder = write(model, tmp_path / "m", **({"max_shard_size": "20KB"} if shards else {}))
@@ -627,7 +629,8 @@ def trained(folder: Path, **settings: Any) -> tuple[Program, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["GPT-2", "Gemma 3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Llama", "Qwen3"))]
+    "name",
+    ["GPT-2", "Gemma 3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Llama", "Qwen3", "Mixtral"))],
 )
 def test_from_pretrained_loads_a_saved_folder_with_equal_logits(name: str, tmp_path: Path) -> None:
     folder = write(random_model(name), tmp_path / "m")

@@ -1,6 +1,7 @@
 """The training step: segments become a Program and a State, and stages do what its operations say.
 
     segment                 nn.Module -> pure function
+    sequential              nn.Sequential -> segments
     closure_facts           the Python values that a segment depends on
     purity                  refuses segments with hidden state
     vjp                     forward and backward of a segment, with or without recomputation

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from zfunc.core.layout import Layout, Parameter
@@ -26,6 +27,7 @@ from zfunc.engine.loss_outputs import checked_loss
 from zfunc.engine.module_buffers import buffers_nbytes
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
+from zfunc.engine.sequential import segments_of_sequential
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
@@ -53,7 +55,7 @@ log = logging.getLogger("zfunc")
 
 @takes_settings()
 def compile(
-    segments: Sequence[Segment],
+    segments: Sequence[Segment] | nn.Sequential,
     settings: StepSettings | None = None,
     *,
     optimizer: Optimizer | None = None,
@@ -66,6 +68,9 @@ def compile(
     **changes: Any,
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
+
+    `segments` may be an `nn.Sequential` that ends in a loss of (x, targets), such as `nn.CrossEntropyLoss()`: each
+    child with parameters is a segment then.
 
     - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
       rank updates its slice of every bucket and passes its own rows of a batch.
@@ -182,7 +187,9 @@ def spec_of(
     )
 
 
-def _checked_segments(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def _checked_segments(segments: Sequence[Segment] | nn.Sequential) -> tuple[Segment, ...]:
+    if isinstance(segments, nn.Sequential):
+        segments = segments_of_sequential(segments)
     of_type("segments", segments, Iterable, "a list of Segments: pass [segment, ...]")
     segments = tuple(segments)
     if not segments:

@@ -29,6 +29,8 @@ from zfunc.models.hf.families import check_supported, check_transformers, why_un
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEX_LIMIT = 64 << 20  # bytes
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+_HALVES = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}  # of gate_up_proj; the others are of down_proj
 _NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
 log = logging.getLogger("zfunc")
 
@@ -41,6 +43,7 @@ class StoredTensor:
     name: str  # in the file
     dtype: str
     shape: tuple[int, ...]
+    piece: tuple[int, int] | None = None  # of the parameter of all experts: the expert, and the half
 
 
 def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
@@ -185,9 +188,10 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
     names = known_names(model)
     places: dict[str, list[StoredTensor]] = {name: [] for name in shapes}
     for t in stored:
-        if (name := names.get(t.name)) is not None:
-            _check(t, name, shapes[name])
-            places[name].append(t)
+        owner, piece = (t.name, None) if t.name in names else _merged(t.name)
+        if (name := names.get(owner)) is not None:
+            _check(t, name, shapes[name] if piece is None else _of_piece(shapes[name], owner))
+            places[name].append(evolve(t, piece=piece))
         elif not _BUFFERS.search(t.name):
             hint = did_you_mean(t.name, [x for x in shapes if not places[x]])
             raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {_NEXT}")
@@ -195,7 +199,26 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
         if not parts:
             folder, hint = stored[0].file.parent, did_you_mean(name, [t.name for t in stored])
             raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {_NEXT}")
+        if (pieces := [t.piece for t in parts if t.piece is not None]) and sorted(pieces) != [
+            (expert, half)
+            for expert in range(shapes[name][0])
+            for half in range(2 if name.endswith("gate_up_proj") else 1)
+        ]:
+            raise CheckpointError(f"{parts[0].file.parent}: got some experts of {name!r} alone: {_NEXT}")
     return places
+
+
+def _merged(name: str) -> tuple[str, tuple[int, int] | None]:
+    """The parameter that a tensor of one expert is a piece of, where each has its own tensors in files."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
+    if (match := _EXPERT.fullmatch(name)) is None:
+        return name, None
+    half = _HALVES.get(match[3])
+    return f"{match[1]}.experts.{'down' if half is None else 'gate_up'}_proj", (int(match[2]), half or 0)
+
+
+def _of_piece(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+    return (shape[1] // 2, *shape[2:]) if name.endswith("gate_up_proj") else shape[1:]
 
 
 def known_names(model: Any) -> dict[str, str]:
@@ -236,6 +259,11 @@ def _tensor(name: str, parts: list[StoredTensor]) -> Tensor:
     for t in parts:
         with safe_open(t.file, "pt") as opened:
             values.append(opened.get_tensor(t.name))
+    if parts[0].piece is not None:
+        by_piece = {t.piece: value for t, value in zip(parts, values, strict=True)}
+        ordered = [by_piece[piece] for piece in sorted(by_piece)]
+        halves = 1 + max(half for _, half in by_piece)
+        return torch.stack([torch.cat(ordered[n : n + halves]) for n in range(0, len(ordered), halves)])
     for t, value in zip(parts[1:], values[1:], strict=True):
         if not torch.equal(value, values[0]):
             raise CheckpointError(
