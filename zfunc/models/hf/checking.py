@@ -36,9 +36,9 @@ def cut_model(
     `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. The loss of its
     routers is part of it where the config has `output_router_logits`.
 
-    Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a micro-batch given
-    what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are the model's main one, or a
-    dict by name, such as `input_ids` and `attention_mask`.
+    Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a micro-batch
+    given what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are the model's main
+    one, or a dict by name, such as `input_ids` and `attention_mask`.
 
     Models other than those of `zfunc.models.hf.families.FAMILIES` are compared with their segments first, by loss
     and gradients on a tiny batch. Parameters keep their names, so `zfunc.params` is the model's state dict; those
