@@ -27,7 +27,7 @@ from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
-from zfunc.models.hf.cutting import check_transformers
+from zfunc.models.hf.families import check_transformers
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
 from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES

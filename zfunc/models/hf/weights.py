@@ -92,7 +92,7 @@ def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]
     if isinstance(config, str | PathLike):
         config = read_config(Path(config).expanduser())
     model = empty_model(config)
-    family_of(model)
+    check_supported(model, loss=False)
     return config, cut_model(model if lora is None else adapt(model, lora))
 
 
