@@ -60,6 +60,8 @@ def check_supported(model: Any, *, loss: bool) -> None:
         raise why_unsupported(name, "which has an encoder and a decoder")
     if not loss and not isinstance(model, tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())):
         raise why_unsupported(name, f"which has no next-token loss of its own: {LOSS}; without them")
+    if not (loss or is_tested(model)) and getattr(model.config, "is_decoder", True) is False:
+        raise why_unsupported(name, "which is not supported as an encoder: its is_decoder is off")
     for parameter, p in model.named_parameters():
         if not p.is_floating_point():
             raise ValueError(
