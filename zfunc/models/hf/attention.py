@@ -3,7 +3,9 @@
 Masks are the model's own, made only where one is needed, and nothing branches on data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
+from zfunc.models.document_mask import document_mask
 from zfunc.models.hf.experts import run_experts
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import fuses_grouped_queries
@@ -59,11 +62,24 @@ def implementation_for(model: Any) -> str:
     return own if own in ("eager", "sdpa") else "eager"
 
 
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("position_ids of documents", default=None)
+
+
+@contextmanager
+def documents(position_ids: Tensor | None) -> Iterator[None]:
+    """Let causal masks separate the documents of sequences, by positions [batch, seq], if there are any."""
+    before = _POSITIONS.set(position_ids)
+    try:
+        yield
+    finally:
+        _POSITIONS.reset(before)
+
+
 @frozen(eq=False)
 class PastTokens:
     """The part of transformers' caches that layers use, over a `KVCache`, or over nothing.
 
-    A model that gets one does not look for several documents in a sequence.
+    A model that gets one does not look for several documents in a sequence, which reads data: see `documents`.
     """
 
     cache: KVCache | None = None
@@ -94,7 +110,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
+    allow_is_bidirectional_skip: bool | None = None,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
@@ -104,7 +120,8 @@ def make_mask(
     those up to its own.
     """
     local = local_size is not None and local_size < q_offset + q_length
-    plain = (allow_is_causal_skip and not local) or allow_is_bidirectional_skip
+    positions = _POSITIONS.get() if allow_is_bidirectional_skip is None else None  # given for encoders alone
+    plain = (allow_is_causal_skip and not local and positions is None) or allow_is_bidirectional_skip
     if plain and attention_mask is None:
         return None
     assert mask_function is not None
@@ -116,6 +133,7 @@ def make_mask(
     batch = torch.arange(batch_size if differs else 1, device=device)
     mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
     mask = mask.expand(len(batch), 1, q_length, kv_length)
+    mask = mask if positions is None else mask & document_mask(positions)
     return mask if attention_mask is None else mask & attention_mask[:, None, None].bool()
 
 

@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from zfunc.models.hf.attention import PastTokens
+from zfunc.models.hf.attention import PastTokens, documents
 from zfunc.models.hf.experts import balance_loss, router_sums
 from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import linear_next_token_loss, next_token_loss
@@ -97,6 +97,7 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     past: bool  # whether it takes `past_key_values`
+    replaced: bool  # whether its attention and masks are zfunc's
     carries: bool = False  # whether segments need the values of the main input
 
     def inputs(self, x: Tensor, carried: Mapping[str, Tensor], past: PastTokens) -> dict[str, Any]:
@@ -110,8 +111,9 @@ class Call:
         return self.with_past(given, past)
 
     def with_past(self, given: dict[str, Any], past: PastTokens) -> dict[str, Any]:
-        """The arguments with `past`, unless positions tell where documents start."""
-        return {**given, "past_key_values": past} if self.past and "position_ids" not in given else given
+        """The arguments with `past`; without, a model looks itself for documents, in the positions."""
+        needs = self.past and (self.replaced or "position_ids" not in given)
+        return {**given, "past_key_values": past} if needs else given
 
     @property
     def tokens(self) -> bool:
@@ -131,7 +133,8 @@ class _Part(nn.Module):
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         try:
-            return torch.func.functional_call(self.model, absent, (), inputs, tie_weights=False)
+            with documents(inputs.get("position_ids")):
+                return torch.func.functional_call(self.model, absent, (), inputs, tie_weights=False)
         except _Reached as reached:
             return reached.value
 

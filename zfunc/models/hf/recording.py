@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zfunc.models.hf.attention import PastTokens
+from zfunc.models.hf.attention import NAME, PastTokens, implementation_for
 from zfunc.models.hf.parts import Call, with_hidden
 
 BY_HAND = (
@@ -57,7 +57,7 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor]) -> Recording:
     name, main = type(model).__name__, model.main_input_name
     given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
     past = "past_key_values" in inspect.signature(model.forward).parameters
-    call = Call(main, tuple(given[main].shape), given[main].dtype, past)
+    call = Call(main, tuple(given[main].shape), given[main].dtype, past, implementation_for(model) == NAME)
     if past:
         given["past_key_values"] = PastTokens()
     for p in shadow.parameters():
