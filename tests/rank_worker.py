@@ -98,7 +98,8 @@ def compare(group: Any, world: int, out: Path) -> None:
             verbs = "reduce_scatter", "gather", "all_gather", "join_measures"
             carries = [op for op in program.plan.graph if op.verb in verbs]
             sizes = {
-                "bytes": program.layout.numel * program.dtype.itemsize + sum(map(sum, program.spec.measures)),
+                "bytes": program.layout.numel * program.dtype.itemsize
+                + sum(sum(work.measured) for work in program.spec.update_work),
                 "planned": sum(op.nbytes for op in carries),
             }
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.optimizer_state import needs_whole_parameters
+from zfunc.core.layout import Parameter, UpdateWork, make_layout
+from zfunc.core.optimizer_state import MATRIX_FORMATS, needs_whole_parameters
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, delayed, flush_recipe, zero_offload
-from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
+from zfunc.core.spec import SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -62,6 +62,8 @@ def spec(
     state_format = settings.pop("state_format", None)
     if state_format is not None:
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
+    works = {p.name: _work(p, n) for n, p in enumerate(p for own in segments for p in own)}
+    segments = [[evolve(p, work=works[p.name]) for p in own] for own in segments]
     streams = settings.get("params_on") == "host" or settings.get("stage") == 3
     persistent = settings.pop("persistent", ())
     world = settings.get("world", 1)
@@ -81,21 +83,21 @@ def spec(
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
     resident = set(settings.pop("resident", ())) & set(range(len(layout.buckets)))
-    work = [MatrixWork(700 * (b.index + 1), 50 + 8 * b.index, 2 + b.index) for b in layout.buckets]
-    measures = [
-        (24, 16, 8, 8) if needs_whole_parameters(b.state_format) and b.cut_by(world) else ()
-        for b in layout.buckets
-    ]
     return StepSpec(
         layout,
         costs,
         recompute,
         target_bytes=16,
         resident=resident,
-        matrix_work=work,
-        measures=measures,
         **settings,
     )
+
+
+def _work(p: Parameter, n: int) -> UpdateWork:
+    """What the update of parameter number `n` takes, as optimizers say it."""
+    if p.state_format in MATRIX_FORMATS:
+        return UpdateWork(700 * (n + 1), 50 + 8 * n, 2 + n)
+    return UpdateWork(measured=(24, 16, 8, 8) if needs_whole_parameters(p.state_format) else ())
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:

@@ -224,7 +224,7 @@ def test_what_is_asked_for_is_planned_and_told(
     [
         ("", {"host": 12e6}),
         (
-            "--params-on auto --activations-on host --recompute all,min-cut",
+            "--params-on auto --activations-on host --recompute all,min-cut --optimizer muon",
             {"device": 2e6, "host": 12e6},
         ),
     ],

@@ -20,6 +20,23 @@ ALIGNMENT = (
 
 
 @frozen
+class UpdateWork:
+    """What the update of a parameter takes beside the element-wise pass: nothing, where that is all of it.
+
+    Of a whole matrix FLOPs, bytes and launches on the device. `measured` are the bytes that the ranks join in each
+    round before they update a parameter of which each has a slice.
+    """
+
+    flops: int = 0
+    workspace: int = 0
+    launches: int = 0
+    measured: tuple[int, ...] = ()
+
+
+ELEMENTWISE = UpdateWork()  # no more than that pass
+
+
+@frozen
 class Parameter:
     """One parameter: full name, shape, whether it is trained, and what its optimizer says of it.
 
@@ -32,6 +49,7 @@ class Parameter:
     trainable: bool = True
     group: int = 0
     state_format: str = "fp32"  # a row of `zfunc.core.optimizer_state.STATE_FORMATS`
+    work: UpdateWork = ELEMENTWISE
 
     @property
     def numel(self) -> int:
@@ -48,6 +66,7 @@ class Span:
     start: int
     stop: int
     group: int = 0
+    work: UpdateWork = ELEMENTWISE
 
 
 @frozen(cache_hash=True)  # a dictionary key with hundreds of spans
@@ -96,6 +115,20 @@ class Bucket:
         return tuple(
             x for x in self.spans if (x.start - self.start) // size < (x.stop - self.start - 1) // size
         )
+
+    def work(self, world: int) -> UpdateWork:
+        """What its update takes on that of `world` ranks with most of it. A rank with part of a matrix updates it
+        whole; a parameter in one rank's slice is not measured."""
+        if all(x.work == ELEMENTWISE for x in self.spans):
+            return ELEMENTWISE
+        size = self.numel // world
+        flops, launches = [0] * world, [0] * world
+        for x in self.spans:
+            for rank in range((x.start - self.start) // size, -(-(x.stop - self.start) // size)):
+                flops[rank] += x.work.flops
+                launches[rank] += x.work.launches
+        measured = tuple(map(sum, zip(*(x.work.measured for x in self.cut_by(world)), strict=True)))
+        return UpdateWork(max(flops), max(x.work.workspace for x in self.spans), max(launches), measured)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:
@@ -195,7 +228,7 @@ class Layout:
         (['a', 'b'], False)
         """
         known = {
-            span.name: Parameter(span.name, span.shape, trained, span.group, bucket.state_format)
+            span.name: Parameter(span.name, span.shape, trained, span.group, bucket.state_format, span.work)
             for trained, buckets in ((True, self.buckets), (False, self.frozen_buckets))
             for bucket in buckets
             for span in bucket.spans
@@ -446,7 +479,7 @@ def _deliveries(
 def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ...], int]:
     spans: list[Span] = []
     for p in parameters:
-        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.group))
+        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.group, p.work))
         offset = round_up(offset + p.numel, ALIGNMENT)
     return tuple(spans), offset
 

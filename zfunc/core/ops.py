@@ -403,7 +403,7 @@ class OpBuilder(Regions):
 
     def orthogonalize(self, b: int) -> Op:
         """Make whole matrices orthogonal, as many as this rank's slice of the bucket has a part of."""
-        k, work = self.progress.directions[b], self.spec.matrix_work[b]
+        k, work = self.progress.directions[b], self.spec.update_work[b]
         whole, own = self._direction_slot(k), self._direction_shard(k)
         return Op(
             "orthogonalize",
@@ -477,7 +477,7 @@ class OpBuilder(Regions):
     def join_measures(self, i: int, b: int) -> Op:
         """Join what all ranks have measured in round `i`."""
         k, on_device = self.progress.measured[b], b in self.spec.resident
-        nbytes = 2 * self.spec.measures[b][i] * (self.spec.world - 1) // self.spec.world
+        nbytes = 2 * self.spec.update_work[b].measured[i] * (self.spec.world - 1) // self.spec.world
         reads, writes = (self._decision(), self._measured(i, k, on_device)), (self._joined(i, k, on_device),)
         return Op("join_measures", (i, b), "network", reads, writes, nbytes=nbytes)
 

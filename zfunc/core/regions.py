@@ -301,12 +301,14 @@ class Regions:
     @_once
     def _measuring(self, k: int, on_device: bool) -> Region:
         """What this rank keeps from one round to the next."""
-        largest = max(self._shard_bytes(b, 1) for b, rounds in enumerate(self.spec.measures) if rounds)
+        largest = max(
+            self._shard_bytes(b, 1) for b, work in enumerate(self.spec.update_work) if work.measured
+        )
         return self._of_measures("measuring", (k,), largest // 4, on_device)
 
     @_once
     def _most_measured(self, i: int) -> int:
-        return max(rounds[i] for rounds in self.spec.measures if rounds)
+        return max(work.measured[i] for work in self.spec.update_work if work.measured)
 
     def _of_measures(self, buffer: str, index: tuple[int, ...], nbytes: int, on_device: bool) -> Region:
         buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")

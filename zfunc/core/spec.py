@@ -8,7 +8,7 @@ from attrs import field, frozen, validators
 
 from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
-from zfunc.core.layout import Bucket, Layout, round_up
+from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
@@ -56,15 +56,6 @@ class SegmentCost:
 
 
 @frozen
-class MatrixWork:
-    """What the update of whole matrices takes on the device: FLOPs, bytes beside the matrices, launches."""
-
-    flops: int = 0
-    workspace: int = 0
-    launches: int = 0
-
-
-@frozen
 class StepSpec:
     """Everything a recipe needs to know about a training step, without tensors. Sizes are in bytes.
 
@@ -92,11 +83,7 @@ class StepSpec:
     - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
       written.
     - `grads_on`: where gradients wait for the norm.
-    - `matrix_work[b]`: what the update of bucket `b` takes on the device, on the rank with most of it, if its
-      optimizer needs whole matrices.
     - `ema`: a State has a moving average of the weights.
-    - `measures[b]`: what several ranks measure of bucket `b` before they update it, in bytes for each round; ()
-      where an update needs nothing of the other ranks.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
     - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
@@ -138,9 +125,7 @@ class StepSpec:
     commit: bool = False
     grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
-    matrix_work: tuple[MatrixWork, ...] = field(default=(), converter=tuple[MatrixWork, ...])
     ema: bool = False
-    measures: tuple[tuple[int, ...], ...] = field(default=(), converter=tuple[tuple[int, ...], ...])
     shadows: int = field(default=0, validator=validators.ge(0))
     graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     delayed: bool = False
@@ -157,11 +142,6 @@ class StepSpec:
             raise ValueError(
                 f"state_format: got {unknown!r}, expected one of {known}, the rows of "
                 "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
-            )
-        if self.matrix_buckets and len(self.matrix_work) != len(self.layout.buckets):
-            raise ValueError(
-                f"matrix_work: got {len(self.matrix_work)}, expected one of each of the {len(self.layout.buckets)} "
-                "buckets, some of which are of whole matrices: make the spec with zfunc.engine.step_spec.make_spec"
             )
 
     @resident.validator  # pyright: ignore
@@ -299,7 +279,7 @@ class StepSpec:
 
     def rounds(self, b: int) -> range:
         """The rounds in which the ranks measure bucket `b` before they update it."""
-        return range(len(self.measures[b]) if self.measures else 0)
+        return range(len(self.update_work[b].measured))
 
     def updated_in_parts(self, b: int) -> bool:
         """Whether the update of bucket `b` begins with operations that the next bucket's may overlap with."""
@@ -308,6 +288,11 @@ class StepSpec:
     def whole_matrices(self, b: int) -> bool:
         """Whether an update of bucket `b` needs each of its matrices at once, on the device."""
         return self.layout.buckets[b].state_format in MATRIX_FORMATS
+
+    @cached_property
+    def update_work(self) -> tuple[UpdateWork, ...]:
+        """What the update of each bucket takes beside its element-wise pass, on the rank with most of it."""
+        return tuple(b.work(self.world) for b in self.layout.buckets)
 
     @cached_property
     def matrix_buckets(self) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ from attrs import evolve, fields
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
-from zfunc.core.layout import Bucket, Parameter
+from zfunc.core.layout import ELEMENTWISE, Parameter, UpdateWork
 from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, needs_whole_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
-from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer
@@ -58,8 +58,6 @@ def make_spec(
         send_high_half=settings.precision == "bf16",
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=max(optimizer.device_workspace(largest), ema_workspace(largest)) if on_gpu else 0,
-        matrix_work=tuple(_matrix_work(b, optimizer, world) for b in layout.buckets),
-        measures=tuple(_measures(b, optimizer, world) for b in layout.buckets),
         **in_buckets(layout, settings),
     )
 
@@ -67,7 +65,15 @@ def make_spec(
 def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
     """The parameter with what its optimizer says of it."""
     group = optimizer.group(p.name, p.shape)
-    return evolve(p, group=group, state_format=optimizer.state_format(group))
+    state_format, work = optimizer.state_format(group), ELEMENTWISE
+    if p.trainable and state_format in MATRIX_FORMATS and len(p.shape) == 2:
+        assert isinstance(optimizer, MatrixOptimizer)
+        work = optimizer.matrix_work(p.shape, group=group)
+    if p.trainable and needs_whole_parameters(state_format):
+        assert isinstance(optimizer, MeasuringOptimizer)
+        numbers = optimizer.num_measures(p.shape, group=group)
+        work = UpdateWork(measured=tuple(DTYPES["fp64"].nbytes * x for x in numbers))
+    return evolve(p, group=group, state_format=state_format, work=work)
 
 
 def _check_matrices(parameters: Iterable[Parameter]) -> None:
@@ -79,30 +85,6 @@ def _check_matrices(parameters: Iterable[Parameter]) -> None:
                 "expected matrices alone: pass "
                 "zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not match it"
             )
-
-
-def _matrix_work(bucket: Bucket, optimizer: Optimizer, world: int) -> MatrixWork:
-    """What an update of a bucket of whole matrices takes on the device, on the rank with most of it."""
-    if bucket.state_format not in MATRIX_FORMATS:
-        return MatrixWork()
-    assert isinstance(optimizer, MatrixOptimizer)
-    work = [optimizer.matrix_work(x.shape, group=x.group) for x in bucket.spans]
-    size = bucket.numel // world
-    flops, launches = [0] * world, [0] * world
-    for span, own in zip(bucket.spans, work, strict=True):
-        for rank in range((span.start - bucket.start) // size, -(-(span.stop - bucket.start) // size)):
-            flops[rank] += own.flops
-            launches[rank] += own.launches
-    return MatrixWork(max(flops), max(x.workspace for x in work), max(launches))
-
-
-def _measures(bucket: Bucket, optimizer: Optimizer, world: int) -> tuple[int, ...]:
-    """The bytes that ranks measure of a bucket in each round: of the parameters that lie in several slices."""
-    if not needs_whole_parameters(bucket.state_format):
-        return ()
-    assert isinstance(optimizer, MeasuringOptimizer)
-    numbers = (optimizer.num_measures(x.shape, group=x.group) for x in bucket.cut_by(world))
-    return tuple(DTYPES["fp64"].nbytes * sum(of_round) for of_round in zip(*numbers, strict=True))
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:

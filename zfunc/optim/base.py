@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from attrs import frozen
 
 from zfunc.core.decision import StepDecision
+from zfunc.core.layout import UpdateWork
 from zfunc.core.optimizer_state import Moments
-from zfunc.core.spec import MatrixWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,7 +159,7 @@ class MatrixOptimizer(Protocol):
         """What a whole matrix [rows, columns] moves along, from its direction, which may be overwritten."""
         ...
 
-    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> MatrixWork:
+    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
         """What `orthogonalize` of a matrix takes."""
         ...
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, field, frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.layout import Parameter
+from zfunc.core.layout import Parameter, UpdateWork
 from zfunc.core.optimizer_state import Moments
-from zfunc.core.spec import MatrixWork
 from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer, ParameterPart
 
 if TYPE_CHECKING:
@@ -223,7 +222,7 @@ class GroupedOptimizer:
         n, own = self._of(group)
         return self._matrices(n).orthogonalize(direction, group=own)
 
-    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> MatrixWork:
+    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
         """What that takes."""
         n, own = self._of(group)
         return self._matrices(n).matrix_work(shape, group=own)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import attrs
 
 from zfunc.core.decision import StepDecision
+from zfunc.core.layout import UpdateWork
 from zfunc.core.optimizer_state import Moments
-from zfunc.core.spec import MatrixWork
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.one_buffer import OneBufferOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
@@ -149,7 +149,7 @@ class Muon(OneBufferOptimizer):
 
         return orthogonalize_(direction, steps=self.ns_steps, coefficients=self.ns_coefficients, eps=self.eps)
 
-    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> MatrixWork:
+    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
         """What `orthogonalize` of a matrix takes."""
         del group
         return newton_schulz_work(shape, self.ns_steps)

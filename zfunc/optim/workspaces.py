@@ -1,8 +1,8 @@
 """What an update on the device allocates and computes, from sizes alone: no torch."""
 
-from zfunc.core.layout import round_up
+from zfunc.core.layout import UpdateWork, round_up
 from zfunc.core.optimizer_state import AdamFormat
-from zfunc.core.spec import ALLOCATION, MatrixWork
+from zfunc.core.spec import ALLOCATION
 from zfunc.optim.adafactor_reference import SUMMED
 from zfunc.optim.compact_reference import BLOCK
 
@@ -47,7 +47,7 @@ def adafactor_workspace(numel: int) -> int:
     return 6 * numel + 128 * min(numel + SUMMED, ADAFACTOR_PIECE) + (1 << 16)
 
 
-def newton_schulz_work(shape: tuple[int, ...], steps: int) -> MatrixWork:
+def newton_schulz_work(shape: tuple[int, ...], steps: int) -> UpdateWork:
     """The work of one matrix. A step has 4 m m n + 2 m m m FLOPs with n the longer side: 6 h a parameter if square.
 
     >>> newton_schulz_work((1024, 1024), 5).flops / 1024**2 / 1024
@@ -55,7 +55,7 @@ def newton_schulz_work(shape: tuple[int, ...], steps: int) -> MatrixWork:
     """
     m, n = sorted(shape)
     two_wide, two_square = (2 * round_up(2 * x, ALLOCATION) for x in (m * n, m * m))
-    return MatrixWork(
+    return UpdateWork(
         steps * (4 * m * m * n + 2 * m**3), two_wide + two_square + 3 * ALLOCATION, 3 * steps + 3
     )
 

@@ -157,8 +157,7 @@ class PlannedStep:
 def with_settings(spec: StepSpec, settings: StepSettings) -> StepSpec:
     """`spec` in the buckets and slots of the settings. What else they say is in it: its costs depend on that."""
     layout = lay_out(spec.layout.parameters, settings, spec.world)
-    measures = spec.measures if layout == spec.layout else ()  # of each bucket: those of others are not known
-    return evolve(spec, measures=measures, **in_buckets(layout, settings))
+    return evolve(spec, **in_buckets(layout, settings))
 
 
 def operations_of(spec: StepSpec) -> Graph:
