@@ -1,6 +1,7 @@
 """Changes of settings that make a step fit, or make it faster: each was planned on the same hardware."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -41,6 +42,7 @@ SMALLER_MOMENTS: dict[Moments, tuple[Moments, ...]] = {
 
 Replan = Callable[[StepSettings], Estimate]
 Attempt = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
+Smaller = Callable[[StepSettings, PlannedStep], list[dict[str, Any]]]
 
 
 @frozen(eq=False)
@@ -86,23 +88,30 @@ def suggest(
     """Changes that help `step`, the best first. `rows` is the size of a rank's batch; `replan` plans others.
 
     Where `step` does not fit: every single change after which it does, the fastest first; if there is none, a
-    combination; if all of them together are not enough, those. Where it fits: changes that make it faster and still
-    fit. Only settings in `settable` change, if it is given.
+    combination of which none can be left out; if all of them together are not enough, those. Where it fits: changes
+    that make it faster and still fit. Only settings in `settable` change, if it is given.
     """
 
+    def allowed(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [c for c in changes if settable is None or c.keys() <= set(settable)]
+
     def attempt(base: StepSettings, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
-        possible = [c for c in changes if settable is None or c.keys() <= set(settable)]
-        return list(_planned(base, step, possible, replan))
+        return list(_planned(base, step, allowed(changes), replan))
+
+    def smaller(base: StepSettings, now: PlannedStep) -> list[dict[str, Any]]:
+        return allowed(_smaller(base, now, rows))
 
     if step.fits:
         return _faster(settings, step, rows, attempt)[:MOST]
-    singles = attempt(settings, _smaller(settings, step, rows))
-    fitting = sorted((a for a in singles if a.step.fits), key=lambda a: a.step.seconds)
+    singles = attempt(settings, smaller(settings, step))
+    fitting = [_only_needed(settings, a, rows, attempt) for a in singles if a.step.fits]
     if fitting or not singles:
-        return _one_of_each(fitting)[:MOST]
-    smallest = {name: value for a in singles for name, value in a.changes.items()}  # the last of each setting
-    together = tuple(attempt(settings, [smallest]))
-    return _combined(settings, step, rows, attempt) if together and together[0].step.fits else together
+        return _one_of_each(sorted(fitting, key=lambda a: a.step.seconds))[:MOST]
+    together = _together(settings, singles, smaller, attempt)
+    if together is None or not together.step.fits:
+        return (together,) if together else ()
+    found = _one_by_one(settings, step, smaller, attempt) or together
+    return (_only_needed(settings, found, rows, attempt),)
 
 
 def _planned(
@@ -211,22 +220,55 @@ def _smaller_on_host(settings: StepSettings, step: PlannedStep) -> Iterator[dict
         yield {"speculate": 0}
 
 
-def _combined(
-    settings: StepSettings, step: PlannedStep, rows: int, attempt: Attempt
-) -> tuple[Suggestion, ...]:
-    """One change after the other, each the one after which least is lacking, until it fits or none helps."""
+def _together(
+    settings: StepSettings, singles: list[Suggestion], smaller: Smaller, attempt: Attempt
+) -> Suggestion | None:
+    """The last of each setting's changes, and of those that they make possible, until it fits or none is left."""
+    found, more = None, {name: value for a in singles for name, value in a.changes.items()}
+    while more and (tried := attempt(settings, [{**(found.changes if found else {}), **more}])):
+        (found,) = tried
+        base = evolve(settings, **found.changes)
+        more = {} if found.step.fits else {x: y for c in smaller(base, found.step) for x, y in c.items()}
+    return found
+
+
+def _one_by_one(
+    settings: StepSettings, step: PlannedStep, smaller: Smaller, attempt: Attempt
+) -> Suggestion | None:
+    """One change after the other, each the one after which least is lacking, until it fits."""
     changes: dict[str, Any] = {}
     now = step
     for _ in range(REDUCTIONS):
         base = evolve(settings, **changes)
-        options = attempt(base, _smaller(base, now, rows))
+        options = attempt(base, smaller(base, now))
         best = min(options, key=lambda a: (sum(a.step.lacking.values()), a.step.seconds), default=None)
         if best is None or sum(best.step.lacking.values()) >= sum(now.lacking.values()):
             break
         changes, now = {**changes, **best.changes}, best.step
         if now.fits:
-            break
-    return (Suggestion(changes, now, _effect(changes, now, step)),) if changes else ()
+            return Suggestion(changes, now, _effect(changes, now, step))
+    return None
+
+
+def _only_needed(settings: StepSettings, found: Suggestion, rows: int, attempt: Attempt) -> Suggestion:
+    """Without the changes without which it fits, and with the fewest micro-batches that do, if that is faster.
+
+    One after the other, each the one after which a step is fastest.
+    """
+
+    def fitting(changes: Iterable[dict[str, Any]]) -> Iterator[Suggestion]:
+        return (a for one in changes for a in attempt(settings, [one]) if a.step.fits)
+
+    while True:
+        now = found.changes
+        parts = range(settings.micro_batches + 1, now.get("micro_batches", 0))
+        fewest = islice(fitting({**now, "micro_batches": n} for n in _divisors(rows) if n in parts), 1)
+        options = [a for a in fewest if a.step.seconds < found.step.seconds]
+        if len(now) > 1:
+            options += fitting({x: y for x, y in now.items() if x != name} for name in now)
+        if not options:
+            return found
+        found = min(options, key=lambda a: a.step.seconds)
 
 
 def _divisors(rows: int) -> list[int]:
