@@ -26,6 +26,7 @@ PRINTED = {
     "quickstart.md": r"^$",
     "optimizers.md": r"^\d+ buckets\nlr 0.01\nstep 2 True$",
     "checkpoints.md": r"^resumes after step 10$",
+    "huggingface.md": r"^$",
     "recipes.md": r"^\['body.bias', 'body.weight', 'loss.bias', 'loss.weight'\] True$",
 }  # the Python of these pages continues that of the README
 

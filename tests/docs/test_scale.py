@@ -62,6 +62,7 @@ def test_sums_of_squares_apart_are_no_slower() -> None:
     assert set(apart.lanes) - set(plain.lanes) == {"norms"}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_in_brackets() -> None:
     now, large = scale.planned(SMALL, 2), scale.planned(SMALL, 2, rows=1 << 18)
     assert scale.gain(now, now) == "0 %"

@@ -236,7 +236,7 @@ def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
     return [zfunc.segment(f"m{i}", m) for i, m in enumerate(layers)]
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_ordinary_modules_train_alike_with_any_recompute(precision: Any) -> None:
     results = []
     for recompute in RECOMPUTE:

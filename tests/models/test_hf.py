@@ -283,7 +283,9 @@ def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:
     assert not model.training
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama 3 positions", "Gemma 3"])
+@pytest.mark.parametrize(
+    "name", ["GPT-2", "Llama 3 positions", pytest.param("Gemma 3", marks=pytest.mark.slow)]
+)
 def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
@@ -345,7 +347,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["Granite", pytest.param("Falcon", marks=pytest.mark.slow)])
 def test_any_other_model_is_compared_with_its_segments_first(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,7 +373,7 @@ ENCODERS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", ["BERT", pytest.param("ViT", marks=pytest.mark.slow)])
 def test_encoders_have_a_loss_of_the_users(name: str) -> None:
     model, (x, targets) = perturbed(ENCODERS[name][0]()), (ENCODERS[name][1], torch.tensor([0, 2, 1, 1]))
 
@@ -453,7 +455,7 @@ def unequal(rows: int = 8) -> tuple[Tensor, Tensor]:
     return x[:, :-1], labels
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 8))])
 def test_the_loss_does_not_depend_on_micro_batches(micro_batches: int) -> None:
     model = random_model("Llama")
     ids, labels = unequal()
@@ -630,7 +632,7 @@ def trained(folder: Path, **settings: Any) -> tuple[Program, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT-2", "Gemma 3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Llama", "Qwen3", "Mixtral"))],
+    ["GPT-2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Gemma 3", "Llama", "Qwen3", "Mixtral"))],
 )
 def test_from_pretrained_loads_a_saved_folder_with_equal_logits(name: str, tmp_path: Path) -> None:
     folder = write(random_model(name), tmp_path / "m")

@@ -101,7 +101,8 @@ def test_a_folder_needs_no_weights_and_trains_from_drawn_values() -> None:
     assert 3 < metrics.loss < 5
 
 
-@pytest.mark.parametrize("which", ["batch", pytest.param("length", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["batch", "length"])
 def test_the_largest_batch_and_length_fit_and_one_more_does_not(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ PALETTE = (  # light enough for black letters, distinct on white and on black
     *("#9bd5ea", "#7df297", "#d569de", "#84967b", "#9f963c", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1"),
     *("#5fbfae", "#d9a5e0", "#e8848c", "#a7c957", "#f6c177", "#f9604e", "#c3e1b4", "#c9ada7", "#86b56a"),
     *("#4fb0c6", "#e6ee9c", "#80cbc4", "#d69a55", "#3ce4f0", "#b4849c", "#c0a878", "#9c90c0", "#fccca8"),
-    *("#ccd8cc", "#94a3b8", "#5ce6c4", "#f0d2ff", "#fc3c9c", "#3cfc60", "#3c90fc", "#ffe082", "#a98ff0"),
+    *("#ccd8cc", "#94a3b8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#3cfc60", "#3c90fc", "#ffe082", "#a98ff0"),
     *("#c378b4", "#b48778", "#3ca55a", "#ffb4c3", "#ff87c3", "#4cc440", "#f48840", "#ace840", "#f44cf4"),
     *("#8c9bff", "#ded98c"),
 )
