@@ -30,10 +30,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stage 1, accumulated": {**TIED, "stage": 1, "micro_batches": 3, "schedule": "Interleaved"},
     "stage 3 on the host": {
         **{**TIED, "clip_norm": 0.5, "micro_batches": 3, "stage": 3, "params_on": "host"},
-        **{"activations_on": "host", "defer": True},
+        **{"activations_on": "host", "defer": True, "ema": 0.9},
     },
     "several optimizers in 16 bits": {
-        **{"model": "tied GPT", "precision": "fp32", "stage": 1, "clip_norm": 0.5},
+        **{"model": "tied GPT", "precision": "fp32", "stage": 1, "clip_norm": 0.5, "ema": 0.9},
         "optimizer": zfunc.groups(
             ("*.bias", zfunc.SGD(0.1, momentum=0.9, moments="16bit")),
             ("*.ln_*", zfunc.Adagrad(1e-2, moments="16bit")),
@@ -57,7 +57,12 @@ SCHEDULES = {  # by world; of one rank tests/engine/test_laws.py says that every
     4: ("Serial", "Overlapped", "Interleaved"),
 }
 WORLDS = tuple(SCHEDULES)
-DISAGREE = {"buckets": "region", "rows": "batch of shapes", "weights": "weights of checksum"}  # the line told
+DISAGREE = {  # the line told
+    "buckets": "region",
+    "rows": "batch of shapes",
+    "weights": "weights of checksum",
+    "decay of averages": "ema 0.99",
+}
 ROWS = 12  # of a global batch: a multiple of every world and micro-batch count
 
 
@@ -84,7 +89,10 @@ def train(
             inputs = torch.full_like(inputs, 6e4)  # overflows in fp16, on this rank alone
         state, m = zfunc.train_step(program, state, (inputs, targets), **options)
         seen.append((m.loss, m.grad_norm, m.skipped, m.sent_bytes, m.loss_scale))
-    return seen, zfunc.params(program, state)
+    final = zfunc.params(program, state)
+    if program.spec.ema:
+        final |= {f"average of {name}": x for name, x in zfunc.params(program, state, ema=True).items()}
+    return seen, final
 
 
 def compare(group: Any, world: int, out: Path) -> None:
@@ -130,7 +138,8 @@ def disagree(what: str, out: Path, rank: int) -> None:
     other = rank == 2
     segments, data = MODELS["odd sizes"]()
     bucket_size = 200 if other and what == "buckets" else 3000
-    program = zfunc.compile(segments, precision="fp32", device="cpu", bucket_size=bucket_size)
+    ema = 0.99 if other and what == "decay of averages" else 0.9
+    program = zfunc.compile(segments, precision="fp32", device="cpu", bucket_size=bucket_size, ema=ema)
     name = program.layout.spans[-1].name
     changed = {name: torch.ones(program.layout.spans[-1].shape)} if other and what == "weights" else None
     state = zfunc.init(program, seed=1, params=changed)

@@ -1,15 +1,20 @@
 """Ranks that are threads of one process: collectives without sockets, for laws that need more than one rank."""
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
+from zfunc.engine import compile as compiling
+from zfunc.engine.program import Program
 from zfunc.runtime.collectives import RankGroup
 
+T = TypeVar("T")
 PATIENCE = 60.0  # seconds for the other ranks to come
 
 
@@ -57,3 +62,18 @@ class ThreadedRanks(RankGroup):
 
     def texts(self, text: str) -> list[str]:
         return self.exchange(text)
+
+
+def programs_of(world: int, make: Callable[[], Program]) -> list[Program]:
+    """The program of every rank of a new world. Trace them before their threads run: two must not at a time."""
+    programs: list[Program] = []
+    for ranks in ThreadedRanks.all(world):
+        with mock.patch.object(compiling, "_ranks", lambda _, ranks=ranks: ranks):
+            programs.append(make())
+    return programs
+
+
+def on_every(programs: Sequence[Program], work: Callable[[Program], T]) -> list[T]:
+    """What every rank makes, by rank."""
+    with ThreadPoolExecutor(len(programs), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        return list(threads.map(work, programs))

@@ -1,6 +1,7 @@
 """Freezing, unfreezing, other rates, groups and optimizers between steps of one training: load(strict=False)."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +9,39 @@ import pytest
 import torch
 import trained
 from small_models import norm_modules, regression
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 
 import zfunc
 from zfunc.engine.program import Program
+from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
 from zfunc.errors import CheckpointError
 
 BATCH = regression()
-PHASES: tuple[tuple[float, tuple[str, ...]], ...] = (  # learning rate, and what is frozen
-    (0.05, ("frozen",)),
-    (0.02, ("frozen", "spectral")),
-    (0.03, ("batch",)),
+PHASES: tuple[tuple[float, tuple[str, ...], str, int], ...] = (
+    # learning rate, what is frozen, what is in eval mode, ranks
+    (0.05, ("frozen",), "", 1),
+    (0.02, ("frozen", "spectral"), "", 2),
+    (0.03, ("batch",), "batch", 1),
+    (0.02, ("frozen", "loss"), "", 1),
 )
 STEPS = 2  # of each
 
 
-def modules_with(frozen: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+def modules_with(
+    frozen: tuple[str, ...], still: str = "", buffers: dict[str, Tensor] | None = None
+) -> list[tuple[str, nn.Module]]:
     modules = norm_modules()
     for name, m in modules:
-        m.requires_grad_(name not in frozen)
+        m.requires_grad_(name not in frozen).train(name != still)
+        own = {k.removeprefix(f"{name}."): v for k, v in (buffers or {}).items() if k.startswith(f"{name}.")}
+        m.load_state_dict(own, strict=False)
     return modules
 
 
-def program(lr: float, frozen: tuple[str, ...], **settings: Any) -> Program:
-    segments = [zfunc.segment(name, m) for name, m in modules_with(frozen)]
+def program(lr: float, frozen: tuple[str, ...], *of_modules: Any, **settings: Any) -> Program:
+    segments = [zfunc.segment(name, m) for name, m in modules_with(frozen, *of_modules)]
     optimizer = settings.pop("optimizer", None) or zfunc.SGD(lr, momentum=0.9)
     chosen = {"precision": "fp32", "bucket_size": 300, "device": "cpu", **settings}
     return zfunc.compile(segments, optimizer=optimizer, **chosen)
@@ -48,8 +57,10 @@ def plain_training() -> dict[str, Tensor]:
     by_name = {f"{name}.{k}": p for name, m in modules for k, p in m.named_parameters()}
     optimizer = torch.optim.SGD(by_name.values(), lr=0.0, momentum=0.9)
     step = 0
-    for lr, frozen in PHASES:
+    for lr, frozen, still, _ in PHASES:
         optimizer.param_groups[0]["lr"] = lr
+        for name, m in modules:
+            m.train(name != still)
         for name, p in by_name.items():
             p.requires_grad_(name.partition(".")[0] not in frozen)
             if not p.requires_grad:
@@ -66,17 +77,27 @@ def plain_training() -> dict[str, Tensor]:
 
 
 def test_freezing_unfreezing_and_other_rates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    state: State | None = None
-    for n, (lr, frozen) in enumerate(PHASES):
-        made = program(lr, frozen, schedule=("Serial", "Overlapped")[n % 2])
-        state = zfunc.init(made) if state is None else zfunc.load(tmp_path, made, strict=False)
-        state, _ = trained.steps(made, state, BATCH, n * STEPS, (n + 1) * STEPS)
-        assert state.step == (n + 1) * STEPS
-        zfunc.save(tmp_path, made, state)
-    torch.testing.assert_close(values(made, state), plain_training(), rtol=1e-4, atol=1e-5)
+    """On any number of ranks, which have the same rows here."""
+    got: dict[str, Tensor] = {}
+    for n, (lr, frozen, still, world) in enumerate(PHASES):
+        buffers = {k: v for k, v in got.items() if "running" in k or "tracked" in k}
+        make = partial(program, lr, frozen, still, buffers, schedule=("Serial", "Overlapped")[n % 2])
+        programs = programs_of(world, make)
+        for made in programs:
+            specialize(made, BATCH(0))
+
+        def phase(made: Program, n: int = n) -> dict[str, Tensor]:
+            state = zfunc.load(tmp_path, made, strict=False) if n else zfunc.init(made)
+            state, _ = trained.steps(made, state, BATCH, n * STEPS, (n + 1) * STEPS)
+            assert state.step == (n + 1) * STEPS
+            zfunc.save(tmp_path, made, state)
+            return values(made, state)
+
+        got |= on_every(programs, phase)[-1]
+    torch.testing.assert_close(got, plain_training(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", [{}, {"precision": "bf16", "moments": "8bit"}, {"offload_ratio": 0.5}])
+@pytest.mark.parametrize("kept", [{}, {"precision": "bf16", "moments": "8bit", "offload_ratio": 0.5}])
 def test_what_stays_keeps_its_moments_and_averages_to_the_bit(tmp_path: Path, kept: dict[str, Any]) -> None:
     adam, more = zfunc.AdamW(0.01), {"ema": 0.9, **kept}
     before = program(0, ("frozen",), optimizer=adam, **more)
@@ -121,6 +142,10 @@ def test_another_optimizer_begins_anew_which_is_said(
         zfunc.load(path, after)
     with caplog.at_level(logging.WARNING, "zfunc"):
         changed = zfunc.load(path, after, strict=False)
-    assert "load: the moments of 'spectral.0.bias'" in caplog.text
+        assert caplog.text.count("load: the moments of 'spectral.0.bias', ") == 1
+        several = programs_of(2, partial(program, 0, ("frozen",), optimizer=zfunc.AdamW(0.01)))
+        on_every(several, lambda made: zfunc.load(path, made, strict=False))
+    (alone, of_two) = (x.rpartition(" and ")[2] for x in caplog.messages if "begin at 0" in x)
+    assert alone == of_two == "4 more begin at 0"
     assert all(torch.equal(x, values(before, state)[name]) for name, x in values(after, changed).items())
     assert zfunc.train_step(after, changed, BATCH(2))[0].step == 3

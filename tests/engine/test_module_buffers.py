@@ -3,7 +3,6 @@
 That no schedule, recomputation or order of micro-batches changes a bit of them is a law: the model "norms".
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import trained
 from safetensors.torch import load_file
 from small_models import Loss, bits, norm_modules, regression, rows_of
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +19,6 @@ import zfunc
 from zfunc.checkpoint.export import export_weights
 from zfunc.core.layout import Parameter
 from zfunc.core.recipes import zero_offload
-from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.errors import NonFiniteError
@@ -130,21 +128,17 @@ def test_a_step_that_fails_or_is_skipped_leaves_them_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("sync", ["rank0", "mean"])
-def test_several_ranks_keep_those_of_rank_0_or_their_mean(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, programs = 2, []
-    for ranks in ThreadedRanks.all(world):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        programs.append(program(sync_buffers=sync, micro_batches=2))
-        specialize(programs[-1], rows_of(BATCH(0), 0, world))  # two threads must not trace at a time
+def test_several_ranks_keep_those_of_rank_0_or_their_mean(sync: str) -> None:
+    world = 2
+    programs = programs_of(world, lambda: program(sync_buffers=sync, micro_batches=2))
+    for made in programs:
+        specialize(made, rows_of(BATCH(0), 0, world))
 
-    def one(rank: int) -> dict[str, Tensor]:
-        made = programs[rank]
-        state = zfunc.init(made)
-        state, _ = zfunc.train_step(made, state, rows_of(BATCH(0), rank, world))
+    def one(made: Program) -> dict[str, Tensor]:
+        state, _ = zfunc.train_step(made, zfunc.init(made), rows_of(BATCH(0), made.ranks.rank, world))
         return zfunc.buffers(made, state)
 
-    with ThreadPoolExecutor(world, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        got = list(threads.map(one, range(world)))
+    got = on_every(programs, one)
     own = []
     for rank in range(world):
         modules = norm_modules()
@@ -266,12 +260,23 @@ def test_a_function_of_ones_own_returns_them() -> None:
         ]
 
     wrong: Any = None
-    made = zfunc.compile(segments(), device="cpu", precision="fp32", micro_batches=2)
-    state, _ = zfunc.train_step(made, zfunc.init(made), BATCH(0))
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "precision": "fp32",
+        "micro_batches": 2,
+        "sync_buffers": "mean",
+    }
+    programs = programs_of(2, lambda: zfunc.compile(segments(), **settings))
+    for made in programs:
+        specialize(made, BATCH(0))
+
+    def one(made: Program) -> dict[str, Tensor]:
+        return zfunc.buffers(made, zfunc.train_step(made, zfunc.init(made), BATCH(0))[0])
+
     first, second = (x.mean() for x in BATCH(0)[0].chunk(2))
-    got = zfunc.buffers(made, state)
-    assert got["b.count"] == 2
-    torch.testing.assert_close(got["a.mean"], 0.25 * first + 0.5 * second)
+    for got in on_every(programs, one):
+        assert got["b.count"] == 2  # a whole number: no mean
+        torch.testing.assert_close(got["a.mean"], 0.25 * first + 0.5 * second)
     wrong = {"counts": torch.zeros(())}
     made = zfunc.compile(segments(), device="cpu", precision="fp32")
     with pytest.raises(ValueError, match=r"segment 'b': got the buffers \['counts'\].*expected \['count'\]"):

@@ -121,6 +121,11 @@ class Manifest:
         """The parameters by name."""
         return {x.name: x for x in self.parameters}
 
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """The names of modules' buffers that forward changes."""
+        return frozenset(x.name for x in self.parameters if BUFFER in x.pieces)
+
     def tensor(self, piece: StateSlice) -> TensorInfo:
         """The tensor that a piece lies in."""
         return self.shards[piece.shard].by_name[piece.tensor]
@@ -193,7 +198,9 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: 
                 f"{name!r} is {'trained' if entry.trainable else 'frozen'} in it, not in the model (if that is "
                 "meant, zfunc.load(..., strict=False))"
             )
-    flaws += [f"it has {name!r}, which the model does not have" for name in unknown]
+    for name in unknown:
+        now = " now (if its module is in eval mode, zfunc.load(..., strict=False))"
+        flaws.append(f"it has {name!r}, which the model does not have{now * (name in manifest.buffers)}")
     if flaws:
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
         raise CheckpointError(

@@ -15,15 +15,17 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     """The unscaled L2 norm of the whole gradient, and that of every parameter's where they are asked for.
 
     The squares of buckets and ranks are added part by part, without rounding, so how the gradient was cut into
-    buckets and slices changes no bit of the norm.
+    buckets and slices changes no bit of a norm.
     """
     _wait_for_copies(step)
     rows = torch.cat([mem[r].view(-1, SUM_PARTS) for r in op.reads])  # of buckets, or of parameters
-    own = [math.fsum(row) for row in rows.tolist()] if op.touches("norms") else []
-    sums = step.ranks.sums([*rows.sum(0).tolist(), *own])
-    mem[op.write("norm")] = math.sqrt(math.fsum(sums[:SUM_PARTS])) / step.loss_scale
+    if not op.touches("norms"):
+        rows = rows.sum(0, keepdim=True)
+    sums = torch.tensor(step.ranks.sums(rows.flatten().tolist()), dtype=torch.float64, device="cpu")
+    rows = sums.view(-1, SUM_PARTS)
+    mem[op.write("norm")] = math.sqrt(math.fsum(rows.sum(0).tolist())) / step.loss_scale
     if op.touches("norms"):
-        mem[op.write("norms")] = [math.sqrt(x) / step.loss_scale for x in sums[SUM_PARTS:]]
+        mem[op.write("norms")] = [math.sqrt(math.fsum(row)) / step.loss_scale for row in rows.tolist()]
 
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:

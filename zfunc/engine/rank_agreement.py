@@ -48,6 +48,7 @@ def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Ba
         f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
         f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
         f"clip_norm {program.settings.clip_norm}",
+        f"ema {program.settings.ema}, sync_buffers {program.settings.sync_buffers}",
         f"auxiliary outputs {shaped.spec.aux}",
         f"precision {program.settings.precision}, recompute {program.settings.recompute}",
     ]

@@ -4,7 +4,6 @@ Only the slices that this rank keeps are read, directly into its buffers where t
 optimizer converts a bounded part at a time.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
@@ -30,8 +29,6 @@ from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
-log = logging.getLogger("zfunc")
-
 BESIDE = (PENDING, EMA.name)  # kinds of state that no optimizer converts
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 
@@ -44,12 +41,13 @@ def fill_state(
     ranks: RankGroup,
     *,
     strict: bool = True,
-) -> None:
+) -> list[str]:
     """Read what this rank keeps. Trained parameters on the device are not written.
 
     Moving averages that are not there begin as the weights. Unless `strict`, so do trained parameters that were
-    frozen, or whose moments the optimizer cannot read, with moments of 0. Raises CheckpointError, naming file,
-    tensor and offset, for bytes that are not what was written.
+    frozen, or whose moments the optimizer cannot read, with moments of 0: it returns the names of those of which
+    this rank has a slice. Raises CheckpointError, naming file, tensor and offset, for bytes that are not what was
+    written.
     """
     manifest, world = checkpoint.manifest, ranks.world
     trained = {x.name for x in manifest.parameters if x.trainable}
@@ -67,25 +65,23 @@ def fill_state(
     begun: list[str] = []
     with CheckpointReader(checkpoint) as reader:
         for (b, name), kinds in groupby(changed, key=lambda x: (x.bucket, x.parameter)):
-            slices, bucket = {x.kind: x for x in kinds}, layout.buckets[b]
-            if name in trained and _convert(reader, slices, buffers, bucket, optimizer, strict=strict):
+            by_kind, bucket = {x.kind: x for x in kinds}, layout.buckets[b]
+            if name in trained and _convert(reader, by_kind, buffers, bucket, optimizer, strict=strict):
                 continue
-            _begin(reader, slices, buffers)
+            _begin(reader, by_kind, buffers)
             begun.append(name)
         for x in frozen:
             for start, stop in _parts(x) if x.parameter in trained else ():
                 part = slice_memory(buffers, x)[start - x.start : stop - x.start]
                 part.copy_(_weights(reader, x.parameter, start, stop))
-        for _, own in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
+        for _, slices in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
             # Of what is on the disk, one bucket is in memory at a time.
-            _fill_all(reader, buffers, own)
+            _fill_all(reader, buffers, slices)
         if averages:
             begin_averages(buffers, layout)
             stored = (x for x in averages if EMA.name in manifest.by_name[x.parameter].pieces)
             _fill_all(reader, buffers, stored)
-    if begun and not ranks.rank:
-        more = f" and {len(begun) - 3} more" if begun[3:] else ""
-        log.warning("load: the moments of %s%s begin at 0", ", ".join(map(repr, begun[:3])), more)
+    return begun
 
 
 def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:

@@ -27,6 +27,7 @@ from zfunc.core.layout import Parameter
 from zfunc.core.recipes import checkpoint
 from zfunc.engine.flush import make_deferred_update, state_memory, step_context
 from zfunc.engine.init import allocate_state
+from zfunc.engine.module_buffers import copy_buffers
 from zfunc.engine.program import (
     Program,
     check_program,
@@ -136,7 +137,8 @@ def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True)
     Unless `strict`, the program may train other parameters of the same model, and with another optimizer: where a
     parameter is trained in both and its optimizer can read the saved moments, they are kept. Others begin with
     their weights and moments of 0, which is logged. The step count goes on: Adam corrects the bias of a moment that
-    begins later as if it had begun with the training, so let the learning rate of such parameters warm up.
+    begins later as if it had begun with the training, so let the learning rate of such parameters warm up. A module
+    may be in eval mode from now on, with the statistics that were saved, or no longer be.
 
     Raises CheckpointError, on every rank, for another model, and for damage with file, tensor and offset;
     OutOfMemory before anything is allocated; ValueError for a swap space if not `strict`.
@@ -173,7 +175,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
         buffers = buffers or all_or_none(ranks, partial(allocate_state, program, "load"))
         fill = partial(_fill, program, buffers, checkpoint, strict=strict)
         try:
-            all_or_none(ranks, fill)
+            begun = all_or_none(ranks, fill)
         except CheckpointError as error:
             damaged.append(str(error))
             continue
@@ -181,6 +183,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
         send_parameters(buffers, program.layout, ranks)
         manifest = checkpoint.manifest
+        _log_begun(begun, ranks)
         _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
         state = state_at(manifest.position, manifest.optimizer, buffers, program)
         commit_state(program, state, manifest.extra)
@@ -189,16 +192,16 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
     raise CheckpointError("; ".join(damaged))
 
 
-def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> None:
-    fill_state(buffers, program.layout, program.optimizer, checkpoint, program.ranks, strict=strict)
-    fill_buffers(
-        checkpoint,
-        {
-            f"{segment.name}.{short}": t
-            for s, segment in enumerate(program.segments)
-            for short, t in module_buffers(program, buffers, s).items()
-        },
-    )
+def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
+    """Returns what `fill_state` does."""
+    saved = checkpoint.manifest.buffers
+    for s, segment in enumerate(program.segments):
+        into = module_buffers(program, buffers, s)
+        copy_buffers(into, segment.buffers)
+        fill_buffers(
+            checkpoint, {x: t for short, t in into.items() if (x := f"{segment.name}.{short}") in saved}
+        )
+    return fill_state(buffers, program.layout, program.optimizer, checkpoint, program.ranks, strict=strict)
 
 
 def _resume_swap(program: Program) -> Restored:
@@ -232,12 +235,22 @@ def _folders(path: Path, ranks: RankGroup) -> list[Path]:
 def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
     checkpoint = checkpoints.open_checkpoint(folder)
     try:
-        parameters = [x for s in program.segments for x in (*s.parameters, *buffers_of(s))]
-        check_model(checkpoint.manifest, parameters, strict=strict)
+        own = [x for s in program.segments for x in buffers_of(s)]
+        if not strict:  # they may be constants in one of the two
+            own += [Parameter(name, tuple(t.shape), False) for name, t in _constants(program).items()]
+            own = [x for x in own if x.name in checkpoint.manifest.buffers]
+        parameters = [x for s in program.segments for x in s.parameters]
+        check_model(checkpoint.manifest, [*parameters, *own], strict=strict)
+        _check_constants(checkpoint, program)
         _check_pending(checkpoint.manifest, program)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return checkpoint
+
+
+def _constants(program: Program) -> dict[str, torch.Tensor]:
+    """The tensors that are read and never trained, by full name."""
+    return {f"{s.name}.{short}": t for s in program.segments for short, t in s.constants.items()}
 
 
 def buffers_of(segment: Segment) -> list[Parameter]:
@@ -245,6 +258,18 @@ def buffers_of(segment: Segment) -> list[Parameter]:
     return [
         Parameter(f"{segment.name}.{short}", tuple(t.shape), False) for short, t in segment.buffers.items()
     ]
+
+
+def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
+    """What the checkpoint has as changed by forward, and the program as constant, has one value."""
+    for name, t in _constants(program).items():
+        if name in checkpoint.manifest.buffers:
+            fill_buffers(checkpoint, {name: (saved := torch.empty_like(t))})
+            if not torch.equal(saved, t):
+                raise CheckpointError(
+                    f"{name!r}: got other values than those of the module, in which it is constant (eval mode), "
+                    "expected the same: call load_state_dict with those of zfunc.buffers before zfunc.segment"
+                )
 
 
 def _check_pending(manifest: Manifest, program: Program) -> None:
@@ -273,6 +298,14 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
             f"the {len(delayed)} parameters that this program delays. Load it with the delay_from, offload_ratio, "
             "bucket_size and number of ranks it was saved with, then zfunc.flush and save it again"
         )
+
+
+def _log_begun(own: list[str], ranks: RankGroup) -> None:
+    """Name parameters that begin anew; `own` are those of which this rank has a slice."""
+    begun = [*dict.fromkeys(name for text in ranks.texts(json.dumps(own)) for name in json.loads(text))]
+    if begun and not ranks.rank:
+        more = f" and {len(begun) - 3} more" if begun[3:] else ""
+        log.warning("load: the moments of %s%s begin at 0", ", ".join(map(repr, begun[:3])), more)
 
 
 def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, program: Program) -> None:

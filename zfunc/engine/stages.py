@@ -262,15 +262,15 @@ def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
 
 def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
     views = buffer_views(flat, step.calls[s].buffers).values()
-    if step.sync_buffers == "mean":
-        floating = [t for t in views if t.is_floating_point()]
+    floating = [t for t in views if t.is_floating_point()] if step.sync_buffers == "mean" else []
+    if floating:
         total = torch.cat([t.flatten().double() for t in floating])
         step.ranks.all_reduce(total)
         means = (total / step.ranks.world).split([t.numel() for t in floating])
     if step.ranks.rank:
         flat.zero_()  # the sum over ranks is what rank 0 has
     step.ranks.all_reduce(flat)
-    if step.sync_buffers == "mean":
+    if floating:
         for t, mean in zip(floating, means, strict=True):
             t.copy_(mean.view(t.shape))
 
