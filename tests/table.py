@@ -132,6 +132,10 @@ MATRICES: Segments = [
     [Parameter("b", (30, 8), state_format="muon-16bit"), Parameter("c", (8,), group=2)],
     [Parameter("d", (9, 9), state_format="muon-16bit"), evolve(EMBED, state_format="muon-16bit")],
 ]
+MATRICES_APART: Segments = [
+    [Parameter(name, shape, state_format="muon-16bit")]
+    for name, shape in (("a", (9, 8)), ("b", (30, 8)), ("c", (9, 9)))
+]
 CUT: Segments = [
     [evolve(EMBED, state_format="adafactor-16bit"), Parameter("a", (300,))],
     [Parameter("b", (30, 8), state_format="adafactor-16bit"), Parameter("c", (8,), group=2)],
@@ -182,11 +186,9 @@ SPECS: dict[str, StepSpec] = {
     ),
     "two formats, streamed": spec(TWO_FORMATS, params_on="host", send_high_half=True, save=True),
     "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, shadows=1, ema=True),
-    "whole matrices, barrier": spec(
-        MATRICES, micro_batches=2, world=2, barrier=True, host_slots=1, resident={1}
-    ),
+    "whole matrices, barrier": spec(MATRICES_APART, micro_batches=2, world=2, barrier=True, resident={0, 2}),
     "whole matrices, stage 3": spec(
-        MATRICES, stage=3, world=3, params_on="host", send_high_half=True, barrier=True
+        MATRICES, stage=3, world=3, params_on="host", send_high_half=True, barrier=True, host_slots=1
     ),
     "cut by ranks": spec(CUT, send_high_half=True, world=2, resident={0}, save=True, shadows=1),
     "cut by ranks, barrier": spec(CUT, micro_batches=2, world=3, barrier=True, resident={1}, shadows=9),

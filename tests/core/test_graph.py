@@ -123,6 +123,10 @@ DEFERRED = TRAINING["deferred"]
 UPDATES = ("adam", "confirm", "adam_on_device")
 BEGUN = ("momentum", "momentum_on_device")
 MEASURE = "measure", "measure_on_device"
+PASSED_ON = (  # from one part of an update to the next
+    *("host_direction", "direction_shard", "direction_slot"),
+    *("measured", "joined", "measuring", "param_slot"),
+)
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
     st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=max(2, spec.stage)))
@@ -249,6 +253,18 @@ def test_a_host_slot_is_read_before_it_is_overwritten(recipe: Recipe, spec: Step
                 assert r not in full, f"{op.name} overwrites what {full[r]} left"
                 full[r] = op.name
     assert not full
+
+
+@every_graph
+def test_each_part_of_an_update_finds_what_the_part_before_left(graph: Graph) -> None:
+    left: dict[Region, int] = {}  # for which bucket
+    for op in graph:
+        for r in op.reads:
+            if r.buffer.removeprefix("device_") in PASSED_ON:
+                assert left[r] == op.index[-1], f"{op.name} reads what was left for bucket {left[r]}"
+        for r in op.writes:
+            if r.buffer.removeprefix("device_") in PASSED_ON:
+                left[r] = op.index[-1]
 
 
 @of_any_job

@@ -233,8 +233,12 @@ class Regions:
 
     @_once
     def direction_slots(self) -> StagingSlots:
-        """Those on the device and in pinned memory for the directions of whole matrices."""
-        return self._slots_for(self.spec.matrix_buckets, self.spec.updates_ahead)
+        """Those on the device and in pinned memory for the directions of whole matrices.
+
+        Recipes update buckets in different orders. In this one, those of a class are all in a row.
+        """
+        sizes = {b: self.spec.layout.buckets[b].numel for b in self.spec.matrix_buckets}
+        return StagingSlots(sizes, sorted(sizes, key=lambda b: sizes[b]), self.spec.updates_ahead)
 
     @_once
     def _copy_slots(self) -> StagingSlots:
