@@ -45,6 +45,9 @@ FALCON: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+DEEPSEEK_SIZE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+DEEPSEEK_SIZE |= {"moe_intermediate_size": 8, "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8}
+DEEPSEEK_SIZE |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -341,6 +344,7 @@ def test_unsupported_models_are_refused_with_what_to_do() -> None:
             zfunc.hf.segments(model)
 
 
+DEEPSEEK = config("DeepseekV3", **SIZE | DEEPSEEK_SIZE | {"num_hidden_layers": 1, "num_key_value_heads": 4})
 OTHERS: dict[str, Callable[[], Any]] = {
     "Granite": config("Granite", **SIZE, logits_scaling=3.0, embedding_multiplier=2.0),
     "Falcon": config("Falcon", **FALCON),
@@ -355,6 +359,18 @@ def test_any_other_model_is_compared_with_its_segments_first(
     model = transformers.AutoModelForCausalLM.from_config(OTHERS[name]())
     assert_own(perturbed(model), rounding=1e-5)
     assert f"the segments of a {type(model).__name__} have its loss and gradients" in caplog.text
+
+
+@pytest.mark.parametrize("name", [pytest.param("Granite", marks=pytest.mark.slow), "Falcon"])
+def test_a_model_that_does_not_keep_documents_apart_refuses_them(name: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(OTHERS[name]())
+    program = compiled(zfunc.hf.segments(model))
+    batch = zfunc.hf.batch({"input_ids": tokens(), "position_ids": torch.arange(13).expand(4, 13)}, tokens())
+    if name == "Granite":
+        assert zfunc.evaluate(program, zfunc.init(program), batch) > 0
+    else:
+        with pytest.raises(ValueError, match="position_ids of several documents, which a FalconForCausalLM"):
+            zfunc.evaluate(program, zfunc.init(program), batch)
 
 
 ENCODERS: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -506,7 +522,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 @pytest.mark.parametrize(
     ("name", "shards"),
-    [("GPT-2", True), ("Llama", False), ("Gemma 3", True), ("Mixtral", True), ("Qwen3 MoE", False)],
+    [("GPT-2", True), ("GPT-NeoX", False), ("Gemma 3", True), ("Mixtral", True), ("Qwen3 MoE", False)],
 )
 def test_a_folder_gives_its_models_weights_and_logits(name: str, shards: bool, tmp_path: Path) -> None:
     model = random_model(name)
@@ -652,6 +668,21 @@ def test_from_pretrained_loads_a_saved_folder_with_equal_logits(name: str, tmp_p
         assert torch.allclose(model(tokens()).logits, expected, atol=1e-5)
         zfunc.hf.load(out)
     assert sorted(x.name for x in tmp_path.iterdir()) == ["exported", "m", "run", "saved"]
+
+
+def test_buffers_that_transformers_saves_are_read_and_written(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(DEEPSEEK())
+    bias = model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(torch.tensor([3.0, 0.1, 2.0, 0.0]))
+    folder = write(model, tmp_path / "m")
+    program = compiled(zfunc.hf.load(folder)[1])
+    state = zfunc.init(program)
+    expected = model.eval()(tokens()).logits
+    assert torch.allclose(zfunc.apply(program, state, tokens()), expected, atol=1e-5)
+    zfunc.hf.save(tmp_path / "saved", program, state, config=folder)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(saved.model.layers[0].mlp.gate.e_score_correction_bias, bias)
+    with pytest.raises(ValueError, match="^config: got one of a model that saves .*expected its folder"):
+        zfunc.hf.save(tmp_path / "other", program, state, config=model.config)
 
 
 def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> None:

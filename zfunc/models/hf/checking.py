@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment
 from zfunc.models.hf.adapters import base_of
+from zfunc.models.hf.attention import NAME, implementation_for
 from zfunc.models.hf.cutting import Loss, cut_layers
 from zfunc.models.hf.families import LOSS, check_supported, check_transformers, is_tested
 from zfunc.models.hf.recording import BY_HAND
@@ -59,9 +60,9 @@ def cut_model(
     if loss is not None and example is None:
         raise ValueError(f"example: got none with a loss, expected a tiny batch: {LOSS}")
     inputs, targets = (_tokens(base), None) if example is None else (_by_name(base, example[0]), example[1])
-    carries = not is_tested(base) and _carries_input(base, inputs, targets, loss)
+    carries, packs = (False, True) if is_tested(base) else _compare(base, inputs, targets, loss)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
-    return cut_layers(model, inputs, loss, carries_input=carries)
+    return cut_layers(model, inputs, loss, carries_input=carries, packs_documents=packs)
 
 
 def _tokens(model: Any) -> dict[str, Tensor]:
@@ -75,10 +76,11 @@ def _by_name(model: Any, inputs: Any) -> dict[str, Tensor]:
     return dict(inputs) if isinstance(inputs, Mapping) else {model.main_input_name: inputs}
 
 
-def _carries_input(model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None) -> bool:
-    """Whether segments compute what the model does only if they hand on its main input.
+def _compare(model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None) -> tuple[bool, bool]:
+    """Whether segments compute what the model does only if they hand on its main input, and whether they keep the
+    documents of a sequence apart; with a loss of the user's, that is the user's.
 
-    Raises ValueError if they do not in either way.
+    Raises ValueError if they do not compute it in either way.
     """
     name = type(model).__name__
     small = _small(model)
@@ -90,11 +92,31 @@ def _carries_input(model: Any, inputs: dict[str, Tensor], targets: Any, loss: Lo
         difference = _difference(small, inputs, targets, loss, carries)
         if not difference:
             log.info("hf: the segments of a %s have its loss and gradients on a tiny batch", name)
-            return carries
+            return carries, loss is not None or _keeps_documents_apart(small, inputs["input_ids"], carries)
     raise ValueError(
         f"model: got a {name} that computes something else in segments ({difference}), expected the same loss and "
         f"gradients: {BY_HAND}"
     )
+
+
+def _keeps_documents_apart(model: Any, ids: Tensor, carries: bool) -> bool:
+    """Whether a document has the same logits after another as alone."""
+    if implementation_for(model) != NAME:
+        return False  # the model looks for documents itself, if it does, which reads data
+    segments = cut_layers(model, {"input_ids": ids}, None, carries_input=carries)
+    named, length = dict(model.named_parameters()), ids.shape[1]
+    positions = torch.arange(length).expand_as(ids)
+    x: Any = {"input_ids": ids.flatten()[None], "position_ids": positions.flatten()[None]}
+    try:
+        with torch.no_grad():
+            alone = model(input_ids=ids[-1:]).logits
+            for s in segments:
+                x = s.evaluation(
+                    {**{short: named[full] for short, full in s.by_short.items()}, **s.constants}, x
+                )
+    except (TypeError, ValueError, RuntimeError):  # it takes no positions
+        return False
+    return torch.allclose(x[:, -length:], alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()))
 
 
 def _small(model: Any) -> Any:

@@ -29,19 +29,25 @@ _Memo = dict[int, Any]
 
 
 def cut_layers(
-    model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, carries_input: bool = False
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    loss: Loss | None,
+    *,
+    carries_input: bool = False,
+    packs_documents: bool = True,
 ) -> tuple[Segment, ...]:
     """Embeddings, one segment for each layer, and what follows them with the loss; inputs are such as `inputs`.
 
-    With `carries_input` segments hand on the main input, for models whose layers depend on its values. Raises
-    ValueError for a model in which no layers are found.
+    With `carries_input` segments hand on the main input, for models whose layers depend on its values; without
+    `packs_documents` they refuse several documents in a sequence. Raises ValueError for a model in which no layers
+    are found.
     """
     register()
     base = base_of(model)
     configs = _Configs(implementation_for(base))
     with FakeTensorMode():
         recording = record(base, _shadow(base, configs), inputs)
-    recording = evolve(recording, call=evolve(recording.call, carries=carries_input))
+    recording = evolve(recording, call=evolve(recording.call, carries=carries_input, packs=packs_documents))
     cutter = _Cutter(base, recording, configs, _names(base), base.get_submodule(recording.layers))
     names = _names(model)
     unused = {names[id(p)] for name, p in base.named_parameters() if name in cutter.unused}
@@ -245,7 +251,7 @@ def _segment(
     name: str, part: nn.Module, model: Any, names: dict[int, str], earlier: set[str], unused: set[str]
 ) -> Segment:
     """`part` as a segment, its parameters under the model's names; it shares those of `earlier` segments."""
-    constants = _take_buffers(part)
+    constants = _take_buffers(part, model)
     result = segment(name, part)
     full = {p.name: names.get(id(result.origins[p.name]), p.name) for p in result.parameters}
     owned = {full[p.name]: short for p, short in zip(result.parameters, result.short, strict=True)}
@@ -271,24 +277,31 @@ def _segment(
     )
 
 
-def _take_buffers(part: nn.Module) -> Values:
+def _take_buffers(part: nn.Module, model: Any) -> Values:
     """Remove the buffers, and return their values by name, on the CPU; those on meta are computed."""
     values: Values = {}
     for prefix, module in part.named_modules():
         for name, t in [*module._buffers.items()]:
             if t is not None:
-                values[f"{prefix}.{name}"] = _compute_buffer(module, name) if t.is_meta else t.detach().cpu()
+                value = _compute_buffer(module, name, model) if t.is_meta else t.detach().cpu()
+                values[f"{prefix}.{name}"] = value
                 module._buffers[name] = None
     return values
 
 
-def _compute_buffer(module: Any, name: str) -> Tensor:
+def _compute_buffer(module: Any, name: str, model: Any) -> Tensor:
     """The value of a buffer on meta, from the module's config."""
     with torch.device("cpu"):
         if name == "embed_scale":
             return torch.tensor(module.scalar_embed_scale)
         if hasattr(module, "rope_type"):
             return dict(type(module)(config=module.config.config).named_buffers())[name]
+        if name in module.state_dict():  # not computed, but saved
+            real = copy.deepcopy(module).to_empty(device="cpu")
+            real._buffers[name].fill_(float("nan"))
+            base_of(model)._init_weights(real)
+            if not real._buffers[name].isnan().any():
+                return real._buffers[name]
     raise ValueError(
         f"model: got a {type(module).__name__} on the meta device whose buffer {name!r} cannot be computed, "
         "expected rotary positions or an embedding's scale: make the model on the CPU"

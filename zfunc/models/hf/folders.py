@@ -23,14 +23,15 @@ from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.program import Program, check_state
+from zfunc.engine.segment import Values
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
 from zfunc.models.hf.families import check_transformers
-from zfunc.models.hf.weights import SINGLE, empty_model, read_config
+from zfunc.models.hf.weights import SINGLE, empty_model, read_buffers, read_config
 from zfunc.options import one_of
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
 KEPT = (  # copied from the folder of the config
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -69,7 +70,7 @@ def export_folder(
     entries, step = checkpoint.manifest.parameters, checkpoint.manifest.position.step
     shapes = {x.name: x.shape for x in entries}
     folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only)
-    if folder.adapted is None:
+    if folder.adapted is None and not folder.buffers:
         try:
             done = export_weights(checkpoint.path, folder.partial / SINGLE, dtype=dtype, ema=ema)
             folder.publish()
@@ -140,6 +141,7 @@ class _Folder:
     shapes: dict[str, tuple[int, ...]]  # of the tensors to write, by name
     dtype: Precision
     adapted: AdaptedWeights | None
+    buffers: Values  # copied from the files of the model
 
     @classmethod
     def begin(
@@ -179,12 +181,13 @@ class _Folder:
             adapted = AdaptedWeights.of(model, lora, trained, adapter_only=adapter_only)
         own = {name: tuple(p.shape) for name, p in model.named_parameters()}
         _check_trained(trained, own if adapted is None else adapted.expected)
+        buffers = {} if adapter_only else read_buffers(model, origin)
         partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
         with disk.os_errors_as(
             partial, "making a folder (of another export that is writing it, or was killed?)"
         ):
             partial.mkdir()
-        result = cls(out, partial, own if adapted is None else adapted.shapes, dtype, adapted)
+        result = cls(out, partial, own if adapted is None else adapted.shapes, dtype, adapted, buffers)
         try:
             with disk.os_errors_as(partial, "copying a model's small files"):
                 if adapted is not None and adapter_only:
@@ -248,6 +251,10 @@ class _Saving:
             alone = folder.adapted is not None and folder.adapted.adapter_only
             stored = DTYPES[folder.dtype].safetensors
             tensors = [TensorInfo(name, stored, shape) for name, shape in folder.shapes.items()]
+            tensors += [
+                TensorInfo(name, SAFETENSORS_TYPES[t.dtype], tuple(t.shape))
+                for name, t in folder.buffers.items()
+            ]
             metadata = {"format": "pt", "step": str(step)}
             path = folder.partial / (ADAPTER if alone else SINGLE)
             return cls(folder, create_shard(path, tensors, metadata=metadata))
@@ -276,6 +283,8 @@ class _Saving:
     def finish(self) -> None:
         if self.failure is not None:
             raise self.failure
+        for name, t in self.folder.buffers.items():
+            self.writer.write_at(name, 0, as_bytes(t.flatten()))
         self.writer.finish()
         self.folder.publish()
 

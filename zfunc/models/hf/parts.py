@@ -99,6 +99,7 @@ class Call:
     past: bool  # whether it takes `past_key_values`
     replaced: bool  # whether its attention and masks are zfunc's
     carries: bool = False  # whether segments need the values of the main input
+    packs: bool = True  # whether layers keep the documents of a sequence apart
 
     def inputs(self, x: Tensor, carried: Mapping[str, Tensor], past: PastTokens) -> dict[str, Any]:
         """Arguments for hidden states `x`; a main input that is not carried is zeros, as only its shape matters."""
@@ -153,6 +154,11 @@ class EmbedPart(_Part):
         given = dict(inputs) if isinstance(inputs, dict) else {call.main: inputs}
         main = given[call.main]
         carried = {k: t for k, t in given.items() if call.carries or k != call.main}
+        if not call.packs and "position_ids" in given:
+            raise ValueError(
+                f"got position_ids of several documents, which a {type(self.model).__name__} does not keep apart, "
+                "expected input_ids alone: use --packing stream, or a document a row"
+            )
         past = PastTokens()
         if call.tokens:
             first = 0 if cache is None else cache.advanced(main.shape[-1])

@@ -7,8 +7,8 @@ memory once.
 
 import logging
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,9 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     stored = _stored(folder)
     places = _places(model, stored)
     log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
+    for name, t in _stored_buffers(model, stored).items():
+        owner, _, short = name.rpartition(".")
+        model.get_submodule(owner)._buffers[short] = t
     if lora is not None:
         own = {id(p): name for name, p in model.named_parameters()}
         model = adapt(model, lora)
@@ -185,14 +188,14 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
     A file may be of the model without its head: then names lack the base model's prefix.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    names = known_names(model)
+    names, renamed, buffers = known_names(model), _renamings(model), _saved_buffers(model)
     places: dict[str, list[StoredTensor]] = {name: [] for name in shapes}
     for t in stored:
-        owner, piece = (t.name, None) if t.name in names else _merged(t.name)
+        owner, piece = (t.name, None) if t.name in names else _merged(renamed(t.name))
         if (name := names.get(owner)) is not None:
             _check(t, name, shapes[name] if piece is None else _of_piece(shapes[name], owner))
             places[name].append(evolve(t, piece=piece))
-        elif not _BUFFERS.search(t.name):
+        elif owner not in buffers and not _BUFFERS.search(t.name):
             hint = did_you_mean(t.name, [x for x in shapes if not places[x]])
             raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {_NEXT}")
     for name, parts in places.items():
@@ -208,9 +211,45 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
     return places
 
 
+def read_buffers(model: Any, folder: Path | None) -> Values:
+    """The buffers of a model that are in the files of its folder, by name; most models have none.
+
+    Raises ValueError for one that has, without a folder.
+    """
+    buffers = _saved_buffers(model)
+    if buffers and folder is None:
+        raise ValueError(
+            f"config: got one of a model that saves {min(buffers)!r}, which is not trained, expected its folder: "
+            "the values are copied from there"
+        )
+    return _stored_buffers(model, _stored(folder)) if buffers and folder else {}
+
+
+def _stored_buffers(model: Any, stored: list[StoredTensor]) -> Values:
+    buffers, renamed = _saved_buffers(model), _renamings(model)
+    found = {renamed(t.name): t for t in stored if renamed(t.name) in buffers}
+    for name, t in found.items():
+        _check(t, name, tuple(buffers[name].shape))
+    return {name: _tensor(name, [t]).clone() for name, t in found.items()}
+
+
+def _saved_buffers(model: Any) -> Values:
+    """The buffers that `save_pretrained` writes, such as the bias of DeepSeek-V3's routers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: t for name, t in model.state_dict().items() if name not in parameters}
+
+
+def _renamings(model: Any) -> Callable[[str], str]:
+    """The name that a tensor of a file has in the model, where transformers has renamed modules since."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [x for x in get_model_conversion_mapping(model) if isinstance(x, WeightRenaming)]
+    return lambda name: reduce(lambda x, renaming: renaming.rename_source_key(x)[0], renamings, name)
+
+
 def _merged(name: str) -> tuple[str, tuple[int, int] | None]:
     """The parameter that a tensor of one expert is a piece of, where each has its own tensors in files."""
-    name = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
     if (match := _EXPERT.fullmatch(name)) is None:
         return name, None
     half = _HALVES.get(match[3])
