@@ -36,9 +36,8 @@ from benchmarks.large import GIB, config_of
 from benchmarks.machine import write
 from benchmarks.streaming import batch_of
 from zfunc.core.graph import Tier
-from zfunc.core.memory_model import Peak
+from zfunc.core.memory_model import Peak, initial_memory
 from zfunc.core.timeline import Timeline
-from zfunc.engine.init import initial_memory
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
@@ -95,7 +94,7 @@ def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps
         "disk_bytes": planned["disk"].nbytes,
         "lanes": len(shaped.plan.lanes),
         "planned_bytes": {
-            "init": max(in_memory(initial_memory(program)), in_memory(planned)),
+            "init": max(in_memory(initial_memory(program.spec)), in_memory(planned)),
             "steps": in_memory(planned),
         },
         "peak_bytes": {"init": at_init, "steps": peak},

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from small_models import tied_gpt
+from small_models import Loss, tied_gpt
+from torch import nn
 
 import zfunc
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
+from zfunc.core.memory_model import initial_memory
 from zfunc.engine.program import Program
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
@@ -127,6 +129,21 @@ def test_what_fits_is_told_by_the_hardwares_memory() -> None:
         for memory, fits in (({tier: nbytes}, True), ({tier: nbytes - 1}, False)):
             p = planned(hardware=evolve(ROUND, memory=memory))
             assert (p.fits, set(p.step.lacking)) == (fits, set() if fits else {tier})
+
+
+def test_what_fits_has_room_for_the_initial_values_of_a_segment_beside_the_state() -> None:
+    """Those of a model in one segment take more than a step stages of its small buckets."""
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    model = [zfunc.segment("all", layers), zfunc.segment("loss", Loss(64))]
+    step = planned(model, (torch.ones(2, 64), torch.ones(2)), hardware=ROUND)
+    first = initial_memory(step.step.spec)
+    room = first["host"].nbytes + first["pinned"].nbytes
+    assert room > step.memory["host"] + step.memory["pinned"]
+    for nbytes, lacking in ((room, {}), (room - 1, {"host": 1})):
+        p = evolve(step, step=evolve(step.step, hardware=evolve(ROUND, memory={"host": nbytes})))
+        p = evolve(p, hardware=p.step.hardware)
+        assert (p.step.fits, p.fits, p.lacking) == (True, not lacking, lacking)
+        assert ("it fits" in str(p), "init does not" in str(p)) == (not lacking, bool(lacking))
 
 
 def test_what_is_advised_does_what_it_says() -> None:

@@ -15,7 +15,8 @@ from attrs import field, frozen
 from zfunc.core.graph import TIERS, Graph, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.plan import Plan
-from zfunc.core.spec import ALLOCATION
+from zfunc.core.regions import Regions
+from zfunc.core.spec import ALLOCATION, StepSpec
 
 Moment = tuple[int, int]  # of a lane: its number, and how many of its operations have started
 
@@ -35,6 +36,24 @@ class Peak:
     def nbytes(self) -> int:
         """The peak in bytes."""
         return self.kept + self.transient
+
+
+def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
+    """The peaks of `init` while it fills the State: with the initial values of one segment, in fp32.
+
+    Of a state on the disk one bucket is in memory. The staging is allocated afterwards.
+    """
+    kept = Counter[Tier]()
+    for r in Regions(spec).state():
+        kept[r.tier] += r.nbytes
+    values = [4 * sum(p.numel for p in own) for own in spec.layout.parameters]
+    largest = max(range(len(values)), key=lambda s: values[s])
+    opened = 0
+    if spec.swaps:
+        buckets = (*spec.offloaded, *(bucket.index for bucket in spec.layout.frozen_buckets))
+        opened = max((spec.extent(b).nbytes for b in buckets), default=0)
+    host = Peak("host", kept["host"], values[largest] + opened, f"the initial values of segment {largest}")
+    return {tier: host if tier == "host" else Peak(tier, kept[tier], 0, "") for tier in TIERS}
 
 
 def peak_memory(plan: Plan) -> dict[Tier, Peak]:

@@ -3,21 +3,15 @@
 Initial values depend on the seed, the segments and `params`, never on the layout or the ranks.
 """
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.core.graph import TIERS, Tier
 from zfunc.core.layout import Layout, Span
-from zfunc.core.memory_model import Peak, peak_memory
-from zfunc.core.regions import Regions
-from zfunc.engine.disk_memory import extents_of
+from zfunc.core.memory_model import initial_memory, peak_memory
 from zfunc.engine.module_buffers import copy_buffers
 from zfunc.engine.program import (
     Program,
@@ -61,29 +55,12 @@ def init(
     of_type("init: loss_scale", loss_scale, LossScale | None, "a zfunc.LossScale or None: pass one")
     params = dict(params or {})
     _check_params(program, params)
-    check_memory(program, initial_memory(program), action="init")
+    check_memory(program, initial_memory(program.spec), action="init")
     with on_compute_stream(program):
         state = _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
         commit_state(program, state)
         allocate_on_all(program, partial(staging_buffers, program))  # after the initial values are gone
         return state
-
-
-def initial_memory(program: Program) -> dict[Tier, Peak]:
-    """The peaks of `init` while it fills the State: with the initial values of one segment, in fp32.
-
-    Of a state on the disk one bucket is in memory. The staging is allocated afterwards.
-    """
-    spec = program.spec
-    kept = Counter[Tier]()
-    for r in Regions(spec).state():
-        kept[r.tier] += r.nbytes
-    values = {s.name: 4 * sum(math.prod(p.shape) for p in s.parameters) for s in program.segments}
-    largest = max(values, key=lambda name: values[name])
-    opened = max((x.nbytes for x in extents_of(spec).values()), default=0) if spec.swaps else 0
-    peaks = {tier: Peak(tier, kept[tier], 0, "") for tier in TIERS}
-    host = evolve(peaks["host"], transient=values[largest] + opened, op=f"the initial values of {largest!r}")
-    return {**peaks, "host": host}
 
 
 def _initialized(

@@ -13,6 +13,7 @@ from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critica
 from zfunc.core.display import html_table
 from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import initial_memory
 from zfunc.core.plan import Plan
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.timeline import Timeline
@@ -63,14 +64,21 @@ class Planned:
         return report_html(self)
 
     def __repr__(self) -> str:
-        answer = "fits" if self.fits else f"does not fit: {shortage_text(self.step.lacking)}"
+        answer = "fits" if self.fits else f"does not fit: {shortage_text(self.lacking)}"
         speed = f"a step takes {format_seconds(self.step_seconds)}, {self.tokens_per_second:,.0f} tokens/s"
         return f"Planned({answer} on {self.hardware.name}; {speed}; bound by {self.bound})"
 
     @property
     def fits(self) -> bool:
-        """Whether it fits on every tier of the hardware."""
-        return self.step.fits
+        """Whether a step and `init` fit on every tier of the hardware."""
+        return not self.lacking
+
+    @property
+    def lacking(self) -> dict[Tier, int]:
+        """The bytes that do not fit, by tier; of `init` where a step fits."""
+        peaks = initial_memory(self.step.spec).items()
+        initial: dict[Tier, int] = {tier: peak.nbytes for tier, peak in peaks}
+        return self.step.lacking or self.hardware.lacking(initial)
 
     @property
     def step_seconds(self) -> float:
@@ -158,7 +166,7 @@ class Planned:
         return self.step.timeline
 
     def _repr_html_(self) -> str:
-        head = f"{self.hardware.name}: {'fits' if self.fits else shortage_text(self.step.lacking)}"
+        head = f"{self.hardware.name}: {'fits' if self.fits else shortage_text(self.lacking)}"
         rows: list[tuple[str, str]] = [
             ("a step takes", format_seconds(self.step_seconds)),
             ("tokens/s", f"{self.tokens_per_second:,.0f}"),
@@ -279,7 +287,7 @@ def _as_options(p: Planned) -> list[str]:
 
 
 def _memory(p: Planned) -> Iterator[str]:
-    yield "it fits" if p.fits else f"it does not fit: {shortage_text(p.step.lacking)}"
+    yield "it fits" if p.fits else f"it does not fit: {shortage_text(p.lacking)}"
     yield f"  {'':7}{'needed':>13}{'available':>14}{'':>8}  most of it, at the peak"
     for tier in TIERS:
         capacity = p.hardware.memory.get("host" if tier == "pinned" else tier)
@@ -290,6 +298,8 @@ def _memory(p: Planned) -> Iterator[str]:
         parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in large[:LARGEST])
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
         yield f"  {tier:7}{format_bytes(p.memory[tier]):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
+    if p.step.fits and not p.fits:
+        yield f"  a step fits, init does not: it has {initial_memory(p.step.spec)['host'].op} beside the state"
 
 
 def _of_capacity(p: Planned, tier: Tier) -> int:
@@ -340,9 +350,9 @@ def _disk(p: Planned) -> Iterator[str]:
 
 def _suggestions(p: Planned) -> Iterator[str]:
     if not p.suggestions:
-        yield "no change of one setting that was tried makes it " + ("faster" if p.fits else "fit")
+        yield "no change of one setting that was tried makes it " + ("faster" if p.step.fits else "fit")
         return
-    yield "to make it faster, each planned alone:" if p.fits else "to make it fit, each planned:"
+    yield "to make it faster, each planned alone:" if p.step.fits else "to make it fit, each planned:"
     yield from (f"  {as_flags(suggestion)}" for suggestion in p.suggestions)
 
 

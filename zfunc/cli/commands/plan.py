@@ -237,7 +237,7 @@ def as_json(answer: PlannedModel) -> str:
         "lanes": p.lanes,
         "bound": p.bound,
         "advice": [as_flags(suggestion) for suggestion in p.suggestions],
-        "lacking": p.step.lacking,
+        "lacking": p.lacking,
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},
         "parameters": answer.model.parameters,
         "num_layers": answer.model.num_layers,
