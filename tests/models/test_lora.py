@@ -204,6 +204,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "got the adapters default, other, expected one": lambda: zfunc.hf.segments(two_adapters()),
     "with merged or disabled adapters": lambda: zfunc.hf.segments(merged()),
+    r"got adapters of tensors in .*gate_proj', which are no modules": lambda: zfunc.hf.segments(
+        peft.get_peft_model(base(), peft.LoraConfig(target_parameters=["mlp.gate_proj.weight"]))
+    ),
     "got adapters of peft with IA3, expected LoRA alone": lambda: zfunc.hf.segments(
         peft.get_peft_model(base(), peft.IA3Config(task_type="CAUSAL_LM"))
     ),

@@ -190,7 +190,13 @@ def spec_of(
 def _checked_segments(segments: Sequence[Segment] | nn.Sequential) -> tuple[Segment, ...]:
     if isinstance(segments, nn.Sequential):
         segments = segments_of_sequential(segments)
-    of_type("segments", segments, Iterable, "a list of Segments: pass [segment, ...]")
+    of_type(
+        "segments",
+        segments,
+        Iterable,
+        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a model of "
+        "transformers zfunc.hf.segments(model)",
+    )
     segments = tuple(segments)
     if not segments:
         raise ValueError(

@@ -70,6 +70,7 @@ def base_of(model: Any) -> Any:
         )
     (config,) = model.peft_config.values()
     _check_config(config)
+    _check_layers(model)
     for name, layer in _lora_layers(model):
         if layer.merged or layer.disable_adapters:
             raise ValueError(
@@ -95,16 +96,19 @@ def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
         )
     _check_config(config)
     config.inference_mode = False  # as peft saves it
+    given = config.target_modules  # peft changes it, and the model
+    linear = sorted({x.rpartition(".")[2] for x, m in model.named_modules() if _is_linear(m)})
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft calls what transformers deprecates
-            return get_peft_model(model, config, adapter_name=name)
+            adapted = get_peft_model(model, config, adapter_name=name)
     except ValueError as error:  # peft's own, of a model that it has no default for, or without such modules
-        linear = sorted({x.rpartition(".")[2] for x, m in model.named_modules() if _is_linear(m)})
         raise ValueError(
-            f"lora: got target_modules={config.target_modules}, expected ends of names of modules, such as "
+            f"lora: got target_modules={given!r}, expected ends of names of modules, such as "
             f"{', '.join(linear)}, or 'all-linear' ({error})"
         ) from error
+    _check_layers(adapted)
+    return adapted
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -115,6 +119,17 @@ def _check_config(config: Any) -> None:
     if config.peft_type != "LORA" or config.trainable_token_indices:
         kind = "trainable_token_indices" if config.peft_type == "LORA" else config.peft_type.value
         raise ValueError(f"model: got adapters of peft with {kind}, expected LoRA alone: use peft.LoraConfig")
+
+
+def _check_layers(model: Any) -> None:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for name, layer in _lora_layers(model):
+        if isinstance(layer, ParamWrapper):
+            raise ValueError(
+                f"lora: got adapters of tensors in {name!r}, which are no modules, expected adapters of linear "
+                "layers: leave target_parameters out, and name modules outside experts, such as those of attention"
+            )
 
 
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
