@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from attrs import evolve
 from table import SPECS
+from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.ops import OpBuilder
@@ -30,7 +32,7 @@ def generator(graph: Graph) -> Iterator[Any]:
     yield build(graph, {"all": EVERY})
 
 
-SCHEDULES: dict[str, tuple[Callable[[Graph], Any], str]] = {
+SCHEDULES: dict[str, tuple[Any, str]] = {
     "no return": (
         without_return,
         "got None from .*without_return.*return zfunc.*function without return gives",
@@ -39,6 +41,8 @@ SCHEDULES: dict[str, tuple[Callable[[Graph], Any], str]] = {
     "a list": (lambda graph: list(graph), "got .* expected a Plan: return zfunc.core.plan.build"),
     "the lanes": (lambda _: {"all": EVERY}, r"got {'all': range\(.* expected a Plan: return zfunc.core.plan"),
     "yield": (generator, "got <generator.*a function with yield gives a generator"),
+    "the name of one": ("Overlapped", r"got 'Overlapped', expected a function.*schedules\.Overlapped\(\)"),
+    "its class": (Overlapped, r"got <class .* or an object such as zfunc\.schedules\.Overlapped\(\)"),
     "names": (
         lambda g: build(g, {"all": [op.name for op in g]}),
         r"got \['load.* as integers.*graph.position",
@@ -125,3 +129,13 @@ def test_what_is_no_plan_is_refused_where_a_plan_is_checked_or_simulated(
 ) -> None:
     with pytest.raises(PlanError, match=re.escape("got None, expected a Plan: return zfunc.core.plan.build")):
         function(None)
+
+
+def test_a_spec_with_costs_of_other_segments_and_hardware_by_its_name_are_refused() -> None:
+    for name in ("costs", "recompute"):
+        with pytest.raises(ValueError, match=f"{name}: got 0, expected 1, one for each segment"):
+            evolve(SPEC, **{name: ()})
+    with pytest.raises(
+        TypeError, match=r"simulate: hardware: got a str, expected .*load_profile\('rtx4090'\)"
+    ):
+        simulate(plan_with(Overlapped(), GRAPH), "rtx4090")  # type: ignore[arg-type]

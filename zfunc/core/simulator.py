@@ -22,6 +22,7 @@ from zfunc.core.graph import KINDS, Graph, Kind, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, check_is_plan, topological_order
 from zfunc.core.timeline import Event, Timeline
+from zfunc.values import of_type
 
 
 def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | None = None) -> Timeline:
@@ -37,6 +38,8 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
     0.01001
     """
     check_is_plan(plan)
+    hint = "pass such as zfunc.planner.profile_toml.load_profile('rtx4090').hardware('bf16', 1)"
+    of_type("simulate: hardware", hardware, Hardware, f"a zfunc.core.hardware.Hardware: {hint}")
     alone = seconds_alone(plan.graph, hardware) if alone is None else alone
     run = _Run(plan, alone, hardware.handoff, Speeds(hardware))
     for lane in range(len(plan.lanes)):

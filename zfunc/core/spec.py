@@ -144,6 +144,13 @@ class StepSpec:
                 "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
             )
 
+        for name, given in (("costs", self.costs), ("recompute", self.recompute)):
+            if len(given) != (count := len(self.layout.segments)):
+                raise ValueError(
+                    f"{name}: got {len(given)}, expected {count}, one for each segment of the layout: "
+                    "pass (x,) * len(layout.segments) for equal ones"
+                )
+
     @resident.validator  # pyright: ignore
     def _check_resident(self, _: object, resident: frozenset[int]) -> None:
         if unknown := resident - set(range(len(self.layout.buckets))):

@@ -16,6 +16,11 @@ from zfunc.errors import PlanError
 
 def plan_with(schedule: Schedule, graph: Graph) -> Plan:
     """The plan that a schedule makes of `graph`, verified. Raises PlanError for a wrong one, or none."""
+    if isinstance(schedule, type) or not callable(schedule):
+        raise PlanError(
+            f"schedule: got {schedule!r:.200}, expected a function Graph -> Plan: pass one, or an object such as "
+            "zfunc.schedules.Overlapped()"
+        )
     plan = schedule(graph)
     check_is_plan(plan, f" from {schedule!r:.200}")
     verify(plan)
