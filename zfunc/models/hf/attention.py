@@ -99,6 +99,9 @@ class PastTokens:
         """Append those of new tokens. Returns all."""
         return (keys, values) if self.cache is None else self.cache.extended(keys, values)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"it asks its cache for {name}, which has keys and values alone")
+
 
 def make_mask(
     batch_size: int,
