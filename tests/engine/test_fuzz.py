@@ -5,7 +5,9 @@ import fuzz_models
 import pytest
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 16))]
+)
 def test_a_random_model_trains_as_plain_pytorch_does(seed: int) -> None:
     fuzz.run(fuzz.case(seed))
 

@@ -271,7 +271,7 @@ def test_a_segment_that_min_cut_cannot_take_is_named(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("backend", "recompute"),
     [
-        ("aot_eager", "min-cut"),
+        pytest.param("aot_eager", "min-cut", marks=pytest.mark.slow),
         pytest.param("aot_eager", "all", marks=pytest.mark.slow),
         pytest.param("inductor", "all", marks=pytest.mark.slow),
         pytest.param("inductor", "min-cut", marks=pytest.mark.slow),
