@@ -1,6 +1,6 @@
 """The kernel without torch and Python: the bits of the reference in every build this machine can make.
 
-Compilers take a minute a build, so these are tests of the night; continuous integration runs `make sanitize`.
+Compilers take a minute a build, so these are tests of the night, and of continuous integration.
 """
 
 import itertools
