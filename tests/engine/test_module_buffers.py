@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"segment 's': got an in-place .* of 'calls' of the Counting '0'.*zfunc\.Segment with buffers=",
     ),
     "on the disk": (
-        lambda: compiled_with(nn.BatchNorm1d(8), state_on="disk", swap=["/tmp/none"]),
+        lambda: compiled_with(nn.BatchNorm1d(8), state_on="disk", swap=["none"]),
         "state_on: got 'disk' with buffers that forward changes in segment 's'.*expected state_on='host'",
     ),
     "a norm that sends": (

@@ -322,6 +322,7 @@ def refused() -> dict[str, Any]:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     bloom = {"vocab_size": VOCAB, "hidden_size": 8, "n_head": 2, "n_layer": 1}
     llama = config("Llama", **SIZE | {"num_hidden_layers": 1})()
+    torch.manual_seed(0)  # which parameter is the first that differs depends on the values
     granite = perturbed(transformers.GraniteForCausalLM(config("Granite", **SIZE)()))
     granite.model.rotary_emb = Turned(granite.model.rotary_emb)
     return {
@@ -334,7 +335,7 @@ def refused() -> dict[str, Any]:
         r"in segments \(.* autograd.Function .*zfunc\.segment\(": transformers.BloomForCausalLM(
             config("Bloom", **bloom)()
         ),
-        r"in segments \(another gradient of": granite,
+        r"in segments \(another gradient of .model.embed_tokens": granite,
     }
 
 
