@@ -111,20 +111,21 @@ class Bucket:
 
     def cut_by(self, world: int) -> tuple[Span, ...]:
         """The parameters that lie in the slices of several of `world` ranks."""
+        return tuple(x for x in self.spans if len(self._ranks_of(x, world)) > 1)
+
+    def _ranks_of(self, span: Span, world: int) -> range:
+        """The ranks in whose slices a parameter lies."""
         size = self.numel // world
-        return tuple(
-            x for x in self.spans if (x.start - self.start) // size < (x.stop - self.start - 1) // size
-        )
+        return range((span.start - self.start) // size, -(-(span.stop - self.start) // size))
 
     def work(self, world: int) -> UpdateWork:
         """What its update takes on that of `world` ranks with most of it. A rank with part of a matrix updates it
         whole; a parameter in one rank's slice is not measured."""
         if all(x.work == ELEMENTWISE for x in self.spans):
             return ELEMENTWISE
-        size = self.numel // world
         flops, launches = [0] * world, [0] * world
         for x in self.spans:
-            for rank in range((x.start - self.start) // size, -(-(x.stop - self.start) // size)):
+            for rank in self._ranks_of(x, world):
                 flops[rank] += x.work.flops
                 launches[rank] += x.work.launches
         measured = tuple(map(sum, zip(*(x.work.measured for x in self.cut_by(world)), strict=True)))

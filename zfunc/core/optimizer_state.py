@@ -142,6 +142,12 @@ def needs_whole_parameters(name: str) -> bool:
     return any(x.whole for x in STATE_FORMATS[name])
 
 
+def measuring_room(start: int, stop: int) -> slice:
+    """Where a rank keeps what it measured of elements `start` (a multiple of 64) to `stop` of its slice, from round
+    to round: two fp64 for every 64 elements."""
+    return slice(start // 32, -(-stop // 64) * 2)
+
+
 def updates_each_parameter(name: str) -> bool:
     """Whether this state is updated one parameter after the other, because an update depends on its shape."""
     return name in MATRIX_FORMATS or needs_whole_parameters(name)

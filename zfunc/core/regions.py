@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, StateBuffer
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, StateBuffer, measuring_room
 from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
 
@@ -308,7 +308,8 @@ class Regions:
         largest = max(
             self._shard_bytes(b, 1) for b, work in enumerate(self.spec.update_work) if work.measured
         )
-        return self._of_measures("measuring", (k,), largest // 4, on_device)
+        nbytes = measuring_room(0, largest).stop * FP64
+        return self._of_measures("measuring", (k,), nbytes, on_device)
 
     @_once
     def _most_measured(self, i: int) -> int:

@@ -6,7 +6,7 @@ slice needs none of this: its rank does it all in its update.
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
-from zfunc.core.optimizer_state import state_slice
+from zfunc.core.optimizer_state import measuring_room, state_slice
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.update_stages import gradient_of, joined_measures, measured_places, part_of, state_of
 
@@ -25,13 +25,12 @@ def measure(op: Op, mem: Memory, step: StepContext) -> None:
     for first, last, span in bucket.spans_within(shard.start, shard.stop):
         if span.name in places:
             start, stop = first - shard.start, last - shard.start
-            kept = room[start // 32 : -(-stop // 64) * 2]
             own = step.measuring.measure(
                 state_slice(bucket.state_format, state, start, stop),
                 grad[start:stop],
                 decision,
                 group=span.group,
-                part=part_of(bucket, span, first, last, joined[span.name], kept),
+                part=part_of(bucket, span, first, last, joined[span.name], room[measuring_room(start, stop)]),
             )
             measured[places[span.name][i]].copy_(own)
 

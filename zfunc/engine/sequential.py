@@ -45,19 +45,19 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
         ) from error
     groups: list[dict[str, Any]] = [{}]
     for name, child in children.items():
-        if any(True for _ in child.parameters()) and any(
-            True for x in groups[-1].values() for _ in x.parameters()
-        ):
+        if _has_parameters(child) and any(map(_has_parameters, groups[-1].values())):
             groups.append({})
         groups[-1][name] = child
     known: dict[int, str] = {}  # the name of each parameter so far
     return tuple(_segment(InOrder(group, loss=group is groups[-1]), known) for group in groups)
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
 def _segment(module: InOrder, known: dict[int, str]) -> Segment:
-    prefix = next(
-        (x for x in module.order if any(True for _ in getattr(module, x).parameters())), module.order[0]
-    )
+    prefix = next((x for x in module.order if _has_parameters(getattr(module, x))), module.order[0])
     named = dict(module.named_parameters(remove_duplicate=False))
     share = {short: known[id(p)] for short, p in named.items() if id(p) in known}
     made = segment(prefix, module, share=share)

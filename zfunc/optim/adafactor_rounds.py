@@ -20,16 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc.core.optimizer_state import StateBuffer
+from zfunc.core.optimizer_state import StateBuffer, measuring_room
 from zfunc.optim.adafactor_reference import SUMMED, Matrices, lines_of, matrices_of
 from zfunc.optim.base import ParameterPart
 
 NUM_ROUNDS = 4
-
-
-def room_numel(numel: int) -> int:
-    """The sums of squares of every block of a part: of the direction, then of the weights."""
-    return 2 * -(-numel // SUMMED)
 
 
 class Rectangle(NamedTuple):
@@ -86,7 +81,9 @@ class AdafactorRounds(ABC):
         edges = (min(kind.numel(x), sum(self.matrices.kept)) for x in (self.first, self.last))
         self.kept = slice(*edges)  # of the variances, which its buffer begins with
         room, fp64 = part.room, torch.float64
-        self.blocks = torch.empty(room_numel(n), dtype=fp64, device=device) if room is None else room
+        self.blocks = (
+            torch.empty(measuring_room(0, n).stop, dtype=fp64, device=device) if room is None else room
+        )
 
     @property
     def num_blocks(self) -> int:
