@@ -1,5 +1,6 @@
 """Which tests run, in what order, and what is said of the others. Hypothesis is quiet about slow machines."""
 
+import gc
 import logging
 import os
 import signal
@@ -21,8 +22,10 @@ settings.load_profile("zfunc")
 # These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
-# It formats everything for whoever listens, at any level.
-logging.getLogger("torch.__trace").propagate = False
+# It formats everything, at any level, if it has a handler; pytest gives one to each logger that does not propagate.
+trace_log = logging.getLogger("torch.__trace")
+trace_log.propagate = True
+trace_log.handlers.clear()
 share_traces()
 
 
@@ -75,6 +78,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector passes over the modules, which stay, and looks less often at what tests make."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 # --- what was left out, and why --------------------------------------------------------------------------
