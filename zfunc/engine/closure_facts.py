@@ -27,6 +27,10 @@ MAX_DEPTH = 40
 MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
 _PLAIN = (bool, int, complex, str, bytes, type(None), Enum, range, slice)
 _PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.Size)
+_EXACT = frozenset(_PLAIN)  # looked up faster
+_NUMBERS = (float, np.generic)
+_GENERATORS = (np.random.Generator, np.random.RandomState)
+_CONTAINERS: Any = (dict, list, tuple, deque, Mapping)
 _LIBRARIES = {"torch", "numpy", "functorch", "attr", "attrs", *sys.stdlib_module_names} - {"__main__"}
 
 
@@ -109,9 +113,9 @@ class _Walk:
     def visit(self, value: Any, path: str, depth: int) -> None:
         """Record a plain value, or visit the parts of any other, each once."""
         values = self.facts.values
-        if isinstance(value, _PLAIN):
+        if type(value) in _EXACT or isinstance(value, _PLAIN):
             values[path] = value
-        elif isinstance(value, float | np.generic):
+        elif isinstance(value, _NUMBERS):
             values[path] = repr(value)  # so that a NaN equals itself
         elif isinstance(value, Tensor):
             if self._tensors:
@@ -121,20 +125,22 @@ class _Walk:
             self._visit_parts(value, path, depth + 1)
 
     def _visit_parts(self, value: Any, path: str, depth: int) -> None:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, types.FunctionType):  # most are functions or containers
+            self.facts.values[path] = _Hidden(value.__code__)
+            self._visit_function(value, path, depth)
+        elif isinstance(value, nn.Module):
+            self._visit_module(value, path, depth)
+        elif isinstance(value, _CONTAINERS):
+            self._visit_container(value, path, depth)
+        elif isinstance(value, np.ndarray):
             by_value = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
             self.facts.values[path] = _Hidden((value.shape, hash(value.tobytes()) if by_value else id(value)))
         elif isinstance(value, random.Random):
             self.facts.values[path] = _Hidden(hash(value.getstate()))
         elif isinstance(value, np.random.BitGenerator):
             self.visit(value.state, path, depth)
-        elif isinstance(value, np.random.Generator | np.random.RandomState):
+        elif isinstance(value, _GENERATORS):
             self.visit(getattr(value, "bit_generator", None) or value._bit_generator, path, depth)
-        elif isinstance(value, nn.Module):
-            self._visit_module(value, path, depth)
-        elif isinstance(value, types.FunctionType):
-            self.facts.values[path] = _Hidden(value.__code__)
-            self._visit_function(value, path, depth)
         elif isinstance(value, types.BuiltinFunctionType):
             self.facts.values[path] = value.__qualname__
         elif isinstance(value, types.MethodType):
@@ -142,9 +148,7 @@ class _Walk:
         elif isinstance(value, functools.partial):
             parts = [("", value.func), *_items(value.args), *_items(value.keywords)]
             self._visit_all(parts, path, depth)
-        elif isinstance(value, Mapping | list | tuple | deque):
-            self._visit_container(value, path, depth)
-        elif isinstance(value, set | frozenset):
+        elif isinstance(value, (set, frozenset)):
             self.facts.values[path] = _Hidden(frozenset(x for x in value if isinstance(x, _PLAIN)))
         elif isinstance(value, types.GeneratorType):
             self.visit(inspect.getgeneratorlocals(value), path, depth)
@@ -197,7 +201,8 @@ class _Walk:
             if _filled(cell):
                 read = functools.partial(getattr, cell, "cell_contents")
                 self._watch(read, cell.cell_contents, f"closure variable {name}", depth)
-        self._visit_all([("", f.__defaults__ or ()), ("", f.__kwdefaults__ or {})], path, depth)
+        for defaults in filter(None, (f.__defaults__, f.__kwdefaults__)):
+            self.visit(defaults, path, depth)
         scope = f.__globals__
         for name in _names(f.__code__):
             if name not in scope:
@@ -221,7 +226,7 @@ class _Walk:
     def _watch(self, read: Callable[[], Any], value: Any, path: str, depth: int) -> None:
         self.facts.reads.append((path, read, value))
         self.visit(value, path, depth)
-        if isinstance(value, list | dict) and len(value) <= MAX_FACTS:  # its items can change too
+        if isinstance(value, (list, dict)) and len(value) <= MAX_FACTS:  # its items can change too
             keys = range(len(value)) if isinstance(value, list) else [*value]
             for key, (name, item) in zip(keys, _items(value), strict=True):
                 if isinstance(item, (*_PLAIN, float)):
@@ -244,7 +249,7 @@ def _joined(path: str, name: str) -> str:
 
 def _items(value: Any) -> list[tuple[str, Any]]:
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return [(f"[{reprlib.repr(key)}]", item) for key, item in [*pairs]]
+    return [(f"[{repr(key) if type(key) is int else reprlib.repr(key)}]", item) for key, item in [*pairs]]
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
