@@ -1,5 +1,6 @@
 """Processes of the tests, forked from one that has imported what a step needs: each would spend seconds on that."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ def warm(traced: Iterable[tuple[Program, Batch]] = ()) -> None:
     specialize(zfunc.compile(segments, precision="fp32", device="cpu"), data(0))
     for program, batch in traced:
         specialize(program, batch)
+    gc.freeze()  # or the garbage collector of each fork would look at all of this, and so copy its pages
 
 
 def fork(work: Callable[[], Any], *, ends_as_python: bool = False) -> int:
