@@ -278,6 +278,25 @@ def test_new_values_of_parameters_are_used_silently(caplog: pytest.LogCaptureFix
     assert not [r for r in caplog.records if "changed after" in r.getMessage()]
 
 
+class Scaled(Dropped):
+    factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.factor
+
+
+def test_a_later_change_of_the_class_has_its_effect(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of a module has the same class."""
+    program = program_of(Scaled())
+    monkeypatch.setattr(Scaled, "factor", 3.0)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        step(program)
+    assert not [r for r in caplog.records if "changed after" in r.getMessage()]
+    assert program.segments[0].function({"weight": torch.ones(8)}, torch.ones(8)).eq(3).all()
+
+
 # --- what would be dropped ---------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,13 @@ def captured(root: Any, *, tensors: bool = False) -> CapturedFacts:
     return walk.facts
 
 
+def held(module: nn.Module) -> CapturedFacts:
+    """The values and tensors of a module that a copy has for itself: none of classes, closures and globals."""
+    walk = _Walk(tensors=True, code=False)
+    walk.visit(module, "", 0)
+    return walk.facts
+
+
 def path_of(root: Any, t: Tensor) -> str:
     """The name of a tensor that `root` can reach, or ""."""
     facts = captured(root, tensors=True).values
@@ -104,9 +111,9 @@ def path_of(root: Any, t: Tensor) -> str:
 
 
 class _Walk:
-    def __init__(self, tensors: bool) -> None:
+    def __init__(self, tensors: bool, code: bool = True) -> None:
         self.facts = CapturedFacts()
-        self._tensors = tensors
+        self._tensors, self._code = tensors, code
         self._seen: dict[int, Any] = {}  # holds the values, so that ids stay unique
         self._classes: set[type] = set()
 
@@ -127,7 +134,8 @@ class _Walk:
     def _visit_parts(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, types.FunctionType):  # most are functions or containers
             self.facts.values[path] = _Hidden(value.__code__)
-            self._visit_function(value, path, depth)
+            if self._code:
+                self._visit_function(value, path, depth)
         elif isinstance(value, nn.Module):
             self._visit_module(value, path, depth)
         elif isinstance(value, _CONTAINERS):
@@ -182,7 +190,7 @@ class _Walk:
         self._visit_class(type(module), depth)
 
     def _visit_class(self, kind: type, depth: int) -> None:
-        for base in kind.__mro__:
+        for base in kind.__mro__ if self._code else ():
             if _is_library(base) or base in self._classes:
                 continue
             self._classes.add(base)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
-from zfunc.engine.closure_facts import CapturedFacts, captured
+from zfunc.engine.closure_facts import CapturedFacts, held
 from zfunc.engine.module_buffers import changed_by_forward, computed_in_type_of
 from zfunc.engine.state import refuse_inference_mode
 from zfunc.engine.tensor_memory import byte_range, storage_of
@@ -128,7 +128,7 @@ class Segment:
         if self._source is None:
             return ""
         module, facts = self._source
-        return facts.change(captured(module, tensors=True))
+        return facts.change(held(module))
 
     @property
     def changed_tensors(self) -> dict[str, int]:
@@ -246,7 +246,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
         constants={k: v for k, v in constants.items() if k not in changing},
         buffers={k: constants[k] for k in changing},
         module=skeleton,
-        source=(module, captured(module, tensors=True)),
+        source=(module, held(module)),
     )
 
 
