@@ -8,9 +8,9 @@
  * (or, in the sums, meet without rounding), so the instruction set and the thread count cannot
  * change a bit. The payload of a NaN is not promised.
  *
- * A block of ZF_BLOCK elements goes through a few loops while it lies in L1: widening of the gradient and of
- * compact state, Adam, rounding of what is kept and of the copy. Several loops instead of one avoid a product
- * of types and modes; short blocks keep the memory busy, because only the middle loop fetches ahead. */
+ * The time goes to the loops of _adam_vectors.h. What they leave goes through plain ones here, in blocks of at most
+ * ZF_BLOCK elements: widening of the gradient and of compact state, Adam, rounding of what is kept and of the copy.
+ * Several loops instead of one avoid a product of types and modes. */
 #ifndef ZFUNC_ADAM_KERNEL_H
 #define ZFUNC_ADAM_KERNEL_H
 
@@ -25,8 +25,6 @@
 #include "_number_formats.h"
 
 #define ZF_BLOCK 128       /* elements between two loops; a multiple of 64 */
-#define ZF_BLOCK_FP32 64   /* the same with fp32 moments: where memory is the limit, short bursts of the copy win */
-#define ZF_LINE 16         /* fp32 elements of a cache line */
 #define ZF_AHEAD 768       /* elements a prefetch runs ahead: they stay in L1 until their turn */
 #define ZF_TOGETHER 4      /* blocks of 64 whose squares are summed at a time; no slice cuts through one */
 #define ZF_PARTS 21        /* of an exact sum, each of 32 bits, from 2^-352 on */
@@ -107,40 +105,29 @@ ZF_INLINE const float *zf_load(float *restrict g, const void *grad, int type, si
     return g;
 }
 
-/* Memory that a block walks through: where it is, and bytes an element. */
-typedef struct {
-    const void *at;
-    size_t width;
-} zf_walk;
-
 ZF_INLINE void zf_core(const zf_adam_args *a, float *restrict p, float *restrict m, float *restrict v,
-                       const float *restrict grad, size_t n, int mode, const zf_walk *walk, int walks) {
+                       const float *restrict grad, size_t n, int mode) {
     const float b1 = a->beta1, c1 = a->one_minus_beta1, b2 = a->beta2, c2 = a->one_minus_beta2;
     const float size = a->step_size, bias = a->inv_sqrt_bias2, eps = a->eps, decay = a->decay;
     const float scale = a->grad_scale;
     const int32_t floor = (int32_t)zf_bits(a->grad_floor);
-    for (size_t line = 0; line < n; line += ZF_LINE) {
-        size_t stop = n - line < ZF_LINE ? n : line + ZF_LINE;
-        for (int w = 0; w < walks; w++) zf_prefetch(walk[w].at, (line + ZF_AHEAD) * walk[w].width);
-        for (size_t i = line; i < stop; i++) {
-            float g = zf_flush(grad[i], floor) * scale;
-            if (mode == ZF_L2) g = zf_flush(g + decay * p[i], ZF_FLOOR_GRAD);
-            float m1 = zf_flush(b1 * m[i] + c1 * g, ZF_FLOOR_EXP_AVG);
-            float v1 = zf_flush(b2 * v[i] + c2 * (g * g), ZF_FLOOR_EXP_AVG_SQ);
-            float change = size * (m1 / (sqrtf(v1) * bias + eps));
-            if (mode == ZF_DECOUPLED) change = change + decay * p[i];
-            m[i] = m1;
-            v[i] = v1;
-            p[i] = p[i] - change;
-        }
+    for (size_t i = 0; i < n; i++) {
+        float g = zf_flush(grad[i], floor) * scale;
+        if (mode == ZF_L2) g = zf_flush(g + decay * p[i], ZF_FLOOR_GRAD);
+        float m1 = zf_flush(b1 * m[i] + c1 * g, ZF_FLOOR_EXP_AVG);
+        float v1 = zf_flush(b2 * v[i] + c2 * (g * g), ZF_FLOOR_EXP_AVG_SQ);
+        float change = size * (m1 / (sqrtf(v1) * bias + eps));
+        if (mode == ZF_DECOUPLED) change = change + decay * p[i];
+        m[i] = m1;
+        v[i] = v1;
+        p[i] = p[i] - change;
     }
 }
 
-ZF_INLINE void zf_core_of_mode(const zf_adam_args *a, float *p, float *m, float *v, const float *g, size_t n,
-                               const zf_walk *walk, int walks) {
-    if (a->decay_mode == ZF_DECOUPLED) zf_core(a, p, m, v, g, n, ZF_DECOUPLED, walk, walks);
-    else if (a->decay_mode == ZF_L2) zf_core(a, p, m, v, g, n, ZF_L2, walk, walks);
-    else zf_core(a, p, m, v, g, n, ZF_NO_DECAY, walk, walks);
+ZF_INLINE void zf_core_of_mode(const zf_adam_args *a, float *p, float *m, float *v, const float *g, size_t n) {
+    if (a->decay_mode == ZF_DECOUPLED) zf_core(a, p, m, v, g, n, ZF_DECOUPLED);
+    else if (a->decay_mode == ZF_L2) zf_core(a, p, m, v, g, n, ZF_L2);
+    else zf_core(a, p, m, v, g, n, ZF_NO_DECAY);
 }
 
 /* The copy is written and not read: a streaming store saves reading its lines first. */
@@ -190,22 +177,15 @@ ZF_INLINE void *zf_shifted(char *room, size_t bytes) { return (void *)((uintptr_
 
 /* ---- a range of blocks ---------------------------------------------------------------------------- */
 
-ZF_INLINE zf_walk zf_gradient(const zf_adam_args *a, size_t at) {
-    size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
-    zf_walk walk = {(const char *)a->grad + at * width, width};
-    return walk;
-}
-
 ZF_INLINE void zf_adam_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
     float scratch[ZF_BLOCK] __attribute__((aligned(64)));
     const float *old[] = {(const float *)a->state.master + at, (const float *)a->state.exp_avg + at,
                           (const float *)a->state.exp_avg_sq + at};
     float *new[] = {(float *)a->into.master + at, (float *)a->into.exp_avg + at, (float *)a->into.exp_avg_sq + at};
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
-    const zf_walk walk[] = {{old[0], 4}, {old[1], 4}, {old[2], 4}, zf_gradient(a, at)};
     if (!zf_in_place(a))
         for (int k = 0; k < 3; k++) memcpy(new[k], old[k], n * sizeof(float));
-    zf_core_of_mode(a, new[0], new[1], new[2], g, n, walk, 4);
+    zf_core_of_mode(a, new[0], new[1], new[2], g, n);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, new[0], at, n, a->stream, isa);
 }
 
@@ -280,16 +260,11 @@ ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size
     const int own = moments == ZF_MOMENTS_FP32_SPLIT && zf_in_place(a); /* its exp_avg is updated where it lies */
     float *m = own ? (float *)a->state.exp_avg + at : room;
     const size_t width = zf_width(moments);
-    const zf_walk walk[] = {{(const uint16_t *)a->state.master + at, 2},
-                            {a->state.low + at, 2},
-                            {(const char *)a->state.exp_avg + at * width, width},
-                            {(const char *)a->state.exp_avg_sq + at * width, width},
-                            zf_gradient(a, at)};
     zf_unpack(a, p, m, v, at, n, moments);
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     char *const into[4] = {(char *)a->into.master + 2 * at, (char *)(a->into.low + at),
                            (char *)a->into.exp_avg + width * at, (char *)a->into.exp_avg_sq + width * at};
-    zf_core_of_mode(a, p, m, v, g, n, walk, 5);
+    zf_core_of_mode(a, p, m, v, g, n);
     zf_pack(a, d, p, m, v, into, at, n, moments);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
@@ -306,11 +281,11 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #else
 #define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512"
 #endif
-#include "_adam_avx512.h"
-#include "_codes_avx512.h"
 #include "_vectors_sse2.h"
 #include "_adam_vectors.h"
 #include "_vectors_avx2.h"
+#include "_adam_vectors.h"
+#include "_vectors_avx512.h"
 #include "_adam_vectors.h"
 #elif defined(__aarch64__)
 #include "_vectors_neon.h"
@@ -322,13 +297,12 @@ ZF_INLINE void zf_adam_elements(const zf_adam_args *a, const zf_dithers *d, size
 #if defined(__x86_64__)
     if (isa == ZF_BASELINE) at = v_adam_sse2(a, d, at, end);
     if (isa == ZF_AVX2) at = v_adam_avx2(a, d, at, end);
-    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_16BIT) at = zf_16bit_avx512(a, d, at, end);
-    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_8BIT) at = zf_8bit_avx512(a, d, at, end);
+    if (isa == ZF_AVX512) at = v_adam_avx512(a, d, at, end);
 #elif defined(__aarch64__)
     at = v_adam_neon(a, d, at, end);
 #endif
     if (a->moments == ZF_MOMENTS_FP32) {
-        for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_block(a, at, ZF_BLOCK_FP32, isa);
+        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_adam_block(a, at, ZF_BLOCK, isa);
         if (at < end) zf_adam_block(a, at, end - at, isa);
     } else if (a->moments == ZF_MOMENTS_FP32_SPLIT) {
         zf_compact_range(a, NULL, at, end, isa, ZF_MOMENTS_FP32_SPLIT);
