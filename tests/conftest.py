@@ -47,20 +47,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LONGEST = ["laws", "hf", "ranks", "streaming", "plan_command", "passes", "saving", "examples", "adam_bits"]
-LONGEST += ["train_command", "faults", "parity", "saving_ranks", "disk", "verify", "disk_faults", "resume"]
-LONGEST += [
-    "delayed",
-    "one_buffer",
-    "native",
-    "gradients",
-    "fuzz",
-    "search",
-    "graph",
-    "speculative",
-    "deferred",
-]
-LONGEST += ["compact", "page_in_browser", "schedules", "own_optimizer", "finetuning", "page"]
+LONGEST = ["laws", "hf", "ranks", "compile", "streaming", "finetuning", "examples", "train_command"]
+LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", "hf_plans", "adam_bits"]
+LONGEST += ["resume", "plan_command", "one_buffer", "gradients", "disk", "document_rows", "lora", "search"]
+LONGEST += ["verify", "disk_faults", "delayed", "planner", "threads", "adafactor", "deferred"]
+LONGEST += ["own_optimizer", "command_errors", "train_step", "timeline_pictures", "compact", "speculative"]
+LONGEST += ["calibrate", "native", "page_in_browser", "page"]
 SLOW = pytest.StashKey[int]()
 
 
