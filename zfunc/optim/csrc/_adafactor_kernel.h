@@ -36,11 +36,19 @@ typedef struct {
 
 /* ---- rows and columns ------------------------------------------------------------------------------- */
 
-/* At most ZF_TILE gradients, as an update takes them. */
-ZF_INLINE void zf_scaled(const zf_factor_args *a, float *restrict g, size_t at, size_t n, int isa) {
-    float wide[ZF_TILE] __attribute__((aligned(64)));
-    const float *restrict grad = zf_load(wide, a->grad, a->grad_type, at, n, isa), scale = a->grad_scale;
+/* At most ZF_TILE gradients, as an update takes them; those `ahead` elements further on are fetched. */
+ZF_INLINE void zf_scaled(const zf_factor_args *a, float *restrict g, size_t at, size_t n, size_t ahead, int isa) {
+    const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
+    const uint16_t *restrict h = (const uint16_t *)a->grad + at;
+    const float scale = a->grad_scale;
     const int32_t floor = (int32_t)zf_bits(a->grad_floor);
+    zf_prefetch_lines((const char *)a->grad + at * width, n * width, ahead * width);
+    if (a->grad_type == ZF_BF16) {
+        for (size_t i = 0; i < n; i++) g[i] = zf_flush(zf_from_bf16(h[i]), floor) * scale;
+        return;
+    }
+    float wide[ZF_TILE] __attribute__((aligned(64)));
+    const float *restrict grad = zf_load(wide, a->grad, a->grad_type, at, n, isa);
     for (size_t i = 0; i < n; i++) g[i] = zf_flush(grad[i], floor) * scale;
 }
 
@@ -58,14 +66,20 @@ ZF_INLINE void zf_largest_tile(int32_t *restrict of, int32_t *restrict row, cons
 /* Added to its unit a square loses the bits below; the sums of what is left are exact. */
 ZF_INLINE void zf_sum_tile(double *restrict sum, double *restrict row, const double *restrict unit, double row_unit,
                            const float *restrict g, size_t n) {
-    double square[ZF_TILE] __attribute__((aligned(64))), lane[8] = {0};
+    double lane[16] = {0};
     size_t i;
-    for (i = 0; i < n; i++) square[i] = (double)g[i] * (double)g[i];
-    for (i = 0; i < n; i++) sum[i] += (square[i] + unit[i]) - unit[i];
-    for (i = 0; i + 8 <= n; i += 8)
-        for (size_t j = 0; j < 8; j++) lane[j] += (square[i + j] + row_unit) - row_unit;
-    for (; i < n; i++) lane[0] += (square[i] + row_unit) - row_unit;
-    for (size_t j = 1; j < 8; j++) lane[0] += lane[j];
+    for (i = 0; i + 16 <= n; i += 16)
+        for (size_t j = 0; j < 16; j++) {
+            const double square = (double)g[i + j] * (double)g[i + j];
+            sum[i + j] += (square + unit[i + j]) - unit[i + j];
+            lane[j] += (square + row_unit) - row_unit;
+        }
+    for (; i < n; i++) {
+        const double square = (double)g[i] * (double)g[i];
+        sum[i] += (square + unit[i]) - unit[i];
+        lane[0] += (square + row_unit) - row_unit;
+    }
+    for (size_t j = 1; j < 16; j++) lane[0] += lane[j];
     *row += lane[0];
 }
 
@@ -84,7 +98,7 @@ ZF_INLINE void zf_factor_rows(const zf_factor_args *a, size_t begin, size_t end,
             memset(sum, 0, n * sizeof *sum);
             memset(most, 0, n * sizeof *most);
             for (size_t r = row; r < stop; r++) {
-                zf_scaled(a, g, r * a->columns + c, n, isa);
+                zf_scaled(a, g, r * a->columns + c, n, a->columns, isa);
                 if (sums) zf_sum_tile(sum, a->row_sum + r, a->column_unit + to, a->row_unit[r], g, n);
                 else zf_largest_tile(most, (int32_t *)a->row_largest + r, g, n);
             }
@@ -126,7 +140,7 @@ ZF_INLINE void zf_direct(float *restrict u, const float *restrict right, float l
 /* Elements `at` to `at` + n, over the ends of rows. */
 ZF_INLINE void zf_direction(const zf_factor_args *a, float *restrict u, size_t at, size_t n, int isa) {
     size_t row = (a->first + at) / a->columns, column = (a->first + at) % a->columns;
-    zf_scaled(a, u, at, n, isa);
+    zf_scaled(a, u, at, n, ZF_AHEAD, isa);
     for (size_t i = 0; i < n; row++, column = 0) {
         const size_t few = n - i < a->columns - column ? n - i : a->columns - column;
         zf_direct(u + i, a->right + row / a->rows * a->columns + column, a->left[row], a->limit, few);
@@ -134,9 +148,14 @@ ZF_INLINE void zf_direction(const zf_factor_args *a, float *restrict u, size_t a
     }
 }
 
-ZF_INLINE void zf_weights_at(const zf_weights *w, float *restrict p, size_t at, size_t n) {
-    if (w->low) zf_join(p, (const uint16_t *)w->master + at, w->low + at, n);
-    else memcpy(p, (const float *)w->master + at, n * sizeof(float));
+/* Weights as fp32: where they lie, or joined in the scratch. */
+ZF_INLINE const float *zf_weights_at(const zf_weights *w, float *restrict p, size_t at, size_t n) {
+    const size_t width = w->low ? 2 : 4;
+    zf_prefetch_lines((const char *)w->master + at * width, n * width, ZF_AHEAD * width);
+    if (!w->low) return (const float *)w->master + at;
+    zf_prefetch_lines(w->low + at, n * 2, ZF_AHEAD * 2);
+    zf_join(p, (const uint16_t *)w->master + at, w->low + at, n);
+    return p;
 }
 
 ZF_INLINE void zf_factor_squares_body(const void *args, size_t begin, size_t end, int isa) {
@@ -150,9 +169,13 @@ ZF_INLINE void zf_factor_squares_body(const void *args, size_t begin, size_t end
         memset(x + n, 0, (unit - n) * sizeof(float));
         zf_squares(sum, x);
         memcpy(a->direction_squares + at / 64, sum, blocks * sizeof(double));
-        zf_weights_at(&a->weights, x, at, n);
-        memset(x + n, 0, (unit - n) * sizeof(float));
-        zf_squares(sum, x);
+        const float *p = zf_weights_at(&a->weights, x, at, n);
+        if (n < unit) {
+            if (p != x) memcpy(x, p, n * sizeof(float));
+            memset(x + n, 0, (unit - n) * sizeof(float));
+            p = x;
+        }
+        zf_squares(sum, p);
         memcpy(a->weight_squares + at / 64, sum, blocks * sizeof(double));
     }
 }
@@ -166,11 +189,11 @@ ZF_INLINE void zf_factored_body(const void *args, size_t begin, size_t end, int 
     for (size_t at = begin; at < end; at += ZF_BLOCK) {
         const size_t n = end - at < ZF_BLOCK ? end - at : ZF_BLOCK;
         zf_direction(a, u, at, n, isa);
-        zf_weights_at(&a->weights, p, at, n);
+        const float *old = zf_weights_at(&a->weights, p, at, n);
         if (a->decays)
-            for (size_t i = 0; i < n; i++) p[i] = p[i] - (rate * u[i] + decay * p[i]);
+            for (size_t i = 0; i < n; i++) p[i] = old[i] - (rate * u[i] + decay * old[i]);
         else
-            for (size_t i = 0; i < n; i++) p[i] = p[i] - rate * u[i];
+            for (size_t i = 0; i < n; i++) p[i] = old[i] - rate * u[i];
         if (a->into.low) {
             zf_split(high, low, p, n);
             zf_store((uint16_t *)a->into.master + at, high, n * sizeof *high, a->stream_state);

@@ -94,6 +94,10 @@ ZF_INLINE void zf_prefetch(const void *at, size_t bytes_ahead) {
     __builtin_prefetch((const void *)((uintptr_t)at + bytes_ahead), 0, 3);
 }
 
+ZF_INLINE void zf_prefetch_lines(const void *at, size_t bytes, size_t bytes_ahead) {
+    for (size_t line = 0; line < bytes; line += 64) zf_prefetch((const char *)at + line, bytes_ahead);
+}
+
 /* The gradient at an element as fp32: in place, or widened into the scratch. */
 ZF_INLINE const float *zf_load(float *restrict g, const void *grad, int type, size_t at, size_t n, int isa) {
     const uint16_t *restrict h = (const uint16_t *)grad + at;

@@ -134,10 +134,6 @@ ZF_INLINE size_t zf_one_width(int buffer_type) {
     return buffer_type == ZF_BUFFER_NONE ? 0 : buffer_type == ZF_BUFFER_FP32 ? 4 : buffer_type == ZF_BUFFER_BF16 ? 2 : 1;
 }
 
-ZF_INLINE void zf_one_prefetch(const void *at, size_t bytes, size_t ahead) {
-    for (size_t line = 0; line < bytes; line += 64) zf_prefetch((const char *)at + line, ahead);
-}
-
 /* A block's buffer, `m` having room for it; `to` is where it is kept. */
 ZF_INLINE void zf_one_unpack(const zf_one_args *a, float *m, size_t at, size_t n) {
     const void *from = a->state.buffer;
@@ -184,10 +180,10 @@ ZF_INLINE void zf_one_block(const zf_one_args *a, const uint32_t *dither, size_t
     float *weights = weighted && !split && zf_one_in_place(a) ? (float *)a->state.master + at : p;
     float *moment = own ? (float *)a->state.buffer + at : m;
     if (weighted)
-        zf_one_prefetch((const char *)a->state.master + at * (split ? 2 : 4), n * (split ? 2 : 4), ZF_AHEAD * (split ? 2 : 4));
-    if (split) zf_one_prefetch(a->state.low + at, n * 2, ZF_AHEAD * 2);
-    if (width) zf_one_prefetch((const char *)a->state.buffer + at * width, n * width, ZF_AHEAD * width);
-    zf_one_prefetch((const char *)a->grad + at * grad_width, n * grad_width, ZF_AHEAD * grad_width);
+        zf_prefetch_lines((const char *)a->state.master + at * (split ? 2 : 4), n * (split ? 2 : 4), ZF_AHEAD * (split ? 2 : 4));
+    if (split) zf_prefetch_lines(a->state.low + at, n * 2, ZF_AHEAD * 2);
+    if (width) zf_prefetch_lines((const char *)a->state.buffer + at * width, n * width, ZF_AHEAD * width);
+    zf_prefetch_lines((const char *)a->grad + at * grad_width, n * grad_width, ZF_AHEAD * grad_width);
     if (split) zf_join(p, (const uint16_t *)a->state.master + at, a->state.low + at, n);
     else if (weighted && weights == p) memcpy(p, (const float *)a->state.master + at, n * sizeof(float));
     if (!own) zf_one_unpack(a, m, at, n);
