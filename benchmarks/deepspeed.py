@@ -1,12 +1,15 @@
 """A step on a CPU: zfunc against DeepSpeed ZeRO-2 with the optimizer offloaded, clipped, blocks checkpointed.
 
-DeepSpeed runs on its own CPU accelerator. Both train the same model on the same batches in one process and take
-turns; the figures are medians of ratios, turn by turn, of time and of processor time. DeepSpeed is no dependency:
+DeepSpeed runs on its own CPU accelerator. All train the same model on the same batches and take turns in one
+process. Figures are medians of ratios, turn by turn: of time, with the quarter of the turns below and above, and of
+processor time. Backward recomputes each block from its input; "zfunc min-cut" also keeps what is cheap to keep,
+which DeepSpeed has no setting for. DeepSpeed is no dependency:
 
     pip install --no-build-isolation deepspeed ninja
-    python -m benchmarks.deepspeed [--precision bf16 --num-layers 6 --hidden-size 256 ...] [--json FILE_OR_FOLDER]
+    python -m benchmarks.deepspeed [--precision bf16 --num-layers 6 --processes 5 ...] [--json FILE_OR_FOLDER]
 """
 
+import argparse
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -14,8 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe, ratios, write
-from benchmarks.step import config_of, measure, parser, with_deepspeed, with_torch, with_zfunc
+from benchmarks.machine import describe, quarters, ratios, write
+from benchmarks.step import Contestant, config_of, measure, parser, with_deepspeed, with_torch, with_zfunc
+from zfunc.models.gpt_config import GPTConfig
 
 LEFT_OUT = "DeepSpeed is left out: it is not installed (pip install --no-build-isolation deepspeed ninja)"
 ALONE = {
@@ -27,6 +31,17 @@ ALONE = {
 }
 
 
+def on_cpu(config: GPTConfig, args: argparse.Namespace) -> Contestant:
+    """DeepSpeed on its CPU accelerator, with as many threads as the others."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", **{k: v for k, v in ALONE.items() if k not in os.environ}}
+    threads = torch.get_num_threads()
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.set_num_threads(threads)
+    return with_deepspeed(config, args)
+
+
 def main() -> None:
     p = parser()
     p.description = __doc__
@@ -34,32 +49,31 @@ def main() -> None:
     args = p.parse_args()
     config = config_of(args)
     build = {"torch": partial(with_torch, config, args), "zfunc": partial(with_zfunc, config, args)}
+    build["zfunc min-cut"] = partial(with_zfunc, config, args, recompute="min-cut")
     installed = find_spec("deepspeed") is not None
     if installed:
-        os.environ |= {"DS_ACCELERATOR": "cpu", **{k: v for k, v in ALONE.items() if k not in os.environ}}
-        threads = torch.get_num_threads()
-        import deepspeed
-
-        deepspeed.init_distributed("gloo", verbose=False)
-        torch.set_num_threads(threads)
-        build["DeepSpeed"] = partial(with_deepspeed, config, args)
+        build["DeepSpeed"] = partial(on_cpu, config, args)
     trials = measure(args, build)
     rows: list[dict[str, Any]] = []
     print(f"{config}, batch {args.batch_size}, {args.precision}, {describe()}, load {os.getloadavg()[0]:.1f}")
-    print(f"{'':12} {'of zfunc':>9} {'cpu time':>9} {'first loss':>11} {'last loss':>10}")
+    print(
+        f"{'':13} {'of zfunc':>9} {'from':>6} {'to':>6} {'cpu time':>9} {'first loss':>11} {'last loss':>10}"
+    )
     for name, trial in trials.items():
         if trial.error:
-            print(f"{name:12} {trial.error}")
+            print(f"{name:13} {trial.error}")
             continue
         row = {
             "name": name,
             "ratio_to_zfunc": ratios(trial.seconds, trials["zfunc"].seconds),
+            "quarters": quarters(trial.seconds, trials["zfunc"].seconds),
             "cpu_ratio_to_zfunc": ratios(trial.cpu_seconds, trials["zfunc"].cpu_seconds),
             "losses": trial.losses,
         }
         rows.append(row)
         print(
-            f"{name:12} {row['ratio_to_zfunc']:9.3f} {row['cpu_ratio_to_zfunc']:9.3f} "
+            f"{name:13} {row['ratio_to_zfunc']:9.3f} {row['quarters'][0]:6.3f} {row['quarters'][1]:6.3f} "
+            f"{row['cpu_ratio_to_zfunc']:9.3f} "
             f"{trial.losses[0]:11.4f} {trial.losses[-1]:10.4f}"
         )
     if not installed:

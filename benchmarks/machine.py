@@ -6,7 +6,7 @@ import os
 import platform
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -55,6 +55,13 @@ def write(json_path: str | None, name: str, results: Any) -> None:
 def ratios(ours: list[float], theirs: list[float]) -> float:
     """The median of the ratio ours / theirs, turn by turn: what drifts hits both."""
     return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def quarters(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """The ratios that a quarter of the turns is below and above."""
+    found = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, _, high = quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+    return low, high
 
 
 def gpt(args: argparse.Namespace) -> tuple[Segment, ...]:

@@ -1,7 +1,9 @@
 """A whole training step: zfunc against plain PyTorch and, if it is installed, DeepSpeed with CPU offload.
 
 The same model, data, precision and update; the contestants take turns in one run, and their losses are compared
-too. Figures are ratios of medians; on a GPU also absolute times.
+too. Figures are medians of ratios, turn by turn, with the quarter of the turns that is below and above; on a GPU
+also absolute times. Where memory lies decides up to 3 % of a contestant's time for as long as a process lives:
+`--processes` repeats the turns in as many.
 
     python -m benchmarks.step [--num-layers 6 --hidden-size 256 ...] [--json FILE_OR_FOLDER]
 
@@ -18,8 +20,10 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -28,7 +32,7 @@ from attrs import define, field
 from torch.utils.checkpoint import checkpoint
 
 import zfunc
-from benchmarks.machine import describe, ratios, write
+from benchmarks.machine import describe, quarters, ratios, write
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.runtime.accelerator import accelerator_type
@@ -190,6 +194,13 @@ class Trial:
             self.seconds.append(time.perf_counter() - start)
             self.cpu_seconds.append(time.process_time() - cpu_start)
 
+    def add(self, other: "Trial") -> None:
+        """The turns of another process."""
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+        self.losses += other.losses
+        self.error = self.error or other.error
+
 
 def made_batches(args: argparse.Namespace, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The batches of as many turns: four that differ, again and again."""
@@ -200,6 +211,18 @@ def made_batches(args: argparse.Namespace, count: int) -> list[tuple[torch.Tenso
 
 
 def measure(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]) -> dict[str, Trial]:
+    """The turns of as many processes as `--processes` says, one after the other."""
+    if args.processes == 1:
+        return measure_here(args, build)
+    trials = {name: Trial() for name in build}
+    for _ in range(args.processes):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            for name, trial in process.submit(measure_here, args, build).result().items():
+                trials[name].add(trial)
+    return trials
+
+
+def measure_here(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]) -> dict[str, Trial]:
     """The contestants in turns, or with `--apart` one after the other: then each has the memory to itself, one that
     fails does not end the others, and drift hits them unequally."""
     batches = made_batches(args, args.warmup + args.turns)
@@ -231,6 +254,7 @@ def row(name: str, trial: Trial, plain: Trial) -> dict[str, Any]:
         differences = [abs(a - b) for a, b in zip(trial.losses, plain.losses, strict=True)]
         result |= {
             "ratio_to_torch": ratios(trial.seconds, plain.seconds),
+            "quarters": quarters(trial.seconds, plain.seconds),
             "cpu_ratio_to_torch": ratios(trial.cpu_seconds, plain.cpu_seconds),
             "largest_loss_difference": max(differences),
         }
@@ -275,6 +299,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default=accelerator_type() or "cpu")
     p.add_argument("--turns", type=int, default=15)
     p.add_argument("--warmup", type=int, default=3)
+    p.add_argument("--processes", type=int, default=1, help="repeat the turns in so many processes")
     p.add_argument(
         "--recompute", metavar="all,none,min-cut", help="zfunc's default against its counterpart instead"
     )
@@ -317,13 +342,17 @@ def main() -> None:
     )
     print(f"load {os.getloadavg()[0]:.1f}")
     print(
-        f"{'':20} {'of torch':>9} {'cpu time':>9} {'loss diff':>10}" + (f" {'seconds':>9}" if on_gpu else "")
+        f"{'':20} {'of torch':>9} {'from':>6} {'to':>6} {'cpu time':>9} {'loss diff':>10}"
+        + (f" {'seconds':>9}" if on_gpu else "")
     )
     for r in results:
         seconds = f" {r['seconds']:9.4f}" if on_gpu and "seconds" in r else ""
         keys = "ratio_to_torch", "cpu_ratio_to_torch", "largest_loss_difference"
         of_torch, of_cpu, difference = (r.get(key, math.nan) for key in keys)
-        print(f"{r['name']:20} {of_torch:9.3f} {of_cpu:9.3f} {difference:10.1e}{seconds}")
+        low, high = r.get("quarters", (math.nan, math.nan))
+        print(
+            f"{r['name']:20} {of_torch:9.3f} {low:6.3f} {high:6.3f} {of_cpu:9.3f} {difference:10.1e}{seconds}"
+        )
     if not on_gpu:
         for r in results:
             r.pop("seconds", None)  # on a shared CPU only the ratios mean anything
