@@ -48,7 +48,7 @@ def is_tested(model: Any) -> bool:
 
 def check_supported(model: Any, *, loss: bool) -> None:
     """Raise ValueError for what cannot be cut, whatever its layers are; `loss` is whether the user has one."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+    from transformers import PreTrainedModel
 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -58,7 +58,7 @@ def check_supported(model: Any, *, loss: bool) -> None:
         )
     if model.config.is_encoder_decoder:
         raise why_unsupported(name, "which has an encoder and a decoder")
-    if not loss and not isinstance(model, tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())):
+    if not loss and not _is_causal(model):
         raise why_unsupported(name, f"which has no next-token loss of its own: {LOSS}; without them")
     if not (loss or is_tested(model)) and getattr(model.config, "is_decoder", True) is False:
         raise why_unsupported(name, "which is not supported as an encoder: its is_decoder is off")
@@ -69,6 +69,16 @@ def check_supported(model: Any, *, loss: bool) -> None:
             )
     for setting, action in _unsupported_settings(model):
         raise ValueError(f"model: got a {name} with {setting}: {action}")
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether transformers has it as a causal language model. Looked up by the model's config: all classes of that
+    mapping would take seconds to import.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING
+    return any(kind in classes and isinstance(model, classes[kind]) for kind in type(model.config).__mro__)
 
 
 def why_unsupported(name: str, reason: str) -> ValueError:
