@@ -13,6 +13,7 @@ import small_trainings
 import torch
 from bad_disks import small_disk  # noqa: F401
 from device_fixtures import controls, device, pytest_configure, pytest_generate_tests  # noqa: F401
+from forked import NIGHT
 from hypothesis import settings
 from shared_traces import share_traces
 from small_trainings import at_step  # noqa: F401
@@ -45,6 +46,13 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
     Path("data.txt").write_text(small_trainings.TEXT)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def night(request: pytest.FixtureRequest) -> list[str]:
+    """The arguments of a worker: NIGHT if a slow test of the file is to run."""
+    own = [item for item in request.session.items if item.path == request.path]
+    return [NIGHT] if any(item.get_closest_marker("slow") for item in own) else []
 
 
 LONGEST = ["laws", "hf", "ranks", "compile", "streaming", "finetuning", "examples", "train_command"]

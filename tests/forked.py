@@ -21,6 +21,7 @@ from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 
 ERROR = 3  # the exit code of a process that has seen one
+NIGHT = "night"  # the argument of a worker that plays what slow tests read too
 
 
 def warm(traced: Iterable[tuple[Program, Batch]] = ()) -> None:
@@ -63,9 +64,9 @@ def play(
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 
 
-def played(worker: Path, out: Path) -> Path:
+def played(worker: Path, out: Path, *more: str) -> Path:
     """Run a worker that plays its ranks, which meet in `out`, and return that when all have ended well."""
-    command = [sys.executable, "-W", "error::FutureWarning", str(worker), str(out)]
+    command = [sys.executable, "-W", "error::FutureWarning", str(worker), str(out), *more]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as ranks:
         try:
             errors = ranks.communicate(timeout=400)[1]

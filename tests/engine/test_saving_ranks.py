@@ -10,28 +10,31 @@ import pytest
 import torch
 from forked import played
 from rank_worker import WORLDS
-from save_worker import SAVED_AT, SETTINGS
+from save_worker import BY_NIGHT, SAVED_AT, SETTINGS
 
 from zfunc.checkpoint import directory as checkpoints
 
 HERE = Path(__file__).parents[1]
+every_setting = pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x == BY_NIGHT else ()) for x in SETTINGS]
+)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, night: list[str]) -> Path:
     """The folder that four ranks wrote to."""
-    return played(HERE / "save_worker.py", tmp_path_factory.mktemp("saving"))
+    return played(HERE / "save_worker.py", tmp_path_factory.mktemp("saving"), *night)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", SETTINGS)
+@every_setting
 def test_a_resume_on_as_many_ranks_is_exact(results: Path, name: str, world: int) -> None:
     assert all(json.loads((results / f"resumed-{name}-{world}-{r}.json").read_text()) for r in range(world))
 
 
 @pytest.mark.parametrize("reader", WORLDS)
 @pytest.mark.parametrize("writer", WORLDS)
-@pytest.mark.parametrize("name", SETTINGS)
+@every_setting
 def test_any_world_reads_what_any_other_wrote(results: Path, name: str, writer: int, reader: int) -> None:
     """The weights to the bit; the next step to the rounding of sums in another order."""
     weights = torch.load(results / f"weights-{name}-{writer}.pt", weights_only=True)
@@ -43,7 +46,7 @@ def test_any_world_reads_what_any_other_wrote(results: Path, name: str, writer: 
     assert read["seen"][0][0] == pytest.approx(alone["seen"][0][0], rel=within)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@every_setting
 def test_no_padding_reaches_a_checkpoint(results: Path, name: str) -> None:
     """Whatever the world, the same parameters with the same number of elements, in as many files as ranks."""
     checkpoint_of = {world: checkpoints.find_checkpoint(results / f"{name}-{world}") for world in WORLDS}

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from attrs import evolve
 from forked import played
-from rank_worker import DISAGREE, FEWER, GRADIENTS, RECIPES, SCHEDULES, SETTINGS, STEPS, WORLDS
+from rank_worker import BY_DAY, DISAGREE, FEWER, GRADIENTS, RECIPES, SCHEDULES, SETTINGS, STEPS, WORLDS
 from small_models import MODELS
 from table import SPECS, Scattered
 
@@ -28,9 +30,17 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, night: list[str]) -> Path:
     """The folder that four ranks wrote to."""
-    return played(HERE / "rank_worker.py", tmp_path_factory.mktemp("ranks"))
+    return played(HERE / "rank_worker.py", tmp_path_factory.mktemp("ranks"), *night)
+
+
+def of_recipes(names: Iterable[str]) -> list[Any]:
+    """Rows of (recipe, world): on four ranks, all but two of the recipes are `slow`."""
+    return [
+        pytest.param(x, n, marks=pytest.mark.slow if n == max(WORLDS) and x not in BY_DAY else ())
+        for x, n in product(names, WORLDS[1:])
+    ]
 
 
 def read(out: Path, name: str) -> dict[str, Any]:
@@ -52,9 +62,13 @@ def test_any_world_trains_as_one_process_does(results: Path, name: str, world: i
         torch.testing.assert_close(many["params"][key], value, rtol=1e-4, atol=far)
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
 @pytest.mark.parametrize(
-    "name", ["bits-plain-Overlapped", *(x for x in SETTINGS if SETTINGS[x].get("stage") == 1)]
+    ("name", "world"),
+    [
+        ("bits-plain-Overlapped", 2),
+        pytest.param("bits-plain-Overlapped", 4, marks=pytest.mark.slow),
+        *product((x for x in SETTINGS if SETTINGS[x].get("stage") == 1), WORLDS[1:]),
+    ],
 )
 def test_bytes_sent_are_those_of_the_theory(results: Path, name: str, world: int) -> None:
     """(world - 1) / world of the gradients, and as much of the parameters, where each bucket is reduced once; twice
@@ -71,8 +85,7 @@ def test_bytes_sent_are_those_of_the_plan(results: Path, name: str, world: int) 
     assert sent == {json.loads((results / f"{name}-{world}.json").read_text())["planned"]}
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "world"), of_recipes(RECIPES))
 def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: str, world: int) -> None:
     serial, *others = SCHEDULES[world]
     serial = read(results, f"bits-{recipe}-{serial}-{world}")
@@ -82,7 +95,7 @@ def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: 
         assert all(torch.equal(other["params"][k], v) for k, v in serial["params"].items())
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)])
 def test_speculation_residence_deferral_and_sharding_change_no_bit_and_a_delay_does(
     results: Path, world: int
 ) -> None:
@@ -105,8 +118,7 @@ def test_speculation_residence_deferral_and_sharding_change_no_bit_and_a_delay_d
     assert delayed["seen"][2][0] != plain["seen"][2][0]
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "world"), of_recipes(RECIPES))
 def test_any_world_trains_alike_with_any_recipe(results: Path, recipe: str, world: int) -> None:
     alone, many = (read(results, f"bits-{recipe}-Overlapped-{n}") for n in (1, world))
     for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
