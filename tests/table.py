@@ -350,14 +350,16 @@ def _law(
     return law
 
 
-def in_pairs(*axes: Iterable[Any]) -> list[Any]:
+def in_pairs(*axes: Iterable[Any], meets: int | None = None) -> list[Any]:
     """Rows for parametrize: the product of the axes. A set of rows in which every two entries of two axes meet is
     run always; the others, which repeat what those say of any two, are `slow`. The last axis is the shortest.
+    Of that set, `meets` keeps the rows in which an entry of the first axis meets so many of the second.
     """
     tables = [list(axis) for axis in axes]
     rows = []
     for at in product(*map(range, map(len, tables))):
         always = sum(at[:-1]) % len(tables[-1]) == at[-1]
+        always &= meets is None or (at[1] - at[0]) % len(tables[1]) < meets
         marks = () if always else (pytest.mark.slow,)
         rows.append(pytest.param(*(table[i] for table, i in zip(tables, at, strict=True)), marks=marks))
     return rows

@@ -49,7 +49,7 @@ def on_disk(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     return {**settings, "state_on": "disk", "swap": [folder, second], **ON_DISK[name]}
 
 
-@pytest.mark.parametrize(("model", "settings", "placed"), in_pairs(MODELS, NUMBERS, PLACED))
+@pytest.mark.parametrize(("model", "settings", "placed"), in_pairs(MODELS, NUMBERS, PLACED, meets=2))
 def test_where_the_state_lives_changes_no_bit(
     model: str, settings: str, placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

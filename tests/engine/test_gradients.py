@@ -5,13 +5,13 @@ rate is 0, so its first moment is the gradient it was given, to the bit, after t
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from typing import Any
 
 import pytest
 from attrs import evolve
 from gradient_law import CLIPS, RECIPES, check, program_of
 from small_models import rows_of
+from table import in_pairs
 from threaded_ranks import ThreadedRanks
 
 import zfunc
@@ -24,8 +24,9 @@ MICRO_BATCHES = (1, 2, 3)
 _calls: dict[tuple[str, str], Any] = {}
 
 
-@pytest.mark.parametrize(("precision", "micro_batches"), list(product(PRECISIONS, MICRO_BATCHES)))
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "precision", "micro_batches"), in_pairs(RECIPES, PRECISIONS, MICRO_BATCHES)
+)
 def test_11_what_reaches_the_optimizer_is_the_gradient(
     recipe: str, precision: str, micro_batches: int
 ) -> None:

@@ -126,7 +126,7 @@ def test_every_optimizer_of_zfunc_is_in_the_table() -> None:
     assert {type(optimizer) for optimizer in members} == optimizers | {Momentum}
 
 
-ROWS = [*product(["groups"], SETTINGS), *zip([*OPTIMIZERS] * 2, [*SETTINGS] * 2, strict=False)]
+ROWS = [*zip([*OPTIMIZERS] * 2, [*SETTINGS] * 2, strict=False)]
 REST = [pytest.param(*x, marks=pytest.mark.slow) for x in product(OPTIMIZERS, SETTINGS) if x not in ROWS]
 
 

@@ -17,6 +17,7 @@ import torch
 import trained
 from bad_disks import full_once
 from small_models import MODELS, flats
+from table import in_pairs
 from threaded_ranks import ThreadedRanks
 from torch import Tensor
 from trained import steps
@@ -79,8 +80,12 @@ def test_a_resume_is_the_training_that_was_not_interrupted(name: str, tmp_path: 
     assert_equal(resumed, state)
 
 
-@pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])
-@pytest.mark.parametrize("name", ["tied, accumulated, clipped", "16 bits", "8 bits, fp32"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    in_pairs(
+        ["tied, accumulated, clipped", "16 bits", "8 bits, fp32"], ["Overlapped", "Interleaved", "Serial"]
+    ),
+)
 def test_a_step_that_saves_is_the_step_and_saves_the_state_before_it(
     name: str, schedule: str, tmp_path: Path
 ) -> None:
@@ -105,7 +110,12 @@ def test_a_step_that_saves_is_the_step_and_saves_the_state_before_it(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"precision": "bf16"}, {"precision": "bf16", "offload_ratio": 0.5}, {"precision": "fp32"}]
+    "settings",
+    [
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        {"precision": "bf16", "offload_ratio": 0.5},
+        {"precision": "fp32"},
+    ],
 )
 def test_a_split_master_beside_fp32_moments_is_the_same_training(
     settings: dict[str, Any], tmp_path: Path

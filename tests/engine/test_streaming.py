@@ -125,7 +125,7 @@ def same(a: Result, b: Result) -> bool:
     return repr(a[:2]) == repr(b[:2]) and all(torch.equal(b[2][name], x) for name, x in a[2].items())
 
 
-@pytest.mark.parametrize(("model", "settings", "streamed"), in_pairs(MODELS, SETTINGS, STREAMED))
+@pytest.mark.parametrize(("model", "settings", "streamed"), in_pairs(MODELS, SETTINGS, STREAMED, meets=2))
 def test_where_parameters_live_changes_no_bit(
     model: str, settings: str, streamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,11 +135,13 @@ def test_where_parameters_live_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "sharded", "world"), in_pairs(["odd sizes", "pairs"], SETTINGS, SHARDED, [2, 3])
+    ("settings", "sharded", "job"),
+    in_pairs(SETTINGS, SHARDED, ["odd sizes on 2", "pairs on 3", "odd sizes on 3", "pairs on 2"]),
 )
 def test_nor_does_sharding_them(
-    model: str, settings: str, sharded: str, world: int, monkeypatch: pytest.MonkeyPatch
+    settings: str, sharded: str, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model, world = job[:-5], int(job[-1])
     got = trainings(model, world, monkeypatch, **SETTINGS[settings], **SHARDED[sharded])
     assert all(map(same, got, reference(model, world, settings)))
 
