@@ -98,7 +98,7 @@ WHILE_MADE = {
     "EIO when named": ("rename", fails(errno.EIO), True),
     "EIO when its folder is synced": ("fsync", fails(errno.EIO), True),
 }
-ALWAYS = [(name, "everything", 1 if name in WHILE_MADE else 11) for name in (*FAULTS, *WHILE_MADE)]
+ALWAYS = [(name, "everything", 1 if name in WHILE_MADE else 14) for name in (*FAULTS, *WHILE_MADE)]
 EVERY_CALL = [(name, placed, 1) for name in (*FAULTS, *WHILE_MADE) for placed in ON_DISK]
 
 
@@ -226,8 +226,8 @@ def resident_pages(path: Path) -> int:
 @pytest.mark.parametrize(
     ("placed", "step"),
     [
-        ("everything", 5),
-        ("half of the state", 6),
+        ("everything", 9),
+        ("half of the state", 11),
         *(pytest.param(x, 1, marks=pytest.mark.slow) for x in ON_DISK),
     ],
 )
