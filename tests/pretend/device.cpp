@@ -192,8 +192,55 @@ Device device_of_call(const Values& args) {
   return device;
 }
 
-// The outputs' shapes, from the Meta kernel. `out=` tensors that came empty get theirs.
+// What a Meta kernel can tell of a call: its operation, the tensors' shapes, strides and types, which of them are the
+// same one, and all other values. Empty if a value is of another kind.
+std::string signature(const c10::OperatorHandle& op, const Values& args) {
+  std::string key;
+  auto put = [&](auto x) { key.append(reinterpret_cast<const char*>(&x), sizeof x); };
+  auto put_all = [&](const auto& xs) {
+    put(xs.size());
+    for (typename std::decay_t<decltype(xs)>::value_type x : xs) put(x);  // a vector<bool> has proxies
+  };
+  std::vector<const void*> tensors;
+  bool known = true;
+  auto put_tensor = [&](const at::Tensor& t) {
+    put(t.defined());
+    if (!t.defined()) return t;
+    known &= is_here(t) || !t.dim();  // a Meta kernel may read the others
+    tensors.push_back(t.unsafeGetTensorImpl());
+    put(std::find(tensors.begin(), tensors.end(), tensors.back()) - tensors.begin());
+    put(is_here(t)), put(t.scalar_type()), put(t.unsafeGetTensorImpl()->is_wrapped_number());
+    put_all(t.sizes()), put_all(t.strides());
+    return t;
+  };
+  put(&op.schema());
+  for (const auto& v : args) {
+    put(char(v.isTensor() ? 't' : v.isNone() ? 'n' : v.isInt() ? 'i' : v.isDouble() ? 'd' : v.isBool() ? 'b' : 0));
+    if (v.isTensor()) put_tensor(v.toTensor());
+    else if (v.isInt()) put(v.toInt());
+    else if (v.isDouble()) put(v.toDouble());
+    else if (v.isBool()) put(v.toBool());
+    else if (v.isString()) put('s'), put_all(v.toStringRef());
+    else if (v.isIntList()) put('I'), put_all(v.toIntVector());
+    else if (v.isDoubleList()) put('D'), put_all(v.toDoubleVector());
+    else if (v.isBoolList()) put('B'), put_all(v.toBoolList().vec());
+    else if (v.isTensorList() || v.isOptionalTensorList())
+      put('T'), put(v.toListRef().size()), each_tensor(v, put_tensor), put(char(v.isTensorList()));
+    else known &= v.isNone() || v.isDevice() || v.isGenerator();
+  }
+  return known ? key : "";
+}
+
+// The outputs' shapes, from the Meta kernel. `out=` tensors that came empty get theirs. Most of these kernels are
+// Python and take longer than the operation, so what one has told of a call is kept for its likes.
 Stack infer_outputs(const c10::OperatorHandle& op, const Values& args) {
+  static std::mutex mutex;
+  static auto& kept = *new std::unordered_map<std::string, Stack>();  // Python is gone when statics are destroyed
+  const auto key = signature(op, args);
+  if (!key.empty()) {
+    std::lock_guard lock(mutex);
+    if (auto found = kept.find(key); found != kept.end()) return found->second;
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> metas;
   Stack stack;
   for (const auto& v : args) {
@@ -211,8 +258,13 @@ Stack infer_outputs(const c10::OperatorHandle& op, const Values& args) {
     PlainKernels plain;
     op.callBoxed(&stack);
   }
+  bool resized = false;
   for (auto& [original, meta] : metas)
-    if (original.sizes() != meta.sizes()) original.resize_(meta.sizes());
+    if (original.sizes() != meta.sizes()) original.resize_(meta.sizes()), resized = true;
+  if (!key.empty() && !resized) {
+    std::lock_guard lock(mutex);
+    kept.emplace(key, stack);
+  }
   return stack;
 }
 

@@ -523,9 +523,12 @@ def _recovery(device: torch.device) -> str:
 def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
     now = run.running.get(lane)
     doing = f"is in {now}" if now else "is not in any operation"
-    if on_device := run.waiting.get(lane):
+    # A lane that is idle may wait for one that waits for the device.
+    stuck = lane if now or lane in run.waiting else next(iter(run.waiting.copy()), lane)
+    if on_device := run.waiting.get(stuck):
+        who = "which" if stuck == lane else f"while lane {stuck}"
         return (
-            f"{what} waited {patience:g} s for {op} of lane {lane}, which waits for {on_device}, which the device "
+            f"{what} waited {patience:g} s for {op} of lane {lane}, {who} waits for {on_device}, which the device "
             f"has not finished: the step was stopped. {HANGS}"
         )
     return (
