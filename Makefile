@@ -69,10 +69,10 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.streaming
 
-# What `make test` leaves to the night: the rows that repeat what others say of any two settings, all soaks, 300
-# random models, and a sample of mutants.
+# What `make test` leaves to the night: the rows that repeat what others say of any two settings, hypothesis with all
+# its examples, all soaks, 300 random models, and a sample of mutants.
 nightly: $(TOOLS) soak
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile night -m "slow or hypothesis"
 	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device -m slow
 	$(BIN)/python tests/fuzz.py --cases 300 --seed 0
 	$(BIN)/python tests/mutants.py --number 40 --seed 0

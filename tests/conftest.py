@@ -1,4 +1,5 @@
-"""Which tests run, in what order, and what is said of the others. Hypothesis is quiet about slow machines."""
+"""Which tests run, in what order, and what is said of the others. Hypothesis is quiet about slow machines, and
+tries fewer examples by day, where a test does not say how many."""
 
 import gc
 import logging
@@ -18,8 +19,9 @@ from hypothesis import settings
 from shared_traces import share_traces
 from small_trainings import at_step  # noqa: F401
 
-settings.register_profile("zfunc", deadline=None, derandomize=True)
-settings.load_profile("zfunc")
+settings.register_profile("day", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("night", settings.get_profile("day"), max_examples=100)
+settings.load_profile("day")
 # These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"

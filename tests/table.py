@@ -332,7 +332,7 @@ def _law(
                 pytest.param(case, marks=marks, id=f"{case[0]}{', others' * case[1]}")
                 for case, marks in cases.items()
             ),
-            pytest.param(None, id="any"),
+            pytest.param(None, id="any", marks=pytest.mark.hypothesis),
         ],
     )
     def law(case: tuple[str, bool] | None) -> None:

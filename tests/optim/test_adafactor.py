@@ -178,7 +178,6 @@ def test_a_gpu_has_the_bits_of_the_reference(moments: Moments) -> None:
         check(optimizer, shape, state, gradient(prod(shape), grad), out=torch.float16, device="cuda")
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 12), max_size=4),
     st.sampled_from(["fp32", "16bit"]),

@@ -33,7 +33,7 @@ from adam_states import (
     raw_update,
     reference,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -183,7 +183,6 @@ types, formats, decays = (st.sampled_from([*x]) for x in (TYPES, MOMENTS, DECAYS
 
 
 @every_place
-@settings(max_examples=60)
 @given(rows=st.lists(floats, min_size=1, max_size=40), data=st.data())
 def test_any_floats(rows: list[list[float]], data: st.DataObject, where: str) -> None:
     p, m, v, g = np.array(rows, np.float32).T.copy()
@@ -194,7 +193,6 @@ def test_any_floats(rows: list[list[float]], data: st.DataObject, where: str) ->
 
 
 @every_place
-@settings(max_examples=60)
 @given(moments=formats, n=st.integers(0, 300), seed=st.integers(0, 99), data=st.data())
 def test_any_bytes(moments: str, n: int, seed: int, data: st.DataObject, where: str) -> None:
     """Every bit pattern of a state and of a gradient: no trap, no difference."""

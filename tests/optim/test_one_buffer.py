@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from adam_states import TYPES, around, array, assert_same, gradient, placed, random_bytes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -180,7 +180,6 @@ def test_special_values_meet(name: str, moments: Moments) -> None:
         check(optimizer, state, torch.from_numpy(g), scale=scale, out=torch.float16)
 
 
-@settings(max_examples=100)
 @given(
     st.sampled_from([*OPTIMIZERS]),
     st.sampled_from(["fp32", "16bit", "8bit"]),

@@ -20,7 +20,6 @@ def needed(plan: Plan) -> dict[str, int]:
 
 
 @every_graph(on=(None, hardware()))
-@settings(max_examples=60)
 def test_it_is_as_fast_as_the_plain_orders_and_needs_no_more_memory(
     graph: Graph, on: Hardware | None
 ) -> None:
