@@ -1,14 +1,17 @@
 """Short trainings by the command line, in the fixture `own_folder`, and what they leave in their run folders."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zfunc
 from zfunc.cli.main import main
@@ -24,10 +27,25 @@ def train(*more: object) -> int:
 
 
 def start(*more: object, launch: tuple[object, ...] = (), **streams: Any) -> "subprocess.Popen[str]":
-    """A training in a process of its own, by a launcher if there is one."""
+    """A training in a process of its own: by a launcher if there is one, else forked from this one, which has
+    imported torch."""
     command = [sys.executable, *map(str, launch), "-m", "zfunc", "train", *ON_DATA, *map(str, more)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.Popen(command, text=True, **pipes)
+    fork = None if launch else partial(_run, command[3:])
+    return subprocess.Popen(command, text=True, preexec_fn=fork, **pipes)
+
+
+def _run(arguments: list[str]) -> None:
+    """In a forked process: the command, with the streams that Popen has put there, instead of another program."""
+    code = 1
+    try:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # one of them tells Popen that the process has begun
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+        torch.set_num_threads(1)
+        code = main(arguments)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def wait_for_rows(run: str, count: int, running: "subprocess.Popen[str]") -> None:

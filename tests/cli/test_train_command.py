@@ -92,7 +92,8 @@ def test_tokens_of_a_bin(capsys: Out) -> None:
 # --- how it ends -----------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_after_the_step_with_summary_and_sample() -> None:
+def test_ctrl_c_ends_after_the_step_with_summary_and_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 320)
     running = start("--steps", 10**7, "--out", "run")
     wait_for_rows("run", 13, running)
     running.send_signal(signal.SIGINT)
