@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -232,22 +231,18 @@ def test_everything_is_on_the_disk_before_its_name_and_that_before_latest(
     ]
 
 
-WRITER = """
-import sys; sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from saved import save
-from zfunc.checkpoint.directory import find_checkpoint
-folder = Path(sys.argv[2])
-found = find_checkpoint(folder)
-step = found.manifest.position.step if found else 0
-print("ready", flush=True)
-while True:
-    step += 1
-    save(folder, step=step, salt=step, keep=2)
-    print(step, flush=True)
-"""
+def write_on(pipe: int, folder: Path) -> None:
+    """Checkpoints without end, each told of."""
+    found = find_checkpoint(folder)
+    step = found.manifest.position.step if found else 0
+    os.write(pipe, b"ready\n")
+    while True:
+        step += 1
+        save(folder, step=step, salt=step, keep=2)
+        os.write(pipe, f"{step}\n".encode())
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
     """Twenty writers in a row, each killed a random moment after it began: nothing published is lost."""
     moments, began = random.Random(0), time.perf_counter()
@@ -256,13 +251,19 @@ def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
     (folder := tmp_path / "killed").mkdir()
     published = 0
     for _ in range(20):
-        arguments = [sys.executable, "-c", WRITER, str(Path(__file__).parents[1]), str(folder)]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "ready\n"
+        source, pipe = os.pipe()
+        if not (writer := os.fork()):
+            try:
+                write_on(pipe, folder)
+            finally:
+                os._exit(1)
+        os.close(pipe)
+        with open(source) as told:
+            assert told.readline() == "ready\n"
             time.sleep(moments.uniform(0, longest))
-            writer.send_signal(signal.SIGKILL)
-            steps = writer.stdout.read().split()
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+            steps = told.read().split()
         published = max([published, *map(int, steps)])
         newest = find_checkpoint(folder)
         assert newest is not None or not published

@@ -197,13 +197,14 @@ def test_smoothing_keeps_gaps_and_stays_within(points: tuple[tuple[int, float | 
         assert mean is None or min(ys) - 1e-3 <= mean <= max(ys) + 1e-3
 
 
-def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
-    run = written(tmp_path, [row(n, grad_norm=1e6 if n == 77_777 else 1.0) for n in range(1, 100_001)])
+@pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_many_thousand_steps(steps: int, tmp_path: Path) -> None:
+    run = written(tmp_path, [row(n, grad_norm=1e6 if n == 17_777 else 1.0) for n in range(1, steps + 1)])
     began = time.perf_counter()
     page = report_page(read_history(run))
     assert time.perf_counter() - began < 30
     assert len(page) < 600_000
-    assert "1 to 1e+06" in page, "one spike of 100,000 is seen"
+    assert "1 to 1e+06" in page, "one spike of all is seen"
 
 
 # --- reading it back -------------------------------------------------------------------------------------

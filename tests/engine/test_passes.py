@@ -11,6 +11,7 @@ import shared_traces
 import torch
 from fuzz_models import KEEPING, Apply, Sine
 from small_models import Loss, regression, tied_gpt
+from table import in_pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -87,6 +88,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "RNN": lambda: KEEPING["rnn"](3, 8),
     "LSTM": lambda: first_of(nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)),
 }
+BY_DAY = ("unused parameter, in place", "a weight handed on", "branch on data", "draws in backward")
 IN_PLACE = ("min-cut",)  # a view is changed in place
 NOT_TRACED = {"branch on data": RECOMPUTE, "GRU": IN_PLACE, "fourier": IN_PLACE}
 
@@ -110,8 +112,17 @@ def spoil(tree: Any) -> None:
             t.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
-def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "also_first"),
+    [
+        *((x, x in BY_DAY) for x in (*FUNCTIONS, *MODULES)),
+        *(pytest.param(x, True, marks=pytest.mark.slow) for x in FUNCTIONS if x not in BY_DAY),
+    ],
+)
+def test_gradients_are_those_of_vjp_to_the_bit(
+    name: str, also_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`also_first`: as the first segment too, whose input gets no gradient."""
     function, params = functional(name)
     x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
     with torch.enable_grad(), seeded(5), redirected():
@@ -125,7 +136,7 @@ def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCapt
             expected, below = pull(laid_out, retain_graph=False, create_graph=False)
     for recompute in RECOMPUTE:
         caplog.clear()
-        for wrt_input in (True, False) if name in FUNCTIONS else (True,):
+        for wrt_input in (True, False) if also_first else (True,):
             moving = wrt_input and recompute != "none"  # then slots are filled anew, with NaN here
             pair = make_vjp(
                 function, recompute=recompute, wrt_input=wrt_input, moving=moving, name="this one"
@@ -172,24 +183,22 @@ def attention_kernels(graph: Any) -> list[str]:
     return [x for x in names if ("attention" in x or "softmax" in x) and "backward" not in x]
 
 
-@pytest.mark.parametrize("recompute", ["all", "min-cut"])
-@pytest.mark.parametrize(
-    ("settings", "fused"),
-    [
-        ({}, True),
-        ({"keys": 2}, True),
-        ({"mask": "window"}, True),
-        ({"dropout": 0.1}, False),
-        ({"mask": "trained"}, False),  # fused where nothing requires a gradient
-    ],
-)
-@pytest.mark.parametrize("size", [8, 300])
+ATTENTIONS: dict[str, tuple[dict[str, Any], bool]] = {  # and whether its kernel is the fused one
+    "causal": ({}, True),
+    "grouped": ({"keys": 2}, True),
+    "window": ({"mask": "window"}, True),
+    "dropout": ({"dropout": 0.1}, False),
+    "trained mask": ({"mask": "trained"}, False),  # fused where nothing requires a gradient
+}
+
+
+@pytest.mark.parametrize(("kind", "size", "recompute"), in_pairs(ATTENTIONS, [8, 300], ["all", "min-cut"]))
 def test_forward_has_the_attention_kernel_that_backward_differentiates(
-    recompute: Any, settings: dict[str, Any], fused: bool, size: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, size: int, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch chooses by what requires a gradient: both passes come from one trace, with gradients."""
     graphs: list[Any] = []
-    runnable, width = vjp._runnable, 8
+    (settings, fused), runnable, width = ATTENTIONS[kind], vjp._runnable, 8
     monkeypatch.setattr(vjp, "_runnable", lambda g, compiled: graphs.append(g.graph) or runnable(g, compiled))
     heads = {"q": 4, "k": settings.get("keys", 4)}
     params = {name: torch.randn(width, n * size) for name, n in heads.items()}
@@ -236,11 +245,18 @@ def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
     return [zfunc.segment(f"m{i}", m) for i, m in enumerate(layers)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_ordinary_modules_train_alike_with_any_recompute(precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("fp32", ("mixer", "attention", "GRU")),
+        *(pytest.param(x, tuple(MODULES), marks=pytest.mark.slow) for x in ("fp32", "bf16")),
+    ],
+    ids=["some", "all", "all in bf16"],
+)
+def test_ordinary_modules_train_alike_with_any_recompute(precision: Any, names: tuple[str, ...]) -> None:
     results = []
     for recompute in RECOMPUTE:
-        segments = chain(*MODULES.values())
+        segments = chain(*(MODULES[name] for name in names))
         program = zfunc.compile(
             segments, precision=precision, recompute=recompute, device="cpu", bucket_size=64
         )
