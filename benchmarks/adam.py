@@ -42,6 +42,7 @@ from zfunc.runtime.thread_budget import default_threads
 SCALE, LR, DECAY, STEP = 0.5, 1e-4, 0.1, 10
 DENORMAL = 1e-40  # what moments decay to in thousands of steps without a gradient
 YARDSTICK = "skeleton fp32"
+AT_ONCE = 16 << 20  # elements, of all the runs that are timed together
 SIZES = "1Mi,4Mi,16Mi,64Mi,256Mi"
 
 
@@ -288,17 +289,22 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
 
 
 def measure(memory: Memory, table: dict[str, Contender], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every contender in every repeat; an extra round first touches pages and starts threads."""
+    """Seconds of every contender in every repeat; an extra round first touches pages and starts threads.
+
+    What the caches hold is measured there: a small step is made again and again, and the first one does not count.
+    """
+    runs = max(1, AT_ONCE // memory.n)
     seconds: dict[str, list[float]] = {name: [] for name in table}
     for repeat in range(repeats + 1):
         for name, contender in table.items():
             memory.fill(idle=contender.idle)
-            if contender.idle:
-                contender.run()  # what this one makes of such moments is what it has in the long run
+            if contender.idle or runs > 1:  # what it makes of idle moments is what it has in the long run
+                contender.run()
             start = time.perf_counter()
-            contender.run()
+            for _ in range(runs):
+                contender.run()
             if repeat:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / runs)
     return seconds
 
 

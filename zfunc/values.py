@@ -21,17 +21,18 @@ def number(
     >>> number("clip_norm", 1, positive=True)
     1.0
     """
-    try:
-        plain = value.detach() if hasattr(value, "detach") else value
-        plain = plain.item() if hasattr(plain, "item") else plain
-    except (RuntimeError, ValueError):  # of several elements, or without values
-        plain = None
-    expected = _range(least, positive, most)
-    if isinstance(plain, bool) or not isinstance(plain, int | float):
-        raise TypeError(f"{name}: got {value!r}, expected {expected}: {hint}")
-    if not (least <= plain <= most and (plain > 0 or not positive)):
-        raise ValueError(f"{name}: got {value!r}, expected {expected}: {hint}")
-    return float(plain)
+    plain = value
+    if type(value) is not float and type(value) is not int:
+        try:
+            plain = value.detach() if hasattr(value, "detach") else value
+            plain = plain.item() if hasattr(plain, "item") else plain
+        except (RuntimeError, ValueError):  # of several elements, or without values
+            plain = None
+    known = isinstance(plain, int | float) and not isinstance(plain, bool)
+    if known and least <= plain <= most and (plain > 0 or not positive):
+        return float(plain)
+    refusal = ValueError if known else TypeError
+    raise refusal(f"{name}: got {value!r}, expected {_range(least, positive, most)}: {hint}")
 
 
 def _range(least: float, positive: bool, most: float) -> str:
