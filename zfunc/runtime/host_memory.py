@@ -55,8 +55,8 @@ def alloc_host(
     pin = None if pinned_for is None else pinning_of(pinned_for)
     if pinned_for is not None and pin is None:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
-    # One page more: an AMD core tells lines in L1 apart by bits 0 to 27 of their addresses. Buffers a multiple of
-    # 256 MiB apart push each other out of it, and a sweep over them takes up to 1.7 times as long.
+    # One page more: an AMD core finds a line in L1 by bits 12 to 27 of its address too (Lipp et al., "Take A Way",
+    # 2020). Buffers a multiple of 256 MiB apart push each other out of it: 1.7 times the time of a sweep.
     pages, slots = map_pages(nbytes + PAGE), default_numa_slots()
     threads = default_threads()
     touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), slots)
