@@ -257,7 +257,7 @@ def test_neither_compute_nor_sweeps_starve_beside_each_other() -> None:
     command = [sys.executable, "-m", "benchmarks.beside", "--threads", str(threads.default_threads())]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
-        [*command, "--seconds", "0.25"], capture_output=True, text=True, cwd=ROOT, env=environment
+        [*command, "--seconds", "0.5"], capture_output=True, text=True, cwd=ROOT, env=environment
     )
     shares = json.loads(done.stdout)
     assert shares["compute_keeps"] > 1 / 8, shares
