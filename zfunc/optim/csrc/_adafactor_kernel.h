@@ -42,7 +42,7 @@ ZF_INLINE void zf_scaled(const zf_factor_args *a, float *restrict g, size_t at, 
     const uint16_t *restrict h = (const uint16_t *)a->grad + at;
     const float scale = a->grad_scale;
     const int32_t floor = (int32_t)zf_bits(a->grad_floor);
-    zf_prefetch_lines((const char *)a->grad + at * width, n * width, ahead * width);
+    zf_prefetch_lines((const char *)a->grad + at * width, n, width, ahead);
     if (a->grad_type == ZF_BF16) {
         for (size_t i = 0; i < n; i++) g[i] = zf_flush(zf_from_bf16(h[i]), floor) * scale;
         return;
@@ -151,9 +151,9 @@ ZF_INLINE void zf_direction(const zf_factor_args *a, float *restrict u, size_t a
 /* Weights as fp32: where they lie, or joined in the scratch. */
 ZF_INLINE const float *zf_weights_at(const zf_weights *w, float *restrict p, size_t at, size_t n) {
     const size_t width = w->low ? 2 : 4;
-    zf_prefetch_lines((const char *)w->master + at * width, n * width, ZF_AHEAD * width);
+    zf_prefetch_lines((const char *)w->master + at * width, n, width, ZF_AHEAD);
     if (!w->low) return (const float *)w->master + at;
-    zf_prefetch_lines(w->low + at, n * 2, ZF_AHEAD * 2);
+    zf_prefetch_lines(w->low + at, n, 2, ZF_AHEAD);
     zf_join(p, (const uint16_t *)w->master + at, w->low + at, n);
     return p;
 }

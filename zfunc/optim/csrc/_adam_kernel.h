@@ -94,8 +94,9 @@ ZF_INLINE void zf_prefetch(const void *at, size_t bytes_ahead) {
     __builtin_prefetch((const void *)((uintptr_t)at + bytes_ahead), 0, 3);
 }
 
-ZF_INLINE void zf_prefetch_lines(const void *at, size_t bytes, size_t bytes_ahead) {
-    for (size_t line = 0; line < bytes; line += 64) zf_prefetch((const char *)at + line, bytes_ahead);
+/* As many lines as `n` elements of `width` bytes have, `ahead` elements further on. */
+ZF_INLINE void zf_prefetch_lines(const void *at, size_t n, size_t width, size_t ahead) {
+    for (size_t line = 0; line < n * width; line += 64) zf_prefetch((const char *)at + line, ahead * width);
 }
 
 /* The gradient at an element as fp32: in place, or widened into the scratch. */

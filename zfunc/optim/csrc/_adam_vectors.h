@@ -33,7 +33,6 @@ ZF_INLINE int zf_order(int moments) {
 #define v_call ZF_OF_SET(v_call)
 #define v_pending ZF_OF_SET(v_pending)
 #define v_prepare ZF_OF_SET(v_prepare)
-#define v_prefetch ZF_OF_SET(v_prefetch)
 #define v_prefetch_group ZF_OF_SET(v_prefetch_group)
 #define v_widen ZF_OF_SET(v_widen)
 #define v_grad ZF_OF_SET(v_grad)
@@ -91,19 +90,15 @@ ZF_V_INLINE void v_prepare(v_call *k, const zf_adam_args *a, const zf_dithers *d
     }
 }
 
-ZF_V_INLINE void v_prefetch(const void *at, size_t width) {
-    for (size_t line = 0; line < ZF_GROUP * width; line += 64) zf_prefetch((const char *)at + line, ZF_AHEAD * width);
-}
-
 ZF_V_INLINE void v_prefetch_group(const zf_adam_args *a, size_t at, int moments) {
     const zf_state *s = &a->state;
     const size_t high = moments == ZF_MOMENTS_FP32 ? 4 : 2, grad = a->grad_type == ZF_FP32 ? 4 : 2;
     const size_t width = zf_width(moments);
-    v_prefetch((const char *)s->master + high * at, high);
-    if (moments != ZF_MOMENTS_FP32) v_prefetch(s->low + at, 2);
-    v_prefetch((const char *)s->exp_avg + width * at, width);
-    v_prefetch((const char *)s->exp_avg_sq + width * at, width);
-    v_prefetch((const char *)a->grad + grad * at, grad);
+    zf_prefetch_lines((const char *)s->master + high * at, ZF_GROUP, high, ZF_AHEAD);
+    if (moments != ZF_MOMENTS_FP32) zf_prefetch_lines(s->low + at, ZF_GROUP, 2, ZF_AHEAD);
+    zf_prefetch_lines((const char *)s->exp_avg + width * at, ZF_GROUP, width, ZF_AHEAD);
+    zf_prefetch_lines((const char *)s->exp_avg_sq + width * at, ZF_GROUP, width, ZF_AHEAD);
+    zf_prefetch_lines((const char *)a->grad + grad * at, ZF_GROUP, grad, ZF_AHEAD);
 }
 
 /* ---- gradients and weights ------------------------------------------------------------------------------ */

@@ -180,10 +180,10 @@ ZF_INLINE void zf_one_block(const zf_one_args *a, const uint32_t *dither, size_t
     float *weights = weighted && !split && zf_one_in_place(a) ? (float *)a->state.master + at : p;
     float *moment = own ? (float *)a->state.buffer + at : m;
     if (weighted)
-        zf_prefetch_lines((const char *)a->state.master + at * (split ? 2 : 4), n * (split ? 2 : 4), ZF_AHEAD * (split ? 2 : 4));
-    if (split) zf_prefetch_lines(a->state.low + at, n * 2, ZF_AHEAD * 2);
-    if (width) zf_prefetch_lines((const char *)a->state.buffer + at * width, n * width, ZF_AHEAD * width);
-    zf_prefetch_lines((const char *)a->grad + at * grad_width, n * grad_width, ZF_AHEAD * grad_width);
+        zf_prefetch_lines((const char *)a->state.master + at * (split ? 2 : 4), n, split ? 2 : 4, ZF_AHEAD);
+    if (split) zf_prefetch_lines(a->state.low + at, n, 2, ZF_AHEAD);
+    if (width) zf_prefetch_lines((const char *)a->state.buffer + at * width, n, width, ZF_AHEAD);
+    zf_prefetch_lines((const char *)a->grad + at * grad_width, n, grad_width, ZF_AHEAD);
     if (split) zf_join(p, (const uint16_t *)a->state.master + at, a->state.low + at, n);
     else if (weighted && weights == p) memcpy(p, (const float *)a->state.master + at, n * sizeof(float));
     if (!own) zf_one_unpack(a, m, at, n);
