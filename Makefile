@@ -17,8 +17,8 @@ train: $(STAMP)
 
 # Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
 # The tests of the device half have processes of their own, in which torch has the pretend device; it is built beside
-# the linters, most of which take one core. Most of them are in one file, which three workers share: a third of their
-# time is delays, in which a core is free.
+# the linters, most of which take one core. Most of them are in one file, which three workers share: while one waits
+# out a delay, its core is free.
 test: $(TOOLS)
 	$(MAKE) --jobs 2 lint pretend
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from attrs import evolve
 from bad_disks import stopped_everywhere, with_more_room
+from forked import fork
 from saved import assert_complete, save
 
 from zfunc.checkpoint import directory as checkpoints
@@ -252,11 +254,7 @@ def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
     published = 0
     for _ in range(20):
         source, pipe = os.pipe()
-        if not (writer := os.fork()):
-            try:
-                write_on(pipe, folder)
-            finally:
-                os._exit(1)
+        writer = fork(partial(write_on, pipe, folder))
         os.close(pipe)
         with open(source) as told:
             assert told.readline() == "ready\n"

@@ -141,9 +141,9 @@ def test_where_parameters_live_changes_no_bit(
 def test_nor_does_sharding_them(
     settings: str, sharded: str, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, world = job[:-5], int(job[-1])
-    got = trainings(model, world, monkeypatch, **SETTINGS[settings], **SHARDED[sharded])
-    assert all(map(same, got, reference(model, world, settings)))
+    model, _, world = job.rpartition(" on ")
+    got = trainings(model, int(world), monkeypatch, **SETTINGS[settings], **SHARDED[sharded])
+    assert all(map(same, got, reference(model, int(world), settings)))
 
 
 @pytest.mark.parametrize("model", ["tied GPT", "frozen below"])
