@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
+from zfunc.engine.specialize import specialize
 from zfunc.runtime.collectives import RankGroup
 
 T = TypeVar("T")
@@ -64,16 +65,20 @@ class ThreadedRanks(RankGroup):
         return self.exchange(text)
 
 
-def programs_of(world: int, make: Callable[[], Program]) -> list[Program]:
-    """The program of every rank of a new world. Trace them before their threads run: two must not at a time."""
+def programs_of(world: int, make: Callable[[], Program], rows: Any = None) -> list[Program]:
+    """Of every rank of a new world, traced for the rows of one if given: two threads must not trace at a time."""
     programs: list[Program] = []
     for ranks in ThreadedRanks.all(world):
         with mock.patch.object(compiling, "_ranks", lambda _, ranks=ranks: ranks):
             programs.append(make())
+    if rows is not None:
+        for program in programs:
+            specialize(program, rows)
     return programs
 
 
-def on_every(programs: Sequence[Program], work: Callable[[Program], T]) -> list[T]:
-    """What every rank makes, by rank."""
-    with ThreadPoolExecutor(len(programs), initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        return list(threads.map(work, programs))
+def on_every(ranks: Sequence[Any], work: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
+    """What `work` makes on every rank of its program, or what else stands for it, and its own of `of_each`."""
+    # A new thread has MKL's dynamic teams until torch sizes its own, and with them other bits of a product.
+    with ThreadPoolExecutor(len(ranks), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        return list(threads.map(work, ranks, *of_each))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import zfunc
 from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
 from zfunc.errors import CheckpointError
 
@@ -82,9 +81,7 @@ def test_freezing_unfreezing_and_other_rates_are_those_of_a_plain_loop(tmp_path:
     for n, (lr, frozen, still, world) in enumerate(PHASES):
         buffers = {k: v for k, v in got.items() if "running" in k or "tracked" in k}
         make = partial(program, lr, frozen, still, buffers, schedule=("Serial", "Overlapped")[n % 2])
-        programs = programs_of(world, make)
-        for made in programs:
-            specialize(made, BATCH(0))
+        programs = programs_of(world, make, BATCH(0))
 
         def phase(made: Program, n: int = n) -> dict[str, Tensor]:
             state = zfunc.load(tmp_path, made, strict=False) if n else zfunc.init(made)

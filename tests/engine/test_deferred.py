@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import trained
 from attrs import evolve
 from small_models import MODELS, bits, rows_of
 from table import chain, in_pairs, spec
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 from trained import injecting, steps
 from zfunc.schedules import Overlapped
 
@@ -21,9 +22,7 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
 from zfunc.engine.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, RankError
@@ -108,19 +107,15 @@ def test_a_state_is_read_under_inference_mode_and_by_two_threads_at_once() -> No
     steps(program, state, data, 2, 3)
 
 
-def test_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_two_ranks() -> None:
     """The bits of the plain recipe. A rank that reads the state alone is told, as are the others."""
+    batch = MODELS["odd sizes"]()[1]
 
-    def programs(*, defer: bool) -> list[tuple[Program, Any]]:
-        made = []
-        for ranks in ThreadedRanks.all(2):
-            monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-            made.append(compiled("odd sizes", "8 bits in 3", defer=defer))
-        for program, batch in made:  # traced here: two threads must not trace at a time
-            specialize(program, rows_of(batch(0), 0, 2))
-        return made
+    def programs(*, defer: bool) -> list[Program]:
+        make = partial(compiled, "odd sizes", "8 bits in 3", defer=defer)
+        return programs_of(2, lambda: make()[0], rows_of(batch(0), 0, 2))
 
-    def train(program: Program, batch: Callable[[int], Any]) -> tuple[Any, ...]:
+    def train(program: Program) -> tuple[Any, ...]:
         rank, seen, state = program.ranks.rank, list[Any](), start(program)
         for i in range(3):
             state, m = zfunc.train_step(program, state, rows_of(batch(i), rank, 2))
@@ -135,8 +130,7 @@ def test_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
                 message = str(error)
         return seen, params, bits(zfunc.flush(program, state)), message
 
-    with ThreadPoolExecutor(2) as threads:
-        plain, late = (list(threads.map(train, *zip(*programs(defer=x), strict=True))) for x in (False, True))
+    plain, late = (on_every(programs(defer=x), train) for x in (False, True))
     for a, b in zip(plain, late, strict=True):
         assert a[0] == b[0]
         assert all(torch.equal(x, b[1][name]) for name, x in a[1].items())

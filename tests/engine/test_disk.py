@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -18,12 +17,11 @@ import torch
 import trained
 from table import in_pairs
 from test_streaming import SETTINGS, reference, same, trainings
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 
 import zfunc
 from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
 from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
 from zfunc.runtime.direct_io import DirectFile
 
@@ -50,18 +48,16 @@ def on_disk(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "settings", "placed"), in_pairs(MODELS, NUMBERS, PLACED, meets=2))
-def test_where_the_state_lives_changes_no_bit(
-    model: str, settings: str, placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (got,) = trainings(model, 1, monkeypatch, **on_disk(tmp_path, placed, **NUMBERS[settings]))
+def test_where_the_state_lives_changes_no_bit(model: str, settings: str, placed: str, tmp_path: Path) -> None:
+    (got,) = trainings(model, 1, **on_disk(tmp_path, placed, **NUMBERS[settings]))
     (expected,) = reference(model, 1, settings)
     assert same(got, expected)
 
 
 @pytest.mark.parametrize("placed", ["half of the state", "everything"])
-def test_nor_on_several_ranks(placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_on_several_ranks(placed: str, tmp_path: Path) -> None:
     settings = on_disk(tmp_path, placed, **NUMBERS["bf16 in 2, 16 bits"], stage=3)
-    got = trainings("frozen below", 2, monkeypatch, **settings)
+    got = trainings("frozen below", 2, **settings)
     assert all(map(same, got, reference("frozen below", 2, "bf16 in 2, 16 bits")))
 
 
@@ -297,7 +293,7 @@ def killed_at_a_random_moment(by: random.Random, last: int, chosen: dict[str, An
         return said + lines.read()
 
 
-def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path) -> None:
     """A swap space is a checkpoint: for another number of ranks, other buckets, and no swap space at all."""
     numbers = NUMBERS["bf16 in 2, 16 bits"]
     program, batch = trained.compiled("frozen below", **on_disk(tmp_path / "one", "everything", **numbers))
@@ -306,15 +302,10 @@ def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: p
     expected = zfunc.evaluate(program, state, batch(9))
     zfunc.save(tmp_path / "one", program, state)
     killed(program)
-    pair = []
-    for ranks in ThreadedRanks.all(2):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        chosen = {**on_disk(tmp_path / "two", "everything", **numbers), "stage": 3, "bucket_size": 900}
-        pair.append(trained.compiled("frozen below", **chosen)[0])
-    monkeypatch.undo()
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda own: zfunc.load(tmp_path / "one", own), pair))
-        list(threads.map(killed, pair))
+    chosen = {**on_disk(tmp_path / "two", "everything", **numbers), "stage": 3, "bucket_size": 900}
+    pair = programs_of(2, lambda: trained.compiled("frozen below", **chosen)[0])
+    on_every(pair, partial(zfunc.load, tmp_path / "one"))
+    on_every(pair, killed)
     alone, _ = trained.compiled("frozen below", **numbers)
     assert zfunc.evaluate(alone, zfunc.load(tmp_path / "two", alone), batch(9)) == expected
 

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache, partial
 from itertools import count
@@ -26,10 +25,9 @@ from bad_disks import FAULTS, fails, once
 from small_models import rows_of
 from table import in_pairs
 from test_disk import NUMBERS, ON_DISK, on_disk
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import ThreadedRanks, on_every, programs_of
 
 import zfunc
-from zfunc.engine import compile as compiling
 from zfunc.engine import program as engine_program
 from zfunc.engine import state as engine_state
 from zfunc.engine import swap_state
@@ -341,30 +339,21 @@ def of_two(
     numbers: str = "bf16 in 2, 16 bits",
 ) -> list[Program]:
     """The programs of two ranks, which are threads."""
-    programs = []
-    with pytest.MonkeyPatch.context() as patched:
-        for ranks in ThreadedRanks.all(2):
-            patched.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-            placed = on_disk(folder, where, **NUMBERS[numbers])
-            programs.append(
-                trained.compiled("frozen below", **{**placed, "stage": 3, "schedule": "Serial"})[0]
-            )
-    for rank, program in enumerate(programs):
-        specialize(program, rows_of(trained.MODELS["frozen below"]()[1](0), rank, 2))
-    return programs
+    placed = {**on_disk(folder, where, **NUMBERS[numbers]), "stage": 3, "schedule": "Serial"}
+    rows = rows_of(trained.MODELS["frozen below"]()[1](0), 0, 2)
+    return programs_of(2, lambda: trained.compiled("frozen below", **placed)[0], rows)
 
 
-def on_both(function: Callable[..., Any], *of_each: Any) -> list[Any]:
-    """What a function of the rank and these returns or raises on both ranks."""
+def tried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but it returns what it raises."""
 
-    def one(rank: int, *own: Any) -> Any:
+    def attempt(*args: Any) -> Any:
         try:
-            return function(rank, *own)
+            return function(*args)
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        return list(threads.map(one, range(2), *of_each))
+    return attempt
 
 
 @pytest.mark.parametrize("where", ["everything", "everything, one slot"])
@@ -382,30 +371,27 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
         return spill(regions, folders)
 
     def without_room(function: Callable[..., Any], *of_each: Any) -> None:
-        def attempt(rank: int, *own: Any) -> Any:
-            if rank:
+        def attempt(program: Program, *own: Any) -> Any:
+            if program.ranks.rank:
                 full.add(threading.get_ident())
-            return function(rank, *own)
+            return function(program, *own)
 
-        errors = on_both(attempt, *of_each)
+        errors = on_every(programs, tried(attempt), *of_each)
         full.clear()
         assert [str(x) for x in errors] == ["rank 1: DiskError: no room", "no room"]
 
-    def begin(_: int, program: Program) -> State:
-        return zfunc.init(program, seed=2)
-
-    def step(rank: int, program: Program, state: State) -> Any:
-        return zfunc.train_step(program, state, rows_of(batch(0), rank, 2))
+    def step(program: Program, state: State) -> Any:
+        return zfunc.train_step(program, state, rows_of(batch(0), program.ranks.rank, 2))
 
     for module in (engine_program, engine_state):
         monkeypatch.setattr(module, "spill_files", limited)
-    without_room(begin, programs)
-    deferred = programs[0].spec.deferred
-    states = on_both(begin if deferred else lambda _, x: zfunc.load(tmp_path, x), programs)
-    without_room(step, programs, states)
-    losses = [x[1].loss for x in on_both(step, programs, states)]
+    begin = partial(zfunc.init, seed=2)
+    without_room(begin)
+    states = on_every(programs, begin if programs[0].spec.deferred else partial(zfunc.load, tmp_path))
+    without_room(step, states)
+    losses = [x[1].loss for x in on_every(programs, step, states)]
     assert losses[0] == losses[1]
-    on_both(lambda _, program: close_swap(program), programs)
+    on_every(programs, close_swap)
 
 
 def test_one_rank_of_each_host_measures_its_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,11 +412,10 @@ def test_one_rank_of_each_host_measures_its_drives(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(swap_state, "boot_id", lambda: "first" if here.rank < 2 else "second")
     monkeypatch.setattr(swap_state, "drive_speeds", measured)
     monkeypatch.setattr(swap_state, "remember_speeds", lambda x: learnt.update({here.rank: x}))
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(measure, ThreadedRanks.all(4)))
-        assert learnt == {0: {7: 1e9}, 1: {7: 1e9}, 2: {7: 3e9}, 3: {7: 3e9}}
-        fails.add(2)
-        errors = [x.exception() for x in [threads.submit(measure, ranks) for ranks in ThreadedRanks.all(4)]]
+    on_every(ThreadedRanks.all(4), measure)
+    assert learnt == {0: {7: 1e9}, 1: {7: 1e9}, 2: {7: 3e9}, 3: {7: 3e9}}
+    fails.add(2)
+    errors = on_every(ThreadedRanks.all(4), tried(measure))
     assert [type(x).__name__ for x in errors] == [*["CheckpointError"] * 2, "DiskError", "CheckpointError"]
     assert all("got 'Input/output error'" in str(x) for x in errors)
 
@@ -443,35 +428,31 @@ def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: 
         engine_program, "available_host_bytes", lambda: 0 if threading.get_ident() in short else 1 << 60
     )
 
-    def init(_: int, program: Program) -> State:
-        return zfunc.init(program, seed=2)
-
-    def step(rank: int, program: Program, state: State) -> State:
-        return zfunc.train_step(program, state, rows_of(batch(state.batches), rank, 2))[0]
-
-    def load(_: int, program: Program) -> State:
-        return zfunc.load(tmp_path, program)
+    def train_step(program: Program, state: State) -> State:
+        return zfunc.train_step(program, state, rows_of(batch(state.batches), program.ranks.rank, 2))[0]
 
     def after_a_refusal(function: Callable[..., State], *of_each: Any) -> list[State]:
-        def attempt(rank: int, *own: Any) -> Any:
-            if rank:
+        def attempt(program: Program, *own: Any) -> Any:
+            if program.ranks.rank:
                 short.add(threading.get_ident())
-            return function(rank, *own)
+            return function(program, *own)
 
-        errors = on_both(attempt, *of_each)
+        errors = on_every(programs, tried(attempt), *of_each)
         assert all(isinstance(x, zfunc.OutOfMemory) for x in errors)
-        at = "train_step" if function is step else function.__name__
-        assert str(errors[1]).startswith(f"{at}: needs ")
+        assert str(errors[1]).startswith(f"{function.__name__}: needs ")
         assert str(errors[0]) == f"rank 1: {errors[1]}"
         short.clear()
-        return on_both(function, *of_each)
+        return on_every(programs, function, *of_each)
 
-    states = after_a_refusal(init, programs)
-    states = after_a_refusal(step, programs, states)
-    on_both(lambda _, program: close_swap(program), programs)
-    states = after_a_refusal(load, programs)
-    assert [x.batches for x in after_a_refusal(step, programs, states)] == [1, 1]
-    on_both(lambda _, program: close_swap(program), programs)
+    def load(program: Program) -> State:
+        return zfunc.load(tmp_path, program)
+
+    states = after_a_refusal(zfunc.init)
+    states = after_a_refusal(train_step, states)
+    on_every(programs, close_swap)
+    states = after_a_refusal(load)
+    assert [x.batches for x in after_a_refusal(train_step, states)] == [1, 1]
+    on_every(programs, close_swap)
 
 
 def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
@@ -479,13 +460,13 @@ def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
 ) -> None:
     """Else the others would overwrite the last one that all have."""
     programs, batch = of_two(tmp_path), trained.MODELS["frozen below"]()[1]
-    states = on_both(lambda rank, program: zfunc.init(program, seed=2), programs)
+    states = on_every(programs, partial(zfunc.init, seed=2))
 
-    def step(rank: int, program: Program, state: State) -> Any:
-        return zfunc.train_step(program, state, rows_of(batch(state.batches), rank, 2))
+    def step(program: Program, state: State) -> Any:
+        return zfunc.train_step(program, state, rows_of(batch(state.batches), program.ranks.rank, 2))
 
     for _ in range(2):
-        states = [x[0] for x in on_both(step, programs, states)]
+        states = [x[0] for x in on_every(programs, step, states)]
     sync = DirectFile.sync
 
     def gone(file: DirectFile) -> None:
@@ -495,15 +476,15 @@ def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
 
     with monkeypatch.context() as patched:
         patched.setattr(DirectFile, "sync", gone)
-        errors = on_both(lambda _, *own: zfunc.save(tmp_path, *own), programs, states)
+        errors = on_every(programs, tried(partial(zfunc.save, tmp_path)), states)
         assert all("rank-00001" in str(x) and "the drive is gone" in str(x) for x in errors)
     for _ in range(2):
-        errors = on_both(step, programs, states)
+        errors = on_every(programs, tried(step), states)
         assert all(isinstance(x, Exception) for x in errors)
         for program in programs:
             program.ranks.barrier.reset()  # type: ignore[attr-defined]
-    on_both(lambda _, program: close_swap(program), programs)
+    on_every(programs, close_swap)
     others = of_two(tmp_path)
-    states = on_both(lambda _, program: zfunc.load(tmp_path, program), others)
+    states = on_every(others, partial(zfunc.load, tmp_path))
     assert [x.batches for x in states] == [2, 2]
-    on_both(lambda _, program: close_swap(program), others)
+    on_every(others, close_swap)

@@ -4,19 +4,17 @@ Adam hides the scale of a gradient, and losses hide what is small; here both are
 rate is 0, so its first moment is the gradient it was given, to the bit, after the kernel has unscaled and clipped.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 from attrs import evolve
 from gradient_law import CLIPS, RECIPES, check, program_of
-from small_models import rows_of
+from small_models import MODELS, rows_of
 from table import in_pairs
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 
 import zfunc
-from zfunc.engine import compile as compiling
-from zfunc.engine.specialize import specialize
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 MICRO_BATCHES = (1, 2, 3)
@@ -38,18 +36,17 @@ def test_11_what_reaches_the_optimizer_is_the_gradient(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_11_on_two_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_11_on_two_ranks(recipe: str) -> None:
     """In one process: real ones do the same in test_ranks.py."""
     # In one bucket, of which each rank has parameters that are decayed and others.
     model, more = ("odd sizes", {"bucket_size": 100_000}) if recipe == "no barrier" else ("pairs", {})
-    programs = []
-    for ranks in ThreadedRanks.all(2):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        programs.append(program_of(model, "bf16", micro_batches=2, **RECIPES[recipe], **more))
-    for program, batch in programs:  # traced here: two threads must not trace at a time
-        specialize(program, rows_of(batch(0), 0, 2))
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(check, *zip(*programs, strict=True)))
+    batch = MODELS[model]()[1]
+    programs = programs_of(
+        2,
+        lambda: program_of(model, "bf16", micro_batches=2, **RECIPES[recipe], **more)[0],
+        rows_of(batch(0), 0, 2),
+    )
+    on_every(programs, partial(check, batch=batch))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

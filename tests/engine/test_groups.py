@@ -1,6 +1,6 @@
 """Several optimizers in one model, and each of zfunc's: wherever and whenever an update is made, the same bits."""
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 from attrs import evolve
 from small_models import MODELS, flats
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 from torch import Tensor
 
 import zfunc
-from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
 from zfunc.engine.state import State
 from zfunc.errors import CheckpointError
@@ -111,20 +110,14 @@ def test_each_parameter_moves_by_its_own_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("name", ["groups", "Adafactor"])
-def test_two_ranks_make_the_update_of_one_and_load_what_the_other_saved(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_make_the_update_of_one_and_load_what_the_other_saved(name: str, tmp_path: Path) -> None:
     optimizer = OPTIMIZERS[name]
     one, data = compiled(optimizer, moments="16bit")
     alone = trained(one, data, 1)
-    path, ranks = zfunc.save(tmp_path / "one", one, alone), list[Program]()
-    for rank in ThreadedRanks.all(2):
-        with monkeypatch.context() as patched:
-            patched.setattr(compiling, "_ranks", lambda group, rank=rank: rank)
-            ranks.append(compiled(optimizer, moments="16bit", bucket_size=500, stage=3)[0])
-    with ThreadPoolExecutor(2) as threads:
-        shares = list(threads.map(zfunc.load, [path] * 2, ranks))
-        saved, _ = threads.map(zfunc.save, [tmp_path / "two"] * 2, ranks, shares)
+    path = zfunc.save(tmp_path / "one", one, alone)
+    ranks = programs_of(2, lambda: compiled(optimizer, moments="16bit", bucket_size=500, stage=3)[0])
+    shares = on_every(ranks, partial(zfunc.load, path))
+    saved, _ = on_every(ranks, partial(zfunc.save, tmp_path / "two"), shares)
     again = zfunc.load(saved, one)
     assert same(flats(again, "params", "state"), flats(alone, "params", "state"))
 

@@ -3,6 +3,7 @@
 That no schedule, recomputation or order of micro-batches changes a bit of them is a law: the model "norms".
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from zfunc.checkpoint.export import export_weights
 from zfunc.core.layout import Parameter
 from zfunc.core.recipes import zero_offload
 from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
 from zfunc.errors import NonFiniteError
 
 BATCH = regression()
@@ -130,9 +130,8 @@ def test_a_step_that_fails_or_is_skipped_leaves_them_as_they_were() -> None:
 @pytest.mark.parametrize("sync", ["rank0", "mean"])
 def test_several_ranks_keep_those_of_rank_0_or_their_mean(sync: str) -> None:
     world = 2
-    programs = programs_of(world, lambda: program(sync_buffers=sync, micro_batches=2))
-    for made in programs:
-        specialize(made, rows_of(BATCH(0), 0, world))
+    make = partial(program, sync_buffers=sync, micro_batches=2)
+    programs = programs_of(world, make, rows_of(BATCH(0), 0, world))
 
     def one(made: Program) -> dict[str, Tensor]:
         state, _ = zfunc.train_step(made, zfunc.init(made), rows_of(BATCH(0), made.ranks.rank, world))
@@ -266,9 +265,7 @@ def test_a_function_of_ones_own_returns_them() -> None:
         "micro_batches": 2,
         "sync_buffers": "mean",
     }
-    programs = programs_of(2, lambda: zfunc.compile(segments(), **settings))
-    for made in programs:
-        specialize(made, BATCH(0))
+    programs = programs_of(2, lambda: zfunc.compile(segments(), **settings), BATCH(0))
 
     def one(made: Program) -> dict[str, Tensor]:
         return zfunc.buffers(made, zfunc.train_step(made, zfunc.init(made), BATCH(0))[0])

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import trained
 from bad_disks import full_once
 from small_models import MODELS, flats
 from table import in_pairs
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 from torch import Tensor
 from trained import steps
 
@@ -29,7 +29,6 @@ from zfunc.checkpoint.manifest import FILE
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import frozen_slices, state_slices
 from zfunc.core.optimizer_state import stored_buffers
-from zfunc.engine import compile as compiling
 from zfunc.engine import restore as loading
 from zfunc.engine.program import Program
 from zfunc.engine.state import State
@@ -188,15 +187,12 @@ def test_two_ranks_load_it_too_and_one_reads_what_they_saved(
     stored = open_checkpoint(path).manifest.shards[0].by_name
     assert all(stored[f"{x.name}/master"].shape == x.shape for x in program.layout.spans)
     for moments in ("16bit", "8bit", "fp32"):
-        one, _ = compiled("odd sizes", precision="fp32", moments=moments)
-        alone, ranks = zfunc.load(path, one), []
-        for rank in ThreadedRanks.all(2):
-            with monkeypatch.context() as patched:
-                patched.setattr(compiling, "_ranks", lambda group, rank=rank: rank)
-                ranks.append(compiled("odd sizes", precision="fp32", moments=moments, bucket_size=300)[0])
-        with ThreadPoolExecutor(2) as threads:
-            shares = list(threads.map(zfunc.load, [path] * 2, ranks))
-            path, _ = threads.map(zfunc.save, [tmp_path / f"{moments} of two"] * 2, ranks, shares)
+        make = partial(compiled, "odd sizes", precision="fp32", moments=moments)
+        one, _ = make()
+        alone = zfunc.load(path, one)
+        ranks = programs_of(2, lambda make=make: make(bucket_size=300)[0])
+        shares = on_every(ranks, partial(zfunc.load, path))
+        path, _ = on_every(ranks, partial(zfunc.save, tmp_path / f"{moments} of two"), shares)
         together = kept(*zip(ranks, shares, strict=True))
         again = kept((one, zfunc.load(path, one)))
         for what, x in kept((one, alone)).items():

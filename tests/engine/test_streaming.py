@@ -3,7 +3,6 @@
 The reference is each setting without them: everything on the device, one micro-batch after the other.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import trained
 from attrs import evolve
 from small_models import rows_of
 from table import in_pairs
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import ThreadedRanks, on_every, programs_of
 
 import zfunc
 from benchmarks.streaming import measure, parser
@@ -81,44 +80,29 @@ STEPS = 3
 Result = tuple[list[float], float, dict[str, torch.Tensor]]
 
 
-def trainings(model: str, world: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Result]:
+def trainings(model: str, world: int, **settings: Any) -> list[Result]:
     """Losses and norms, an evaluation and the parameters, by rank."""
-    programs = []
-    for ranks in ThreadedRanks.all(world):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        program, whole = trained.compiled(model, **{"bucket_size": 3000, **settings})
-        programs.append(program)
+    whole = trained.MODELS[model]()[1]
 
     def batch(i: int, rank: int) -> Any:
         """The rank's rows, in micro-batches of one shape: a segment is traced once for each precision."""
-        rows = 2 * world * programs[0].settings.micro_batches
+        rows = 2 * world * settings.get("micro_batches", 1)
         return rows_of(tuple(x[:rows] for x in whole(i)), rank, world)
 
-    for rank, program in enumerate(programs):  # traced here: two threads must not trace at a time
-        specialize(program, batch(0, rank))
-
-    def one(rank: int) -> Result:
-        program, losses = programs[rank], []
-        state = zfunc.init(program, seed=2)
+    def one(program: Program) -> Result:
+        rank, losses, state = program.ranks.rank, list[float](), zfunc.init(program, seed=2)
         for i in range(STEPS):
             state, metrics = zfunc.train_step(program, state, batch(i, rank))
             losses += metrics.loss, metrics.grad_norm
-        return (
-            losses,
-            zfunc.evaluate(program, state, batch(9, rank)),
-            zfunc.params(program, state),
-        )
+        return losses, zfunc.evaluate(program, state, batch(9, rank)), zfunc.params(program, state)
 
-    # A new thread has MKL's dynamic teams until torch sizes its own, and with them other bits of a product.
-    with ThreadPoolExecutor(world, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        return list(threads.map(one, range(world)))
+    return on_every(programs_of(world, lambda: trained.compiled(model, **settings)[0], batch(0, 0)), one)
 
 
 @cache
 def reference(model: str, world: int, settings: str) -> list[Result]:
     """The training with everything on the device."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return trainings(model, world, monkeypatch, **SETTINGS[settings])
+    return trainings(model, world, **SETTINGS[settings])
 
 
 def same(a: Result, b: Result) -> bool:
@@ -126,10 +110,8 @@ def same(a: Result, b: Result) -> bool:
 
 
 @pytest.mark.parametrize(("model", "settings", "streamed"), in_pairs(MODELS, SETTINGS, STREAMED, meets=2))
-def test_where_parameters_live_changes_no_bit(
-    model: str, settings: str, streamed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (got,) = trainings(model, 1, monkeypatch, **{**SETTINGS[settings], **STREAMED[streamed]})
+def test_where_parameters_live_changes_no_bit(model: str, settings: str, streamed: str) -> None:
+    (got,) = trainings(model, 1, **{**SETTINGS[settings], **STREAMED[streamed]})
     (expected,) = reference(model, 1, settings)
     assert same(got, expected)
 
@@ -138,11 +120,9 @@ def test_where_parameters_live_changes_no_bit(
     ("settings", "sharded", "job"),
     in_pairs(SETTINGS, SHARDED, ["odd sizes on 2", "pairs on 3", "odd sizes on 3", "pairs on 2"]),
 )
-def test_nor_does_sharding_them(
-    settings: str, sharded: str, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nor_does_sharding_them(settings: str, sharded: str, job: str) -> None:
     model, _, world = job.rpartition(" on ")
-    got = trainings(model, int(world), monkeypatch, **SETTINGS[settings], **SHARDED[sharded])
+    got = trainings(model, int(world), **SETTINGS[settings], **SHARDED[sharded])
     assert all(map(same, got, reference(model, int(world), settings)))
 
 
@@ -163,24 +143,15 @@ def test_any_number_of_micro_batches_passes_in_any_order(model: str) -> None:
 
 @pytest.mark.parametrize("settings", ["fp32, clipped", "bf16 in 2, 16 bits"])
 def test_shards_of_parameters_on_the_host_export_and_go_on_as_the_whole_does(
-    settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: str, tmp_path: Path
 ) -> None:
     """One process, then two ranks in stage 3, then one process: the same file, and the same next step."""
     program, batch = trained.compiled("odd sizes", **SETTINGS[settings])
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=2), batch(0))
     zfunc.save(tmp_path / "one", program, state)
-    sharded = []
-    for ranks in ThreadedRanks.all(2):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        more = {"stage": 3, "params_on": "host", "activations_on": "host", "bucket_size": 900}
-        sharded.append(trained.compiled("odd sizes", **{**SETTINGS[settings], **more})[0])
-    monkeypatch.undo()
-
-    def save_again(own: Program) -> None:
-        zfunc.save(tmp_path / "two", own, zfunc.load(tmp_path / "one", own))
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(save_again, sharded))
+    more = {"stage": 3, "params_on": "host", "activations_on": "host", "bucket_size": 900}
+    sharded = programs_of(2, lambda: trained.compiled("odd sizes", **SETTINGS[settings], **more)[0])
+    on_every(sharded, lambda own: zfunc.save(tmp_path / "two", own, zfunc.load(tmp_path / "one", own)))
     files = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
     for file in files:
         export_weights(tmp_path / file.stem, file, dtype="bf16")
@@ -281,14 +252,13 @@ def test_ranks_of_unequal_memory_choose_the_same_places(monkeypatch: pytest.Monk
     programs, rows = [program for program, _ in made], rows_of(made[0][1](0), 0, 2)
     needed = [sum(peak.nbytes for peak in specialize(program, rows).memory.values()) for program in programs]
 
-    def choose(rank: int) -> StepSettings:
-        ways = [partial(evolve, program, ranks=every[rank]) for program in programs]
+    def choose(ranks: ThreadedRanks) -> StepSettings:
+        ways = [partial(evolve, program, ranks=ranks) for program in programs]
         return fit_to_memory.first_that_fits(ways, rows).settings
 
     for room in (*needed, 0):
         free[1] = room
-        with ThreadPoolExecutor(2) as threads:
-            first, second = threads.map(choose, range(2))
+        first, second = on_every(every, choose)
         fitting = [program for program, nbytes in zip(programs, needed, strict=True) if nbytes <= room]
         assert first == second == (*fitting, programs[-1])[0].settings
 
@@ -325,17 +295,10 @@ def test_an_unaligned_view_takes_no_more_room_than_it_has_bytes() -> None:
 
 
 @pytest.mark.parametrize("params_on", ["device", "host"])
-def test_each_rank_keeps_its_share_of_frozen_parameters(
-    params_on: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_keeps_its_share_of_frozen_parameters(params_on: str) -> None:
     """And the rest of a slice is padding, which has no parameter."""
-    programs = []
-    for ranks in ThreadedRanks.all(2):
-        monkeypatch.setattr(compiling, "_ranks", lambda _, ranks=ranks: ranks)
-        programs.append(trained.compiled("frozen below", stage=3, params_on=params_on)[0])
-    with ThreadPoolExecutor(2) as threads:
-        states = list(threads.map(zfunc.init, programs))
-    for program, state in zip(programs, states, strict=True):
+    programs = programs_of(2, lambda: trained.compiled("frozen below", stage=3, params_on=params_on)[0])
+    for program, state in zip(programs, on_every(programs, zfunc.init), strict=True):
         layout, weights = program.layout, state.buffers.weights
         frozen = [x for b, x in weights.items() if b >= len(layout.buckets)]
         assert 2 * sum(x.flat.numel() for x in frozen) == layout.frozen_numel > 0

@@ -5,22 +5,21 @@ import math
 import os
 import signal
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_models import Loss, regression, rows_of
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 from trained import compiled, injecting
 
 import zfunc
 from zfunc.core.layout import Span
-from zfunc.engine import compile as compiling
 from zfunc.engine import specialize as specialize_module
-from zfunc.engine.specialize import specialize
+from zfunc.engine.program import Program
 from zfunc.engine.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -448,20 +447,13 @@ def test_a_state_is_not_pickled() -> None:
 # --- the caller's settings of torch ---------------------------------------------------------------------
 
 
-def test_a_default_device_of_the_callers_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_default_device_of_the_callers_changes_nothing(tmp_path: Path) -> None:
     """Whatever zfunc allocates says where: "meta" has no data, and would show."""
     other, data = compiled("odd sizes", moments="8bit")
-    programs: list[Any] = []
-    for ranks in ThreadedRanks.all(2):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        programs.append(compiled("odd sizes")[0])
-    for program in programs:  # traced here: two threads must not trace at a time
-        specialize(program, rows_of(data(0), 0, 2))
+    programs = programs_of(2, lambda: compiled("odd sizes")[0], rows_of(data(0), 0, 2))
     batches = [data(i) for i in range(3)]
 
-    def trained(program: Any, device: str) -> dict[str, Tensor]:
+    def trained(program: Program, device: str) -> dict[str, Tensor]:
         with torch.device(device):
             state = zfunc.init(program, seed=1)
             for batch in batches:
@@ -469,10 +461,9 @@ def test_a_default_device_of_the_callers_changes_nothing(
             zfunc.save(tmp_path / device, program, state)
             return zfunc.params(program, state)
 
-    with ThreadPoolExecutor(2) as threads:
-        (plain, _), (values, _) = (
-            list(threads.map(trained, programs, [device] * 2)) for device in ("cpu", "meta")
-        )
+    (plain, _), (values, _) = (
+        on_every(programs, partial(trained, device=device)) for device in ("cpu", "meta")
+    )
     assert all(torch.equal(values[name], plain[name]) for name in plain)
     with torch.device("meta"):
         resumed = zfunc.params(other, zfunc.load(tmp_path / "meta", other))  # in another format

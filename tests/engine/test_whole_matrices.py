@@ -1,13 +1,12 @@
 """Updates that need whole parameters: any number of ranks makes that of one, and one of a part is refused."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_models import MODELS
-from threaded_ranks import ThreadedRanks
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 from zfunc.schedules import Overlapped
 
@@ -16,9 +15,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
 from zfunc.core.verifier import verify
-from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
 
 MUON = zfunc.Muon(0.02, momentum=0.8)
 GROUPS = zfunc.groups((lambda _, shape: len(shape) == 2, MUON), zfunc.AdamW(1e-3))
@@ -37,29 +34,19 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def programs(
-    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> tuple[list[Program], Any]:
+def programs(world: int, **settings: Any) -> tuple[list[Program], Any]:
     segments, data = MODELS["odd sizes"]()
     usual = {"precision": "bf16", "bucket_size": 5000, "device": "cpu", "clip_norm": 0.5, "micro_batches": 2}
-    made = []
-    usual["optimizer"] = GROUPS
-    for ranks in ThreadedRanks.all(world):
-        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        made.append(zfunc.compile(segments, **{**usual, **settings}))
-    for program in made:  # traced here: two threads must not trace at a time
-        specialize(program, data(0))
-    return made, data
+    chosen = {**usual, "optimizer": GROUPS, **settings}
+    return programs_of(world, lambda: zfunc.compile(segments, **chosen), data(0)), data
 
 
-def trained(
-    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> list[dict[str, Tensor]]:
+def trained(world: int, tmp_path: Path, **settings: Any) -> list[dict[str, Tensor]]:
     """The weights after three steps in which each rank has the same rows, so their mean is exactly the gradient."""
     if settings.get("state_on") == "disk":
         settings["swap"] = [str(tmp_path / str(world))]
         (tmp_path / str(world)).mkdir()
-    every, data = programs(world, tmp_path, monkeypatch, **settings)
+    every, data = programs(world, **settings)
 
     def one(program: Program) -> dict[str, Tensor]:
         state = zfunc.init(program, seed=1)
@@ -67,20 +54,17 @@ def trained(
             state, _ = zfunc.train_step(program, state, data(i))
         return {name: x.clone() for name, x in zfunc.params(program, state).items()}
 
-    with ThreadPoolExecutor(world, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        return list(threads.map(one, every))
+    return on_every(every, one)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_any_world_has_the_bits_of_one_rank(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_world_has_the_bits_of_one_rank(place: str, tmp_path: Path) -> None:
     """The slices of four ranks cut every matrix but the smallest, and a vector of Adafactor's."""
     settings = {**PLACES[place], "optimizer": BOTH}
-    (alone,) = trained(1, tmp_path, monkeypatch, **settings)
+    (alone,) = trained(1, tmp_path, **settings)
     assert all(x.isfinite().all() for x in alone.values())
     for world in (2, 4):
-        for mine in trained(world, tmp_path, monkeypatch, **settings):
+        for mine in trained(world, tmp_path, **settings):
             assert all(torch.equal(x, alone[name]) for name, x in mine.items()), world
 
 
@@ -91,23 +75,19 @@ def test_any_world_has_the_bits_of_one_rank(
         ("join_measures", "measure.* reads joined.*, which no operation before it writes"),
     ],
 )
-def test_a_part_of_a_parameter_does_not_verify(
-    verb: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = programs(2, tmp_path, monkeypatch, optimizer=BOTH)[0][0]
+def test_a_part_of_a_parameter_does_not_verify(verb: str, message: str) -> None:
+    program = programs(2, optimizer=BOTH)[0][0]
     ops = tuple(zero_offload(program.spec))
     verify(Overlapped()(Graph(ops)))
     with pytest.raises(PlanError, match=message):
         verify(Overlapped()(Graph(op for op in ops if op.verb != verb)))
 
 
-def test_it_is_made_once_a_step_with_the_flops_of_newton_schulz(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_made_once_a_step_with_the_flops_of_newton_schulz() -> None:
     """On several ranks with those of the matrices that the slice of the busiest has a part of."""
     flops = {}
     for world in (1, 2):
-        program = programs(world, tmp_path, monkeypatch, micro_batches=4)[0][0]
+        program = programs(world, micro_batches=4)[0][0]
         made = [op for op in program.plan.graph if op.verb == "orthogonalize"]
         assert [op.index[0] for op in made] == sorted(program.spec.matrix_buckets, reverse=True)
         flops[world] = sum(op.flops for op in made)
