@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from adam_states import NAMES, TYPES, around, array, assert_same, gradient, placed, random_bytes
+from adam_states import NAMES, TYPES, array, assert_same, gradient, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from update_law import State, check_update, clone, tensors
 
 import zfunc
 from zfunc.core.decision import StepDecision
@@ -21,13 +22,9 @@ from zfunc.errors import CheckpointError
 from zfunc.optim import device_adafactor
 from zfunc.optim.adafactor_reference import exact_sum, matrices_of, reference_adafactor_update
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.compact import as_tensor
 from zfunc.optim.compact_reference import split
 from zfunc.optim.host_adafactor import host_adafactor_, host_adafactor_round
-from zfunc.optim.kernel_loader import cpu_adam
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
-State = dict[str, Tensor]
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [
     *[(), (0,), (1,), (7,), (64,), (65,), (1000,), (0, 3), (1, 1), (1, 70), (70, 1), (3, 5), (40, 33), (130, 600)],
@@ -39,16 +36,13 @@ every_format = pytest.mark.parametrize("moments", ["fp32", "16bit"])  # those of
 def fresh(optimizer: Any, shape: Shape, seed: int = 0) -> State:
     """Weights of unit size, and variances that differ by powers of ten."""
     rng, n = np.random.default_rng(seed), prod(shape)
-    kinds = STATE_FORMATS[optimizer.state_format(optimizer.group("", shape))]
+    state_format = optimizer.state_format(optimizer.group("", shape))
+    kinds = STATE_FORMATS[state_format]
     p = rng.standard_normal(n).astype(np.float32)
     variance = np.exp2(rng.uniform(-40, 0, kinds[-1].numel(n))).astype(np.float32)
     variance[sum(matrices_of(shape).kept) :] = 0
     arrays = [*([p] if len(kinds) == 2 else split(p)), variance]
-    return {x.name: as_tensor(a).view(TORCH_DTYPES[x.dtype]) for x, a in zip(kinds, arrays, strict=True)}
-
-
-def clone(state: State, change: Callable[[Tensor], Tensor] = Tensor.clone) -> State:
-    return {name: change(x) for name, x in state.items()}
+    return tensors(dict(zip((x.name for x in kinds), arrays, strict=True)), state_format)
 
 
 def check(
@@ -60,11 +54,8 @@ def check(
     step: int = 3,
     scale: float = 0.3,
     out: torch.dtype | None = None,
-    threads: tuple[int, ...] = (1,),
-    offset: int = 0,
-    device: str = "cpu",
+    **more: Any,
 ) -> None:
-    """One step by kernel, in place and into other buffers, and in torch operations."""
     decision = StepDecision(False, scale, step, optimizer.factors(step))
     arguments = optimizer.arguments(decision, optimizer.group("", shape), ParameterPart.whole(shape))
     *weights, variance = (array(x) for x in state.values())
@@ -79,31 +70,16 @@ def check(
         out=out and NAMES[out],
     )
     after = np.concatenate([new.variance, variance[kept:]])
-    wanted = [as_tensor(a).view(x.dtype) for a, x in zip([*new.weights, after], state.values(), strict=True)]
-    before = grad.clone()
-
-    def assert_expected(got: State, copied: Tensor | None) -> None:
-        assert_same(got.values(), wanted)
-        if copied is not None:
-            assert_same([copied], [as_tensor(new.out).view(copied.dtype)])
-
-    def copies() -> Tensor | None:
-        return None if out is None else torch.zeros(grad.numel(), dtype=out)
-
-    for isa, team in itertools.product(range(len(cpu_adam.instruction_sets())), threads):
-        mine = clone(state, lambda x: placed(x, offset))
-        into = clone(state, lambda x: placed(torch.ones_like(x), offset))
-        outside = [around(x) for x in (*mine.values(), *into.values())]
-        for target in (into, None):
-            copied = copies()
-            host_adafactor_(mine, grad, out=copied, into=target, threads=team, isa=isa, **arguments)
-            assert_expected(target or mine, copied)
-        assert all(map(torch.equal, outside, (around(x) for x in (*mine.values(), *into.values()))))
-    mine, copied = clone(state, lambda x: x.to(device, copy=True)), copies()
-    there = None if copied is None else copied.to(device)
-    device_adafactor.device_adafactor_(mine, grad.to(device), out=there, **arguments)
-    assert_expected(mine, there)
-    assert_same([grad], [before])
+    check_update(
+        state,
+        grad,
+        tensors(dict(zip(state, [*new.weights, after], strict=True)), arguments["state_format"]),
+        new.out,
+        partial(host_adafactor_, **arguments),
+        partial(device_adafactor.device_adafactor_, **arguments),
+        out=out,
+        **more,
+    )
 
 
 @every_format

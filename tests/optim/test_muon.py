@@ -10,29 +10,21 @@ import torch
 from adam_states import TYPES, array, assert_same, gradient
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.utils.flop_counter import FlopCounterMode
+from update_law import one_buffer_state
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import MATRIX_FORMATS, STATE_FORMATS, weight_buffers
+from zfunc.core.optimizer_state import MATRIX_FORMATS, weight_buffers
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact import as_tensor
 from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.muon import Muon
 from zfunc.optim.newton_schulz import orthogonalize_
-from zfunc.optim.one_buffer_reference import pack_one_buffer, reference_one_buffer_update
+from zfunc.optim.one_buffer_reference import reference_one_buffer_update
 from zfunc.optim.workspaces import newton_schulz_work
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 MUON = Muon(0.02, weight_decay=0.1)
 SHAPES = [(16, 16), (24, 8), (8, 40), (1, 7), (64, 3)]
-State = dict[str, torch.Tensor]
-
-
-def state_of(p: np.ndarray, m: np.ndarray, state_format: str) -> State:
-    packed = pack_one_buffer(p, m, state_format=state_format, step=1)
-    return {
-        x.name: as_tensor(packed[x.name]).view(TORCH_DTYPES[x.dtype]) for x in STATE_FORMATS[state_format]
-    }
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -44,7 +36,7 @@ def test_the_momentum_has_the_bits_of_its_reference_and_leaves_the_weights(
     rng = np.random.default_rng(0)
     for n, grad_type in itertools.product([0, 1, 63, 65, 129, 40_001], TYPES):
         p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
-        state, grad = state_of(p, m, state_format), gradient(n, grad_type)
+        state, grad = one_buffer_state(p, m, state_format), gradient(n, grad_type)
         arguments = muon.direction_arguments(StepDecision(False, 0.3, 3, muon.factors(3)))
         arrays = {name: array(x) for name, x in state.items()}
         new, out = reference_one_buffer_update(arrays, array(grad), out="bf16", **arguments)
@@ -98,7 +90,7 @@ def test_a_hundred_steps_of_torch(shape: tuple[int, int], settings: dict[str, An
     muon, n = Muon(0.02, weight_decay=0.1, **settings), shape[0] * shape[1]
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     theirs = torch.optim.Muon([weights], 0.02, weight_decay=0.1, **settings)
-    state = state_of(weights.detach().numpy().reshape(-1).copy(), np.zeros(n, np.float32), "muon-fp32")
+    state = one_buffer_state(weights.detach().numpy().reshape(-1), np.zeros(n, np.float32), "muon-fp32")
     group, way = muon.group("w", shape), 0.0
     assert 0.02 * muon.lr_ratio(shape) == pytest.approx(
         _adjust_lr(0.02, muon.adjust_lr_fn, torch.Size(shape))

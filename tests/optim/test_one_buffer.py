@@ -3,28 +3,27 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from adam_states import TYPES, around, array, assert_same, gradient, placed, random_bytes
+from adam_states import NAMES, TYPES, array, assert_same, gradient, random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from update_law import State, check_update, clone, one_buffer_state, tensors
 
 import zfunc
 from zfunc.core.decision import StepDecision
-from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
 from zfunc.errors import CheckpointError
-from zfunc.optim.compact import as_tensor
 from zfunc.optim.compact_reference import dither, join, pack_floats, unpack_floats
 from zfunc.optim.host_one_buffer import host_one_buffer_
-from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.one_buffer import OneBufferOptimizer
-from zfunc.optim.one_buffer_reference import pack_one_buffer, reference_one_buffer_update
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.optim.one_buffer_reference import reference_one_buffer_update
 
 OPTIMIZERS: dict[str, OneBufferOptimizer] = {
     "SGD": zfunc.SGD(0.1),
@@ -34,8 +33,6 @@ OPTIMIZERS: dict[str, OneBufferOptimizer] = {
     "Adagrad": zfunc.Adagrad(0.1, weight_decay=0.1, lr_decay=0.01),
     "Adagrad from 0.1": zfunc.Adagrad(0.1, initial_accumulator_value=0.1),
 }
-NAMES: dict[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-State = dict[str, Tensor]
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_format = pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
 
@@ -44,30 +41,12 @@ def of(name: str, moments: Moments) -> OneBufferOptimizer:
     return OPTIMIZERS[name].with_moments(moments, split_master=False)
 
 
-def arrays(state: State) -> dict[str, np.ndarray]:
-    return {name: array(x) for name, x in state.items()}
-
-
-def tensors(state: dict[str, np.ndarray], state_format: str) -> State:
-    return {x.name: as_tensor(state[x.name]).view(TORCH_DTYPES[x.dtype]) for x in STATE_FORMATS[state_format]}
-
-
-def state_of(p: np.ndarray, m: np.ndarray, state_format: str) -> State:
-    """A state of such fp32 weights and buffer."""
-    with np.errstate(all="ignore"):
-        return tensors(pack_one_buffer(p.copy(), m.copy(), state_format=state_format, step=1), state_format)
-
-
 def fresh(n: int, state_format: str, seed: int = 0) -> State:
     """Weights of unit size, and a buffer whose elements differ by powers of ten inside a block."""
     rng = np.random.default_rng(seed)
     p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
     m = m * np.exp2(rng.uniform(-20, 0, n)).astype(np.float32)
-    return state_of(p, np.square(m) if state_format.startswith("adagrad") else m, state_format)
-
-
-def clone(state: State, change: Callable[[Tensor], Tensor] = Tensor.clone) -> State:
-    return {name: change(x) for name, x in state.items()}
+    return one_buffer_state(p, np.square(m) if state_format.startswith("adagrad") else m, state_format)
 
 
 def check(
@@ -78,44 +57,23 @@ def check(
     step: int = 3,
     scale: float = 0.3,
     out: torch.dtype | None = None,
-    threads: tuple[int, ...] = (1,),
     group: int = 0,
-    offset: int = 0,
-    device: str = "cpu",
-) -> State:
-    """One step by kernel, in place and into other buffers, and in torch operations; returns the new state.
-
-    Buffers of the kernel begin `offset` elements into their storage, which it leaves as it is around them.
-    """
+    **more: Any,
+) -> None:
     decision = StepDecision(False, scale, step, optimizer.factors(step))
     arguments = optimizer.arguments(decision, group)
-    kind = None if out is None else NAMES[out]
-    new, copy = reference_one_buffer_update(arrays(state), array(grad), out=kind, **arguments)
-    expected = tensors(new, arguments["state_format"])
-    before = grad.clone()
-
-    def assert_expected(got: State, copied: Tensor | None) -> None:
-        assert_same(got.values(), expected.values())
-        if copied is not None:
-            assert_same([copied], [as_tensor(copy).view(copied.dtype)])
-
-    def copies() -> Tensor | None:
-        return None if out is None else torch.zeros(grad.numel(), dtype=out)
-
-    for isa, team in itertools.product(range(len(cpu_adam.instruction_sets())), threads):
-        mine, into = (clone(state, lambda x: placed(x, offset)) for _ in range(2))
-        outside = [around(x) for x in (*mine.values(), *into.values())]
-        for target in (into, None):
-            copied = copies()
-            host_one_buffer_(mine, grad, out=copied, into=target, threads=team, isa=isa, **arguments)
-            assert_expected(target or mine, copied)
-        assert all(map(torch.equal, outside, (around(x) for x in (*mine.values(), *into.values()))))
-    mine, copied = clone(state, lambda x: x.to(device, copy=True)), copies()
-    there = None if copied is None else copied.to(device)
-    optimizer.device_update(mine, grad.to(device), decision, group=group, out=there)
-    assert_expected(mine, there)
-    assert_same([grad], [before])
-    return expected
+    arrays = {name: array(x) for name, x in state.items()}
+    new, copy = reference_one_buffer_update(arrays, array(grad), out=out and NAMES[out], **arguments)
+    check_update(
+        state,
+        grad,
+        tensors(new, arguments["state_format"]),
+        copy,
+        partial(host_one_buffer_, **arguments),
+        partial(optimizer.device_update, decision=decision, group=group),
+        out=out,
+        **more,
+    )
 
 
 @every_optimizer
@@ -176,7 +134,7 @@ def test_special_values_meet(name: str, moments: Moments) -> None:
         m = np.abs(m)
     for calm, scale in itertools.product((False, True), (1.0, 0.0, -0.5, 2.0**80)):
         kept = np.nan_to_num(m, nan=2.0**-90, posinf=2.0**-60, neginf=-1e-3) if calm else m
-        state = state_of(p, kept, optimizer.state_format())
+        state = one_buffer_state(p, kept, optimizer.state_format())
         check(optimizer, state, torch.from_numpy(g), scale=scale, out=torch.float16)
 
 
@@ -240,7 +198,7 @@ def test_a_hundred_steps_of_its_counterpart(name: str) -> None:
     theirs = start.clone().double().requires_grad_()
     with torch.no_grad():
         follow = others(name, theirs)
-        state = state_of(start.numpy(), np.zeros(n, np.float32), optimizer.state_format())
+        state = one_buffer_state(start.numpy(), np.zeros(n, np.float32), optimizer.state_format())
         for step in range(1, 101):
             g = gradient(n, torch.float32, step) * 0.1 + 0.05 * theirs.float()
             optimizer.host_update(state, g, StepDecision(False, 1.0, step, optimizer.factors(step)), group=0)
@@ -254,7 +212,7 @@ def test_a_compact_buffer_follows_the_fp32_one(name: str, moments: Moments) -> N
     """On average over elements: rounding has no bias, or small changes of a large sum would never arrive."""
     optimizers, n = [of(name, "fp32"), of(name, moments)], 4096
     start = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    states = [state_of(start, np.zeros(n, np.float32), x.state_format()) for x in optimizers]
+    states = [one_buffer_state(start, np.zeros(n, np.float32), x.state_format()) for x in optimizers]
     for step in range(1, 201):
         grad = gradient(n, torch.float32, step) + 0.5
         for optimizer, state in zip(optimizers, states, strict=True):
