@@ -16,7 +16,8 @@ from zfunc.cli.commands.draw import DRAW, DrawSettings
 from zfunc.cli.commands.plan import PLAN, PlanSettings
 from zfunc.cli.parser import make_parser
 from zfunc.core import settings as module
-from zfunc.core.settings import HELP, OPTION, StepSettings, settings_with
+from zfunc.core.keyword_settings import settings_with
+from zfunc.core.settings import HELP, OPTION, StepSettings
 from zfunc.options import flag_fields, options_of, values_of_flags
 from zfunc.train.deepspeed.convert import from_deepspeed
 from zfunc.train.settings import TRAIN, ModelFlags, TrainSettings, step_settings

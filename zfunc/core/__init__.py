@@ -4,6 +4,8 @@
     layout            parameters as spans of one flat buffer; buckets and shards of it
     optimizer_state   the buffers of each format of the optimizer state
     settings          `StepSettings`: every setting of a step, once
+    keyword_settings  settings as keyword arguments of a function
+    bucketing         the buckets that settings ask for
     extents           where the disk has the state of a bucket
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows
     spec              `StepSpec`: what a recipe knows of a step

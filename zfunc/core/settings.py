@@ -4,32 +4,29 @@
 field here and the code where it has an effect.
 """
 
-import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
-from textwrap import fill
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
-from attrs import evolve, field, fields, fields_dict, frozen
+from attrs import evolve, field, fields, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import Graph
-from zfunc.core.layout import Layout, Parameter, make_layout, paged_buckets, part_size, resident_buckets
+from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
 from zfunc.core.spec import in_equal_shares
 from zfunc.errors import did_you_mean
 from zfunc.options import AUTO, Check, Option, SeveralOf, anything, not_negative, one_of, ratio, read_ratio
-from zfunc.values import number, of_type, truth, whole
+from zfunc.values import number, truth, whole
 
 Recompute = Literal["all", "none", "min-cut"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Schedule = Callable[[Graph], Plan]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 SyncBuffers = Literal["rank0", "mean"]
 SYNC_BUFFERS: tuple[SyncBuffers, ...] = get_args(SyncBuffers)
@@ -50,7 +47,6 @@ ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the seg
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
-WIDTH = 116  # columns of a docstring
 OPTION, CHECK, HELP = "option", "check", "help"  # keys of a field's metadata
 
 _names = ", ".join
@@ -660,98 +656,3 @@ class StepSettings:
     def schedule_name(self) -> str:
         """The name of the schedule, or of its class."""
         return self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__
-
-
-def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> StepSettings:
-    """`settings`, or the defaults, with `changes` by name. Raises TypeError for an unknown name."""
-    settings = StepSettings() if settings is None else settings
-    of_type(
-        "settings",
-        settings,
-        StepSettings,
-        "a zfunc.core.settings.StepSettings: pass one, or pass settings by name",
-    )
-    known = list(fields_dict(StepSettings))
-    for name in changes:
-        if name not in known:
-            raise TypeError(
-                f"{name}: got an unknown setting, expected one of {_names(known)}{did_you_mean(name, known)}"
-            )
-    return evolve(settings, **changes)
-
-
-def takes_settings(**defaults: Any) -> Callable[[Function], Function]:
-    """A decorator that lists every setting in the signature and docstring of a function with `**changes`.
-
-    `defaults` are the function's own defaults. The list replaces `{settings}` in the docstring.
-    """
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        settings = [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
-            for f in fields(StepSettings)
-            for default in (defaults.get(f.name, f.default),)
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
-        function.__doc__ = (function.__doc__ or "").replace("{settings}", "\n".join(_list(defaults)).strip())
-        return function
-
-    return decorate
-
-
-def _list(defaults: Mapping[str, Any]) -> Iterator[str]:
-    for f in fields(StepSettings):
-        default = defaults.get(f.name, f.default)
-        text = f"{default:,}" if type(default) is int else repr(default)
-        yield fill(
-            f"- `{f.name}` (default {text}): {f.metadata[HELP]}",
-            WIDTH,
-            initial_indent="    ",
-            subsequent_indent="      ",
-            break_on_hyphens=False,
-        )
-
-
-# --- from settings to a layout and a spec --------------------------------------------------------------------
-
-
-def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
-    """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
-    trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
-    share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
-    size = part_size(settings.bucket_size, sum(trainable.values()), share)
-    return make_layout(
-        parameters,
-        bucket_size=size,
-        world=world,
-        within_segments=settings.streams or settings.group_size > 1,
-        persistent=settings.persistent(parameters),
-    )
-
-
-def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """The fields of a StepSpec about buckets: the layout, staging, where each lives, and when it is updated."""
-    share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
-    on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
-    late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
-    return {
-        "layout": layout,
-        "grad_slots": settings.grad_slots,
-        "host_slots": settings.host_slots,
-        "stage": settings.stage,
-        "group_size": settings.group_size,
-        "params_on": settings.params_on,
-        "weight_slots": settings.weight_slots,
-        "activations_on": settings.activations_on,
-        "resident": resident_buckets(layout, share_on_host),
-        "paged": paged_buckets(layout, on_disk, ascending=late_last),
-        "state_slots": settings.state_slots,
-        "grads_on": settings.grads_on,
-        "shadows": settings.speculate,
-        "ema": settings.ema is not None,
-        "delayed": settings.delayed,
-        "defer": settings.defer,
-        "norms": settings.norms,
-    }

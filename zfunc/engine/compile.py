@@ -16,9 +16,10 @@ from attrs import evolve
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zfunc.core.keyword_settings import settings_with, takes_settings
 from zfunc.core.layout import Layout, Parameter
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
+from zfunc.core.settings import Recompute, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.batches import Batch, unpacked
 from zfunc.engine.cost_trace import nbytes

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from attrs import evolve, fields
 
+from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
@@ -11,7 +12,7 @@ from zfunc.core.layout import ELEMENTWISE, Parameter, UpdateWork
 from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, needs_whole_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
-from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
+from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW

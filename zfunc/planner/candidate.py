@@ -12,13 +12,14 @@ from typing import TypeVar
 
 from attrs import evolve, frozen
 
+from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
 from zfunc.core.graph import KINDS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Moment, Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
-from zfunc.core.settings import StepSettings, in_buckets, lay_out
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline

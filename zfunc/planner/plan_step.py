@@ -12,7 +12,8 @@ from attrs import evolve, fields
 
 from zfunc import schedules
 from zfunc.core.hardware import Hardware
-from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
+from zfunc.core.keyword_settings import settings_with, takes_settings
+from zfunc.core.settings import BY_DEVICE, StepSettings
 from zfunc.engine.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
 
+from zfunc.core.bucketing import lay_out
 from zfunc.core.graph import Tier
-from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, TIERS_OF, StepSettings, lay_out
+from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, TIERS_OF, StepSettings
 from zfunc.core.spec import in_equal_shares
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import Estimate
