@@ -1,6 +1,7 @@
 """Laws of the layout: spans and buckets tile the buffer, and depend on names, shapes and sizes alone."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -170,8 +171,12 @@ def test_parameters_of_a_segment_are_in_the_order_of_their_groups() -> None:
 @pytest.mark.parametrize(
     ("segments", "sizes", "message"),
     [
-        (TIED, {"bucket_size": 0}, "bucket_size: got 0, expected at least 1: pass"),
-        (TIED, {"bucket_size": 1, "world": 0}, "world: got 0, expected at least 1: pass"),
+        (TIED, {"bucket_size": 0}, "bucket_size: got 0, expected a whole number of at least 1: pass 1"),
+        (TIED, {"bucket_size": 1, "world": 0}, "world: got 0, expected a whole number of at least 1: pass"),
+        (TIED, {"bucket_size": "64"}, "bucket_size: got '64', expected a whole number"),
+        (EMBED, {"bucket_size": 1}, "segments: got a Parameter, expected the parameters of each segment"),
+        ([EMBED], {"bucket_size": 1}, r"segments\[0\]: got a Parameter, expected the parameters of each"),
+        ([["embed"]], {"bucket_size": 1}, r"got a str, expected a zfunc.core.layout.Parameter, in the"),
         (
             [[EMBED], [Parameter("embed", (8, 10))]],
             {"bucket_size": 1},
@@ -181,11 +186,26 @@ def test_parameters_of_a_segment_are_in_the_order_of_their_groups() -> None:
         ([[]], {"bucket_size": 1}, "no parameter is trainable: set"),
     ],
 )
-def test_bad_inputs_of_a_layout_are_refused(segments: Segments, sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bad_inputs_of_a_layout_are_refused(segments: Any, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         make_layout(segments, **sizes)
 
 
-def test_a_parameter_has_a_name() -> None:
-    with pytest.raises(ValueError, match="name"):
-        Parameter("", (1,))
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("", (1,), "parameter: got the name '', expected a text: pass such as"),
+        (3, (1,), "parameter: got the name 3"),
+        (
+            "a",
+            (3),
+            r"parameter 'a': got the shape 3, expected a tuple of sizes: pass such as .* or \(8,\) for a",
+        ),
+        ("a", (3.5,), r"got the shape \(3\.5,\), expected"),
+        ("a", (-3,), r"got the shape \(-3,\), expected"),
+        ("a", "33", "got the shape .*, expected a tuple of sizes"),
+    ],
+)
+def test_a_parameter_has_a_name_and_a_shape(name: Any, shape: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parameter(name, shape)

@@ -131,10 +131,20 @@ def test_what_is_no_plan_is_refused_where_a_plan_is_checked_or_simulated(
         function(None)
 
 
-def test_a_spec_with_costs_of_other_segments_and_hardware_by_its_name_are_refused() -> None:
-    for name in ("costs", "recompute"):
-        with pytest.raises(ValueError, match=f"{name}: got 0, expected 1, one for each segment"):
-            evolve(SPEC, **{name: ()})
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("costs", (), "costs: got 0, expected 1, one for each segment"),
+        ("recompute", (), "recompute: got 0, expected 1, one for each segment"),
+        ("recompute", True, r"recompute: got a bool, expected one for each .*: pass \(x,\) \* len"),
+    ],
+)
+def test_a_mistake_in_a_spec_says_what_to_pass(field: str, value: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        evolve(SPEC, **{field: value})
+
+
+def test_hardware_by_its_name_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"simulate: hardware: got a str, expected .*load_profile\('rtx4090'\)"
     ):

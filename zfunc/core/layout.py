@@ -5,13 +5,15 @@ depends on names, shapes and sizes alone, so every process that builds it gets t
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
+from typing import Any, cast
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from zfunc.core.display import brief, counted
+from zfunc.values import of_type, whole
 
 MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
 ALIGNMENT = (
@@ -36,20 +38,40 @@ class UpdateWork:
 ELEMENTWISE = UpdateWork()  # no more than that pass
 
 
+def _tuple(shape: Any) -> Any:
+    """An iterable as a tuple; `Parameter` checks its items."""
+    return tuple(cast("Iterable[Any]", shape)) if isinstance(shape, Iterable) else shape
+
+
 @frozen
 class Parameter:
     """One parameter: full name, shape, whether it is trained, and what its optimizer says of it.
 
     `group` is the number of the settings that the optimizer has for it (`zfunc.optim.base.Optimizer.group`). A name
     that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both.
+
+    Raises ValueError for a name or a shape that is none.
     """
 
-    name: str = field(validator=validators.min_len(1))
-    shape: tuple[int, ...] = field(converter=tuple)
+    name: str = field()
+    shape: tuple[int, ...] = field(converter=_tuple)
     trainable: bool = True
     group: int = 0
     state_format: str = "fp32"  # a row of `zfunc.core.optimizer_state.STATE_FORMATS`
     work: UpdateWork = ELEMENTWISE
+
+    @name.validator  # pyright: ignore
+    def _check_name(self, _: object, name: Any) -> None:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"parameter: got the name {name!r}, expected a text: pass such as 'head.weight'")
+
+    @shape.validator  # pyright: ignore
+    def _check_shape(self, _: object, shape: Any) -> None:
+        if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):  # pyright: ignore
+            raise ValueError(
+                f"parameter {self.name!r}: got the shape {shape!r}, expected a tuple of sizes: pass such as "
+                "(8, 4), or (8,) for a vector"
+            )
 
     @property
     def numel(self) -> int:
@@ -304,16 +326,15 @@ def make_layout(
     `persistent` names the parameters that stay on the device where the others are streamed. They have buckets of
     their own, the first ones.
 
-    Raises ValueError for a bucket size or world below 1, for one name declared in two ways, and for a model without
-    a trainable parameter.
+    Raises TypeError for segments that are no lists of Parameters, ValueError for a bucket size or world below 1,
+    for one name declared in two ways, and for a model without a trainable parameter.
 
     >>> layout = make_layout([[Parameter("a", (4, 4))], [Parameter("b", (100,))]], bucket_size=128)
     >>> [(b.start, b.stop, [s.name for s in b.spans]) for b in layout.buckets]
     [(0, 64, ['a']), (64, 192, ['b'])]
     """
     for what, value in (("bucket_size", bucket_size), ("world", world)):
-        if value < 1:
-            raise ValueError(f"{what}: got {value}, expected at least 1: pass a positive count")
+        whole(what, value, 1)
     contributors = _contributors(segments)
     owned = _owned(segments)
     if not any(p.trainable for own in owned for p in own):
@@ -400,8 +421,12 @@ def _share(buckets: Sequence[Bucket], share: float) -> frozenset[int]:
 
 def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int]]:
     contributors: dict[str, list[int]] = {}
+    nested = "the parameters of each segment: pass such as [[Parameter(name, tuple(tensor.shape))]]"
+    of_type("segments", segments, Sequence, nested)
     for s, used in enumerate(segments):
+        of_type(f"segments[{s}]", used, Sequence, nested)
         for p in used:
+            of_type(f"segments[{s}]", p, Parameter, f"a zfunc.core.layout.Parameter, in {nested}")
             contributors.setdefault(p.name, []).append(s)
     return contributors
 

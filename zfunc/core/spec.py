@@ -1,8 +1,8 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the resolved settings."""
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
 
 from attrs import field, frozen, validators
 
@@ -10,11 +10,13 @@ from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
+from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 GRAPH_LAUNCHES = 3  # of a pass that is a device graph: a copy in, the replay, a copy out
+EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
 T = TypeVar("T")
 
 
@@ -29,6 +31,12 @@ def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
 
 def _places(given: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(given.split(",") if isinstance(given, str) else given)
+
+
+def _each(name: str, given: Any) -> tuple[Any, ...]:
+    """A value for each segment."""
+    of_type(name, given, Iterable, EACH)
+    return tuple(given)
 
 
 @frozen
@@ -90,12 +98,13 @@ class StepSpec:
     - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
     - `norms`: the norm of every parameter's gradient is reported, beside that of all.
 
-    Raises ValueError for a value out of range, an unknown format of the state or an unknown bucket.
+    Raises TypeError for `costs` or `recompute` that are no lists, ValueError for a value out of range, an unknown
+    format of the state or an unknown bucket.
     """
 
     layout: Layout
-    costs: tuple[SegmentCost, ...] = field(converter=tuple)
-    recompute: tuple[bool, ...] = field(converter=tuple)
+    costs: tuple[SegmentCost, ...] = field(converter=partial(_each, "costs"))
+    recompute: tuple[bool, ...] = field(converter=partial(_each, "recompute"))
     element_bytes: Literal[2, 4] = field(default=2, validator=validators.in_((2, 4)))
     micro_batches: int = field(default=1, validator=validators.ge(1))
     barrier: bool = False
@@ -146,10 +155,7 @@ class StepSpec:
 
         for name, given in (("costs", self.costs), ("recompute", self.recompute)):
             if len(given) != (count := len(self.layout.segments)):
-                raise ValueError(
-                    f"{name}: got {len(given)}, expected {count}, one for each segment of the layout: "
-                    "pass (x,) * len(layout.segments) for equal ones"
-                )
+                raise ValueError(f"{name}: got {len(given)}, expected {count}, {EACH}")
 
     @resident.validator  # pyright: ignore
     def _check_resident(self, _: object, resident: frozenset[int]) -> None:
