@@ -16,7 +16,7 @@ import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.core.regions import Regions
-from zfunc.models.hf.adapters import lora_config
+from zfunc.models.hf.adapters import adapt, adapted_modules, lora_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -57,7 +57,7 @@ every_case = pytest.mark.parametrize(
 
 def base(kind: str = "Llama") -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(LLAMA if kind == "Llama" else GPT2))
+    config = getattr(transformers, f"{kind}Config")(**(GPT2 if kind == "GPT2" else LLAMA))
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -171,6 +171,20 @@ def test_a_folder_gets_adapters_as_peft_draws_them(tmp_path: Path) -> None:
     assert abs(zfunc.evaluate(program, state, (x[:, :-1], x[:, 1:])) - own) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("Llama", "q_proj v_proj"),
+        ("Olmo2", "q_proj v_proj"),
+        ("Phi3", "gate_up_proj qkv_proj"),
+        ("GPT2", "c_attn"),
+    ],
+)
+def test_modules_that_get_adapters_by_default(kind: str, modules: str) -> None:
+    with torch.device("meta"):
+        assert adapted_modules(adapt(base(kind), lora_config(4))) == modules.split()
+
+
 def quantized() -> Any:
     config = transformers.LlamaConfig(**LLAMA)
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -252,7 +266,7 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     command = ["train", "--hf", "model", "--lora", "4", *tiny, "--lr", "0.02", "--params-on", "host"]
     assert main([*command, "--out", "run"]) == 0
     out = capsys.readouterr().out
-    assert "LoRA: 1,344 of 28,512 parameters are trained" in out
+    assert "LoRA: 1,344 of 28,512 parameters are trained, adapters of q_proj, v_proj\n" in out
     rows = measured("run")
     assert rows[-1]["held_out_bits_per_token"] < rows[0]["held_out_bits_per_token"]
     assert main(["export", "run", "--hf", "model", "--out", "tuned"]) == 0

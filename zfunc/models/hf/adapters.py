@@ -22,6 +22,12 @@ MISSING = "zfunc.hf: got no peft, expected version 0.18 or newer: pip install 'z
 OLDEST = (0, 18)
 DRAWN = (True, "gaussian")  # values of init_lora_weights that need no weights of the model
 ADAPTER = "adapter_model.safetensors"
+TARGETS = (
+    "q_proj",
+    "v_proj",
+    "qkv_proj",
+    "gate_up_proj",
+)  # where peft has none for a model, those it has of these
 
 
 def check_peft() -> None:
@@ -37,7 +43,7 @@ def check_peft() -> None:
 def lora_config(
     rank: int, *, alpha: float | None = None, targets: str | None = None, base: Path | None = None
 ) -> Any:
-    """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model.
+    """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model, or TARGETS.
 
     `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head. `base` is
     the folder of the model, which peft keeps with the adapters.
@@ -88,6 +94,7 @@ def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
     """
     check_peft()
     from peft import LoraConfig, get_peft_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as OF_PEFT
 
     config = copy.deepcopy(LoraConfig.from_pretrained(str(lora)) if isinstance(lora, str | Path) else lora)
     if not isinstance(config, LoraConfig):
@@ -98,6 +105,8 @@ def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
     config.inference_mode = False  # as peft saves it
     given = config.target_modules  # peft changes it, and the model
     linear = sorted({x.rpartition(".")[2] for x, m in model.named_modules() if _is_linear(m)})
+    if given is None and model.config.model_type not in OF_PEFT:  # pyright: ignore
+        config.target_modules = [x for x in TARGETS if x in linear] or None
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft calls what transformers deprecates
@@ -109,6 +118,11 @@ def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
         ) from error
     _check_layers(adapted)
     return adapted
+
+
+def adapted_modules(model: Any) -> list[str]:
+    """The ends of the names of the modules that have adapters."""
+    return sorted({name.rpartition(".")[2] for name, _ in _lora_layers(model)})
 
 
 def _is_linear(module: nn.Module) -> bool:

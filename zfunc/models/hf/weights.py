@@ -22,7 +22,7 @@ from zfunc.checkpoint import strict_json
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.models.hf.adapters import adapt, draw_adapters
+from zfunc.models.hf.adapters import adapt, adapted_modules, draw_adapters
 from zfunc.models.hf.checking import cut_model
 from zfunc.models.hf.families import check_supported, check_transformers, why_unsupported
 
@@ -73,8 +73,9 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
         model = adapt(model, lora)
         places = {name: places[own[id(p)]] for name, p in model.named_parameters() if id(p) in own}
         log.info(
-            "hf: LoRA: %s of %s parameters are trained",
+            "hf: LoRA: %s of %s parameters are trained, adapters of %s",
             *map("{:,}".format, model.get_nb_trainable_parameters()),
+            ", ".join(adapted_modules(model)),
         )
     return config, tuple(evolve(s, initial=partial(_initial, s, model, places)) for s in cut_model(model))
 
