@@ -62,7 +62,7 @@ LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", 
 LONGEST += ["resume", "plan_command", "one_buffer", "gradients", "disk", "document_rows", "lora", "search"]
 LONGEST += ["verify", "disk_faults", "delayed", "planner", "threads", "adafactor", "deferred"]
 LONGEST += ["own_optimizer", "command_errors", "train_step", "timeline_pictures", "compact", "speculative"]
-LONGEST += ["calibrate", "native", "page_in_browser", "page"]
+LONGEST += ["hf_folders", "calibrate", "native", "page_in_browser", "page"]
 SLOW = pytest.StashKey[int]()
 
 

@@ -129,7 +129,7 @@ def test_a_sample_is_the_answer_to_a_held_out_prompt(monkeypatch: pytest.MonkeyP
 
 
 def test_the_first_loss_is_the_models_own() -> None:
-    """A batch of a job is weighed as zfunc.hf.batch weighs it, whose laws are in tests/models/test_hf.py."""
+    """A batch of a job is weighed as zfunc.hf.batch does, whose laws are in tests/models/test_hf_batches.py."""
     pairs = job(micro_batches=4)
     ids, (labels, weights) = pairs.batch(8)
     assert len(set((labels != IGNORE_INDEX).sum(1).tolist())) > 1, "rows hold unequally many"

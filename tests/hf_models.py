@@ -1,0 +1,117 @@
+"""Random models of transformers, small ones of every family that zfunc.hf knows, and batches for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc
+from zfunc.engine.program import Program
+
+transformers = pytest.importorskip("transformers")
+
+IGNORED, VOCAB = -100, 61
+SIZE: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+T5 = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+DEEPSEEK_SIZE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+DEEPSEEK_SIZE |= {"moe_intermediate_size": 8, "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8}
+DEEPSEEK_SIZE |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def config(kind: str, **given: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, f"{kind}Config")(**given)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "GPT-2": config("GPT2", **GPT2, **DRY),
+    "GPT-2 scaled by layer": config("GPT2", **GPT2, **DRY, scale_attn_by_inverse_layer_idx=True),
+    "GPT-2 untied": config("GPT2", **GPT2, **DRY, tie_word_embeddings=False),
+    "Llama": config("Llama", **SIZE),
+    "Llama tied": config("Llama", **SIZE, tie_word_embeddings=True, attention_bias=True),
+    "Llama, linear positions": config(
+        "Llama", **SIZE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "Llama 3 positions": config("Llama", **SIZE, rope_parameters=LLAMA3),
+    "Llama, YaRN": config("Llama", **SIZE, rope_parameters=YARN),
+    "Mistral, window": config("Mistral", **SIZE, sliding_window=5),
+    "Mistral, long window": config("Mistral", **SIZE, sliding_window=500),
+    "Qwen2": config("Qwen2", **SIZE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "Qwen3": config("Qwen3", **SIZE, head_dim=12),
+    "Gemma": config("Gemma", **SIZE | {"num_key_value_heads": 1}, head_dim=16),
+    "Gemma 2": config("Gemma2", **SIZE, head_dim=16, sliding_window=4),
+    "Gemma 3": config("Gemma3Text", **SIZE, head_dim=16, sliding_window=4, layer_types=TYPES),
+    "GPT-NeoX": config("GPTNeoX", **SIZE, hidden_dropout=0.0),
+    "Phi-3": config("Phi3", **SIZE, sliding_window=5),
+    "OLMo 2": config("Olmo2", **SIZE),
+    "Mixtral": config("Mixtral", **SIZE, **ROUTED, num_local_experts=4),
+    "Qwen3 MoE": config(
+        "Qwen3Moe",
+        **SIZE,
+        **ROUTED,
+        head_dim=12,
+        num_experts=4,
+        moe_intermediate_size=16,
+        mlp_only_layers=[1],
+    ),
+    "GPT-OSS": config(
+        "GptOss", **SIZE, **ROUTED, head_dim=16, num_local_experts=4, sliding_window=4, layer_types=TYPES
+    ),
+    "Llama 4": config(
+        "Llama4Text",
+        **SIZE,
+        head_dim=16,
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=4,
+        no_rope_layers=[1, 1, 0],
+    ),
+}
+DEEPSEEK = config("DeepseekV3", **SIZE | DEEPSEEK_SIZE | {"num_hidden_layers": 1, "num_key_value_heads": 4})
+
+
+def random_model(name: str, **given: Any) -> Any:
+    """A model of random weights, norms and biases too."""
+    torch.manual_seed(0)
+    return perturbed(transformers.AutoModelForCausalLM.from_config(CONFIGS[name](**given)))
+
+
+def perturbed(model: Any) -> Any:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def compiled(segments: Any, **settings: Any) -> Program:
+    given = {"precision": "fp32", "device": "cpu", "bucket_size": 5000, **settings}
+    return zfunc.compile(segments, **given)
+
+
+def tokens(rows: int = 4, seed: int = 0) -> Tensor:
+    """With some that pad: their embedding gets no gradient."""
+    return torch.randint(0, VOCAB, (rows, 13), generator=torch.Generator().manual_seed(seed))
+
+
+def unequal(rows: int = 8) -> tuple[Tensor, Tensor]:
+    """Rows padded at the end: of 12 tokens, 12, 10, 8, ... count, and none in the last two."""
+    x = tokens(rows)
+    labels = x[:, 1:].clone()
+    for r in range(rows):
+        labels[r, max(0, 12 - 2 * r) :] = IGNORED
+    return x[:, :-1], labels

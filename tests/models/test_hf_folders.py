@@ -1,0 +1,272 @@
+"""Folders of transformers: weights from one and back, to the bit, and what a wrong one is told."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import DEEPSEEK, T5, compiled, config, random_model, tokens, transformers, unequal
+from torch import Tensor
+
+import zfunc
+from zfunc.cli.main import main
+from zfunc.engine.program import Program
+from zfunc.errors import CheckpointError
+
+
+def write(model: Any, folder: Path, **given: Any) -> Path:
+    model.save_pretrained(folder, **given)
+    return folder
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({k: v.clone() for k, v in change(load_file(file)).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [("GPT-2", True), ("GPT-NeoX", False), ("Gemma 3", True), ("Mixtral", True), ("Qwen3 MoE", False)],
+)
+def test_a_folder_gives_its_models_weights_and_logits(name: str, shards: bool, tmp_path: Path) -> None:
+    model = random_model(name)
+    folder = write(model, tmp_path / "m", **({"max_shard_size": "20KB"} if shards else {}))
+    assert (folder / "model.safetensors.index.json").exists() == shards
+    config, cut = zfunc.hf.load(folder)
+    assert config.model_type == model.config.model_type
+    program = compiled(cut)
+    state = zfunc.init(program)
+    values = zfunc.params(program, state)
+    assert values.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(values[full], p) for full, p in model.named_parameters())
+    assert torch.allclose(zfunc.apply(program, state, tokens()), model(tokens()).logits, atol=1e-5)
+
+
+def test_weights_in_bf16_become_fp32_exactly(tmp_path: Path) -> None:
+    model = random_model("Llama tied").to(torch.bfloat16)
+    program = compiled(zfunc.hf.load(write(model, tmp_path / "m"))[1])
+    values = zfunc.params(program, zfunc.init(program))
+    assert all(torch.equal(values[full], p.float()) for full, p in model.named_parameters())
+
+
+def test_initial_values_are_the_mapped_file_and_let_go_of_it(tmp_path: Path) -> None:
+    file = write(random_model("Llama"), tmp_path / "m") / "model.safetensors"
+
+    def mapped() -> list[tuple[int, int]]:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        return [tuple(int(x, 16) for x in ws[0].split("-")) for ws in lines if ws[-1] == str(file)]  # type: ignore
+
+    _, cut = zfunc.hf.load(tmp_path / "m")
+    assert not mapped()
+    values = cut[1].initial(0)
+    ranges = mapped()
+    assert len(values) == 9
+    for t in values.values():
+        assert any(low <= t.data_ptr() and t.data_ptr() + t.nbytes <= high for low, high in ranges)
+    del values, t
+    program = compiled(cut)
+    zfunc.init(program)
+    assert not mapped()
+
+
+def test_names_of_a_model_without_its_head_and_old_buffers_are_known(tmp_path: Path) -> None:
+    model = random_model("GPT-2")
+    folder = write(model, tmp_path / "m")
+    mask = torch.ones(1, 1, 8, 8)
+    rewrite(
+        folder, lambda t: {**{k.removeprefix("transformer."): v for k, v in t.items()}, "h.0.attn.bias": mask}
+    )
+    program = compiled(zfunc.hf.load(folder)[1])
+    assert torch.allclose(
+        zfunc.apply(program, zfunc.init(program), tokens()), model.eval()(tokens()).logits, atol=1e-5
+    )
+
+
+FLAWS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "missing": (
+        lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"},
+        r"got no 'model\.norm\.weight' \(did you mean",
+    ),
+    "renamed": (
+        lambda t: {k.replace("model.norm.w", "model.nrom.w"): v for k, v in t.items()},
+        r"got 'model\.nrom\.weight' \(did you mean 'model\.norm\.weight'\?\), which the model does not have",
+    ),
+    "extra": (lambda t: {**t, "score.weight": torch.ones(2)}, "got 'score.weight'.*which the model does not"),
+    "shape": (
+        lambda t: {**t, "lm_head.weight": torch.ones(3, 32)},
+        r"'lm_head\.weight' of shape \(3, 32\), expected \(61, 32\)",
+    ),
+    "type": (lambda t: {k: v.to(torch.int8) for k, v in t.items()}, "in I8, expected F64, F32, BF16, F16"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_folder_of_another_model_is_refused_by_name_before_anything_is_read(
+    flaw: str, tmp_path: Path
+) -> None:
+    folder = write(random_model("Llama"), tmp_path / "m")
+    rewrite(folder, FLAWS[flaw][0])
+    with pytest.raises(CheckpointError, match=FLAWS[flaw][1]):
+        zfunc.hf.load(folder)
+
+
+def test_a_head_that_is_tied_but_stored_otherwise_is_refused(tmp_path: Path) -> None:
+    model = random_model("Llama tied")
+    folder = write(model, tmp_path / "m")
+    rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"]})
+    program = compiled(zfunc.hf.load(folder)[1])
+    assert zfunc.init(program).step == 0
+    rewrite(folder, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
+    with pytest.raises(
+        CheckpointError, match="other values in 'model.embed_tokens.weight'|tie_word_embeddings"
+    ):
+        zfunc.init(compiled(zfunc.hf.load(folder)[1]))
+
+
+def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        zfunc.hf.load(tmp_path)
+    folder = write(random_model("Llama"), tmp_path / "m", max_shard_size="20KB")
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    shard = folder / (file := json.loads(text)["weight_map"]["model.norm.weight"])
+    index.write_text(
+        text.replace(f'"model.norm.weight": "{file}"', '"model.norm.weight": "../x.safetensors"')
+    )
+    with pytest.raises(CheckpointError, match="which is not in the folder"):
+        zfunc.hf.load(folder)
+    index.write_text(text)
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        zfunc.hf.load(folder)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        zfunc.hf.load(folder)
+
+
+def test_a_folder_of_another_kind_is_not_supported_rather_than_damaged(tmp_path: Path) -> None:
+    transformers.T5Model(config("T5", **T5)()).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="^model: got a T5Model, which is none, expected a causal language model"
+    ):
+        zfunc.hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "meta-llama/Llama-3.2-1B",
+            "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B, then name",
+        ),
+        ("gpt2", "hf download gpt2 --local-dir gpt2, then name"),
+        ("runs/of/last/week", "use a folder that save_pretrained"),
+        ("/nowhere", "use a folder that save_pretrained"),
+    ],
+)
+def test_a_name_on_the_hub_gets_the_command_that_downloads_it(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{name}: got no config.json in it.*{message}"):
+        zfunc.hf.load(name)
+
+
+def trained(folder: Path, **settings: Any) -> tuple[Program, Any]:
+    program = compiled(zfunc.hf.load(folder)[1], **settings)
+    state, _ = zfunc.train_step(program, zfunc.init(program), zfunc.hf.batch(*unequal()))
+    return program, state
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GPT-2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Gemma 3", "Llama", "Qwen3", "Mixtral"))],
+)
+def test_from_pretrained_loads_a_saved_folder_with_equal_logits(name: str, tmp_path: Path) -> None:
+    folder = write(random_model(name), tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{}")
+    program, state = trained(folder)
+    assert zfunc.hf.save(tmp_path / "saved", program, state, config=folder) == tmp_path / "saved"
+    zfunc.save(tmp_path / "run", program, state)
+    done = zfunc.hf.export(tmp_path / "run", tmp_path / "exported", config=folder)
+    assert (done.path, done.step, done.dtype) == (tmp_path / "exported", 1, "fp32")
+    expected = zfunc.apply(program, state, tokens())
+    for out in (tmp_path / "saved", tmp_path / "exported"):
+        assert (out / "tokenizer.json").read_text() == "{}"
+        model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        assert model.dtype == torch.float32
+        weights = zfunc.params(program, state)
+        assert all(torch.equal(weights[full], p) for full, p in model.named_parameters())
+        assert torch.allclose(model(tokens()).logits, expected, atol=1e-5)
+        zfunc.hf.load(out)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["exported", "m", "run", "saved"]
+
+
+def test_buffers_that_transformers_saves_are_read_and_written(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(DEEPSEEK())
+    bias = model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(torch.tensor([3.0, 0.1, 2.0, 0.0]))
+    folder = write(model, tmp_path / "m")
+    program = compiled(zfunc.hf.load(folder)[1])
+    state = zfunc.init(program)
+    expected = model.eval()(tokens()).logits
+    assert torch.allclose(zfunc.apply(program, state, tokens()), expected, atol=1e-5)
+    zfunc.hf.save(tmp_path / "saved", program, state, config=folder)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(saved.model.layers[0].mlp.gate.e_score_correction_bias, bias)
+    with pytest.raises(ValueError, match="^config: got one of a model that saves .*expected its folder"):
+        zfunc.hf.save(tmp_path / "other", program, state, config=model.config)
+
+
+def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> None:
+    folder = write(random_model("Llama tied"), tmp_path / "m")
+    program, state = trained(folder, optimizer=zfunc.AdamW(moments="8bit"))
+    out = zfunc.hf.save(tmp_path / "saved", program, state, config=zfunc.hf.load(folder)[0], dtype="bf16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    weights = zfunc.params(program, state)
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(weights[full].bfloat16(), p) for full, p in model.named_parameters())
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    folder = write(random_model("Llama"), tmp_path / "m")
+    other = write(random_model("Llama tied"), tmp_path / "other")
+    program, state = trained(folder)
+    checkpoint = zfunc.save(tmp_path / "run", program, state)
+    new = tmp_path / "x"
+    calls: dict[str, Callable[[], Any]] = {
+        "which exists, expected a new folder": lambda: zfunc.hf.save(folder, program, state, config=folder),
+        "'lm_head.weight' of shape None.*pass the config that the segments": lambda: zfunc.hf.save(
+            new, program, state, config=other
+        ),
+        "pass the config that the segments": lambda: zfunc.hf.export(checkpoint, new, config=other),
+        r"got 'bf61', expected one of .* \(did you mean 'bf16'\?\)": lambda: zfunc.hf.export(
+            checkpoint,
+            new,
+            config=folder,
+            dtype="bf61",  # type: ignore
+        ),
+        "make .*nowhere": lambda: zfunc.hf.export(checkpoint, tmp_path / "nowhere" / "x", config=folder),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with torch.no_grad():
+        big = {name: t * 1e6 for name, t in zfunc.params(program, state).items()}
+    with pytest.raises(ValueError, match="too large for fp16"):
+        zfunc.hf.save(tmp_path / "x", program, zfunc.init(program, params=big), config=folder, dtype="fp16")
+    assert sorted(os.listdir(tmp_path)) == ["m", "other", "run"]
+
+
+def test_the_command_exports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, run, out = write(random_model("Llama"), tmp_path / "m"), tmp_path / "run", tmp_path / "out"
+    zfunc.save(run, *trained(folder))
+    assert main(["export", str(run), "--hf", str(folder), "--out", str(out), "--dtype", "bf16"]) == 0
+    assert f"written: {out}: 30 parameters of step 1 as bf16" in capsys.readouterr().out
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert main(["export", str(run), "--hf", str(folder)]) == 2
+    assert "expected a new folder to write: pass such as --out trained" in capsys.readouterr().err
