@@ -8,12 +8,7 @@ import zfunc
 
 
 def test_a_collators_dict_is_a_batch_and_its_loss_is_the_models() -> None:
-    config = transformers.LlamaConfig(
-        **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1},
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = random_model("Llama")
     texts = [torch.randint(1, 50, (6,)).tolist() for _ in range(4)]
     rows = [
         {
@@ -24,7 +19,7 @@ def test_a_collators_dict_is_a_batch_and_its_loss_is_the_models() -> None:
         for pad, text in enumerate(texts)
     ]
     batch = transformers.default_data_collator(rows)
-    program = zfunc.compile(zfunc.hf.segments(model), precision="fp32", micro_batches=2, device="cpu")
+    program = compiled(zfunc.hf.segments(model), micro_batches=2)
     state = zfunc.init(program)
     expected = float(model(**batch).loss.detach())
     assert zfunc.evaluate(program, state, batch) == pytest.approx(expected, rel=1e-6)
