@@ -211,7 +211,7 @@ class OpBuilder(Regions):
         )
 
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:
-        """Copy the gradients of segment `s` for bucket `b` into a slot; the `first` one zeroes the gaps."""
+        """Copy the gradients of segment `s` for bucket `b` into a slot; the `first` one zeroes what none fills."""
         into = self._grad_slot(slot)
         nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         reads = (self._grads(m, s),) if first else (self._grads(m, s), into)

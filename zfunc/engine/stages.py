@@ -148,14 +148,14 @@ def unstash(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one segment's gradients into its bucket's slot; the first segment zeroes the gaps."""
+    """Copy one segment's gradients into its bucket's slot; the first segment zeroes what none fills."""
     _, b, s = op.index
-    bucket, call = step.layout.buckets[b], step.calls[s]
-    slot, grads = mem[op.write("grad")], mem[op.read("grads")]
-    covered, gaps = _cover(bucket, tuple(call.trained.values()))
+    bucket, slot, grads = step.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
     if op.write("grad") not in op.reads:
-        for start, stop in gaps:
+        (together,) = (group for group in bucket.deliveries if s in group)
+        for start, stop in _gaps(bucket, tuple(n for t in together for n in step.calls[t].trained.values())):
             slot[start:stop].zero_()
+    covered = _cover(bucket, tuple(step.calls[s].trained.values()))
     torch._foreach_copy_(_pieces(slot, covered), [grads[x.name] for x in covered])
 
 
@@ -163,7 +163,7 @@ def add(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one segment's gradients to its bucket's sum on the device."""
     _, b, s = op.index
     total, grads = mem[op.write("grad")], mem[op.read("grads")]
-    covered, _ = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
+    covered = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
     torch._foreach_add_(_pieces(total, covered), [grads[x.name] for x in covered])
 
 
@@ -450,9 +450,9 @@ def _pieces(flat: Tensor, covered: Iterable[_Piece]) -> list[Tensor]:
 
 
 @cache
-def _cover(bucket: Bucket, names: tuple[str, ...]) -> tuple[tuple[_Piece, ...], tuple[tuple[int, int], ...]]:
-    """The spans of `bucket` with these names, and the gaps between them, relative to the bucket."""
-    covered = tuple(
+def _cover(bucket: Bucket, names: tuple[str, ...]) -> tuple[_Piece, ...]:
+    """The places of these of a bucket's parameters."""
+    return tuple(
         _Piece(
             x.name,
             x.start - bucket.start,
@@ -463,6 +463,10 @@ def _cover(bucket: Bucket, names: tuple[str, ...]) -> tuple[tuple[_Piece, ...], 
         for x in bucket.spans
         if x.name in set(names)
     )
-    edges = [0, *(edge for x in covered for edge in (x.start, x.stop)), bucket.numel]
-    gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
-    return covered, tuple(gaps)
+
+
+@cache
+def _gaps(bucket: Bucket, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """What lies between these parameters: start and stop, relative to the bucket."""
+    edges = [0, *(edge for x in _cover(bucket, names) for edge in (x.start, x.stop)), bucket.numel]
+    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a)
