@@ -102,8 +102,9 @@ def make_vjp(
     With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
     then: a result that is a view of one is copied, and a residual made again.
 
-    `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut" recomputes all, or
-    nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
+    `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut", or has residuals
+    whose size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot be traced for
+    "all" runs eagerly. Both are logged with its `name`.
     """
     passes = _make_vjp(function, recompute, wrt_input, last, compiled, name)
     return _moving(passes) if moving else passes
@@ -124,7 +125,7 @@ def _make_vjp(
     if last:
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
     fallback = _make_vjp(function, "all", wrt_input, last, compiled, name)
-    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'", _min_cut)
+    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'", _sized_cut)
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -498,6 +499,16 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     # The pass that merges equal nodes imports the lowerings of a compiler, which takes a second.
     with partitioning.patch(cse=partitioning.cse and _has_equal_nodes(module)):
         return min_cut_rematerialization_partition(module, None, num_fwd_outputs=joint.num_out)
+
+
+def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
+    """The same, of residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
+    kernel: only the kernel knows its size, and it has no elements in a trace."""
+    forward, backward = _min_cut(joint)
+    for x in list(forward.graph.nodes)[-1].args[0][joint.num_out :]:
+        if isinstance(x.meta["val"], Tensor) and not x.meta["val"].numel():
+            raise ValueError(f"backward reads {x}, whose size is not known before it runs")
+    return forward, backward
 
 
 def _has_equal_nodes(module: GraphModule) -> bool:
