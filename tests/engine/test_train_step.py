@@ -193,7 +193,7 @@ def test_evaluation_has_no_dropout_and_changes_nothing() -> None:
 # --- metrics, lr, timelines -----------------------------------------------------------------------------
 
 
-def test_metrics_have_the_learning_rate_of_their_step() -> None:
+def test_metrics_have_the_learning_rate_of_their_step_and_the_loss_scale_stays() -> None:
     program, data = compiled(lr=zfunc.lr.linear_warmup(1e-2, 4))
     state, seen = zfunc.init(program), []
     for i in range(5):
