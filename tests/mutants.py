@@ -81,7 +81,7 @@ WATCHED: dict[str, list[list[str]]] = {
     "runtime/direct_io": [["tests/runtime/test_direct_io.py"]],
     "checkpoint/safetensors_file": [
         ["tests/checkpoint/test_shards.py"],
-        ["tests/checkpoint/test_hostile.py", "-k", "false_sizes"],
+        ["tests/checkpoint/test_hostile.py", "-k", "false_sizes or hostile_manifest"],
     ],
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/striped_io": [["tests/checkpoint/test_swap_space.py"]],

@@ -77,7 +77,7 @@ MANIFESTS: list[tuple[str, Any, str]] = [
     (
         "shards/0/chunk",
         2**40,
-        r"manifest.json.shards\[0\].chunk: got 1099511627776, expected an integer of 1 to",
+        r"manifest.json.shards\[0\].chunk: got 1099511627776, expected an integer of 1 to 67108864",
     ),
     ("shards/0/chunk", 0, r"shards\[0\].chunk: got 0, expected an integer of 1 to"),
     (
