@@ -38,7 +38,16 @@ def test_a_gpt_is_planned_and_drawn_without_torch(capsys: pytest.CaptureFixture[
     assert "layers" in printed.stdout
 
 
-def test_a_training_without_torch_says_in_a_line_what_to_install() -> None:
-    done = blocked("sys.exit(main(['train']))")
+REFUSED = {
+    "train": "package 'torch' is not installed: pip install torch\n",
+    "plan --hf-config nowhere.json": "--hf-config: nowhere.json: got no such file, expected the config",
+    "draw --hf nowhere": "--hf: nowhere: got no config.json in it, expected a local folder",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_refused_without_torch_is_said_in_a_line(line: str) -> None:
+    done = blocked(f"sys.exit(main({line.split()}))")
     assert done.returncode == 2
-    assert done.stderr == "zfunc train: error: package 'torch' is not installed: pip install torch\n"
+    assert done.stderr.startswith(f"zfunc {line.split()[0]}: error: {REFUSED[line]}")
+    assert done.stderr.count("\n") == 1

@@ -9,8 +9,11 @@ from typing import Any
 from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
+from zfunc.errors import CheckpointError
+from zfunc.models.config_file import check_config_file
 from zfunc.models.gpt_config import num_parameters
 from zfunc.models.gpt_costs import GPTCosts
+from zfunc.options import flag
 from zfunc.planner.cost_model import CostModel, SegmentCosts
 from zfunc.planner.profile import Profile
 from zfunc.train.gpt_flags import gpt_config, planned_optimizer
@@ -59,6 +62,12 @@ def simulated_model(settings: Any) -> SimulatedModel:
 
 
 def _described(settings: Any) -> SimulatedModel:
+    name = "hf" if settings.hf_config is None else "hf_config"
+    try:
+        check_config_file(getattr(settings, name).expanduser())
+    except CheckpointError as error:
+        raise ValueError(f"{flag(name)}: {error}") from error
+
     import torch
 
     from zfunc.planner.traced_costs import TracedCosts

@@ -22,6 +22,7 @@ from zfunc.checkpoint import strict_json
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.models.config_file import NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, draw_adapters
 from zfunc.models.hf.checking import cut_model
 from zfunc.models.hf.families import check_supported, check_transformers, why_unsupported
@@ -31,7 +32,6 @@ INDEX_LIMIT = 64 << 20  # bytes
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 _HALVES = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}  # of gate_up_proj; the others are of down_proj
-_NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
 log = logging.getLogger("zfunc")
 
 
@@ -103,15 +103,9 @@ def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]
 def read_config(place: Path) -> Any:
     """The config in a folder, or in a file. Raises CheckpointError without one, ValueError for what is none."""
     check_transformers()
+    check_config_file(place)
     from transformers import AutoConfig
 
-    is_file = place.suffix == ".json" and not place.is_dir()
-    if is_file and not place.is_file():
-        raise CheckpointError(f"{place}: got no such file, expected the config.json of a model")
-    if not is_file and not (place / "config.json").is_file():
-        raise CheckpointError(
-            f"{place}: got no config.json in it, expected a local folder with one: {_advice(place)}"
-        )
     try:
         return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of transformers, which has several and no common one
@@ -120,16 +114,6 @@ def read_config(place: Path) -> Any:
             f"{place}: got what transformers does not read as a config ({reason:.200}), expected the config.json "
             "of a model that it has"
         ) from error
-
-
-def _advice(folder: Path) -> str:
-    """What to do about a folder without a model; its name may be one on the Hub."""
-    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
-        return _NEXT
-    return (
-        "there is no such folder. If it is a model on the Hugging Face Hub, download it first: "
-        f"hf download {folder} --local-dir {folder.name}, then name the folder {folder.name}"
-    )
 
 
 def empty_model(config: Any) -> Any:
@@ -148,7 +132,7 @@ def _stored(folder: Path) -> list[StoredTensor]:
         return _tensors(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(
-            f"{folder}: got neither {SINGLE} nor {INDEX} in it, expected one of them: {_NEXT}"
+            f"{folder}: got neither {SINGLE} nor {INDEX} in it, expected one of them: {NEXT}"
         )
     index = strict_json.parse_json(
         disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT), str(folder / INDEX)
@@ -158,14 +142,14 @@ def _stored(folder: Path) -> list[StoredTensor]:
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder / INDEX}: got the file {name!r:.200}, which is not in the folder: {_NEXT}"
+                f"{folder / INDEX}: got the file {name!r:.200}, which is not in the folder: {NEXT}"
             )
     tensors = [t for name in names for t in _tensors(folder / name)]
     for t in tensors:
         if indexed.get(t.name) != t.file.name:
-            raise CheckpointError(f"{t.file}: got {t.name!r} in it, expected what {INDEX} says: {_NEXT}")
+            raise CheckpointError(f"{t.file}: got {t.name!r} in it, expected what {INDEX} says: {NEXT}")
     if missing := indexed.keys() - {t.name for t in tensors}:
-        raise CheckpointError(f"{folder / INDEX}: got {min(missing)!r}, which is not in its file: {_NEXT}")
+        raise CheckpointError(f"{folder / INDEX}: got {min(missing)!r}, which is not in its file: {NEXT}")
     return tensors
 
 
@@ -179,7 +163,7 @@ def _tensors(file: Path) -> list[StoredTensor]:
                 part = opened.get_slice(name)
                 tensors.append(StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {_NEXT}") from error
+        raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {NEXT}") from error
     return tensors
 
 
@@ -198,17 +182,17 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
             places[name].append(evolve(t, piece=piece))
         elif owner not in buffers and not _BUFFERS.search(t.name):
             hint = did_you_mean(t.name, [x for x in shapes if not places[x]])
-            raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {_NEXT}")
+            raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {NEXT}")
     for name, parts in places.items():
         if not parts:
             folder, hint = stored[0].file.parent, did_you_mean(name, [t.name for t in stored])
-            raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {_NEXT}")
+            raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {NEXT}")
         if (pieces := [t.piece for t in parts if t.piece is not None]) and sorted(pieces) != [
             (expert, half)
             for expert in range(shapes[name][0])
             for half in range(2 if name.endswith("gate_up_proj") else 1)
         ]:
-            raise CheckpointError(f"{parts[0].file.parent}: got some experts of {name!r} alone: {_NEXT}")
+            raise CheckpointError(f"{parts[0].file.parent}: got some experts of {name!r} alone: {NEXT}")
     return places
 
 
@@ -272,7 +256,7 @@ def known_names(model: Any) -> dict[str, str]:
 def _check(t: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
     if t.shape != shape:
         raise CheckpointError(
-            f"{t.file}: got {t.name!r} of shape {t.shape}, expected {shape} of {name!r}: {_NEXT}"
+            f"{t.file}: got {t.name!r} of shape {t.shape}, expected {shape} of {name!r}: {NEXT}"
         )
     if t.dtype not in SAFETENSORS_FLOATS:
         raise CheckpointError(

@@ -1,0 +1,28 @@
+"""Where the config of a Hugging Face model is. No torch: a path with a typo is told before a missing package."""
+
+from pathlib import Path
+
+from zfunc.errors import CheckpointError
+
+NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
+
+
+def check_config_file(place: Path) -> None:
+    """Raise CheckpointError unless `place` is a config.json, or a folder with one."""
+    is_file = place.suffix == ".json" and not place.is_dir()
+    if is_file and not place.is_file():
+        raise CheckpointError(f"{place}: got no such file, expected the config.json of a model")
+    if not is_file and not (place / "config.json").is_file():
+        raise CheckpointError(
+            f"{place}: got no config.json in it, expected a local folder with one: {_advice(place)}"
+        )
+
+
+def _advice(folder: Path) -> str:
+    """What to do about a folder without a model; its name may be one on the Hub."""
+    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
+        return NEXT
+    return (
+        "there is no such folder. If it is a model on the Hugging Face Hub, download it first: "
+        f"hf download {folder} --local-dir {folder.name}, then name the folder {folder.name}"
+    )
