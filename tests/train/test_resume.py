@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -280,13 +281,24 @@ def test_changed_settings_are_logged_with_both_values(
     assert line.count("is now") == 4
 
 
-def test_another_model_is_refused_and_nothing_changes(at_step: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--hidden-size", 32, "got a checkpoint of another model"),
+        ("--optimizer", "sgd", "0003: 'embed.tok.weight': got opt"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_changes(
+    flag: str, value: Any, message: str, at_step: Any, capsys: Any
+) -> None:
     at_step(3, send(signal.SIGTERM))
     assert train("--out", "run") == 0
     before = files("run")
     capsys.readouterr()
-    assert train("--out", "run", "--resume", "auto", "--hidden-size", 32) == 2
-    assert "got a checkpoint of another model" in capsys.readouterr().err
+    assert train("--out", "run", "--resume", "auto", flag, value) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert flag in err
     assert files("run") == before
 
 
@@ -311,7 +323,9 @@ def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any, capsys: pytest.C
     assert small_trainings.train(*given) == 0
     first = summary("run")
     assert small_trainings.train(*given) == 0
-    assert "the learning rate decays by then" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the learning rate decays by then" in out
+    assert re.search(r"goes on after step \d+, \d+\.\d of 2 s\n", out)
     end = summary("run")
     assert (first["ended"], end["ended"]) == ("terminated", "seconds")
     assert first["seconds"] < end["seconds"] < 15

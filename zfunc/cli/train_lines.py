@@ -131,7 +131,8 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
     yield f"  memory at most: {planned}"
     yield f"run folder: {run.path}"
     if event.checkpoint is not None:
-        yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}"
+        of_time = "" if s.seconds is None else f", {event.seconds:.1f} of {s.seconds:g} s"
+        yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}{of_time}"
 
 
 def job_title(event: Started) -> str:

@@ -202,7 +202,7 @@ def _convert(
             converted = optimizer.convert_state(values, stored_format, manifest.position.step, group=group)
         except CheckpointError as error:
             if strict:
-                raise CheckpointError(f"{name!r}: {error}") from error
+                raise CheckpointError(f"{reader.checkpoint.path}: {name!r}: {error}") from error
             return False
         for kind, values in converted.items():
             at = own[kind].numel(start) - slices[kind].start

@@ -13,7 +13,6 @@ from attrs import frozen
 from torch import Tensor
 
 from zfunc.core.optimizer_state import ADAM_FORMATS, HIGH_HALF, AdamFormat, stored_buffers
-from zfunc.errors import CheckpointError
 from zfunc.optim.argument_checks import checked_span, numel_of
 from zfunc.optim.compact_reference import (
     BLOCK,
@@ -25,6 +24,7 @@ from zfunc.optim.compact_reference import (
     unpack,
     unpack_first_codes,
 )
+from zfunc.optim.setting_checks import another_optimizer
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
@@ -123,10 +123,7 @@ def convert_moments(
     CheckpointError for a format that is not Adam's.
     """
     if stored not in ADAM_FORMATS:
-        raise CheckpointError(
-            f"got optimizer state in the format {stored!r}, expected {wanted!r}, this program's: load it "
-            "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
-        )
+        raise another_optimizer(stored, wanted)
     arrays = [as_array(state[x.name]) for x in stored_buffers(stored)]
     if stored == "fp32":
         master, exp_avg, exp_avg_sq = arrays

@@ -57,7 +57,13 @@ def refuse(kind: type[Exception], name: str, got: str, expected: str, action: st
 def check_same_optimizer(state_format: str, wanted: str) -> None:
     """Raise CheckpointError unless two formats of states are one optimizer's, whatever its moments."""
     if state_format.rpartition("-")[0] != wanted.rpartition("-")[0]:
-        raise CheckpointError(
-            f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
-            "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
-        )
+        raise another_optimizer(state_format, wanted)
+
+
+def another_optimizer(state_format: str, wanted: str) -> CheckpointError:
+    """The error of a state that this program's optimizer cannot read."""
+    return CheckpointError(
+        f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it with the "
+        "optimizer that saved it, which is --optimizer of zfunc train, or pass its parameters to "
+        "init(program, params=...)"
+    )

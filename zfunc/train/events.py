@@ -34,6 +34,7 @@ class Started:
     sizes: dict[str, int] = field(factory=dict[str, int])
     sequences: int = 0  # trained on before, by all ranks
     skipped: int = 0  # steps skipped before, for an overflow
+    seconds: float = 0.0  # trained before
 
 
 @frozen

@@ -128,6 +128,7 @@ class _Loop:
             job.sizes,
             self.state.sequences,
             self.progress.skipped,
+            self.progress.elapsed,
         )
         self.began = time.perf_counter() - self.progress.elapsed
         self.ended = self.progress.budget.end_reason(at, self.progress.elapsed)
