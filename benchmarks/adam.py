@@ -14,7 +14,6 @@ reads the gradient four times and the weights twice; that of Muon's first part t
     python -m benchmarks.adam --from benchmarks/results/adam-....json --plot docs/adam.svg
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from benchmarks.machine import describe, write
+from benchmarks.machine import describe, make_parser, write
 from zfunc import SGD, Adafactor, Adagrad, Lion, Muon
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, moment_buffers
@@ -419,7 +418,7 @@ def thread_counts() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"elements, comma separated (default: {SIZES})")
     parser.add_argument("--threads", help="comma separated (default: 1, 2, 4, ... and all)")
     parser.add_argument("--repeats", type=int, default=11, help="fewer from 64 Mi elements on")
@@ -427,7 +426,6 @@ def main() -> None:
     parser.add_argument(
         "--isa", choices=("best", "all"), default="best", help="the instruction sets of zfunc"
     )
-    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument(
         "--from", dest="given", nargs="+", metavar="JSON", help="results to show and plot, not to measure"
     )

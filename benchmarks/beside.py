@@ -10,7 +10,6 @@ another spins, on the core the other one needs. With a full one it sees more, an
     python -m benchmarks.beside [--size 64 --seconds 1 --json FILE_OR_FOLDER]
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe, write
+from benchmarks.machine import describe, make_parser, write
 from zfunc.optim.host_adam import adam_update_
 from zfunc.runtime.thread_budget import default_threads
 
@@ -80,13 +79,10 @@ def measure(threads: int, size: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size", type=int, default=64, help="of the square matrices")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--threads", type=int, help="measure this size of the team alone, in this process")
-    parser.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     args = parser.parse_args()
     if args.threads:
         print(json.dumps(measure(args.threads, args.size, args.seconds)))

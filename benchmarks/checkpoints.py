@@ -24,7 +24,7 @@ from torch import nn
 
 import zfunc
 from benchmarks.adam import size
-from benchmarks.machine import describe, gpt, write
+from benchmarks.machine import describe, gpt, make_parser, write
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
@@ -170,18 +170,14 @@ def steps(args: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = make_parser(
+        __doc__, num_layers=8, hidden_size=384, num_attention_heads=6, seq_length=256, batch_size=8
+    )
     p.add_argument("--parameters", type=size, default=64 << 20)
     p.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--device", default=accelerator_type() or "cpu")
-    p.add_argument("--num-layers", type=int, default=8)
-    p.add_argument("--hidden-size", type=int, default=384)
-    p.add_argument("--num-attention-heads", type=int, default=6)
-    p.add_argument("--seq-length", type=int, default=256)
-    p.add_argument("--batch-size", type=int, default=8)
     p.add_argument("--svg", help="picture of the measured step that saves")
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     args = p.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=args.folder) as root:
         rows = [bandwidth(args, moments, Path(root)) for moments in ("fp32", "8bit")]

@@ -6,7 +6,6 @@ and a quarter of it.
     python -m benchmarks.delayed --steps 1500 --seeds 0 --json benchmarks/results
 """
 
-import argparse
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe, write
+from benchmarks.machine import describe, make_parser, write
 from benchmarks.training import trained
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import LONGEST_WARMUP
@@ -45,11 +44,10 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(describe())

@@ -10,7 +10,6 @@ alone: 1 for separate drives; and the speed of a swap space striped over them ov
     python -m benchmarks.disk [--folder DIR --folder DIR --gib 1 --turns 5 --json FILE_OR_FOLDER]
 """
 
-import argparse
 import json
 import os
 import resource
@@ -27,7 +26,7 @@ from typing import Any
 
 from attrs import define, field
 
-from benchmarks.machine import describe, ratios, write
+from benchmarks.machine import describe, make_parser, ratios, write
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent
 from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
@@ -194,14 +193,13 @@ def new_swap_space(stack: ExitStack, folders: list[Path], nbytes: int, data: mem
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = make_parser(__doc__)
     p.add_argument(
         "--folder", type=Path, action="append", help="on the drive that is measured; for each drive one"
     )
     p.add_argument("--gib", type=float, default=1.0, help="of each file")
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--threads", type=int, default=THREADS)
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     args = p.parse_args()
     folders = args.folder or [Path()]
     nbytes = round(args.gib * (1 << 30) / EXTENT) * EXTENT

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import zfunc
-from benchmarks.machine import write
+from benchmarks.machine import make_parser, write
 from zfunc.core.simulator import simulate
 from zfunc.engine.specialize import specialize
 from zfunc.models.gpt import gpt_segments
@@ -82,13 +82,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--num-layers", type=int, default=50)
-    p.add_argument("--hidden-size", type=int, default=4096)
-    p.add_argument("--num-attention-heads", type=int, default=32)
-    p.add_argument("--seq-length", type=int, default=1024)
-    p.add_argument("--vocab-size", type=int, default=50257)
-    p.add_argument("--batch-size", type=int, default=10)
+    p = make_parser(
+        __doc__,
+        num_layers=50,
+        hidden_size=4096,
+        num_attention_heads=32,
+        seq_length=1024,
+        vocab_size=50257,
+        batch_size=10,
+    )
     p.add_argument("--moments", default="8bit")
     p.add_argument("--precision", default="bf16")
     p.add_argument("--bucket-size", type=int, default=50_000_000)
@@ -96,7 +98,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory-gib", type=float, default=30.5, help="what a card of 32 GB has free")
     p.add_argument("--turns", type=int, default=3, help="after one that is not counted")
     p.add_argument("--hardware", metavar="FILE", help="a profile of this machine, to predict the step")
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     return p
 
 

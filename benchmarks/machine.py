@@ -1,4 +1,4 @@
-"""What benchmarks share: what they say of the machine, how they write results, the model some of them train."""
+"""What benchmarks share: flags, what they say of the machine, how they write results, the model that some train."""
 
 import argparse
 import json
@@ -16,6 +16,23 @@ from zfunc.engine.segment import Segment
 from zfunc.models.gpt import gpt_segments
 from zfunc.runtime.accelerator import accelerator_type, device_name
 from zfunc.train.setup import gpt_config
+
+SMALL_GPT = {
+    "num_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "seq_length": 256,
+    "batch_size": 4,
+}
+
+
+def make_parser(doc: str | None, **sizes: int) -> argparse.ArgumentParser:
+    """The flags of a benchmark: `--json`, and one for each size that it has a default of."""
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in sizes.items():
+        p.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
+    return p
 
 
 def describe() -> dict[str, Any]:

@@ -8,7 +8,6 @@ The job is that of `zfunc train`: the sources of Python's standard library as by
     python -m benchmarks.moments --range     (seconds: what moves far below the largest of a block)
 """
 
-import argparse
 import json
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import describe, write
+from benchmarks.machine import describe, make_parser, write
 from benchmarks.training import trained
 from zfunc.core.optimizer_state import MOMENTS
 from zfunc.optim.adam_reference import reference_update
@@ -102,12 +101,11 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--moments", default=",".join(MOMENTS), help="comma separated")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument(
         "--from",
         dest="given",

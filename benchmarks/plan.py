@@ -12,7 +12,6 @@ and a search of all settings. Steps are planned from a few micro-batches, and, f
     python -m benchmarks.plan --many
 """
 
-import argparse
 import math
 import resource
 import subprocess
@@ -25,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.machine import write
+from benchmarks.machine import make_parser, write
 from zfunc import schedules
 from zfunc.cli.commands.plan import PlanSettings, plan_model, plan_text
 from zfunc.core.graph import Graph
@@ -190,12 +189,9 @@ def measure_many() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--sizes", default=SIZES, help="operations, comma separated")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--json", metavar="PATH", help="a file, or a folder for a file named after the machine"
-    )
     parser.add_argument("--many", action="store_true", help="50 layers with 52 micro-batches")
     options = parser.parse_args()
     if options.many:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import zfunc
-from benchmarks.machine import describe, gpt, write
+from benchmarks.machine import SMALL_GPT, describe, gpt, make_parser, write
 from zfunc.engine.specialize import specialize
 from zfunc.runtime.accelerator import accelerator_type
 
@@ -93,7 +93,7 @@ def launch(world: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = make_parser(__doc__, **SMALL_GPT)
     p.add_argument("--worlds", default="1,2")
     p.add_argument("--rounds", type=int, default=3, help="how often the worlds take turns")
     p.add_argument("--turns", type=int, default=8, help="steps of a round, without the first two")
@@ -101,12 +101,6 @@ def main() -> None:
     p.add_argument("--stage", type=int, choices=(1, 2), default=2)
     p.add_argument("--schedule", default="Interleaved")
     p.add_argument("--precision", default="fp32")
-    p.add_argument("--num-layers", type=int, default=6)
-    p.add_argument("--hidden-size", type=int, default=256)
-    p.add_argument("--num-attention-heads", type=int, default=8)
-    p.add_argument("--seq-length", type=int, default=256)
-    p.add_argument("--batch-size", type=int, default=4)
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     for name in ("--world", "--rank"):
         p.add_argument(name, type=int, help=argparse.SUPPRESS)
     p.add_argument("--store", type=Path, help=argparse.SUPPRESS)

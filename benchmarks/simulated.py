@@ -23,7 +23,7 @@ import torch
 from attrs import evolve, frozen
 
 import zfunc
-from benchmarks.machine import gpt, write
+from benchmarks.machine import gpt, make_parser, write
 from zfunc import schedules
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
@@ -203,7 +203,7 @@ def judge(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--models", default=MODELS, help="layers x hidden x heads x tokens x rows, comma separated"
     )
@@ -221,9 +221,6 @@ def main() -> None:
     parser.add_argument("--bucket-size", type=int, default=1 << 18)
     parser.add_argument("--device", default=accelerator_type() or "cpu")
     parser.add_argument("--folder", default=".", help="on the disk that is measured")
-    parser.add_argument(
-        "--json", metavar="PATH", help="a file, or a folder for a file named after the machine and the date"
-    )
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -33,7 +33,7 @@ from attrs import evolve
 
 import zfunc
 from benchmarks.large import GIB, config_of
-from benchmarks.machine import write
+from benchmarks.machine import make_parser, write
 from benchmarks.streaming import batch_of
 from zfunc.core.graph import Tier
 from zfunc.core.memory_model import Peak, initial_memory
@@ -226,13 +226,15 @@ def check(r: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--num-layers", type=int, default=12)
-    p.add_argument("--hidden-size", type=int, default=1024)
-    p.add_argument("--num-attention-heads", type=int, default=8)
-    p.add_argument("--seq-length", type=int, default=2)
-    p.add_argument("--vocab-size", type=int, default=2048)
-    p.add_argument("--batch-size", type=int, default=1)
+    p = make_parser(
+        __doc__,
+        num_layers=12,
+        hidden_size=1024,
+        num_attention_heads=8,
+        seq_length=2,
+        vocab_size=2048,
+        batch_size=1,
+    )
     p.add_argument("--moments", default="8bit")
     p.add_argument("--params-on", default="disk", help="where a state on the disk has its parameters")
     p.add_argument("--bucket-size", type=int, default=5_000_000)
@@ -254,7 +256,6 @@ def main() -> None:
     )
     p.add_argument("--folder", type=Path, default=Path(), help="on the drive")
     p.add_argument("--draw", metavar="SVG", help="a picture of the last updates on the disk, as measured")
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     args = p.parse_args()
     args.folder = args.folder.absolute()
     r = measure(args)

@@ -32,7 +32,7 @@ from attrs import define, field
 from torch.utils.checkpoint import checkpoint
 
 import zfunc
-from benchmarks.machine import describe, quarters, ratios, write
+from benchmarks.machine import SMALL_GPT, describe, make_parser, quarters, ratios, write
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.runtime.accelerator import accelerator_type
@@ -287,14 +287,7 @@ def print_outside(sizes: str, turns: int) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--num-layers", type=int, default=6)
-    p.add_argument("--hidden-size", type=int, default=256)
-    p.add_argument("--num-attention-heads", type=int, default=8)
-    p.add_argument("--seq-length", type=int, default=256)
-    p.add_argument("--batch-size", type=int, default=4)
-    p.add_argument("--micro-batches", type=int, default=1)
-    p.add_argument("--vocab-size", type=int, default=256)
+    p = make_parser(__doc__, **SMALL_GPT, micro_batches=1, vocab_size=256)
     p.add_argument("--precision", choices=list(DTYPES), default="fp32")
     p.add_argument("--device", default=accelerator_type() or "cpu")
     p.add_argument("--turns", type=int, default=15)
@@ -310,7 +303,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--outside", metavar="LAYERS,...", help="time what a step does outside the executor instead"
     )
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     return p
 
 

@@ -21,7 +21,7 @@ import torch
 
 import zfunc
 from benchmarks.large import GIB, config_of, limit_memory
-from benchmarks.machine import ratios, write
+from benchmarks.machine import SMALL_GPT, make_parser, ratios, write
 from zfunc.core.layout import round_up
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import ALLOCATION
@@ -180,23 +180,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = make_parser(__doc__, **SMALL_GPT, vocab_size=256, micro_batches=1)
     p.add_argument("--hf", metavar="FOLDER", help="fine-tune this model, instead of a GPT of the sizes below")
-    p.add_argument("--num-layers", type=int, default=6)
-    p.add_argument("--hidden-size", type=int, default=256)
-    p.add_argument("--num-attention-heads", type=int, default=8)
-    p.add_argument("--seq-length", type=int, default=256)
-    p.add_argument("--vocab-size", type=int, default=256)
     p.add_argument("--tied", action="store_true", help="the output projection is the embedding, as in GPT-2")
-    p.add_argument("--batch-size", type=int, default=4)
-    p.add_argument("--micro-batches", type=int, default=1)
     p.add_argument("--moments", default="fp32")
     p.add_argument("--precision", default="bf16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--memory-gib", type=float, help="what the streamed training has of an accelerator")
     p.add_argument("--turns", type=int, default=9)
     p.add_argument("--hardware", metavar="FILE", help="a profile of this machine, to simulate both steps")
-    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     return p
 
 
