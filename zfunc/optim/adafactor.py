@@ -111,13 +111,6 @@ class Adafactor(KernelOptimizer):
         """The learning rate of step `step`, counted from 1."""
         return {"lr": self.lr_at(step)}
 
-    def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps."""
-        settings = {
-            name: getattr(self, name) for name in ("beta2_decay", "eps", "d", "weight_decay", "moments")
-        }
-        return {**settings, "eps": [*self.eps]}
-
     def host_kernel(self, *args: Any, **arguments: Any) -> None:
         """Adafactor in host memory (`zfunc.optim.host_adafactor`)."""
         from zfunc.optim.host_adafactor import host_adafactor_

@@ -43,10 +43,6 @@ class Adagrad(OneBufferOptimizer):
     decay: Decay = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
 
-    def __attrs_post_init__(self) -> None:
-        """Check every field."""
-        self.check_settings()
-
     @property
     def kind(self) -> str:
         """Of the formats of its state."""
@@ -56,11 +52,6 @@ class Adagrad(OneBufferOptimizer):
     def rule(self) -> Rule:
         """The update that the kernel makes."""
         return "adagrad"
-
-    def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps."""
-        names = "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "moments"
-        return {name: getattr(self, name) for name in names}
 
     def rule_factors(
         self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float

@@ -97,10 +97,6 @@ class AdamW(KernelOptimizer):
         """The learning rate and the betas of step `step`, counted from 1."""
         return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
 
-    def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps."""
-        return {name: getattr(self, name) for name in ("eps", "weight_decay", "decoupled", "moments")}
-
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         return adam_workspace(numel, self.state_format())

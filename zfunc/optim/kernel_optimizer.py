@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from attrs import fields
 
 from zfunc.core.decision import StepDecision
 from zfunc.optim.base import ParameterPart
@@ -15,6 +17,9 @@ from zfunc.optim.optimizer_settings import Decay
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Fields that depend on the step, are a function, or say how bits are stored
+UNDESCRIBED = ("lr", "betas", "decay", "split_master")
 
 
 class KernelOptimizer(ABC):
@@ -35,6 +40,12 @@ class KernelOptimizer(ABC):
         self, decision: StepDecision, group: int, part: ParameterPart | None = None
     ) -> dict[str, Any]:
         """What both kernels take besides tensors."""
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are constant over all steps, as JSON values."""
+        values = {x.name: getattr(self, x.name) for x in fields(cast("Any", type(self)))}
+        constant = {name: x for name, x in values.items() if name not in UNDESCRIBED}
+        return {name: [*x] if isinstance(x, tuple) else x for name, x in constant.items()}
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """0 for a parameter with weight decay, 1 for one without."""

@@ -47,10 +47,6 @@ class Lion(OneBufferOptimizer):
     decay: Decay = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
 
-    def __attrs_post_init__(self) -> None:
-        """Check every field."""
-        self.check_settings()
-
     @property
     def kind(self) -> str:
         """Of the formats of its state."""
@@ -68,10 +64,6 @@ class Lion(OneBufferOptimizer):
     def factors(self, step: int) -> dict[str, Any]:
         """The learning rate and the betas of step `step`, counted from 1."""
         return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
-
-    def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps."""
-        return {"weight_decay": self.weight_decay, "moments": self.moments}
 
     def rule_factors(
         self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float

@@ -83,7 +83,7 @@ class Muon(OneBufferOptimizer):
         """Check every field."""
         if self.adjust_lr_fn not in (known := get_args(AdjustLr)):
             refuse(ValueError, "adjust_lr_fn", repr(self.adjust_lr_fn), " or ".join(known), "choose one")
-        self.check_settings()
+        super().__attrs_post_init__()
 
     @property
     def kind(self) -> str:
@@ -94,11 +94,6 @@ class Muon(OneBufferOptimizer):
     def rule(self) -> Rule:
         """The update that the kernel makes, whose gradient is the orthogonal direction."""
         return "sgd"
-
-    def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps."""
-        names = "momentum", "nesterov", "weight_decay", "adjust_lr_fn", "ns_steps", "eps", "moments"
-        return {"ns_coefficients": [*self.ns_coefficients]} | {name: getattr(self, name) for name in names}
 
     def rule_factors(
         self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float

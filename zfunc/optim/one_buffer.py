@@ -53,7 +53,7 @@ class OneBufferOptimizer(KernelOptimizer):
         """What depends on the step, counted from 1: the learning rate."""
         return {"lr": self.lr_at(step)}
 
-    def check_settings(self) -> None:
+    def __attrs_post_init__(self) -> None:
         """Check what the fields do not check themselves; a schedule's values are checked at each step."""
         check_moments_and_decay(self.moments, self.decay)
         if not callable(self.lr) and not callable(getattr(self, "betas", None)):

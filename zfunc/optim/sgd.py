@@ -53,7 +53,7 @@ class SGD(OneBufferOptimizer):
                 "a momentum above 0 and no dampening",
                 "pass such as momentum=0.9",
             )
-        self.check_settings()
+        super().__attrs_post_init__()
 
     @property
     def kind(self) -> str:
@@ -64,11 +64,6 @@ class SGD(OneBufferOptimizer):
     def rule(self) -> Rule:
         """The update that the kernel makes."""
         return "nesterov" if self.nesterov else "sgd"
-
-    def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps."""
-        names = "momentum", "dampening", "nesterov", "weight_decay", "moments"
-        return {name: getattr(self, name) for name in names}
 
     def rule_factors(
         self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float
