@@ -10,19 +10,16 @@ from adam_states import around, assert_same, placed
 from torch import Tensor
 
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.optim.compact import as_tensor
+from zfunc.optim.compact import as_state, as_tensor
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.one_buffer_reference import pack_one_buffer
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 State = dict[str, Tensor]
 
 
 def tensors(arrays: Mapping[str, np.ndarray], state_format: str) -> State:
     """The state that the arrays of a reference are, by name."""
-    return {
-        x.name: as_tensor(arrays[x.name]).view(TORCH_DTYPES[x.dtype]) for x in STATE_FORMATS[state_format]
-    }
+    return as_state((arrays[x.name] for x in STATE_FORMATS[state_format]), state_format)
 
 
 def one_buffer_state(p: np.ndarray, m: np.ndarray, state_format: str) -> State:

@@ -13,7 +13,7 @@ from adam_states import NAMES, TYPES, array, assert_same, gradient, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from update_law import State, check_update, clone, tensors
+from update_law import State, check_update, clone
 
 import zfunc
 from zfunc.core.decision import StepDecision
@@ -22,6 +22,7 @@ from zfunc.errors import CheckpointError
 from zfunc.optim import device_adafactor
 from zfunc.optim.adafactor_reference import exact_sum, matrices_of, reference_adafactor_update
 from zfunc.optim.base import ParameterPart
+from zfunc.optim.compact import as_state
 from zfunc.optim.compact_reference import split
 from zfunc.optim.host_adafactor import host_adafactor_, host_adafactor_round
 
@@ -42,7 +43,7 @@ def fresh(optimizer: Any, shape: Shape, seed: int = 0) -> State:
     variance = np.exp2(rng.uniform(-40, 0, kinds[-1].numel(n))).astype(np.float32)
     variance[sum(matrices_of(shape).kept) :] = 0
     arrays = [*([p] if len(kinds) == 2 else split(p)), variance]
-    return tensors(dict(zip((x.name for x in kinds), arrays, strict=True)), state_format)
+    return as_state(arrays, state_format)
 
 
 def check(
@@ -73,7 +74,7 @@ def check(
     check_update(
         state,
         grad,
-        tensors(dict(zip(state, [*new.weights, after], strict=True)), arguments["state_format"]),
+        as_state([*new.weights, after], arguments["state_format"]),
         new.out,
         partial(host_adafactor_, **arguments),
         partial(device_adafactor.device_adafactor_, **arguments),

@@ -131,8 +131,7 @@ class Adafactor(KernelOptimizer):
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
         """From another format of Adafactor's, exactly; CheckpointError for one of another optimizer."""
-        from zfunc.optim.compact import as_array, as_tensor
-        from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+        from zfunc.optim.compact import as_array, as_state
 
         del step
         wanted = self.state_format(group)
@@ -141,10 +140,7 @@ class Adafactor(KernelOptimizer):
         p = arrays["master"] if "master" in state else join(arrays[HIGH_HALF], arrays["master_low"])
         kinds = stored_buffers(wanted)
         values = [*([p] if len(kinds) == 2 else split(p)), arrays[kinds[-1].name]]
-        return {
-            x.name: as_tensor(value).view(TORCH_DTYPES[x.dtype])
-            for x, value in zip(kinds, values, strict=True)
-        }
+        return as_state(values, wanted)
 
     def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
         """How many numbers each round has (`zfunc.optim.adafactor_rounds`)."""

@@ -4,7 +4,7 @@ These classes hold the packed bytes; `compact_reference` defines and converts th
 place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -136,10 +136,7 @@ def convert_moments(
     else:
         packed = pack(master, exp_avg, exp_avg_sq, moments=wanted, step=step)
         converted = [x for x in packed if x is not None]
-    return {
-        buffer.name: as_tensor(x).view(TORCH_DTYPES[buffer.dtype])
-        for buffer, x in zip(stored_buffers(wanted), converted, strict=True)
-    }
+    return as_state(converted, wanted)
 
 
 def _is_fp32(x: Any) -> bool:
@@ -149,6 +146,12 @@ def _is_fp32(x: Any) -> bool:
 def as_array(x: Tensor) -> Any:
     """The tensor's memory as NumPy, which has no bf16: its bits as uint16."""
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def as_state(arrays: Iterable[Any], state_format: str) -> dict[str, Tensor]:
+    """The memory of these arrays as the buffers of a format, in its order."""
+    kinds = stored_buffers(state_format)
+    return {x.name: as_tensor(a).view(TORCH_DTYPES[x.dtype]) for x, a in zip(kinds, arrays, strict=True)}
 
 
 def as_tensor(x: Any) -> Tensor:

@@ -84,14 +84,13 @@ class OneBufferOptimizer(KernelOptimizer):
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
         """From another format of the same optimizer, through fp32; CheckpointError for one of another optimizer."""
-        from zfunc.optim.compact import as_array, as_tensor
-        from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+        from zfunc.optim.compact import as_array, as_state
 
         wanted = self.state_format(group)
         check_same_optimizer(state_format, wanted)
         arrays = {x.name: as_array(state[x.name]) for x in stored_buffers(state_format)}
         packed = pack_one_buffer(*unpack_one_buffer(arrays, state_format), state_format=wanted, step=step)
-        return {x.name: as_tensor(packed[x.name]).view(TORCH_DTYPES[x.dtype]) for x in stored_buffers(wanted)}
+        return as_state((packed[x.name] for x in stored_buffers(wanted)), wanted)
 
     def host_kernel(self, *args: Any, **arguments: Any) -> None:
         """The update in host memory (`zfunc.optim.host_one_buffer`)."""
