@@ -63,7 +63,7 @@ def check_same_optimizer(state_format: str, wanted: str) -> None:
 def another_optimizer(state_format: str, wanted: str) -> CheckpointError:
     """The error of a state that this program's optimizer cannot read."""
     return CheckpointError(
-        f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it with the "
-        "optimizer that saved it, which is --optimizer of zfunc train, or pass its parameters to "
+        f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it with "
+        "the optimizer that saved it, --optimizer of zfunc train, or pass its parameters to "
         "init(program, params=...)"
     )

@@ -239,7 +239,7 @@ TRAIN = {
     "seconds": Option(
         "how long",
         "seconds to train, with evaluations and those before a resume; no limit if only --steps or --epochs is "
-        "given. If they are too short for all steps, fewer are taken, and the learning rate still decays to its end",
+        "given. If too short for all steps, fewer are taken, and the learning rate still decays to its end",
         positive,
     ),
     "eval_every": Option(
