@@ -42,11 +42,8 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of the test, with a cache and some text to train on; samples are short."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
-    Path("data.txt").write_text(small_trainings.TEXT)
+    """Where the test trains: its current folder."""
+    small_trainings.move_into(tmp_path, monkeypatch)
     return tmp_path
 
 

@@ -21,6 +21,14 @@ TEXT = " ".join(f"{k * k % 97} and {k % 7}" for k in range(600))
 ON_DATA = (*TINY, "--batch-size", "4", "--data", "data.txt")  # which own_folder writes
 
 
+def move_into(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make it the current folder, with a cache and some text to train on; samples are short."""
+    patch.chdir(folder)
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
+    Path("data.txt").write_text(TEXT)
+
+
 def train(*more: object) -> int:
     """The exit code of a training in this process. Of a flag that is there twice the last counts."""
     return main(["train", *ON_DATA, *map(str, more)])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -194,6 +194,23 @@ def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
     os.write(pipe, b"end\n")
 
 
+def begin_life(
+    last: int, chosen: dict[str, Any], prepare: Callable[[], Any] = lambda: None
+) -> tuple[int, TextIO]:
+    """A process that lives, and what it says of its steps."""
+    source, pipe = os.pipe()
+    if not (child := os.fork()):
+        prepare()
+        try:
+            live(pipe, last, chosen)
+        except BaseException as error:
+            os.write(pipe, f"-1 {error!r}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(pipe)
+    return child, open(source)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(tmp_path: Path) -> None:
     """By SIGKILL. Each life comes one call further, and does not tell of its last step."""
@@ -217,17 +234,8 @@ def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(
 
 def one_life(at: int, last: int, chosen: dict[str, Any]) -> str:
     """What a process says of its steps that is killed before that call of its commits."""
-    source, pipe = os.pipe()
-    if not (child := os.fork()):
-        die_in_a_commit(at)
-        try:
-            live(pipe, last, chosen)
-        except BaseException as error:
-            os.write(pipe, f"{error!r}\n".encode())
-        finally:
-            os._exit(0)
-    os.close(pipe)
-    with open(source) as lines:
+    child, lines = begin_life(last, chosen, partial(die_in_a_commit, at))
+    with lines:
         os.waitpid(child, 0)
         return lines.read()
 
@@ -275,17 +283,8 @@ def test_a_process_killed_at_any_moment_goes_on_from_a_whole_step(placed: str, t
 
 def killed_at_a_random_moment(by: random.Random, last: int, chosen: dict[str, Any]) -> str:
     """What a process said of its steps before SIGKILL, mostly of some."""
-    source, pipe = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            live(pipe, last, chosen)
-        except BaseException as error:
-            os.write(pipe, f"-1 {error!r}\n".encode())
-        finally:
-            os._exit(0)
-    os.close(pipe)
-    with open(source) as lines:
+    child, lines = begin_life(last, chosen)
+    with lines:
         said = lines.readline() if by.random() < 0.9 else ""
         sleep(by.uniform(0, 0.05 if said else 0.6))
         os.kill(child, signal.SIGKILL)

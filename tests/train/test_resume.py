@@ -14,7 +14,6 @@ import pytest
 import small_trainings
 import torch.distributed as dist
 from small_trainings import (
-    TEXT,
     checkpoints,
     config,
     fail,
@@ -46,9 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of JOB that nothing disturbed, with a checkpoint of step 5."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
-        Path("data.txt").write_text(TEXT)
+        small_trainings.move_into(folder, patch)
         assert train("--out", "run", "--save-every", 5) == 0
     return folder / "run"
 

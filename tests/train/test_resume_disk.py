@@ -37,8 +37,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of JOB with its state in memory."""
     folder = tmp_path_factory.mktemp("memory")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("data.txt").write_text(small_trainings.TEXT)
+        small_trainings.move_into(folder, patch)
         assert train("--out", "run") == 0
     return folder / "run"
 
