@@ -310,11 +310,10 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None, *, send: 
     in_parts = spec.updated_in_parts(b)
     if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
         yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0, send=send)
-    if b not in spec.resident:
-        if spec.spilled(b):
-            yield emit.unspill(b)
-        if b in spec.paged:
-            yield emit.page_in(b)
+    if spec.spilled(b):
+        yield emit.unspill(b)
+    if b in spec.paged:
+        yield emit.page_in(b)
     if in_parts:
         emit.progress.begun[b] = slot
         yield from _begin_update(spec, emit, b, slot)
