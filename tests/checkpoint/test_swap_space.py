@@ -447,6 +447,8 @@ def test_no_flipped_bit_and_no_zeroed_or_moved_block_or_word_gets_through() -> N
 def test_headers_and_records_read_back(tmp_path: Path) -> None:
     header = SwapHeader(IDENTITY, "one", 1, 2, ("/a", "/b"), (1, 2), EXTENTS, folder=1)
     assert parse_header(header.raw, "x") == header
+    with pytest.raises(CheckpointError, match="folder: got 2, expected an integer of 0 to 1"):
+        parse_header(evolve(header, folder=2).raw, "x")
     record = CommitRecord(3, (0, 1), (2**32 - 1, *range(header.num_checksums - 1)), {"step": 9})
     again = parse_record(record.raw(header.record_size), header, "x")
     assert again is not None

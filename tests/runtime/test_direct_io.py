@@ -503,15 +503,20 @@ def test_transfers_are_of_whole_pages_within_the_file(file: DirectFile, pages: H
 # --- drives -----------------------------------------------------------------------------------------
 
 
-def test_a_file_system_that_refuses_is_told_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_file_system_that_refuses_is_told_of_once_and_its_pages_are_dropped(
+    tmp_path: Path, pages: HostPages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fail({"preadv": failing(errno.EINVAL)}, monkeypatch)
+    dropped: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, how: dropped.append((start, nbytes)))
     monkeypatch.setattr(direct_io, "_told", set[int]())
     with caplog.at_level(logging.WARNING, "zfunc"):
         for name in ("a", "b"):
-            with closing(DirectFile.create(tmp_path / name, ALIGNED)) as file:
+            with closing(DirectFile.create(tmp_path / name, 3 * ALIGNED)) as file, memoryview(pages) as view:
                 assert not file.direct
+                file.write(view[:ALIGNED], ALIGNED)
+                file.sync()
+    assert dropped == 2 * [(ALIGNED, ALIGNED), (0, 3 * ALIGNED)]
     assert caplog.text.count("refuses O_DIRECT: reads and writes go through the page cache") == 1
 
 
