@@ -15,7 +15,8 @@ from small_models import MODELS, bits
 from table import chain, in_pairs, layouts, spec
 
 import zfunc
-from zfunc.core.layout import make_layout, resident_buckets
+from zfunc.core.bucketing import resident_buckets
+from zfunc.core.layout import make_layout
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.spec import ALLOCATION
 from zfunc.engine import fit_to_memory as partial

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table import SPECS, chain, layouts, spec
 
+from zfunc.core.bucketing import resident_buckets
 from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.layout import Parameter, make_layout, resident_buckets
+from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory, persistent_bytes
 from zfunc.core.recipes import Recipe, deferred, steadily_delayed, zero_offload
 from zfunc.core.settings import PLACES, TIERS_OF, StepSettings

@@ -1,11 +1,13 @@
-"""The buckets that settings ask for: a layout, and the fields of a StepSpec about it."""
+"""The buckets that settings ask for: a layout, which buckets live where, and the fields of a StepSpec about it."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from zfunc.core.layout import Layout, Parameter, make_layout, paged_buckets, part_size, resident_buckets
+from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.options import AUTO
+
+MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
 
 
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
@@ -46,3 +48,53 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
         "defer": settings.defer,
         "norms": settings.norms,
     }
+
+
+def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:
+    """The bucket size of the layout: `bucket_size`, or less if only a share of the buckets is offloaded.
+
+    >>> part_size(1000, 6400, 1.0), part_size(1000, 6400, 0.5)
+    (1000, 200)
+    """
+    return (
+        bucket_size
+        if offload_ratio in (0, 1)
+        else max(1, min(bucket_size, -(-num_trainable // MIN_PARTIAL_BUCKETS)))
+    )
+
+
+def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
+    """The buckets whose optimizer state stays on the device, if a share `offload_ratio` (0 to 1) is on the host.
+
+    The share is rounded to whole buckets. Those that backward completes last stay on the device, because it does
+    not hide their copies to the host and back.
+
+    >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
+    >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
+    ([0, 1], [])
+    """
+    return _share(layout.buckets, 1 - offload_ratio)
+
+
+def paged_buckets(layout: Layout, disk_ratio: float, *, ascending: bool) -> frozenset[int]:
+    """The buckets whose optimizer state is on the disk, if a share `disk_ratio` (0 to 1) is, in whole buckets.
+
+    Those that are updated last stay in memory: the ones of the highest index where updates are `ascending`.
+
+    >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
+    >>> sorted(paged_buckets(layout, 0.75, ascending=True)), sorted(paged_buckets(layout, 0.75, ascending=False))
+    ([0, 1, 2], [1, 2, 3])
+    """
+    last_first = layout.buckets[:: -1 if ascending else 1]
+    return frozenset(b.index for b in layout.buckets) - _share(last_first, 1 - disk_ratio)
+
+
+def _share(buckets: Sequence[Bucket], share: float) -> frozenset[int]:
+    """The first of the buckets that make up a share of all, 0 to 1, rounded."""
+    left = share * sum(b.numel for b in buckets)
+    chosen: set[int] = set()
+    for bucket in buckets:
+        if bucket.numel / 2 <= left or share == 1:
+            chosen.add(bucket.index)
+            left -= bucket.numel
+    return frozenset(chosen)

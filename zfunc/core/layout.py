@@ -15,10 +15,8 @@ from attrs import field, frozen
 from zfunc.core.display import brief, counted
 from zfunc.values import of_type, whole
 
-MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
-ALIGNMENT = (
-    64  # elements; every span begins at a multiple, so views are aligned for vector units in any precision
-)
+# Elements. Every span begins at a multiple, so views are aligned for vector units in any precision.
+ALIGNMENT = 64
 
 
 @frozen
@@ -367,56 +365,6 @@ def make_layout(
         buckets=tuple(cut(groups, 0)),
         frozen_buckets=tuple(cut(grouped(False, sys.maxsize, True), len(groups))),
     )
-
-
-def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:
-    """The bucket size of the layout: `bucket_size`, or less if only a share of the buckets is offloaded.
-
-    >>> part_size(1000, 6400, 1.0), part_size(1000, 6400, 0.5)
-    (1000, 200)
-    """
-    return (
-        bucket_size
-        if offload_ratio in (0, 1)
-        else max(1, min(bucket_size, -(-num_trainable // MIN_PARTIAL_BUCKETS)))
-    )
-
-
-def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
-    """The buckets whose optimizer state stays on the device, if a share `offload_ratio` (0 to 1) is on the host.
-
-    The share is rounded to whole buckets. Those that backward completes last stay on the device, because it does
-    not hide their copies to the host and back.
-
-    >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
-    >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
-    ([0, 1], [])
-    """
-    return _share(layout.buckets, 1 - offload_ratio)
-
-
-def paged_buckets(layout: Layout, disk_ratio: float, *, ascending: bool) -> frozenset[int]:
-    """The buckets whose optimizer state is on the disk, if a share `disk_ratio` (0 to 1) is, in whole buckets.
-
-    Those that are updated last stay in memory: the ones of the highest index where updates are `ascending`.
-
-    >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
-    >>> sorted(paged_buckets(layout, 0.75, ascending=True)), sorted(paged_buckets(layout, 0.75, ascending=False))
-    ([0, 1, 2], [1, 2, 3])
-    """
-    last_first = layout.buckets[:: -1 if ascending else 1]
-    return frozenset(b.index for b in layout.buckets) - _share(last_first, 1 - disk_ratio)
-
-
-def _share(buckets: Sequence[Bucket], share: float) -> frozenset[int]:
-    """The first of the buckets that make up a share of all, 0 to 1, rounded."""
-    left = share * sum(b.numel for b in buckets)
-    chosen: set[int] = set()
-    for bucket in buckets:
-        if bucket.numel / 2 <= left or share == 1:
-            chosen.add(bucket.index)
-            left -= bucket.numel
-    return frozenset(chosen)
 
 
 def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int]]:

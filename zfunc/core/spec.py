@@ -162,7 +162,7 @@ class StepSpec:
         if unknown := resident - set(range(len(self.layout.buckets))):
             raise ValueError(
                 f"resident: got buckets {sorted(unknown)}, expected some of 0 to {len(self.layout.buckets) - 1}: "
-                "make it with zfunc.core.layout.resident_buckets"
+                "make it with zfunc.core.bucketing.resident_buckets"
             )
 
     @paged.validator  # pyright: ignore

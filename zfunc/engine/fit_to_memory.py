@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from attrs import evolve
 
+from zfunc.core.bucketing import resident_buckets
 from zfunc.core.graph import Tier
-from zfunc.core.layout import resident_buckets
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.spec import StepSpec
 from zfunc.engine.batches import Batch
