@@ -362,7 +362,7 @@ class OpBuilder(Regions):
         return self._momentum("momentum", b, grad, into)
 
     def momentum_on_device(self, b: int, slot: int | None) -> Op:
-        """The same where the state is on the device."""
+        """`momentum` where the state is on the device."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
         into = self._direction_shard(self._next_direction(b))
         return self._momentum("momentum_on_device", b, grad, into)
@@ -455,7 +455,7 @@ class OpBuilder(Regions):
         return self._measure("measure", i, b, grad)
 
     def measure_on_device(self, i: int, b: int, slot: int | None) -> Op:
-        """The same where the state is on the device."""
+        """`measure` where the state is on the device."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
         return self._measure("measure_on_device", i, b, grad)
 
@@ -557,7 +557,7 @@ class OpBuilder(Regions):
         return 3 * self._waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
 
     def _measured_bytes(self, b: int) -> int:
-        """Those of the parameters that lie in several slices, where `measure` reads them."""
+        """Of these bytes those of parameters that lie in several slices, which `measure` reads."""
         if not self.spec.rounds(b):
             return 0
         bucket = self.spec.layout.buckets[b]
@@ -673,6 +673,6 @@ class OpBuilder(Regions):
         return Op("spill_act", (m, s), "write", (page,), (into,), nbytes=into.nbytes)
 
     def unspill_act(self, m: int, s: int) -> Op:
-        """Read it back."""
+        """Read back what `spill_act` has written."""
         spilled, page = self._disk_activation(m, s), self._next_page()
         return Op("unspill_act", (m, s), "read", (spilled,), (page,), nbytes=spilled.nbytes)

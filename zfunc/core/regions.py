@@ -73,7 +73,7 @@ class Regions:
 
     @_once
     def _next_module_buffers(self, s: int) -> Region:
-        """The same as the micro-batches of this step leave them."""
+        """Those buffers, as the micro-batches of this step leave them."""
         return self._buffers_of("next_module_buffers", s, "program")
 
     def _buffers_of(self, buffer: str, s: int, lifetime: Lifetime) -> Region:
@@ -261,6 +261,7 @@ class Regions:
 
     @_once
     def _host_slot(self, k: int) -> Region:
+        """This rank's slice of a gradient where it arrives on the host."""
         summed, numel = self.spec.sums_on_device, self.landing_slots().numels[k] // self.spec.world
         nbytes = numel * (FP32 if summed else self.spec.element_bytes)
         dtype: RegionDtype = "fp32" if summed else "compute"
@@ -280,7 +281,7 @@ class Regions:
 
     @_once
     def _direction_shard(self, k: int) -> Region:
-        """This rank's slice of it, on the device."""
+        """This rank's slice of a direction, on the device."""
         if self.spec.world == 1:
             return self._direction_slot(k)
         nbytes = self.direction_slots().numels[k] // self.spec.world * BF16
@@ -288,7 +289,7 @@ class Regions:
 
     @_once
     def _host_direction(self, k: int) -> Region:
-        """This rank's slice of it, on its way to the device or back."""
+        """This rank's slice of a direction, on its way to the device or back."""
         nbytes = self.direction_slots().numels[k] // self.spec.world * BF16
         return self._staging("host_direction", k, nbytes, "pinned", role="grad_shard", dtype="bf16")
 
@@ -299,7 +300,7 @@ class Regions:
 
     @_once
     def _joined(self, i: int, k: int, on_device: bool) -> Region:
-        """What all ranks have."""
+        """What the ranks have made of it together, the same on each."""
         return self._of_measures("joined", (i, k), self._most_measured(i), on_device)
 
     @_once
@@ -410,6 +411,7 @@ class Regions:
         return tuple(evolve(r, buffer=SHADOW + r.buffer, role="shadow") for r in self._state(b))
 
     def _kept(self, b: int, kind: StateBuffer) -> Region:
+        """One buffer of a bucket's optimizer state."""
         tier: Tier = "pinned" if self.spec.send_high_half and kind.name == HIGH_HALF else "host"
         nbytes = kind.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
         where = "device" if b in self.spec.resident else tier
@@ -431,7 +433,7 @@ class Regions:
         return self._staging("host_squares", b, self._square_bytes(b), "pinned", role="squares", dtype="fp64")
 
     def _square_bytes(self, b: int) -> int:
-        """Of the exact sums of a bucket's squares: of all of it, or of each parameter."""
+        """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter."""
         rows = len(self.spec.layout.buckets[b].spans) if self.spec.norms else 1
         return rows * SUM_PARTS * FP64
 
@@ -439,7 +441,7 @@ class Regions:
         return Region("norm", (), FP64, "host", "value")
 
     def _norms(self) -> tuple[Region, ...]:
-        """Those of all parameters, if they are asked for."""
+        """The norms of all parameters' gradients, if they are asked for."""
         nbytes = FP64 * sum(len(x.spans) for x in self.spec.layout.buckets)
         return (Region("norms", (), nbytes, "host", "value"),) if self.spec.norms else ()
 

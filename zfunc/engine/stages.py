@@ -178,7 +178,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a complete bucket, on the device; or of each parameter in it."""
     (b,) = op.index
     bucket, own = step.layout.buckets[b], step.slice_of(b)
-    grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
+    grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
         # parameter, so on one rank the bits do not depend on the buckets.
@@ -208,14 +208,12 @@ def to_host(op: Op, mem: Memory, step: StepContext) -> None:
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
-    total = mem[op.write("grad_shard")]
-    first = op.write("grad_shard") not in op.reads
-    shard = step.slice_of(op.index[1])
+    _, b, _ = op.index
+    first, shard = op.write("grad_shard") not in op.reads, step.slice_of(b)
     numel = shard.stop - shard.start  # where they are slots they have room for more
-    grad = mem[op.read("host_slot")][:numel]
-    total = total[:numel]
+    total, grad = mem[op.write("grad_shard")][:numel], mem[op.read("host_slot")][:numel]
     _write_squares(
-        step.layout.buckets[op.index[1]],
+        step.layout.buckets[b],
         shard,
         mem[op.write("squares")],
         lambda own: accumulate_(total[own], grad[own], first=first),
@@ -261,6 +259,7 @@ def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
+    """Give all ranks the buffers of rank 0, or the mean of those that are not whole numbers."""
     views = buffer_views(flat, step.calls[s].buffers).values()
     floating = [t for t in views if t.is_floating_point()] if step.sync_buffers == "mean" else []
     if floating:
@@ -406,7 +405,7 @@ def _input(op: Op) -> Region:
 
 
 def _launch(op: Op, mem: Memory, call: CompiledSegment) -> Launch:
-    """As a device graph where the operation has one, and not in debug mode."""
+    """What calls the pass: a device graph where the operation has one, which debug mode has not."""
     graphs: DeviceGraphs | None = mem[op.write("graphs")] if op.touches("graphs") else None
     return launch_now if graphs is None else graphs.launcher(op.verb, op.index[1], call.name)
 

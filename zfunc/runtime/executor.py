@@ -92,21 +92,22 @@ class RunningStep:
     """What the lanes of one step share."""
 
     prepared: PreparedPlan
-    mem: Any
-    step: Any
+    mem: Any  # region -> its content
+    step: Any  # what stages get besides
     options: "RunOptions"
-    origin: float
-    flags: dict[int, threading.Event]
-    left: dict[Region, int]
-    started: dict[int, bool]
+    origin: float  # of the host's clock
+    flags: dict[int, threading.Event]  # position of an awaited operation -> its stage has returned
+    left: dict[Region, int]  # accesses until the region is dropped
+    started: dict[int, bool]  # position -> whether its stage has returned
     lock: threading.Lock = field(factory=threading.Lock)
     one_at_a_time: threading.Lock = field(factory=threading.Lock)  # on the device, in debug mode
     failure: BaseException | None = None
     running: dict[str, str] = field(factory=dict[str, str])  # lane -> operation
     # lane -> operation that it waits for the device to finish
     waiting: dict[str, str] = field(factory=dict[str, str])
-    # position, seconds since the origin
+    # position, and start and end in seconds since the origin
     spans: list[tuple[int, float, float]] = field(factory=list[tuple[int, float, float]])
+    # position -> the events before and after it on its stream
     timed: dict[int, tuple[torch.Event, torch.Event]] = field(
         factory=dict[int, tuple[torch.Event, torch.Event]]
     )
@@ -244,6 +245,7 @@ class Executor:
             )
 
     def _begin(self, plan: Plan, options: RunOptions) -> torch.Event | None:
+        """Put the streams behind the caller's; with a trace, the event from which device times count."""
         if not on_accelerator(self.device):
             return None
         caller = torch.accelerator.current_stream(self.device)
@@ -277,9 +279,9 @@ class Executor:
         return self._threads[lane]
 
     def _join(self, run: RunningStep, done: threading.Event, lane: str) -> None:
-        while self._in_vain(run, done):
+        while self._times_out(run, done):
             if run.failure is None:
-                self._fail(run, LaneTimeout(_waiting("the step", lane, run, self.patience)))
+                self._fail(run, LaneTimeout(_timeout_message("the step", lane, run, self.patience)))
             raise run.failure or AssertionError
 
     def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
@@ -327,12 +329,12 @@ class Executor:
         collective, run.waiting[lane] = False, awaited
         given_up = given_up or (lambda: run.failure is not None)
 
-        def in_vain() -> bool:
+        def stops() -> bool:
             nonlocal collective
             collective = run.options.watch is not None and run.options.watch()
             return given_up()
 
-        finished = poll(done, self.patience, in_vain) or (collective and poll(done, self.patience, in_vain))
+        finished = poll(done, self.patience, stops) or (collective and poll(done, self.patience, stops))
         if not finished and not given_up():
             raise LaneTimeout(
                 f"{waiter} waited {self.patience:g} s for {awaited}, which the device has not finished: the step "
@@ -394,13 +396,14 @@ class Executor:
             torch.set_num_threads(wanted)
 
     def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
+        """Wait for the operations of other lanes that come before: on the host, or let the stream wait."""
         plan = run.prepared.plan
         for i in item.waits:
             awaited = plan.graph.ops[i].name
-            if self._in_vain(run, run.flags[i]):
+            if self._times_out(run, run.flags[i]):
                 other, _ = plan.place[i]
                 what = f"{item.op.name} (lane {lane})"
-                raise LaneTimeout(_waiting(what, plan.lanes[other].name, run, self.patience, awaited))
+                raise LaneTimeout(_timeout_message(what, plan.lanes[other].name, run, self.patience, awaited))
             event = run.prepared.events.get(i)
             if event is None or run.failure is not None or run.options.debug:  # in debug mode it is finished
                 continue
@@ -409,8 +412,8 @@ class Executor:
             else:
                 self._wait_for_device(run, lane, event.query, item.op.name, awaited)
 
-    def _in_vain(self, run: RunningStep, flag: threading.Event) -> bool:
-        """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
+    def _times_out(self, run: RunningStep, flag: threading.Event) -> bool:
+        """Wait for `flag`; True if patience ended first. A collective has a time-out of its own, and after it can
         say which rank is missing: while a lane is in one, this one waits as long again."""
         if flag.wait(self.patience):
             return False
@@ -513,6 +516,7 @@ def _device_error(error: BaseException, noticed: str, device: torch.device) -> B
 
 
 def _recovery(device: torch.device) -> str:
+    """Where to look for the cause, if not in this process."""
     try:
         torch.accelerator.current_stream(device).query()
     except RuntimeError:
@@ -520,7 +524,7 @@ def _recovery(device: torch.device) -> str:
     return ""
 
 
-def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
+def _timeout_message(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
     now = run.running.get(lane)
     doing = f"is in {now}" if now else "is not in any operation"
     # A lane that is idle may wait for one that waits for the device.
