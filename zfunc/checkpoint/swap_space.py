@@ -225,7 +225,7 @@ class SwapSpace:
 
     @property
     def number(self) -> int:
-        """Of the last commit; 0 before the first."""
+        """The number of the last commit; 0 before the first."""
         return max(self._records)
 
     def record(self) -> Mapping[str, Any] | None:

@@ -22,9 +22,9 @@ from zfunc.engine.closure_facts import MAX_HASHED, CapturedFacts, captured, path
 from zfunc.engine.cost_trace import AllocationTracker, InPlaceError
 from zfunc.engine.segment import Segment
 
-INSTEAD = "Make it part of the input, or set it once, before zfunc.segment"
+ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"
-SO = "forward and its recomputation in backward would differ"
+REASON = "forward and its recomputation in backward would differ"
 
 
 class _Log(AllocationTracker):
@@ -49,6 +49,7 @@ class _Log(AllocationTracker):
         self.ops.append((name, [self._token(x) for x in leaves], structure))
 
     def _token(self, x: Any) -> Any:
+        """What is compared of an argument: what made it, else its values, or its identity if it is large."""
         if not isinstance(x, Tensor):
             return repr(x) if isinstance(x, float) else x
         if id(x) in self._results:
@@ -88,13 +89,15 @@ def _called_twice(root: Any, call: Callable[[], Any]) -> tuple[Any, CapturedFact
         raise ValueError(f"got random numbers from numpy.random, expected torch's: {SEEDED}")
     if change := before.change(captured(root)):
         raise ValueError(
-            f"got {change}, which changes from call to call, expected a pure function: {SO}. {INSTEAD}"
+            f"got {change}, which changes from call to call, expected a pure function: {REASON}. {ADVICE}"
         )
     if _difference(first, second):  # the first call may initialize: compare the second and third
         y, third = _logged(call)
         if difference := _difference(second, third):
             difference += _leaks(root, call)
-            raise ValueError(f"got {difference} when called again, expected a pure function: {SO}. {INSTEAD}")
+            raise ValueError(
+                f"got {difference} when called again, expected a pure function: {REASON}. {ADVICE}"
+            )
     return y, before
 
 

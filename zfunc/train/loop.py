@@ -9,6 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -285,27 +286,25 @@ class _Loop:
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
         """The next step, which writes a checkpoint of the step before it if one is due."""
         due, at, failure = self._due(), self.state.batches, ""
+        step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         if self.swap is not None:
             commit = Save(self.swap, extra_after=self._extra) if commits(self.program, self.state) else None
-            self.state, metrics = train_step(
-                self.program, self.state, batch, trace=traced, save=commit, faults=self.faults
-            )
+            self.state, metrics = step(save=commit)
             return metrics, None
         if due is not None:
             try:
-                self.state, metrics = train_step(
-                    self.program, self.state, batch, trace=traced, save=due, faults=self.faults
-                )
+                self.state, metrics = step(save=due)
                 assert metrics.saved is not None
                 return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
             except CheckpointError as error:  # raised before the step began
                 failure = str(error)
                 if not self.job.ranks.rank:
                     log.warning("checkpoint: none was saved of step %d: %s", at, failure)
-        self.state, metrics = train_step(self.program, self.state, batch, trace=traced, faults=self.faults)
+        self.state, metrics = step()
         return metrics, None if due is None else self._saved(at, None, failure, None)
 
     def _due(self) -> Save | None:
+        """The checkpoint that the next step writes, if one is due."""
         settings, at = self.job.settings, self.state.batches
         if self.start.folder is None or not settings.save_every or at in (self.first, self.saved_step):
             return None
@@ -323,6 +322,7 @@ class _Loop:
         return self._saved(at, path, failure, time.perf_counter() - start)
 
     def _saved(self, at: int, path: Path | None, failure: str, seconds: float | None) -> Saved:
+        """The event of a save; what was saved is the run's checkpoint from now on."""
         if path is not None:
             self.checkpoint, self.saved_step = path, at
         return Saved(at, path, failure, seconds)
