@@ -21,7 +21,6 @@ from zfunc.optim.optimizer_settings import (
     at_least_0,
     check_moments_and_decay,
     decay_all,
-    lr_at_step,
     lr_setting,
 )
 from zfunc.optim.setting_checks import check_same_optimizer, checked_finite, refuse
@@ -87,10 +86,6 @@ class Adafactor(KernelOptimizer):
         if not callable(self.lr):
             self._step_factors(StepDecision(False, 1.0, 1, self.factors(1)), 0)
 
-    def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
-        return lr_at_step(self.lr, step)
-
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
         matrices = matrices_of(shape)
@@ -106,10 +101,6 @@ class Adafactor(KernelOptimizer):
         """The same optimizer with its weights in another format."""
         del split_master
         return evolve(self, moments=moments)
-
-    def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate of step `step`, counted from 1."""
-        return {"lr": self.lr_at(step)}
 
     def host_kernel(self, *args: Any, **arguments: Any) -> None:
         """Adafactor in host memory (`zfunc.optim.host_adafactor`)."""

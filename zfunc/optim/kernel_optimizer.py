@@ -13,7 +13,7 @@ from attrs import fields
 
 from zfunc.core.decision import StepDecision
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.optimizer_settings import Decay
+from zfunc.optim.optimizer_settings import Decay, LearningRate, lr_at_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ UNDESCRIBED = ("lr", "betas", "decay", "split_master")
 class KernelOptimizer(ABC):
     """Methods of `zfunc.optim.base.Optimizer`; both kernels take the arguments that `arguments` returns."""
 
+    lr: LearningRate
     decay: Decay
 
     @abstractmethod
@@ -40,6 +41,14 @@ class KernelOptimizer(ABC):
         self, decision: StepDecision, group: int, part: ParameterPart | None = None
     ) -> dict[str, Any]:
         """What both kernels take besides tensors."""
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
+        return lr_at_step(self.lr, step)
+
+    def factors(self, step: int) -> dict[str, Any]:
+        """What depends on the step, counted from 1: the learning rate."""
+        return {"lr": self.lr_at(step)}
 
     def describe(self) -> dict[str, Any]:
         """The settings that are constant over all steps, as JSON values."""

@@ -16,7 +16,7 @@ from zfunc.core.optimizer_state import Moments, stored_buffers
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.kernel_optimizer import KernelOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, pack_one_buffer, unpack_one_buffer
-from zfunc.optim.optimizer_settings import LearningRate, check_moments_and_decay, lr_at_step
+from zfunc.optim.optimizer_settings import check_moments_and_decay
 from zfunc.optim.setting_checks import check_same_optimizer, checked_finite
 from zfunc.optim.workspaces import one_buffer_workspace
 
@@ -29,7 +29,6 @@ class OneBufferOptimizer(KernelOptimizer):
 
     decoupled: ClassVar[bool] = False  # whether weight decay is
 
-    lr: LearningRate
     weight_decay: float
     moments: Moments
 
@@ -49,19 +48,11 @@ class OneBufferOptimizer(KernelOptimizer):
     ) -> RuleFactors:
         """The scalars of step `step`, whose `factors` these are."""
 
-    def factors(self, step: int) -> dict[str, Any]:
-        """What depends on the step, counted from 1: the learning rate."""
-        return {"lr": self.lr_at(step)}
-
     def __attrs_post_init__(self) -> None:
         """Check what the fields do not check themselves; a schedule's values are checked at each step."""
         check_moments_and_decay(self.moments, self.decay)
         if not callable(self.lr) and not callable(getattr(self, "betas", None)):
             self._check_factors(1, self.factors(1))
-
-    def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
-        return lr_at_step(self.lr, step)
 
     def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
