@@ -203,7 +203,7 @@ def full(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
     yield from on(isas, itertools.chain(into(SIZES), shared_into(32_768 + 3), shared_into(262_144 + 67)))
     yield from on(isas, itertools.chain(one_buffer((*SIZES, 262_144 + 67)), special_one_buffer()))
-    yield from on(isas, factored(((1,), (70,), (5, 11), (9, 64), (6, 4, 3, 3), (130, 600), (3, 129, 700))))
+    yield from on(isas, factored(((1,), (70,), (5, 11), (9, 64), (6, 4, 3, 3), (66, 1200), (3, 129, 700))))
 
 
 def reduced(isas: Sequence[str]) -> Iterator[Case]:
@@ -212,7 +212,7 @@ def reduced(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(sums((0, 55, 65_537), TYPES), skeletons((1, 129)), special((-0.5,))))
     yield from on(isas, itertools.chain(conversions(), into((0, 1, 63, 129)), shared_into(262_144 + 67)))
     yield from on(
-        isas, itertools.chain(one_buffer((0, 1, 63, 129)), factored(((70,), (5, 11), (3, 40, 600))))
+        isas, itertools.chain(one_buffer((0, 1, 63, 129)), factored(((70,), (5, 11), (3, 20, 1200))))
     )
     yield from threads(isas[-1:])
 
@@ -221,7 +221,7 @@ def threads(isas: Sequence[str]) -> Iterator[Case]:
     """What several threads work on."""
     yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ("8bit",))))
     some = itertools.islice(one_buffer((262_144 + 67,)), 0, None, 5)
-    yield from on(isas, itertools.chain(shared_into(262_144 + 67), some, factored(((3, 40, 600),))))
+    yield from on(isas, itertools.chain(shared_into(262_144 + 67), some, factored(((3, 20, 1200),))))
 
 
 SETS: dict[str, Callable[[Sequence[str]], Iterator[Case]]] = {

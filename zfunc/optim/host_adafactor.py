@@ -79,7 +79,7 @@ class HostAdafactor(AdafactorRounds):
         units = np.empty(self.num_lines)
         counts = self.matrices.columns, self.matrices.rows
         for x, unit, count in zip(self._split(largest), self._split(units), counts, strict=True):
-            unit[:] = unit_of(x**2, count)
+            unit[:] = np.where(np.isfinite(x), unit_of(x**2, count), x)
         both = zip(self.rectangles_of(sums), self.rectangles_of(units), strict=True)
         for (at, own), (_, unit) in both:
             found = [np.zeros(x.size) for x in own]
@@ -96,8 +96,10 @@ class HostAdafactor(AdafactorRounds):
         return torch.from_numpy(blocks.max(1))
 
     def _block_sums(self) -> Tensor:
-        units = unit_of(self.measures[2].numpy(), self.num_blocks)[:, None]
-        return torch.from_numpy(((self._blocks + units) - units).sum(1))
+        blocks, units = self._blocks, unit_of(self.measures[2].numpy(), self.num_blocks)[:, None]
+        blocks += units  # in place, for nobody reads them again: new memory would take most of the time
+        blocks -= units
+        return torch.from_numpy(blocks.sum(1))
 
     def _move(self) -> None:
         rate = rate_of(*self.measures[3].numpy(), self.numel, self.k)

@@ -8,7 +8,8 @@
 
 #include "_adam_kernel.h"
 
-#define ZF_TILE 512 /* columns whose sums are in L1 while rows go by */
+#define ZF_TILE 1024 /* columns whose sums are in L1 while rows go by */
+#define ZF_ROWS 4    /* rows that go by together */
 
 typedef struct {
     void *master; /* [n] fp32, or bf16: the high half of a split master */
@@ -22,8 +23,8 @@ typedef struct {
     size_t first;                                 /* number of element 0 in its parameter: third and fourth sweep */
     float grad_scale, grad_floor;
     float *row_largest, *column_largest;          /* OUT   sizes of gradients, 0 before: first sweep */
-    const double *row_unit, *column_unit;         /* IN    what rounds a square: second sweep */
-    double *row_sum, *column_sum;                 /* OUT   0 before */
+    const double *row_unit, *column_unit;         /* IN    what rounds a square, or a sum that is infinite or NaN */
+    double *row_sum, *column_sum;                 /* OUT   0 before: second sweep */
     const float *left, *right;                    /* IN    factors of rows and of columns: third and fourth sweep */
     float limit;                                  /* IN    of their product */
     double *direction_squares, *weight_squares;   /* OUT   [ceil(n / 64)]: third sweep */
@@ -36,85 +37,172 @@ typedef struct {
 
 /* ---- rows and columns ------------------------------------------------------------------------------- */
 
-/* At most ZF_TILE gradients, as an update takes them; those `ahead` elements further on are fetched. */
-ZF_INLINE void zf_scaled(const zf_factor_args *a, float *restrict g, size_t at, size_t n, size_t ahead, int isa) {
-    const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
-    const uint16_t *restrict h = (const uint16_t *)a->grad + at;
+/* At most ZF_TILE gradients, as an update takes them. */
+ZF_INLINE void zf_scaled(const zf_factor_args *a, float *restrict g, const void *grad, size_t at, size_t n, int isa) {
+    const uint16_t *restrict h = (const uint16_t *)grad + at;
     const float scale = a->grad_scale;
     const int32_t floor = (int32_t)zf_bits(a->grad_floor);
-    zf_prefetch_lines((const char *)a->grad + at * width, n, width, ahead);
     if (a->grad_type == ZF_BF16) {
         for (size_t i = 0; i < n; i++) g[i] = zf_flush(zf_from_bf16(h[i]), floor) * scale;
         return;
     }
     float wide[ZF_TILE] __attribute__((aligned(64)));
-    const float *restrict grad = zf_load(wide, a->grad, a->grad_type, at, n, isa);
-    for (size_t i = 0; i < n; i++) g[i] = zf_flush(grad[i], floor) * scale;
+    const float *restrict all = zf_load(wide, grad, a->grad_type, at, n, isa);
+    for (size_t i = 0; i < n; i++) g[i] = zf_flush(all[i], floor) * scale;
 }
 
-/* Sizes as integers, in their order; NaN is the largest. */
-ZF_INLINE void zf_largest_tile(int32_t *restrict of, int32_t *restrict row, const float *restrict g, size_t n) {
-    int32_t most = *row;
+/* The largest sizes in a column and in each of some rows, which begin at `from`. As they are stored their order is that
+ * of integers, and NaN is the largest. */
+typedef int16_t zf_size_16 __attribute__((may_alias));
+typedef int32_t zf_size_32 __attribute__((may_alias));
+#define ZF_LARGEST_OF(bits)                                                                                \
+    ZF_INLINE void zf_largest_##bits(zf_size_##bits *restrict of, zf_size_##bits *restrict row,            \
+                                     const zf_size_##bits *restrict grad, const size_t *from, size_t n) {  \
+        zf_size_##bits most[ZF_ROWS] = {row[0], row[1], row[2], row[3]};                                   \
+        const size_t start[ZF_ROWS] = {from[0], from[1], from[2], from[3]};                                \
+        for (size_t i = 0; i < n; i++) {                                                                   \
+            zf_size_##bits largest = of[i];                                                                \
+            for (int r = 0; r < ZF_ROWS; r++) {                                                            \
+                const zf_size_##bits size = (zf_size_##bits)(grad[start[r] + i] & INT##bits##_MAX);        \
+                largest = size > largest ? size : largest;                                                 \
+                most[r] = size > most[r] ? size : most[r];                                                 \
+            }                                                                                              \
+            of[i] = largest;                                                                               \
+        }                                                                                                  \
+        for (int r = 0; r < ZF_ROWS; r++) row[r] = most[r];                                                \
+    }
+ZF_LARGEST_OF(16)
+ZF_LARGEST_OF(32)
+
+/* Sizes that are stored like gradients are scaled only now: that keeps their order. */
+ZF_INLINE void zf_sizes(const zf_factor_args *a, int32_t *restrict size, const void *stored, size_t n, int isa) {
+    float g[ZF_TILE] __attribute__((aligned(64)));
+    zf_scaled(a, g, stored, 0, n, isa);
+    for (size_t i = 0; i < n; i++) size[i] = (int32_t)(zf_bits(g[i]) & 0x7fffffff);
+}
+
+ZF_INLINE void zf_keep_larger(float *largest, const int32_t *restrict size, size_t n) {
+    int32_t *restrict of = (int32_t *)largest;
+    for (size_t i = 0; i < n; i++) of[i] = size[i] > of[i] ? size[i] : of[i];
+}
+
+/* Added to its unit, a power of two above the sum of all, a square loses the bits below. What is left is a multiple of
+ * the unit's last bit, so bits of such doubles are added as integers. */
+ZF_INLINE uint64_t zf_rounded(double square, double unit) {
+    const double sum = square + unit;
+    uint64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    return bits;
+}
+
+/* From the sum of `count` such bits. */
+ZF_INLINE double zf_exact(uint64_t sum, double unit, uint64_t count) {
+    double x;
+    sum -= (count - 1) * zf_rounded(0, unit);
+    memcpy(&x, &sum, sizeof x);
+    return unit - unit == 0 ? x - unit : unit;
+}
+
+/* Rows that are not there are zeros. */
+ZF_INLINE void zf_sum_block(uint64_t *restrict of, uint64_t *restrict row, const double *restrict unit,
+                            const double *restrict row_unit, const float (*restrict g)[ZF_BLOCK], size_t n) {
+    uint64_t sums[ZF_ROWS] = {0};
+    double units[ZF_ROWS];
+    memcpy(units, row_unit, sizeof units);
     for (size_t i = 0; i < n; i++) {
-        const int32_t size = (int32_t)(zf_bits(g[i]) & 0x7fffffff);
-        of[i] = size > of[i] ? size : of[i];
-        most = size > most ? size : most;
+        uint64_t sum = of[i];
+        for (int r = 0; r < ZF_ROWS; r++) {
+            const double square = (double)g[r][i] * (double)g[r][i];
+            sum += zf_rounded(square, unit[i]);
+            sums[r] += zf_rounded(square, units[r]);
+        }
+        of[i] = sum;
     }
-    *row = most;
+    for (int r = 0; r < ZF_ROWS; r++) row[r] += sums[r];
 }
 
-/* Added to its unit a square loses the bits below; the sums of what is left are exact. */
-ZF_INLINE void zf_sum_tile(double *restrict sum, double *restrict row, const double *restrict unit, double row_unit,
-                           const float *restrict g, size_t n) {
-    double lane[16] = {0};
-    size_t i;
-    for (i = 0; i + 16 <= n; i += 16)
-        for (size_t j = 0; j < 16; j++) {
-            const double square = (double)g[i + j] * (double)g[i + j];
-            sum[i + j] += (square + unit[i + j]) - unit[i + j];
-            lane[j] += (square + row_unit) - row_unit;
-        }
-    for (; i < n; i++) {
-        const double square = (double)g[i] * (double)g[i];
-        sum[i] += (square + unit[i]) - unit[i];
-        lane[0] += (square + row_unit) - row_unit;
+/* Those of the next rows: in a burst they would queue. */
+ZF_INLINE void zf_prefetch_rows(const zf_factor_args *a, size_t at, size_t rows, size_t n) {
+    const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
+    for (size_t end = at + rows * a->columns; at < end; at += a->columns)
+        zf_prefetch_lines((const char *)a->grad + at * width, n, width, ZF_ROWS * a->columns);
+}
+
+/* `few` rows of a tile, from element `at` on. */
+ZF_INLINE void zf_largest_rows(const zf_factor_args *a, void *of, size_t at, size_t row, size_t few, size_t n,
+                               int isa) {
+    size_t from[ZF_ROWS];
+    zf_size_32 most[ZF_ROWS];
+    int32_t size[ZF_ROWS];
+    memset(most, 0, sizeof most);
+    for (size_t r = 0; r < ZF_ROWS; r++) from[r] = at + (r < few ? r : 0) * a->columns;
+    for (size_t i = 0; i < n; i += ZF_BLOCK) {
+        const size_t part = n - i < ZF_BLOCK ? n - i : ZF_BLOCK;
+        zf_prefetch_rows(a, at + i, few, part);
+        if (a->grad_type == ZF_FP32)
+            zf_largest_32((zf_size_32 *)of + i, most, (const zf_size_32 *)a->grad + i, from, part);
+        else
+            zf_largest_16((zf_size_16 *)of + i, (zf_size_16 *)most, (const zf_size_16 *)a->grad + i, from, part);
     }
-    for (size_t j = 1; j < 16; j++) lane[0] += lane[j];
-    *row += lane[0];
+    zf_sizes(a, size, most, few, isa);
+    zf_keep_larger(a->row_largest + row, size, few);
+}
+
+ZF_INLINE void zf_sum_rows(const zf_factor_args *a, uint64_t *of, const double *unit, size_t at, size_t row, size_t few,
+                           size_t n, int isa) {
+    float g[ZF_ROWS][ZF_BLOCK] __attribute__((aligned(64)));
+    double row_unit[ZF_ROWS] = {0};
+    uint64_t sums[ZF_ROWS] = {0};
+    memcpy(row_unit, a->row_unit + row, few * sizeof *row_unit);
+    if (few < ZF_ROWS) memset(g, 0, sizeof g);
+    for (size_t i = 0; i < n; i += ZF_BLOCK) {
+        const size_t part = n - i < ZF_BLOCK ? n - i : ZF_BLOCK;
+        zf_prefetch_rows(a, at + i, few, part);
+        if (part == ZF_BLOCK) {
+            for (size_t r = 0; r < few; r++) zf_scaled(a, g[r], a->grad, at + i + r * a->columns, ZF_BLOCK, isa);
+            zf_sum_block(of + i, sums, unit + i, row_unit, g, ZF_BLOCK);
+        } else {
+            for (size_t r = 0; r < few; r++) zf_scaled(a, g[r], a->grad, at + i + r * a->columns, part, isa);
+            zf_sum_block(of + i, sums, unit + i, row_unit, g, part);
+        }
+    }
+    for (size_t r = 0; r < few; r++) a->row_sum[row + r] += zf_exact(sums[r], row_unit[r], n);
+}
+
+ZF_INLINE void zf_keep_columns(const zf_factor_args *a, size_t to, const double *sum, const int32_t *size, size_t n,
+                               int sums) {
+    if (!sums) zf_keep_larger(a->column_largest + to, size, n);
+    else
+        for (size_t i = 0; i < n; i++) a->column_sum[to + i] += sum[i];
 }
 
 /* Whole rows from element `begin` to `end`. Columns of a matrix that another thread has rows of too are joined. */
 ZF_INLINE void zf_factor_rows(const zf_factor_args *a, size_t begin, size_t end, int isa, int sums) {
-    float g[ZF_TILE] __attribute__((aligned(64)));
+    uint64_t of[ZF_TILE] __attribute__((aligned(64)));
     double sum[ZF_TILE] __attribute__((aligned(64)));
-    int32_t most[ZF_TILE] __attribute__((aligned(64)));
-    const size_t last = end / a->columns;
+    int32_t size[ZF_TILE] __attribute__((aligned(64)));
+    const size_t last = end / a->columns, width = a->grad_type == ZF_FP32 ? 4 : 2;
     for (size_t row = begin / a->columns, stop; row < last; row = stop) {
         const size_t matrix = row / a->rows;
         stop = (matrix + 1) * a->rows < last ? (matrix + 1) * a->rows : last;
-        const int shared = stop - row < a->rows;
         for (size_t c = 0; c < a->columns; c += ZF_TILE) {
             const size_t n = a->columns - c < ZF_TILE ? a->columns - c : ZF_TILE, to = matrix * a->columns + c;
-            memset(sum, 0, n * sizeof *sum);
-            memset(most, 0, n * sizeof *most);
-            for (size_t r = row; r < stop; r++) {
-                zf_scaled(a, g, r * a->columns + c, n, a->columns, isa);
-                if (sums) zf_sum_tile(sum, a->row_sum + r, a->column_unit + to, a->row_unit[r], g, n);
-                else zf_largest_tile(most, (int32_t *)a->row_largest + r, g, n);
+            size_t taken = 0;
+            memset(of, 0, n * (sums ? sizeof *of : width));
+            for (size_t r = row; r < stop; r += ZF_ROWS, taken += ZF_ROWS) {
+                const size_t at = r * a->columns + c, few = stop - r < ZF_ROWS ? stop - r : ZF_ROWS;
+                if (sums) zf_sum_rows(a, of, a->column_unit + to, at, r, few, n, isa);
+                else zf_largest_rows(a, of, at, r, few, n, isa);
             }
-            if (sums && !shared) memcpy(a->column_sum + to, sum, n * sizeof *sum);
-            else if (!shared) memcpy(a->column_largest + to, most, n * sizeof *most);
+            if (!sums) zf_sizes(a, size, of, n, isa);
+            else
+                for (size_t i = 0; i < n; i++) sum[i] = zf_exact(of[i], a->column_unit[to + i], taken);
+            if (stop - row == a->rows) zf_keep_columns(a, to, sum, size, n, sums);
             else {
 #ifdef _OPENMP
 #pragma omp critical(zf_factor)
 #endif
-                {
-                    int32_t *largest = (int32_t *)a->column_largest + to;
-                    if (sums)
-                        for (size_t i = 0; i < n; i++) a->column_sum[to + i] += sum[i];
-                    else
-                        for (size_t i = 0; i < n; i++) largest[i] = most[i] > largest[i] ? most[i] : largest[i];
-                }
+                zf_keep_columns(a, to, sum, size, n, sums);
             }
         }
     }
@@ -139,12 +227,19 @@ ZF_INLINE void zf_direct(float *restrict u, const float *restrict right, float l
 
 /* Elements `at` to `at` + n, over the ends of rows. */
 ZF_INLINE void zf_direction(const zf_factor_args *a, float *restrict u, size_t at, size_t n, int isa) {
+    const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
     size_t row = (a->first + at) / a->columns, column = (a->first + at) % a->columns;
-    zf_scaled(a, u, at, n, ZF_AHEAD, isa);
-    for (size_t i = 0; i < n; row++, column = 0) {
-        const size_t few = n - i < a->columns - column ? n - i : a->columns - column;
-        zf_direct(u + i, a->right + row / a->rows * a->columns + column, a->left[row], a->limit, few);
-        i += few;
+    const float *right = a->right + row / a->rows * a->columns;
+    zf_prefetch_lines((const char *)a->grad + at * width, n, width, ZF_AHEAD);
+    zf_scaled(a, u, a->grad, at, n, isa);
+    if (n <= a->columns - column) {
+        zf_direct(u, right + column, a->left[row], a->limit, n);
+        return;
+    }
+    for (size_t i = 0, few; i < n; i += few, row++, column = 0) {
+        few = n - i < a->columns - column ? n - i : a->columns - column;
+        right = a->right + row / a->rows * a->columns;
+        zf_direct(u + i, right + column, a->left[row], a->limit, few);
     }
 }
 
@@ -158,51 +253,58 @@ ZF_INLINE const float *zf_weights_at(const zf_weights *w, float *restrict p, siz
     return p;
 }
 
+ZF_INLINE void zf_factor_squares_blocks(const zf_factor_args *a, size_t at, size_t n, int isa) {
+    const size_t unit = 64 * ZF_TOGETHER, blocks = (n + 63) / 64;
+    float x[64 * ZF_TOGETHER] __attribute__((aligned(64)));
+    double sum[ZF_TOGETHER];
+    zf_direction(a, x, at, n, isa);
+    memset(x + n, 0, (unit - n) * sizeof(float));
+    zf_squares(sum, x);
+    memcpy(a->direction_squares + at / 64, sum, blocks * sizeof(double));
+    const float *p = zf_weights_at(&a->weights, x, at, n);
+    if (n < unit) {
+        if (p != x) memcpy(x, p, n * sizeof(float));
+        memset(x + n, 0, (unit - n) * sizeof(float));
+        p = x;
+    }
+    zf_squares(sum, p);
+    memcpy(a->weight_squares + at / 64, sum, blocks * sizeof(double));
+}
+
 ZF_INLINE void zf_factor_squares_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_factor_args *a = (const zf_factor_args *)args;
     const size_t unit = 64 * ZF_TOGETHER;
-    float x[64 * ZF_TOGETHER] __attribute__((aligned(64)));
-    double sum[ZF_TOGETHER];
-    for (size_t at = begin; at < end; at += unit) {
-        const size_t n = end - at < unit ? end - at : unit, blocks = (n + 63) / 64;
-        zf_direction(a, x, at, n, isa);
-        memset(x + n, 0, (unit - n) * sizeof(float));
-        zf_squares(sum, x);
-        memcpy(a->direction_squares + at / 64, sum, blocks * sizeof(double));
-        const float *p = zf_weights_at(&a->weights, x, at, n);
-        if (n < unit) {
-            if (p != x) memcpy(x, p, n * sizeof(float));
-            memset(x + n, 0, (unit - n) * sizeof(float));
-            p = x;
-        }
-        zf_squares(sum, p);
-        memcpy(a->weight_squares + at / 64, sum, blocks * sizeof(double));
-    }
+    size_t at = begin;
+    for (; at + unit <= end; at += unit) zf_factor_squares_blocks(a, at, unit, isa);
+    if (at < end) zf_factor_squares_blocks(a, at, end - at, isa);
 }
 
-ZF_INLINE void zf_factored_body(const void *args, size_t begin, size_t end, int isa) {
-    const zf_factor_args *a = (const zf_factor_args *)args;
+ZF_INLINE void zf_factored_block(const zf_factor_args *a, size_t at, size_t n, int isa) {
     float u[ZF_BLOCK] __attribute__((aligned(64))), p[ZF_BLOCK] __attribute__((aligned(64)));
     uint16_t high[ZF_BLOCK] __attribute__((aligned(64)));
     int16_t low[ZF_BLOCK] __attribute__((aligned(64)));
     const float rate = a->rate, decay = a->decay;
-    for (size_t at = begin; at < end; at += ZF_BLOCK) {
-        const size_t n = end - at < ZF_BLOCK ? end - at : ZF_BLOCK;
-        zf_direction(a, u, at, n, isa);
-        const float *old = zf_weights_at(&a->weights, p, at, n);
-        if (a->decays)
-            for (size_t i = 0; i < n; i++) p[i] = old[i] - (rate * u[i] + decay * old[i]);
-        else
-            for (size_t i = 0; i < n; i++) p[i] = old[i] - rate * u[i];
-        if (a->into.low) {
-            zf_split(high, low, p, n);
-            zf_store((uint16_t *)a->into.master + at, high, n * sizeof *high, a->stream_state);
-            zf_store(a->into.low + at, low, n * sizeof *low, a->stream_state);
-        } else {
-            zf_store((float *)a->into.master + at, p, n * sizeof(float), a->stream_state);
-        }
-        if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+    zf_direction(a, u, at, n, isa);
+    const float *old = zf_weights_at(&a->weights, p, at, n);
+    if (a->decays)
+        for (size_t i = 0; i < n; i++) p[i] = old[i] - (rate * u[i] + decay * old[i]);
+    else
+        for (size_t i = 0; i < n; i++) p[i] = old[i] - rate * u[i];
+    if (a->into.low) {
+        zf_split(high, low, p, n);
+        zf_store((uint16_t *)a->into.master + at, high, n * sizeof *high, a->stream_state);
+        zf_store(a->into.low + at, low, n * sizeof *low, a->stream_state);
+    } else {
+        zf_store((float *)a->into.master + at, p, n * sizeof(float), a->stream_state);
     }
+    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+}
+
+ZF_INLINE void zf_factored_body(const void *args, size_t begin, size_t end, int isa) {
+    const zf_factor_args *a = (const zf_factor_args *)args;
+    size_t at = begin;
+    for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_factored_block(a, at, ZF_BLOCK, isa);
+    if (at < end) zf_factored_block(a, at, end - at, isa);
     zf_fence(a->stream || a->stream_state);
 }
 
