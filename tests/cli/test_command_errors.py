@@ -119,6 +119,7 @@ TRAIN = [
     ("--tokenizer list.json", ["--tokenizer: got list.json, which cannot"]),
     ("--keep 0", ["--keep: got 0, expected a whole number of at least 1"]),
     ("--save-every -1", ["--save-every: got -1"]),
+    ("--disk-ratio 0.5", ["--disk-ratio: got 0.5 with --state-on 'host', expected --state-on 'disk': pass"]),
     ("--delay-from 1 --speculate 2", ["--speculate: got 2 with --delay-from 1"]),
     ("--resume nowhere", ["--resume: ", "nowhere: got no such folder"]),
     ("--resume=", ["--resume: got nothing"]),

@@ -33,7 +33,7 @@ REWORDED = (  # argparse's errors, as got, expected, next action
     (r"argument (\S+): (.+)", r"\1: \2"),
 )
 
-NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|(?=[\d'\"])(?!\S*[/:]))")
+NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|(?=[\d'\"])(?!\S*[/:])|(?='\w+':))")
 """An argument and its value, or a switch, in an error: a word of its own, and no path as in "--out: got lr=3"."""
 
 
