@@ -312,6 +312,12 @@ def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, progr
     if program.ranks.rank:
         return
     current = optimizer_settings(program, step)
-    changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in current.items() if k in saved and saved[k] != v]
+    shown = lambda x: repr(float(f"{x:.6g}") if isinstance(x, float) else x)  # noqa: E731
+    changed = [f"{k} {shown(saved[k])} is now {shown(v)}" for k, v in current.items() if saved.get(k, v) != v]
     if changed:
-        log.warning("checkpoint: %s: settings differ from the saved ones: %s", path, ", ".join(changed))
+        log.warning(
+            "checkpoint: %s: settings of step %d differ from the saved ones: %s",
+            path,
+            step,
+            ", ".join(changed),
+        )
