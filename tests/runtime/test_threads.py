@@ -272,4 +272,4 @@ def test_a_core_that_is_busy_at_most_doubles_a_step(tmp_path: Path) -> None:
     size = ["--batch-size", "1", "--seq-length", "128", "--json", str(tmp_path)]
     subprocess.run([*command, *size], check=True, cwd=ROOT, capture_output=True)
     (result,) = tmp_path.iterdir()
-    assert json.loads(result.read_text())["busy_of_quiet"]["zfunc"] < 2
+    assert json.loads(result.read_text())["results"]["busy_of_quiet"]["zfunc"] < 2
