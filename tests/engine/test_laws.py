@@ -185,7 +185,7 @@ def test_recompute_changes_nothing(model: str, settings: str, recompute: str) ->
     assert same(result(*under("Overlapped", model, settings, recompute)), serial(model, settings))
 
 
-@pytest.mark.parametrize(("settings", "model"), in_pairs(SETTINGS, MODELS[1:]))
+@pytest.mark.parametrize(("settings", "model"), rows(SETTINGS, MODELS[1:]))
 def test_norms_of_parameters_change_nothing_not_even_the_norm_of_all(model: str, settings: str) -> None:
     assert same(result(*program(model, settings, norms=True, schedule="Serial")), serial(model, settings))
 
