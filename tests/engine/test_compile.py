@@ -178,6 +178,14 @@ REFUSED: dict[str, tuple[Callable[[], list[zfunc.Segment]], str]] = {
     "a matrix as the loss": (lambda: [last(lambda x: x)], r"'s': got shape \(4, 8\).*expected a scalar"),
     "a list as the loss": (lambda: [last(lambda x: [x.sum()])], "'s': got list.*expected a scalar"),
     "a number as the loss": (lambda: [last(lambda x: 1.0)], "'s': got float.*expected a scalar"),
+    "a loss without a gradient": (
+        lambda: [last(lambda x: x.sum().detach())],
+        r"'s': got a loss without a gradient.*leave out detach\(\)",
+    ),
+    "an output of integers alone": (
+        lambda: [parts()[0], calling(lambda x: x.int()), *parts()[1:]],
+        "'s': got no floating-point output",
+    ),
     "an auxiliary output of a shape": (
         lambda: [last(lambda x: (x.sum(), {"hits": x > 0}))],
         r"'s': auxiliary output 'hits': got shape \(4, 8\).*expected a scalar.*hits\.mean\(\)",

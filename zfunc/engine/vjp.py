@@ -113,7 +113,7 @@ def make_vjp(
 def _make_vjp(
     function: Callable[..., Any], recompute: Recompute, wrt_input: bool, last: bool, compiled: bool, name: str
 ) -> SegmentVJP:
-    pull = _pull(function, wrt_input)
+    pull = _pull(function, wrt_input, last)
     keeping = SegmentVJP(
         lambda w, i, _=None: pull(w, i), lambda _w, _i, residuals, c, _=None: residuals(c), keeps=True
     )
@@ -144,8 +144,12 @@ def _recomputing(pull: Pull) -> SegmentVJP:
     return SegmentVJP(lambda w, i, _=None: (pull(w, i)[0], None), backward, keeps=False)
 
 
-def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
-    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer."""
+def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
+    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer.
+
+    Raises ValueError for a function without a floating-point output, and for a `last` one, whose output is the
+    loss, if that depends on nothing that is differentiated.
+    """
 
     def pull(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
         leaves, spec = tree_flatten(inputs[0])
@@ -161,9 +165,14 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
             output = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
             outputs = differentiated(output)
             if not outputs:
-                raise ValueError(
+                raise _NoGradientError(
                     "got no floating-point output, expected one, or its parameters get no gradient: freeze them "
                     "(requires_grad_(False)), or join the segment with the next"
+                )
+            if last and (trained or moved) and not any(t.requires_grad for t in outputs):
+                raise _NoGradientError(
+                    "got a loss without a gradient, expected one that depends on parameters or the input: leave "
+                    "out detach(), item() and torch.no_grad()"
                 )
             return outputs, [t for t in tree_leaves(output) if isinstance(t, Tensor)]
 
@@ -267,7 +276,7 @@ def _traced(
                 joint = _joint(pull, leaves, spec, error.cotangents)
             forward, backward = cut(joint)
             return joint, _runnable(forward, compiled), _runnable(backward, compiled)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, _NoGradientError):
             raise
         except Exception as error:
             log.warning("%s, because it cannot be traced: %s", fallback_note, str(error).partition("\n")[0])
@@ -386,6 +395,10 @@ def layouts(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(
         [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
     )
+
+
+class _NoGradientError(ValueError):
+    """Nothing that a segment returns can be differentiated."""
 
 
 class _OtherOutputError(Exception):
