@@ -121,7 +121,14 @@ def program(model: str, settings: str, **more: Any) -> tuple[Program, Any]:
     """All have micro-batches of one shape, so that a segment is traced once for each precision."""
     made, batch = trained.compiled(model, **{**SETTINGS[settings], **more})
     rows = 4 * made.settings.micro_batches
-    return made, lambda i: tuple(x[:rows] for x in batch(i))
+    return with_own_swap(made), lambda i: tuple(x[:rows] for x in batch(i))
+
+
+def with_own_swap(made: Program) -> Program:
+    """With a swap space, if it has any, that no other run writes."""
+    if not made.settings.swap:
+        return made
+    return evolve(made, settings=evolve(made.settings, swap=[mkdtemp(dir=SWAPS)]))
 
 
 _traced: dict[tuple[str, str, str], tuple[Program, Any]] = {}
@@ -136,9 +143,7 @@ def under(schedule: Any, model: str, settings: str, recompute: str = "all") -> t
         _traced[key] = program(model, settings, recompute=recompute)
     made, batch = _traced[key]
     made = rescheduled(made, getattr(schedules, schedule)() if isinstance(schedule, str) else schedule)
-    if made.settings.swap:
-        made = evolve(made, settings=evolve(made.settings, swap=[mkdtemp(dir=SWAPS)]))
-    return made, batch
+    return with_own_swap(made), batch
 
 
 def result(made: Program, batch: Any, **step: Any) -> tuple[Any, ...]:
