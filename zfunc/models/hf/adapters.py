@@ -22,12 +22,8 @@ MISSING = "zfunc.hf: got no peft, expected version 0.18 or newer: pip install 'z
 OLDEST = (0, 18)
 DRAWN = (True, "gaussian")  # values of init_lora_weights that need no weights of the model
 ADAPTER = "adapter_model.safetensors"
-TARGETS = (
-    "q_proj",
-    "v_proj",
-    "qkv_proj",
-    "gate_up_proj",
-)  # where peft has none for a model, those it has of these
+# Where peft has no targets for a model: those that it has of these.
+TARGETS = ("q_proj", "v_proj", "qkv_proj", "gate_up_proj")
 
 
 def check_peft() -> None:
