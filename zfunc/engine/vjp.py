@@ -102,16 +102,24 @@ def make_vjp(
     With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
     then: a result that is a view of one is copied, and a residual made again.
 
-    `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut", or has residuals
-    whose size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot be traced for
-    "all" runs eagerly. Both are logged with its `name`.
+    `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut", or is `moving` and
+    has residuals whose size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot
+    be traced for "all" runs eagerly. Both are logged with its `name`.
     """
-    passes = _make_vjp(function, recompute, wrt_input, last, compiled, name)
+    passes = _make_vjp(
+        function, recompute, wrt_input, last, compiled, name, _sized_cut if moving else _min_cut
+    )
     return _moving(passes) if moving else passes
 
 
 def _make_vjp(
-    function: Callable[..., Any], recompute: Recompute, wrt_input: bool, last: bool, compiled: bool, name: str
+    function: Callable[..., Any],
+    recompute: Recompute,
+    wrt_input: bool,
+    last: bool,
+    compiled: bool,
+    name: str,
+    cut: "Callable[[_Joint], tuple[GraphModule, GraphModule]]",
 ) -> SegmentVJP:
     pull = _pull(function, wrt_input, last)
     keeping = SegmentVJP(
@@ -124,8 +132,8 @@ def _make_vjp(
         return _traced(pull, compiled, _recomputing(pull), untraced, _split, keeps=False)
     if last:
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
-    fallback = _make_vjp(function, "all", wrt_input, last, compiled, name)
-    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'", _sized_cut)
+    fallback = _make_vjp(function, "all", wrt_input, last, compiled, name, cut)
+    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'", cut)
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -169,6 +177,7 @@ def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
                     "got no floating-point output, expected one, or its parameters get no gradient: freeze them "
                     "(requires_grad_(False)), or join the segment with the next"
                 )
+            # In segments below, a detached output is the user's, as it is autograd's.
             if last and (trained or moved) and not any(t.requires_grad for t in outputs):
                 raise _NoGradientError(
                     "got a loss without a gradient, expected one that depends on parameters or the input: leave "
@@ -519,7 +528,8 @@ def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     kernel: only the kernel knows its size, and it has no elements in a trace."""
     forward, backward = _min_cut(joint)
     for x in list(forward.graph.nodes)[-1].args[0][joint.num_out :]:
-        if isinstance(x.meta["val"], Tensor) and not x.meta["val"].numel():
+        value = x.meta["val"]
+        if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.numel():
             raise ValueError(f"backward reads {x}, whose size is not known before it runs")
     return forward, backward
 
