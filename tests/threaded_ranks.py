@@ -52,6 +52,7 @@ class ThreadedRanks(RankGroup):
         full.copy_(torch.cat(self.exchange(mine.clone())))
 
     def all_reduce(self, values: Tensor, *, largest: bool = False) -> None:
+        assert not (largest and values.is_floating_point()), "gloo's MAX of floats loses NaN"
         first, *others = every = self.exchange(values.clone())
         values.copy_(torch.stack(every).amax(0) if largest else sum(others, first))
 

@@ -4,6 +4,8 @@ In each round a rank measures its parts of them, and the ranks join what they ha
 slice needs none of this: its rank does it all in its update.
 """
 
+import torch
+
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
 from zfunc.core.optimizer_state import measuring_room, state_slice
@@ -43,4 +45,7 @@ def join_measures(op: Op, mem: Memory, step: StepContext) -> None:
     numel = max(x[i].stop for x in measured_places(step.layout.buckets[b], step).values())
     joined = mem[op.write("measures")][:numel]
     joined.copy_(mem[op.read("measures")][:numel])
-    step.ranks.all_reduce(joined, largest=i % 2 == 0)
+    if i % 2 == 0:  # as integers, of which NaN is the largest: a MAX of floats may lose it, as gloo's does
+        step.ranks.all_reduce(joined.abs_().view(torch.int64), largest=True)
+    else:
+        step.ranks.all_reduce(joined)
