@@ -200,8 +200,8 @@ def begin_life(
     """A process that lives, and what it says of its steps."""
     source, pipe = os.pipe()
     if not (child := os.fork()):
-        prepare()
         try:
+            prepare()
             live(pipe, last, chosen)
         except BaseException as error:
             os.write(pipe, f"-1 {error!r}\n".encode())

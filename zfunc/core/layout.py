@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
+from numbers import Integral
 from typing import Any, cast
 
 from attrs import field, frozen
@@ -65,7 +66,7 @@ class Parameter:
 
     @shape.validator  # pyright: ignore
     def _check_shape(self, _: object, shape: Any) -> None:
-        if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):  # pyright: ignore
+        if not isinstance(shape, tuple) or not all(isinstance(n, Integral) and n >= 0 for n in shape):  # pyright: ignore
             raise ValueError(
                 f"parameter {self.name!r}: got the shape {shape!r}, expected a tuple of sizes: pass such as "
                 "(8, 4), or (8,) for a vector"

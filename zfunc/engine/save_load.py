@@ -312,8 +312,8 @@ def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, progr
     if program.ranks.rank:
         return
     current = optimizer_settings(program, step)
-    shown = lambda x: repr(float(f"{x:.6g}") if isinstance(x, float) else x)  # noqa: E731
-    changed = [f"{k} {shown(saved[k])} is now {shown(v)}" for k, v in current.items() if saved.get(k, v) != v]
+    pairs = ((k, _shown(saved[k]), _shown(v)) for k, v in current.items() if k in saved)
+    changed = [f"{k} {before} is now {now}" for k, before, now in pairs if before != now]
     if changed:
         log.warning(
             "checkpoint: %s: settings of step %d differ from the saved ones: %s",
@@ -321,3 +321,8 @@ def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, progr
             step,
             ", ".join(changed),
         )
+
+
+def _shown(value: Any) -> str:
+    """A setting in a message: a float in six digits."""
+    return repr(float(f"{value:.6g}") if isinstance(value, float) else value)

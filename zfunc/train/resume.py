@@ -92,8 +92,10 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
         # Or the one before, if damaged.
         origin = folder if checkpoint.path.parent == folder else checkpoint.path
         over = _over(run, checkpoint, settings)
-        step = f"{checkpoint.manifest.position.batches:,}"
-        line = f"{run}: it ended at step {step}: nothing is left to train without more --steps or --seconds"
+        line = (
+            f"{run}: it ended at step {checkpoint.manifest.position.batches:,}: nothing is left to train without "
+            "more --steps, --epochs or --seconds"
+        )
         return ResumePoint(folder, origin, True, dict(checkpoint.manifest.extra), line if over else "", over)
     if _ended(run) in COMPLETE:
         raise ValueError(

@@ -52,7 +52,7 @@ ZF_INLINE void zf_scaled(const zf_factor_args *a, float *restrict g, const void 
 }
 
 /* The largest sizes in a column and in each of some rows, which begin at `from`. As they are stored their order is that
- * of integers, and NaN is the largest. */
+ * of integers, and NaN is the largest. Buffers of other types are read through these types, so they may alias. */
 typedef int16_t zf_size_16 __attribute__((may_alias));
 typedef int32_t zf_size_32 __attribute__((may_alias));
 #define ZF_LARGEST_OF(bits)                                                                                \
@@ -121,7 +121,7 @@ ZF_INLINE void zf_sum_block(uint64_t *restrict of, uint64_t *restrict row, const
     for (int r = 0; r < ZF_ROWS; r++) row[r] += sums[r];
 }
 
-/* Those of the next rows: in a burst they would queue. */
+/* The next rows' lines, some at a time: in a burst they would queue. */
 ZF_INLINE void zf_prefetch_rows(const zf_factor_args *a, size_t at, size_t rows, size_t n) {
     const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
     for (size_t end = at + rows * a->columns; at < end; at += a->columns)
