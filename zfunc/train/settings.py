@@ -120,7 +120,7 @@ PRETRAINED = {
     "lora_targets": Option(
         "model",
         "modules that get adapters, by the ends of their names: q_proj,v_proj; or all-linear, for all but the head "
-        "(default: those that peft has for the model, or the attention's and fused ones it has)",
+        "(default: those that peft has for the model, or its query, value and fused projections)",
         anything,
         metavar="NAMES",
     ),
