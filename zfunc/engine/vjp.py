@@ -106,9 +106,8 @@ def make_vjp(
     has residuals whose size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot
     be traced for "all" runs eagerly. Both are logged with its `name`.
     """
-    passes = _make_vjp(
-        function, recompute, wrt_input, last, compiled, name, _sized_cut if moving else _min_cut
-    )
+    cut = _sized_cut if moving else _min_cut
+    passes = _make_vjp(function, recompute, wrt_input, last, compiled, name, cut)
     return _moving(passes) if moving else passes
 
 
@@ -119,7 +118,7 @@ def _make_vjp(
     last: bool,
     compiled: bool,
     name: str,
-    cut: "Callable[[_Joint], tuple[GraphModule, GraphModule]]",
+    cut: "Cut",
 ) -> SegmentVJP:
     pull = _pull(function, wrt_input, last)
     keeping = SegmentVJP(
@@ -243,12 +242,15 @@ class _Joint:
     strides: list[tuple[int, ...]]  # of the cotangents
 
 
+Cut = Callable[[_Joint], tuple[GraphModule, GraphModule]]
+
+
 def _traced(
     pull: Pull,
     compiled: bool,
     fallback: SegmentVJP,
     fallback_note: str,
-    cut: "Callable[[_Joint], tuple[GraphModule, GraphModule]]",
+    cut: Cut,
     *,
     keeps: bool = True,
 ) -> SegmentVJP:
