@@ -10,7 +10,7 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test gpu gpu-toy lint pretend bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test gpu gpu-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -102,6 +102,11 @@ docs: $(TOOLS)
 # The tables of docs/scale.md: some minutes of simulation.
 scale: $(TOOLS)
 	$(BIN)/python docs/scale.py
+
+# docs/published.md: what others published, planned; a quarter of an hour.
+published: $(TOOLS)
+	$(BIN)/pip install --quiet --constraint constraints.txt matplotlib
+	$(BIN)/python -m benchmarks.published --json benchmarks/results/published.json --page
 
 WHEEL := build/wheel
 WHEEL_BIN := $(CURDIR)/$(WHEEL)/tools/bin

@@ -26,14 +26,11 @@ from attrs import frozen
 from torch import Tensor
 
 from benchmarks.machine import describe, make_parser, write
-from zfunc import SGD, Adafactor, Adagrad, Lion, Muon
+from zfunc import SGD, Adafactor, Adagrad, AdamW, Lion, Muon
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, moment_buffers
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.compact import QuantizedMoment, SplitMaster, named_state
-from zfunc.optim.host_adafactor import host_adafactor_
-from zfunc.optim.host_adam import host_adam_
-from zfunc.optim.host_one_buffer import host_one_buffer_
+from zfunc.optim.host_update import host_update_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.thread_budget import default_threads
@@ -67,9 +64,9 @@ class Memory:
         self.n = n
         self.master, self.exp_avg, self.exp_avg_sq, self.grad32 = (new(fp32) for _ in range(4))
         self.grad, self.out = new(bf16), new(bf16)
-        self.split = SplitMaster(new(bf16), new(torch.int16))
+        self.halves = new(bf16), new(torch.int16)
         self.bf16 = new(bf16), new(bf16)
-        self.codes = new(uint8), QuantizedMoment(new(uint8), new(torch.int16, -(-n // 64)))
+        self.codes = new(uint8), new(uint8), new(torch.int16, -(-n // 64))
         self.shadow = tuple(new(fp32) for _ in range(3))
         self.weights = new(bf16)
         self.weights.copy_(self.master.normal_(generator=generator))
@@ -80,29 +77,29 @@ class Memory:
         if moments == "fp32":
             return self.shadow
         n, (high, m, v) = self.n, (x.view(torch.bfloat16) for x in self.shadow)
-        split = SplitMaster(high[:n], high[n:].view(torch.int16))
+        halves = high[:n], high[n:].view(torch.int16)
         if moments == "fp32-split":
-            return split, *self.shadow[1:]
+            return *halves, *self.shadow[1:]
         if moments == "16bit":
-            return split, m[:n], v[:n]
+            return *halves, m[:n], v[:n]
         m, v = (x.view(torch.uint8) for x in self.shadow[1:])
-        return split, m[:n], QuantizedMoment(v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)])
+        return *halves, m[:n], v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)]
 
     def fill(self, *, idle: bool) -> None:
         """Weights, which a skeleton has made NaN, and moments of a training under way, or those that thousands of
         steps without a gradient have made small."""
-        for x in (self.master, self.split.high):
+        for x in (self.master, self.halves[0]):
             x.copy_(self.weights)
-        self.split.low.zero_()
+        self.halves[1].zero_()
         if not idle:
             self.exp_avg.copy_(self.grad).mul_(0.1)
             torch.square(self.grad, out=self.bf16[1])
             self.exp_avg_sq.copy_(self.bf16[1])
             self.bf16[0].copy_(self.exp_avg)
-            exp_avg, exp_avg_sq = self.codes
+            exp_avg, exp_avg_sq, scales = self.codes
             exp_avg.fill_(0x10)  # a quarter of the root
-            exp_avg_sq.codes.fill_(0xA0)
-            exp_avg_sq.scales.fill_(0x3188)  # 5 mantissa bits, up to some 1e-6
+            exp_avg_sq.fill_(0xA0)
+            scales.fill_(0x3188)  # 5 mantissa bits, up to some 1e-6
         else:
             for x in (self.exp_avg, self.exp_avg_sq, *self.bf16):
                 x.fill_(DENORMAL)
@@ -110,55 +107,47 @@ class Memory:
 
 def zfunc_step(
     memory: Memory,
-    state: tuple[Any, ...],
+    moments: str,
+    state: tuple[Tensor, ...],
     threads: int,
     *,
-    into: tuple[Any, Any, Any] | None = None,
+    into: tuple[Tensor, ...] | None = None,
     idle: bool = False,
     isa: int = -1,
 ) -> Callable[[], None]:
     grad = torch.zeros_like(memory.grad) if idle else memory.grad
-    out = None if isinstance(state[0], SplitMaster) else memory.out
-
-    def run() -> None:
-        host_adam_(
-            named_state(*state),
-            grad,
-            out=out,
-            into=None if into is None else named_state(*into),
-            step=STEP,
-            lr=LR,
-            weight_decay=DECAY,
-            grad_scale=SCALE,
-            threads=threads,
-            isa=isa,
-        )
-
-    return run
+    out = memory.out if moments == "fp32" else None
+    adam = AdamW(LR, weight_decay=DECAY, split_master=moments == "fp32-split")
+    adam = adam.with_moments(moments.removesuffix("-split"), split_master=False)  # pyright: ignore
+    arguments = adam.arguments(StepDecision(False, SCALE, STEP, adam.factors(STEP)), 0)
+    names = [x.name for x in STATE_FORMATS[moments]]
+    old, new = (None if x is None else dict(zip(names, x, strict=True)) for x in (state, into))
+    assert old is not None
+    return lambda: host_update_(old, grad, out=out, into=new, threads=threads, isa=isa, **arguments)
 
 
 def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[], None]:
     """The step of SGD, Lion or Adagrad, with one of Adam's moments in the same format: Adagrad's has no sign."""
     m, moments, squares = memory, optimizer.moments, isinstance(optimizer, Adagrad)
-    codes = m.codes[1].codes if squares else m.codes[0], m.codes[1].scales
+    codes = m.codes[1 if squares else 0], m.codes[2]
     fp32 = m.exp_avg_sq if squares else m.exp_avg
     buffers = {"fp32": (fp32,), "16bit": (m.bf16[squares],), "8bit": codes}[moments]
-    weights = (m.master,) if moments == "fp32" else (m.split.high, m.split.low)
+    weights = (m.master,) if moments == "fp32" else m.halves
     names = (x.name for x in STATE_FORMATS[optimizer.state_format()])
     state = dict(zip(names, (*weights, *buffers), strict=True))
     arguments = optimizer.arguments(StepDecision(False, SCALE, STEP, optimizer.factors(STEP)), 0)
     out = m.out if moments == "fp32" else None
-    return lambda: host_one_buffer_(state, m.grad, out=out, threads=threads, **arguments)
+    return lambda: host_update_(state, m.grad, out=out, threads=threads, **arguments)
 
 
 def direction_step(memory: Memory, muon: Muon, threads: int) -> Callable[[], None]:
     """The element-wise part of Muon's step: the momentum, and the direction of the update."""
     m = memory
     kinds = moment_buffers(muon.state_format())
-    buffers = {"fp32": (m.exp_avg,), "16bit": (m.bf16[0],), "8bit": (m.codes[0], m.codes[1].scales)}
+    buffers = {"fp32": (m.exp_avg,), "16bit": (m.bf16[0],), "8bit": (m.codes[0], m.codes[2])}
     state = dict(zip((x.name for x in kinds), buffers[muon.moments], strict=True))
     arguments = muon.direction_arguments(StepDecision(False, SCALE, STEP, muon.factors(STEP)))
-    return lambda: host_one_buffer_(state, m.grad, out=m.out, threads=threads, **arguments)
+    return lambda: host_update_(state, m.grad, out=m.out, threads=threads, **arguments)
 
 
 def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callable[[], None]:
@@ -167,12 +156,12 @@ def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callab
     split = optimizer.moments != "fp32"
     group = optimizer.group("", shape)
     *_, means = STATE_FORMATS[optimizer.state_format(group)]
-    state = {"master_high": m.split.high, "master_low": m.split.low} if split else {"master": m.master}
+    state = {"master_high": m.halves[0], "master_low": m.halves[1]} if split else {"master": m.master}
     state[means.name] = torch.full((means.numel(m.n),), 1e-6)
     decision = StepDecision(False, SCALE, STEP, optimizer.factors(STEP))
     arguments = optimizer.arguments(decision, group, ParameterPart.whole(shape))
     out = None if split else m.out
-    return lambda: host_adafactor_(state, m.grad, out=out, threads=threads, **arguments)
+    return lambda: optimizer.host_kernel(state, m.grad, out=out, threads=threads, **arguments)
 
 
 def skeleton(
@@ -207,11 +196,11 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
     fp32 = (m.master, m.exp_avg, m.exp_avg_sq)
     states = {
         "fp32": fp32,
-        "fp32-split": (m.split, m.exp_avg, m.exp_avg_sq),
-        "16bit": (m.split, *m.bf16),
-        "8bit": (m.split, *m.codes),
+        "fp32-split": (*m.halves, m.exp_avg, m.exp_avg_sq),
+        "16bit": (*m.halves, *m.bf16),
+        "8bit": (*m.halves, *m.codes),
     }
-    halves, sets = (m.split.high, m.split.low), cpu_adam.instruction_sets()
+    halves, sets = m.halves, cpu_adam.instruction_sets()
 
     def torch_adamw(**kind: bool) -> Any:
         return torch.optim.AdamW([m.master], lr=LR, weight_decay=DECAY, **kind)
@@ -220,7 +209,7 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
         YARDSTICK: Contender(skeleton(m, fp32, m.out, threads)),
         "skeleton fp32-split": Contender(skeleton(m, (*halves, m.exp_avg, m.exp_avg_sq), None, threads)),
         "skeleton 16bit": Contender(skeleton(m, (*halves, *m.bf16), None, threads)),
-        "skeleton 8bit": Contender(skeleton(m, (*halves, m.codes[0], m.codes[1].codes), None, threads)),
+        "skeleton 8bit": Contender(skeleton(m, (*halves, m.codes[0], m.codes[1]), None, threads)),
         "skeleton weights, fp32": Contender(skeleton(m, (m.master,), m.out, threads)),
         "skeleton weights, 16bit": Contender(skeleton(m, halves, None, threads)),
         "skeleton direction, fp32": Contender(skeleton(m, (m.exp_avg,), m.out, threads)),
@@ -244,24 +233,24 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
         "skeleton one buffer, 16bit": Contender(skeleton(m, (*halves, m.bf16[0]), None, threads)),
         "skeleton one buffer, 8bit": Contender(skeleton(m, (*halves, m.codes[0]), None, threads)),
         **{
-            f"zfunc {name}": Contender(zfunc_step(m, state, threads), skeleton=f"skeleton {name}")
+            f"zfunc {name}": Contender(zfunc_step(m, name, state, threads), skeleton=f"skeleton {name}")
             for name, state in states.items()
         },
         **{
             f"zfunc {name}, into": Contender(
-                zfunc_step(m, state, threads, into=m.elsewhere(name)), skeleton=f"skeleton {name}"
+                zfunc_step(m, name, state, threads, into=m.elsewhere(name)), skeleton=f"skeleton {name}"
             )
             for name, state in states.items()
         },
         **{
             f"zfunc {name}, decayed": Contender(
-                zfunc_step(m, states[name], threads, idle=True), idle=True, skeleton=f"skeleton {name}"
+                zfunc_step(m, name, states[name], threads, idle=True), idle=True, skeleton=f"skeleton {name}"
             )
             for name in ("fp32", "fp32-split", "16bit")  # 8 bits hold no denormal number
         },
         **{
             f"zfunc {name} on {isa}": Contender(
-                zfunc_step(m, state, threads, isa=sets.index(isa)), skeleton=f"skeleton {name}"
+                zfunc_step(m, name, state, threads, isa=sets.index(isa)), skeleton=f"skeleton {name}"
             )
             for isa in isas
             for name, state in states.items()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe, make_parser, write
-from zfunc.optim.host_adam import adam_update_
+from zfunc.optim.adamw import adam_update_
 from zfunc.runtime.thread_budget import default_threads
 
 PARAMETERS = 1 << 20

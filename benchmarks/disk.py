@@ -30,7 +30,6 @@ from benchmarks.machine import describe, make_parser, ratios, write
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent
 from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
-from zfunc.runtime.drive_speed import drive_shares
 from zfunc.runtime.host_pages import map_pages
 
 EXTENT = 128 << 20  # bytes of a transfer: a bucket's
@@ -186,7 +185,7 @@ def new_swap_space(stack: ExitStack, folders: list[Path], nbytes: int, data: mem
     """One of `nbytes` in folders of its own, in which both generations were written."""
     roots = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=x))) for x in folders]
     extents = {b: Extent.of([("state", EXTENT)]) for b in range(nbytes // EXTENT)}
-    space = SwapSpace.create(roots, identity={}, run="benchmark", extents=extents, shares=drive_shares(roots))
+    space = SwapSpace.create(roots, identity={}, run="benchmark", extents=extents)
     for _ in range(2):
         swapped(space, data, "write")
     return space

@@ -92,7 +92,6 @@ def prepared(args: argparse.Namespace, device: str) -> Callable[[], dict[str, An
         bucket_size=20_000,
         schedule="Serial",
         recompute=args.recompute,
-        **({"device_graphs": True} if args.device_graphs else {}),  # another checkout may not know it
         device=device,
         stages=stages,
     )
@@ -144,7 +143,6 @@ def start(args: argparse.Namespace, device: str, checkout: Path) -> subprocess.P
     """A process that serves turns with the zfunc of `checkout`; the benchmark is this one."""
     path = os.pathsep.join(map(str, (checkout, HERE, HERE / "tests")))
     sizes = ["--num-layers", str(args.num_layers), "--recompute", args.recompute]
-    sizes += ["--device-graphs"] if args.device_graphs else []
     return subprocess.Popen(
         [sys.executable, __file__, *sizes, "--serve", device],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -214,7 +212,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--devices", default="cpu,pretend", help="of cpu, pretend, cuda; cpu has no launches")
     p.add_argument("--num-layers", type=int, default=48, help="12 parameters each")
     p.add_argument("--recompute", default="all")
-    p.add_argument("--device-graphs", action="store_true", help="of a device other than cpu")
     p.add_argument("--turns", type=int, default=9, help=f"of {STEPS} steps")
     p.add_argument(
         "--against", metavar="CHECKOUT", help="another checkout of zfunc, built, to take turns with"
@@ -241,7 +238,7 @@ def main() -> None:
             continue
         results.append(measure(args, device))
         show(results[-1])
-    sizes = {name: getattr(args, name) for name in ("num_layers", "recompute", "device_graphs", "turns")}
+    sizes = {name: getattr(args, name) for name in ("num_layers", "recompute", "turns")}
     write(args.json, "launch", {"arguments": sizes, "rows": results})
 
 

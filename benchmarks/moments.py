@@ -19,11 +19,31 @@ import torch
 
 from benchmarks.machine import describe, make_parser, write
 from benchmarks.training import trained
-from zfunc.core.optimizer_state import MOMENTS
-from zfunc.optim.adam_reference import reference_update
-from zfunc.optim.compact_reference import pack, reference_compact_update, unpack
+from zfunc.core.decision import StepDecision
+from zfunc.core.dtypes import DTYPES
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.compact_reference import unpack_weights
+from zfunc.optim.reference import reference_update
 
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
+
+
+class Plain:
+    """A training of weights that begin at 0, by Adam in NumPy."""
+
+    def __init__(self, moments: Any, n: int) -> None:
+        self.adam = AdamW(1e-3, moments=moments, weight_decay=0.0)
+        kinds = STATE_FORMATS[self.adam.state_format()]
+        self.state = {x.name: np.zeros(x.numel(n), DTYPES[x.dtype].numpy) for x in kinds}
+
+    def step(self, number: int, grad: Any) -> None:
+        decision = StepDecision(False, 1.0, number, self.adam.factors(number))
+        self.state, _ = reference_update(self.state, grad, **self.adam.arguments(decision, 0))
+
+    @property
+    def weights(self) -> Any:
+        return unpack_weights(self.state)
 
 
 def show_range(steps: int = 300, n: int = 64 * 16) -> None:
@@ -33,20 +53,34 @@ def show_range(steps: int = 300, n: int = 64 * 16) -> None:
     print(f"{'below the largest':<20}{'16bit: share':>14}{'error':>8}{'8bit: share':>14}{'error':>8}")
     for octaves in (0, 9, 10, 12, 14, 17, 20, 24, 30):
         scale = np.where(small, 2.0**-octaves, 1.0) * np.exp2(rng.uniform(-0.5, 0.5, n))
-        zero = np.zeros(n, np.float32)
-        exact: Any = (zero, zero, zero)
-        kept = {x: pack(zero, zero, zero, moments=x, step=1) for x in ("16bit", "8bit")}
+        exact, *kept = (Plain(x, n) for x in ("fp32", "16bit", "8bit"))
         for step in range(1, steps + 1):
-            grad = (scale * noise[step - 1]).astype(np.float32)
-            exact = reference_update(*exact, grad, step=step, lr=1e-3)[:3]
-            for x, state in kept.items():
-                kept[x], _ = reference_compact_update(state, grad, step=step, lr=1e-3)
-        true = exact[0][small].astype(np.float64)
+            for x in (exact, *kept):
+                x.step(step, (scale * noise[step - 1]).astype(np.float32))
+        true = exact.weights[small].astype(np.float64)
         row = ""
-        for state in kept.values():
-            got = unpack(state)[0][small].astype(np.float64)
+        for x in kept:
+            got = x.weights[small].astype(np.float64)
             row += f"{(true @ got) / (true @ true):>14.3f}{np.abs(got - true).mean() / np.abs(true).mean():>8.3f}"
         print(f"{f'2^-{octaves}':<20}{row}")
+
+
+def show_constant(steps: int = 200, n: int = 64) -> None:
+    """The share of fp32's way of elements 2^-k below the largest of their block, whose gradient never changes."""
+    heads = (f"{f'{x}: mean':>14}{'least':>8}{'most':>8}" for x in ("16bit", "8bit"))
+    print(f"{'below the largest':<20}", *heads, sep="")
+    for octaves in (0, 4, 9, 12, 14, 20):
+        grad = np.where(np.arange(n), 2.0**-octaves, 1.0).astype(np.float32)
+        exact, *kept = (Plain(x, n) for x in ("fp32", "16bit", "8bit"))
+        for step in range(1, steps + 1):
+            for x in (exact, *kept):
+                x.step(step, grad)
+        shares = [(x.weights / exact.weights)[1:] for x in kept]
+        print(
+            f"{f'2^-{octaves}':<20}",
+            *(f"{x.mean():>14.3f}{x.min():>8.3f}{x.max():>8.3f}" for x in shares),
+            sep="",
+        )
 
 
 def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
@@ -118,6 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.range:
         show_range()
+        show_constant()
         return
     torch.set_num_threads(options.threads)
     if options.given:  # of the same run in several files the last counts

@@ -32,9 +32,8 @@ from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
 from zfunc.planner.bandwidth import clocks, other_processes
-from zfunc.planner.calibrate import machine_facts, measure_disk
-from zfunc.planner.calibrated_profile import make_profile
-from zfunc.planner.fit_rates import MeasuredStep, fit_costs, handoff, middle_half
+from zfunc.planner.calibrate import machine_facts, measure_arithmetic, measure_disk
+from zfunc.planner.calibrated_profile import MeasuredStep, fit_costs, handoff, make_profile, middle_half
 from zfunc.runtime.accelerator import (
     accelerator_type,
     allocated_bytes,
@@ -122,9 +121,10 @@ def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
     program = one.programs["alone"]
     here, disk = machine_facts(program, Path(args.folder)), measure_disk(Path(args.folder))
     told = handoff(middle_half(one.beside)) or 0.0
-    return make_profile(here, fit_costs(middle_half(one.traced)), disk, "a benchmark", handoff=told).hardware(
-        args.precision
-    )
+    arithmetic = measure_arithmetic(program.device, program.dtype)
+    costs = fit_costs(middle_half(one.traced))
+    profile = make_profile(here, costs, arithmetic, disk, "a benchmark", handoff=told)
+    return profile.hardware(args.precision)
 
 
 def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:

@@ -157,7 +157,7 @@ def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callab
     if args.compile_segments:
         chosen["zfunc compiled"] = ours(compile_segments=True)
     if args.device != "cpu":
-        chosen["zfunc graphs"] = ours(device_graphs=True)
+        chosen["zfunc graphs"] = ours(compile_segments="reduce-overhead")
     if args.device != "cpu" and find_spec("deepspeed"):
         chosen["DeepSpeed"] = partial(with_deepspeed, config, args)
     return chosen

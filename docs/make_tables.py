@@ -25,31 +25,38 @@ def _default(value: object) -> str:
 
 
 def key_tables() -> str:
-    """A table for every block of a DeepSpeed configuration, of its keys in order, and one of old names."""
+    """A table for every block of a DeepSpeed configuration, keys of one text in a row, and one of old names."""
     blocks: dict[str, list[Key]] = {}
     for key in KEYS.values():
         blocks.setdefault(key.name.partition(".")[0] if key.block else "", []).append(key)
-    old = table(("in a file", "read as"), ((f"`{name}`", f"`{one.key}`") for name, one in OLD_NAMES.items()))
+    old = table(("in a file", "read as"), ((f"`{old}`", f"`{new}`") for old, new in OLD_NAMES.items()))
     return "\n\n".join([*(_block(name, keys) for name, keys in blocks.items()), f"### Old names\n\n{old}"])
 
 
 def _block(name: str, keys: list[Key]) -> str:
     heading = f"### `{name}`" if name else "### At the top level"
+    alike: dict[str, list[Key]] = {}
+    for key in keys:
+        alike.setdefault(_in_zfunc(key), []).append(key)
     rows = (
-        (
-            f"`{key.name.removeprefix(f'{name}.')}`",
-            "" if key.default is None else f"`{json.dumps(key.default)}`",
-            _in_zfunc(key),
-        )
-        for key in keys
+        (", ".join(f"`{key.name.removeprefix(f'{name}.')}`" for key in same), _default_in_file(same), text)
+        for text, same in alike.items()
     )
     return f"{heading}\n\n{table(HEADS, rows)}"
+
+
+def _default_in_file(keys: list[Key]) -> str:
+    """DeepSpeed's default of the keys of a row; empty where they have none, or not the same."""
+    (default, *others) = {json.dumps(key.default) for key in keys}
+    return "" if others or default == "null" else f"`{default}`"
 
 
 def _in_zfunc(key: Key) -> str:
     if key.exceptions:
         values = ", ".join(f"`{json.dumps(value)}`" for value in key.exceptions)
         return f"{key.note}. {values} is refused: {key.instead}"
+    if key.switch:
+        return f"refused if `{key.switch}` is on: {key.note}"
     return {"supported": "", "ignored": "no effect: ", "unsupported": "refused: "}[key.fate] + key.note
 
 

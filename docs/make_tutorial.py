@@ -32,8 +32,6 @@ SMALL = {
     "--lr": {"1e-4": "1e-4"},
     "--steps": {"500": "20", "600": "24", "20": "12"},
     "--save-every": {"100": "10", "0": "0"},
-    "--speculate": {"252": "1"},
-    "--delay-from": {"100": "6"},
     "--nproc-per-node": {"2": "2"},
     "-n": {"1": "1"},
 }
@@ -45,7 +43,7 @@ ADDED = {"tokens.bin": ("--vocab-size", "256"), "train": _AS_ON_A_GPU, "plan": _
 
 MEASURED = "here.toml"  # that zfunc calibrate wrote: a plan for it is a plan of the small job
 SHRUNK = ("train", "calibrate", "torchrun", "plan")  # commands that take a machine's time and memory
-UNCHANGED = ("draw", "doctor", "top", "report", "export", "tail", "cp", "mkdir")
+UNCHANGED = ("draw", "doctor", "report", "export", "tail", "cp", "mkdir")
 
 _FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^  bound"
 _FOUND, _ADVICE = r"^found|^  [a-z_]+ \S+ instead|^as options|^  \S+ --|^  --[a-z-]+ \S+ --", r"^to |^  --"
@@ -56,13 +54,11 @@ OUTPUTS = {
     "plan-parts": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
     "plan-h100": f"^hardware|{_FITS}|needed|{_TIME}|{_ADVICE}",
     "draw": None,
-    "doctor": r"^(thr|mem|host|pin|CUDA)|^!|^  (of a|avail|huge|memory|Adam|lim|round|dev)|^\d wrong|^- |^  let",
+    "doctor": r"^(processor|memory|devices|!)|^  (instr|threads|schedule|avail|huge|pinned|none)",
     "plan-here": f"^hardware|^plan |^it |{_TIME}",
     "train": r"json:|^host Adam|^precision|^data|held out|^model|^plan:|most:|^run|^step|^all|^  [a-z]",
     "resume": r"^resum|^run|^step|^all",
     "row": None,
-    "lines": r"Rank 0",
-    "top": None,
     "compare": None,
     "export": None,
     "plan-8bit": f"{_FITS}|needed|{_TIME}",

@@ -16,7 +16,7 @@ from zfunc.core.graph import Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import ROUND
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.plan import Plan, PlanError
-from zfunc.core.recipes import deferred, delayed, zero_offload
+from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event
@@ -84,8 +84,6 @@ RECIPES = {
     "clipping": PLAIN,
     "no clipping": graph_of(barrier=False),
     "deferred": Graph(tuple(deferred(make_step()))),
-    "speculative": graph_of(shadows=3),
-    "delayed": Graph(tuple(delayed(make_step(pending=True)))),
 }
 TWO_RANKS = graph_of(world=2, barrier=False)
 HALVES = {"tokens": TOKENS // 2, "micro_batches": 2}

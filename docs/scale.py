@@ -3,7 +3,6 @@
 Every cell is one step planned with `zfunc.plan`; a cell in brackets does not fit. Some minutes on two cores.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -15,7 +14,7 @@ from markdown_table import table
 
 import zfunc
 from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
-from zfunc.core.graph import Graph
+from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
 from zfunc.models.gpt import gpt_segments
@@ -26,7 +25,6 @@ from zfunc.planner.suggestions import as_flag
 from zfunc.units import format_bytes
 
 TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks
-EVERY_BUCKET = 1_000_000  # more than there are: to speculate on all
 LARGE = {"bucket_size": 500_000_000}
 
 
@@ -83,11 +81,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no clipping, Interleaved": {"clip_norm": None, "schedule": "Interleaved"},
     "no clipping, CriticalPath": {"clip_norm": None, "schedule": "CriticalPath"},
     "deferred": {"defer": True},
-    "speculative, every bucket": {"speculate": EVERY_BUCKET},
-    "delayed": {"delay_from": 1},
     "half of the state on the device": {"offload_ratio": 0.5},
     "8bit moments": {"moments": "8bit"},
-    "buckets of 500 M, not 50 M": LARGE,
+    "buckets of 500 M": LARGE,
     "nothing recomputed": {"recompute": "none"},
     "4 micro-batches, stage 2": {"times": 4, "micro_batches": 4},
     "4 micro-batches, stage 1": {"times": 4, "micro_batches": 4, "stage": 1},
@@ -123,8 +119,9 @@ STREAMED: dict[str, dict[str, Any]] = {  # flags of zfunc plan, beside those of 
 TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
     "a rank's own port alone": {"network": "one port"},
-    "a latency for every hop": {"network": "every hop"},
-    "the same, buckets of 500 M": {"network": "every hop", **LARGE},
+    "the protocol Simple alone": {"network": "Simple"},
+    "buckets of 50 M": {"bucket_size": 50_000_000},
+    "buckets of 500 M": LARGE,
 }
 
 
@@ -132,24 +129,17 @@ def hardware(case: Case, world: int, network: str = "all ports") -> Hardware:
     """The hardware of one of `world` ranks.
 
     "all ports": a collective uses those of a node together, because NCCL's rings enter a node by every port; it is
-    never faster than inside the node. "one port": a rank has its own alone. "every hop": all ports, and a latency
-    for each rank that a ring passes instead of for log2(world).
+    never faster than inside the node. "one port": a rank has its own alone. "Simple": all ports, and of NCCL's
+    protocols the one that every network has.
     """
     profile = load_profile(case.profile)
     on = profile.hardware(case.precision, world)
-    local = min(world, int(profile.value("count", "devices")))
-    if world <= local:
-        return on
-    inside, between = "network_in_node", "network_between_nodes"
-    rate = profile.reached("bytes_per_s", between)
-    if network != "one port" and local > 1:
-        rate = min(rate * local, profile.reached("bytes_per_s", inside))
-    latency = on.latencies["network"]
-    if network == "every hop":
-        nodes = math.ceil(world / local)
-        within = profile.value("seconds", inside) if local > 1 else 0.0
-        latency = nodes * profile.value("seconds", between) + (world - nodes) * within
-    return evolve(on, rates={**on.rates, "network": rate}, latencies={**on.latencies, "network": latency})
+    if network == "one port" and world > profile.value("count", "devices"):
+        port = profile.reached("bytes_per_s", "network_between_nodes")
+        share = port / on.rates["network"]
+        others = [(seconds, share * rate) for seconds, rate in on.collectives]
+        return evolve(on, rates={**on.rates, "network": port}, collectives=others)
+    return evolve(on, collectives=()) if network == "Simple" else on
 
 
 @cache
@@ -313,8 +303,12 @@ def figures() -> Iterator[str]:
     for case in (H100, V100, GH200):
         profile = load_profile(case.profile)
         reached = profile.value("reached", case.precision)
-        rate = hardware(case, 1024).rates["network"]
-        yield f"{case.name}: arithmetic {reached:.0%}, network {rate / 1e9:.0f} GB/s"
+        on = hardware(case, 1024)
+        rate, empty = on.rates["network"], on.seconds(Op("all_gather", (), "network"))
+        yield (
+            f"{case.name}: arithmetic {reached:.0%}, network {rate / 1e9:.0f} GB/s, {empty * 1e3:.1f} ms to start "
+            "a collective of 1,024 ranks"
+        )
     for case in (H100, H200):
         now = planned(case, 1024)
         events = now.timeline.events

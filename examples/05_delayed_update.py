@@ -3,12 +3,13 @@
 # Run it with `python examples/05_delayed_update.py`.
 #
 # With clipping, no parameter may be updated before the norm of the whole gradient is known. So the host waits
-# while the device computes, and then the device waits while the host runs Adam. A schedule cannot help: the
-# waits are what the recipe means. This file looks at three other recipes: one that applies every gradient a
-# step late, one that runs Adam ahead and takes it back where that was wrong, and one that leaves part of Adam
-# on the device.
+# while the device computes, and then the device waits while the host runs Adam. A schedule cannot help: the waits
+# are what the recipe means. This file looks at three others: one that makes the update at the beginning of the
+# next step, one that applies every gradient a step late, and one that leaves part of Adam on the device. Two are
+# settings. The delayed one is written beside this file, with zfunc's operations: `delayed_update.py`.
 
 import torch
+from delayed_update import delayed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,17 +52,17 @@ inputs, targets = (
 )
 programs = {
     "plain": compiled(),
-    "speculative": compiled(speculate=3),
-    "delayed": compiled(delay_from=1),
+    "deferred": compiled(defer=True),
+    "delayed": compiled(recipe=delayed, defer=True),
     "partial": compiled(offload_ratio=0.4),
 }
 
 # ## What they look like
 #
-# On hardware that is made up, with a slow host. In the plain step `adam` begins when `decide` has the norm.
-# The speculative one begins with `speculate` during backward, into shadows, and `confirm` only swaps them in.
-# In the delayed one the host applies the gradient of the step before during forward, and nothing waits for a
-# norm. In the partial one most buckets never leave: `adam_on_device` is on the lane that computes.
+# On hardware that is made up, with a slow host. In the plain step `adam` begins when `decide` has the norm. The
+# deferred one opens with the `adam` of the step before, and forward follows it. In the delayed one the host
+# applies the gradient of the step before during forward, and nothing waits for a norm. In the partial one most
+# buckets never leave: `adam_on_device` is on the lane that computes.
 
 rates = {
     "compute": 20e9,
@@ -78,8 +79,8 @@ for name, program in programs.items():
 
 # ## What they cost
 #
-# Shadows are the state of three buckets once more. What waits for a step is on the host too: a gradient, and
-# new parameters until backward is done with the old ones. What stays on the device needs room there.
+# What waits for a step is on the host too: a gradient, and new parameters until backward is done with the old
+# ones. What stays on the device needs room there.
 
 print(f"\n{'':<12} {'time':>8} {'device':>10} {'pinned':>10} {'host':>10}   of the plain step")
 plain = simulate(programs["plain"].plan, slow).seconds, peak_memory(programs["plain"].plan)
@@ -91,24 +92,16 @@ for name, program in programs.items():
 
 # ## What they compute
 #
-# Twenty steps each. Speculation and residence change no bit: where a gradient was clipped, the speculated
-# update is made again from the state before it. The delayed update is another algorithm, if a close one, so it
-# is asked for by its name, and from the step one likes; many begin it when the first wild steps are over.
+# Twenty steps each. Deferral and residence change no bit. The delayed update is another algorithm, if a close
+# one. What reads a State makes the update that waits: `zfunc.params` here.
 
 results = {}
 for name, program in programs.items():
-    state, redone, losses = zfunc.init(program), 0, []
+    state, losses = zfunc.init(program), []
     for _ in range(20):
         state, metrics = zfunc.train_step(program, state, (inputs, targets))
-        redone += metrics.redone > 0
         losses.append(metrics.loss)
-    if name == "delayed":
-        print(f"\nafter twenty steps the gradient of step {state.pending.number} waits")
-    state = zfunc.flush(program, state)  # applies it; the others have nothing that waits
     results[name] = losses, zfunc.params(program, state)
-    if name == "speculative":
-        print(f"\nsteps that were clipped, and made again: {redone} of 20")
-
 print()
 for name, (losses, weights) in results.items():
     same = all(torch.equal(weights[k], v) for k, v in results["plain"][1].items())
@@ -116,9 +109,10 @@ for name, (losses, weights) in results.items():
 
 # ## What they mean
 #
-# The whole of it is in `zfunc/core/recipes.py`, which reads like the loop it stands for. Here is the graph of the
-# delayed step, in serial order, by verb: every bucket's `adam` comes first, with a gradient that this step did
-# not compute, and `to_device` comes after the backward that still needs the old parameters.
+# The plain recipe is in `zfunc/core/recipes.py`, which reads like the loop it stands for; the others change its
+# order. Here is the graph of the delayed step, in serial order, by verb: every bucket's `adam` comes first, with
+# a gradient that this step did not compute, and `to_device` comes after the backward that still needs the old
+# parameters.
 
 verbs = list(dict.fromkeys(op.verb for op in programs["delayed"].plan.graph))
 print("\n" + " ".join(verbs))

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-PAGE = 4096
-
 
 def tree(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():

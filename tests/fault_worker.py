@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from forked import fork, warm
+from forked import ERROR, fork, warm
 from small_models import MODELS
 
 import zfunc
@@ -45,6 +45,7 @@ class Scenario:
     world: int = 3
     faults: str = ""
     timeout: float = LONG
+    asked: float | None = None  # ZFUNC_TIMEOUT
     store: str = "file"  # or "rank 0", or "elsewhere"
     hung: tuple[int, ...] = ()
     ends_as_python: bool = False
@@ -91,6 +92,22 @@ def leaves(rank: int, out: Path, _: Faults) -> None:
         together.leave("step 3 failed with OSError: No space left on device")
         when_there(out / "0.json", out / "2.json")
     collective(together, rank, out)
+
+
+def leaves_others_behind(rank: int, out: Path, given: Faults) -> None:
+    """Rank 2 leaves, and rank 1 is not in the collective until rank 0, which keeps the store, has given up."""
+    if rank == 1:
+        when_there(out / "2.left")
+        time.sleep(2 * ranks.LISTEN + failure_detection.EXIT_GRACE)
+    if rank == 2:
+        RankGroup.of().leave("step 3 failed with OSError: No space left on device")
+        write(out / "2.left", "")
+        when_there(out / "0.json", out / "1.json")
+        return
+    try:
+        collective(RankGroup.of(), rank, out)
+    except RankError:
+        os._exit(ERROR)  # rank 0 does not stay for connections that are still open, either
 
 
 def comes_late(rank: int, out: Path, _: Faults) -> None:
@@ -155,12 +172,13 @@ SCENARIOS = {
         train, world=4, faults="rank=3,step=2,op=reduce_scatter[0,1,0],do=kill", ends_as_python=True
     ),
     "terminated": Scenario(train, world=2, faults=f"rank=0,{STEP},do=terminate"),
-    "hung": Scenario(train, faults=f"rank=1,{STEP},do=hang", timeout=SHORT, hung=(1,), ends_as_python=True),
+    "hung": Scenario(train, faults=f"rank=1,{STEP},do=hang", asked=SHORT, hung=(1,), ends_as_python=True),
     "raised": Scenario(train, faults=f"rank=1,{STEP},do=raise"),
     "killed with the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="rank 0"),
     "killed without the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="elsewhere"),
     "group of two": Scenario(in_group_of_two, ends_as_python=True),
     "leaves": Scenario(leaves),
+    "leaves others behind": Scenario(leaves_others_behind, store="rank 0", ends_as_python=True),
     "apart": Scenario(apart, world=2, timeout=SHORT),
     "late": Scenario(comes_late, timeout=SHORT),
     "frozen with the store": Scenario(freezes, timeout=SHORT, store="rank 0", hung=(0,)),
@@ -216,6 +234,8 @@ def keep(out: Path) -> None:
 def run(scenario: Scenario, rank: int, out: Path) -> None:
     """All that one rank does, in a process of its own."""
     torch.set_num_threads(1)
+    if scenario.asked is not None:
+        os.environ["ZFUNC_TIMEOUT"] = str(scenario.asked)
     join(scenario, rank, out)
     try:
         scenario.work(rank, out, faults.parse_faults(scenario.faults))
@@ -249,7 +269,7 @@ def play(scenario: Scenario, out: Path) -> None:
 
 def play_all(names: list[str], out: Path) -> None:
     """Those that only wait for a time-out at the same time, beside the others one by one."""
-    waiting = [name for name in names if SCENARIOS[name].timeout == SHORT]
+    waiting = [name for name in names if SHORT in (SCENARIOS[name].timeout, SCENARIOS[name].asked)]
     pids = [fork(partial(play, SCENARIOS[name], out / name), ends_as_python=False) for name in waiting]
     for name in names:
         if name not in waiting:

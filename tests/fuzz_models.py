@@ -97,6 +97,81 @@ class Scaled(nn.Module):
         return (x * self.scale + self.shift.to(x.dtype)) * self.gain
 
 
+class Conformer(nn.Module):
+    """Its convolution module: a gate, a convolution of each channel, a batch norm over channels, a product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.depthwise = nn.Conv1d(width, 2 * width, 1), nn.Conv1d(width, width, 3, 1, 1, 1, width)
+        self.norm = nn.BatchNorm1d(width, track_running_stats=False)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.depthwise(F.glu(self.gate(x.transpose(1, 2)), 1))
+        return x + self.out(F.silu(self.norm(y)).transpose(1, 2))
+
+
+def over_channels(width: int, last: nn.Module) -> nn.Module:
+    """A batch norm over the last dimension, and what follows it."""
+    return Apply(
+        lambda self, x: self.last(self.norm(x.transpose(1, 2)).transpose(1, 2)),
+        norm=nn.BatchNorm1d(width, track_running_stats=False),
+        last=last,
+    )
+
+
+def temporal(self: Any, x: Tensor) -> Tensor:
+    y = self.norm(self.conv(F.pad(x.transpose(1, 2), (2, 0))))
+    return x + self.out(y.relu().transpose(1, 2))
+
+
+def masked_by(fill: Callable[[Tensor], Any]) -> Callable[[int, int], nn.Module]:
+    """A mask in memory that is first uninitialised and then filled by random operations in place."""
+
+    def call(x: Tensor) -> Tensor:
+        mask = torch.empty_like(x, memory_format=torch.contiguous_format)
+        fill(mask)
+        return x * mask
+
+    return pure(call)
+
+
+def half_by_half(mask: Tensor) -> None:
+    mask[..., ::2].bernoulli_(0.7)
+    mask[..., 1::2].uniform_(0.5, 1.5)
+
+
+def through_out(mask: Tensor) -> None:
+    torch.rand(mask[:, :1].shape, out=mask[:, :1])
+    mask[:, 1:].fill_(1.0)
+
+
+def dropped(x: Tensor) -> Tensor:
+    kept = x + 0.0
+    F.dropout(kept[:, 1:], 0.3, inplace=True)
+    return kept
+
+
+RANDOM: dict[str, Callable[[int, int], nn.Module]] = {
+    "dropout": lambda rows, width: nn.Dropout(0.3),
+    "rrelu": lambda rows, width: nn.RReLU(),
+    "dropout in place": pure(dropped),
+    "flat mask": masked_by(lambda m: m.view(-1).bernoulli_(0.7)),
+    "mask by rows": masked_by(lambda m: [row.normal_(1.0, 0.1) for row in m]),
+    "mask by chunks": masked_by(lambda m: [part.uniform_(0.5, 1.5) for part in m.chunk(2, -1)]),
+    "mask by halves": masked_by(half_by_half),
+    "mask through out": masked_by(through_out),
+    "mask by copies": masked_by(lambda m: m.transpose(0, 1).copy_(torch.rand_like(m).transpose(0, 1))),
+    "lstm with dropout": lambda rows, width: Apply(
+        lambda self, x: self.inner(x)[0], inner=nn.LSTM(width, width, 2, batch_first=True, dropout=0.3)
+    ),
+    "attention with dropout": lambda rows, width: Apply(
+        lambda self, x: self.inner(x, x, x)[0],
+        inner=nn.MultiheadAttention(width, 2, batch_first=True, dropout=0.3),
+    ),
+}
+"""Pieces that draw random numbers, and keep rows and width."""
+
 KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
     "linear": lambda rows, width: nn.Linear(width, width),
     "frozen": lambda rows, width: nn.Linear(width, width).requires_grad_(False),
@@ -124,7 +199,6 @@ KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
     "tied inside": tied_inside,
     "used twice": used_twice,
     "scaled": lambda rows, width: Scaled(width),
-    "dropout": lambda rows, width: nn.Dropout(0.3),
     "own backward": pure(lambda x: Sine.apply(x) + x),
     "fft": pure(lambda x: torch.fft.irfft(torch.fft.rfft(x.float())).to(x.dtype) + 0.1 * x),
     "flip": pure(lambda x: x.flip(1) + x),
@@ -136,6 +210,18 @@ KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
     "softmax": pure(lambda x: torch.softmax(x, 1) + x),
     "strided": pure(lambda x: torch.stack([x, -x], -1)[..., 0]),
     "einsum": pure(lambda x: torch.einsum("btc,bsc->bts", x, x).tanh() @ x),
+    "conformer": lambda rows, width: Conformer(width),
+    "patches": lambda rows, width: over_channels(width, nn.Linear(width, width)),
+    "temporal": lambda rows, width: Apply(
+        temporal,
+        conv=nn.Conv1d(width, width, 3),
+        norm=nn.BatchNorm1d(width, track_running_stats=False),
+        out=nn.Linear(width, width),
+    ),
+    "log sigmoid": lambda rows, width: Apply(
+        lambda self, x: self.inner(F.logsigmoid(x.mT).mT), inner=nn.Linear(width, width)
+    ),
+    **RANDOM,
 }
 """Pieces that keep rows and width."""
 
@@ -187,7 +273,7 @@ class Model:
     @property
     def random(self) -> bool:
         """Whether it draws random numbers."""
-        return any("dropout" in pieces for pieces in self.segments)
+        return any(piece in RANDOM for pieces in self.segments for piece in pieces)
 
     def modules(self) -> list[tuple[str, nn.Module]]:
         """The segments' modules by name, the same every time."""

@@ -37,7 +37,7 @@ SAVED = [
     "-k",
     "step_that_saves and tied or sends_the_device or first_8_bit or resume and fp16",
 ]
-WAITS = ["tests/engine/test_delayed.py", "-k", "reads_what_waits or never_applied"]
+WAITS = ["tests/engine/test_deferred.py"]
 DROPOUT = ["tests/engine/test_laws.py", "-k", "recompute_changes and dropout and fp32"]
 RESUMED = ["tests/engine/test_saving.py", "-k", "load_it_too or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
@@ -46,7 +46,6 @@ WATCHED: dict[str, list[list[str]]] = {
     "engine/update_stages": [
         GRADIENTS,
         ["tests/engine/test_partial.py", "-k", "changes_no_bit"],
-        ["tests/engine/test_speculative.py", "-k", "some or never or partial"],
     ],
     "engine/stage_context": [GRADIENTS],
     "core/recipes": [
@@ -62,15 +61,15 @@ WATCHED: dict[str, list[list[str]]] = {
         ["tests/engine/test_laws.py", "-k", "recompute_changes and pairs"],
         ["tests/engine/test_passes.py", "-k", "vjp_to_the_bit"],
     ],
-    "optim/host_adam": [
-        ["zfunc/optim/host_adam.py", "tests/optim/test_adam.py", "tests/optim/test_adam_refused.py"],
-        ["tests/optim/test_adam_bits.py", "-k", "public or sizes or many_elements"],
+    "optim/host_update": [
+        ["zfunc/optim/host_update.py", "tests/optim/test_sums.py", "tests/optim/test_update_refused.py"],
+        ["tests/optim/test_update.py", "-k", "public or sizes or bypasses"],
     ],
+    "optim/ema": [["tests/engine/test_ema.py", "-k", "numpy"]],
     "optim/loss_scale": [
         [
             "zfunc/optim/loss_scale.py",
-            "tests/train/test_deepspeed_curves.py",
-            "tests/train/test_deepspeed_config.py",
+            "tests/train/test_deepspeed.py",
             "-k",
             "scal or tutorial",
         ],

@@ -16,14 +16,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import zfunc
+from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Span
+from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.spec import PARAMS
 from zfunc.engine.batches import split_batch
 from zfunc.engine.program import Program
 from zfunc.engine.state import State
-from zfunc.optim.adam_reference import reference_update
-from zfunc.optim.compact import SplitMaster
+from zfunc.optim.compact import initial_state
 from zfunc.optim.compact_reference import join
+from zfunc.optim.reference import reference_update
 
 Values = dict[str, Tensor]
 
@@ -175,12 +177,12 @@ def follow(
 ) -> list[float]:
     """Train with an optimizer that remembers, and hold every step against plain PyTorch at the same weights.
 
-    Loss, norm, and every element that reaches the optimizer, in this step or, if updates are delayed, in the next;
-    these only with a tolerance, relative to the tensor's largest. Returns the norms.
+    Loss, norm, and every element that reaches the optimizer; these only with a tolerance, relative to the tensor's
+    largest. Returns the norms.
     """
     ranks, trained = program.ranks, {span.name for span in program.layout.spans}
     exact = program.optimizer.moments == "fp32" and tolerance is not None
-    waits, grads, norms = None, {}, []
+    norms = list[float]()
     for i in range(steps):
         batches = [rows_of(batch(i), rank, ranks.world) for rank in range(ranks.world)]
         loss, aux, grads = gradient(
@@ -204,13 +206,10 @@ def follow(
         if metrics.norms:
             assert math.hypot(*metrics.norms.values()) == pytest.approx(metrics.grad_norm, rel=1e-12)
         norms.append(norm)
-        if exact and state.pending is None:
+        if exact:
             _assert_updated(program, kept, state, metrics)
-        before, waits = waits, grads if state.pending is not None else None
         if tolerance is not None:
-            _assert_all_reached(program, state, grads, before, tolerance)
-    if tolerance is not None and waits is not None:
-        _assert_all_reached(program, zfunc.flush(program, state), grads, waits, tolerance)
+            assert_reached(program, state, grads, tolerance)
     return norms
 
 
@@ -219,17 +218,11 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
     optimizer = program.optimizer
     for span, _, compact in _kept(program, state):
         kept = _joined(compact)
-        result = reference_update(
-            **_joined(before[span.name]),
-            grad=kept["exp_avg"],
-            step=metrics.step,
-            lr=metrics.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=0.0 if span.group else optimizer.weight_decay,  # group 1 is without
-        )
+        decision = StepDecision(False, 1.0, metrics.step, optimizer.factors(metrics.step))
+        arguments = {**optimizer.arguments(decision, span.group), "state_format": "fp32"}
+        result, _ = reference_update(_joined(before[span.name]), kept["exp_avg"], **arguments)
         for kind in ("master", "exp_avg_sq"):
-            assert (kept[kind] == getattr(result, kind)).all(), f"{kind} of {span.name}"
+            assert (kept[kind] == result[kind]).all(), f"{kind} of {span.name}"
     # What reached it is what was measured.
     if program.ranks.world == 1 and program.settings.clip_norm is None:
         squares = [float(x.double().square().sum()) for _, x in reached(program, state).values()]
@@ -255,17 +248,6 @@ def _sent(program: Program, values: Values) -> Values:
     buckets = [x for x in program.layout.buckets if program.spec.sends_high_half(x.index)]
     split = {span.name for bucket in buckets for span in bucket.spans}
     return {
-        name: SplitMaster.of(value.flatten()).high.view(value.shape) if name in split else value
+        name: initial_state(value.flatten(), {})[HIGH_HALF].view(value.shape) if name in split else value
         for name, value in values.items()
     }
-
-
-def _assert_all_reached(
-    program: Program, state: State, now: Values, before: Values | None, tolerance: float
-) -> None:
-    """This step's gradient, or the one before where updates are delayed: never those of buckets on the device."""
-    held = {span.name for b in program.spec.resident for span in program.layout.buckets[b].spans}
-    expected = {name: now[name] if name in held else (before or now)[name] for name in now}
-    if state.pending is not None and before is None:  # the first that is delayed
-        expected = {name: expected[name] for name in held}
-    assert_reached(program, state, expected, tolerance)

@@ -46,10 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "speculative": {"speculate": 100},
     "partial, deferred": {"offload_ratio": 0.5, "defer": True},
     "stage 3": {"stage": 3},
-    "delayed": {"delay_from": 2},
 }
 GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
 SCHEDULES = {  # by world; of one rank tests/engine/test_laws.py says that every schedule has the serial bits

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def row(step: int, **more: Any) -> Row:
-    told = {"step": step, "total": 9, "loss": 5 / step, "lr": 1e-3, "grad_norm": 1.5, "skipped": False}
+    told = {"step": step, "loss": 5 / step, "lr": 1e-3, "grad_norm": 1.5, "skipped": False}
     speed = {"tokens_per_second": 900.0, "seconds": 0.2, "host_seconds": 0.05}
     return told | speed | {"loss_scale": 1.0, "device_bytes": 0, "host_bytes": 3 << 20} | more
 
@@ -23,7 +23,14 @@ def written(folder: Path, rows: list[Row], *, step: bool = False, name: str = "r
     """A run folder."""
     run = folder / name
     run.mkdir()
-    settings = {"num_layers": 2, "clip": 1.0, "schedule": "Overlapped", "precision": "fp32", "seed": 7}
+    settings = {
+        "num_layers": 2,
+        "clip": 1.0,
+        "schedule": "Overlapped",
+        "precision": "fp32",
+        "seed": 7,
+        "steps": 9,
+    }
     config = {
         "settings": settings,
         "data": ["30 files"],

@@ -4,13 +4,17 @@ No torch and no State.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from attrs import evolve
 
 from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import swap_space
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields
@@ -19,6 +23,7 @@ from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, 
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.checkpoint.swap_checkpoint import swap_identity
+from zfunc.checkpoint.swap_file import SwapHeader
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import Extent, whole_blocks
@@ -34,6 +39,11 @@ MODEL = [
     [Parameter("embed.weight", (10, 13))],
     [Parameter("head.weight", (7, 30)), Parameter("head.bias", (30,))],
 ]
+
+
+def with_shares(shares: Iterable[int], *fields: Any) -> SwapHeader:
+    """The header of a space of an older version of zfunc, whose folders have these shares of each buffer."""
+    return evolve(SwapHeader(*fields), shares=tuple(shares))
 
 
 def content(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
@@ -103,7 +113,7 @@ def save_swap(
     """Commit the same state to a new swap space, with something else in all padding."""
     layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
-    snapshot = Snapshot(layout, "fp32", position, {}, {})
+    snapshot = Snapshot(layout, {x.index: "fp32" for x in layout.frozen_buckets}, position, {}, {})
     numels = {span.name: span.stop - span.start for span in (*layout.spans, *layout.frozen)}
     stored = stored_buffers(moments)[::-1]
     for rank in range(world):
@@ -112,15 +122,12 @@ def save_swap(
         }
         frozen = {x.index: [(FROZEN, 4 * x.numel // world)] for x in layout.frozen_buckets}
         extents |= {b: Extent.of(sizes, generations=1) for b, sizes in frozen.items()}
-        space = SwapSpace.create(
-            folders,
-            identity=swap_identity(layout, "fp32"),
-            run="one",
-            extents=extents,
-            shares=range(1, len(folders) + 1),
-            rank=rank,
-            world=world,
-        )
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(swap_space, "SwapHeader", partial(with_shares, range(1, len(folders) + 1)))
+            identity = swap_identity(layout, "fp32")
+            space = SwapSpace.create(
+                folders, identity=identity, run="one", extents=extents, rank=rank, world=world
+            )
         buffers = {
             b: {x.name: map_pages(whole_blocks(x.nbytes)) for x in extent.parts}
             for b, extent in extents.items()
@@ -145,7 +152,7 @@ def write_all(
     """The files of all ranks, and the manifest of them."""
     position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
-    snapshot = Snapshot(layout, "fp32", position, optimizer, {})
+    snapshot = Snapshot(layout, {x.index: "fp32" for x in layout.frozen_buckets}, position, optimizer, {})
     numels = {span.name: span.stop - span.start for span in layout.spans}
     shards: list[Shard] = []
     for rank in range(world):

@@ -16,9 +16,15 @@ from zfunc.engine import compile as compiling
 from zfunc.engine import program, specialize, vjp
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment
+from zfunc.planner import traced_costs
+from zfunc.runtime import accelerator
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _checked_loss, _with_buffers = compiling._calls, compiling.checked_loss, compiling._with_buffers
+_calls, _checked_loss, _with_buffers = (
+    compiling.segment_calls,
+    compiling.checked_loss,
+    compiling._with_buffers,
+)
 _make_vjp, _trace_one = vjp._make_vjp, specialize._trace_one
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
@@ -29,7 +35,8 @@ _traces: dict[Any, tuple[Any, Any]] = {}
 
 def share_traces() -> None:
     """From now on, in this process."""
-    compiling._calls, compiling.checked_loss = _shared_calls, _shared_loss
+    compiling.segment_calls = traced_costs.segment_calls = _shared_calls
+    compiling.checked_loss = _shared_loss
     compiling._with_buffers = _shared_with_buffers
     compiling.make_vjp, vjp._make_vjp, specialize._trace_one = _shared_vjp, _shared_graphs, _shared_trace
 
@@ -40,9 +47,9 @@ def _shareable(segment: Segment) -> bool:
 
 
 def _shared_calls(
-    segments: Any, layout: Any, settings: StepSettings, device: Any
+    segments: Any, layout: Any, settings: StepSettings, device: Any, _joints: Any = None
 ) -> tuple[CompiledSegment, ...]:
-    way = settings.compile_segments, settings.device_graphs, settings.deterministic, device
+    way = settings.compile_segments, settings.deterministic, device, accelerator._GROUPED.get()
     return _calls([_with_earliest(x, way) for x in segments], layout, settings, device)
 
 

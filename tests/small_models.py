@@ -189,7 +189,6 @@ def bits(state: State) -> list[Tensor]:
         "state",
         "module_buffers",
         "ema",
-        *(["grad_shard"] if state.pending is not None else []),
     }
     kept = (r for r in sorted(memory, key=str) if r.role in roles and r.tier != "disk")
     on_disk = (state.buffers.state(b) for b in sorted(state.buffers.on_disk))

@@ -18,9 +18,9 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, UpdateWork, make_layout
-from zfunc.core.optimizer_state import MATRIX_FORMATS, needs_whole_parameters
+from zfunc.core.optimizer_state import MATRIX_FORMATS, updates_each_parameter
 from zfunc.core.plan import Plan, build
-from zfunc.core.recipes import checkpoint, deferred, delayed, flush_recipe, zero_offload
+from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.spec import SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
@@ -97,7 +97,7 @@ def _work(p: Parameter, n: int) -> UpdateWork:
     """What the update of parameter number `n` takes, as optimizers say it."""
     if p.state_format in MATRIX_FORMATS:
         return UpdateWork(700 * (n + 1), 50 + 8 * n, 2 + n)
-    return UpdateWork(measured=(24, 16, 8, 8) if needs_whole_parameters(p.state_format) else ())
+    return UpdateWork(measured=(24, 16, 8, 8) if updates_each_parameter(p.state_format) else ())
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
@@ -145,14 +145,12 @@ SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Paramete
 
 TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     "zero_offload": zero_offload,
-    "delayed": lambda spec: delayed(evolve(spec, pending=True)),
-    "first delayed": delayed,
     "deferred": deferred,
 }
 RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     **TRAINING,
     "checkpoint": checkpoint,
-    "flush": lambda spec: flush_recipe(evolve(spec, defer=True)),
+    "flush": lambda spec: flush_recipe(evolve(spec, defer=True, barrier=True)),
 }
 
 MOMENTS: list[dict[str, object]] = [
@@ -181,17 +179,15 @@ SPECS: dict[str, StepSpec] = {
     "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
     "16 bits": spec(TIED_NEXT, state_format="16bit", send_high_half=True, host_slots=1),
-    "two formats": spec(
-        TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, shadows=2, ema=True
-    ),
+    "two formats": spec(TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, ema=True),
     "two formats, streamed": spec(TWO_FORMATS, params_on="host", send_high_half=True, save=True),
-    "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, shadows=1, ema=True),
+    "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, ema=True),
     "whole matrices, barrier": spec(MATRICES_APART, micro_batches=2, world=2, barrier=True, resident={0, 2}),
     "whole matrices, stage 3": spec(
         MATRICES, stage=3, world=3, params_on="host", send_high_half=True, barrier=True, host_slots=1
     ),
-    "cut by ranks": spec(CUT, send_high_half=True, world=2, resident={0}, save=True, shadows=1),
-    "cut by ranks, barrier": spec(CUT, micro_batches=2, world=3, barrier=True, resident={1}, shadows=9),
+    "cut by ranks": spec(CUT, send_high_half=True, world=2, resident={0}, save=True),
+    "cut by ranks, barrier": spec(CUT, micro_batches=2, world=3, barrier=True, resident={1}),
     "cut by ranks, stage 3": spec(
         CUT, stage=3, world=2, params_on="host", send_high_half=True, barrier=True, host_slots=1
     ),
@@ -204,20 +200,6 @@ SPECS: dict[str, StepSpec] = {
     ),
     "partial, barrier, spanning": spec(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
     "all resident": spec(chain((8, 8), (8, 8)), bucket_size=64, resident={0, 1, 2, 3}, save=True),
-    "speculative": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, shadows=2),
-    "speculative, accumulated": spec(TIED, barrier=True, shadows=9, micro_batches=2, world=2, save=True),
-    "speculative, 16 bits, partial": spec(
-        TIED_THREE,
-        state_format="16bit",
-        send_high_half=True,
-        barrier=True,
-        bucket_size=64,
-        shadows=1,
-        resident={0},
-    ),
-    "stage 1, speculative": spec(
-        SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=2, barrier=True, shadows=1
-    ),
     "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, grad_slots=1),
     "vertical, two ranks": spec(TIED_THREE, micro_batches=2, group_size=2, world=2, resident={1}),
     "in groups": spec(
@@ -421,7 +403,6 @@ def specs(draw: st.DrawFn) -> StepSpec:
         persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
         activations_on=draw(st.sampled_from(["device", "host", "disk", "disk,device", "device,host"])),
         save=draw(st.booleans()),
-        shadows=draw(st.integers(0, 3)),
         ema=draw(st.booleans()),
         update_workspace=draw(st.integers(0, 50)),
         resident=draw(st.frozensets(st.integers(0, 4))),

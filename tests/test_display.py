@@ -120,7 +120,7 @@ def test_metrics_and_runs_are_curves_in_a_notebook(tmp_path: Path) -> None:
 
 def test_in_jupyter_a_training_prints_lines_without_control_codes() -> None:
     """Jupyter runs a command with "!" at a terminal of its own, which does not obey them."""
-    code = "from zfunc.cli.terminal import shows_panels; print(shows_panels())"
+    code = "from zfunc.cli.terminal import can_redraw; print(can_redraw())"
     for variables, expected in (({}, b"True"), ({"JPY_PARENT_PID": "1"}, b"False")):
         ours, theirs = pty.openpty()
         environment = {"TERM": "xterm", **os.environ, **variables}

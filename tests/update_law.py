@@ -1,20 +1,125 @@
-"""Law 8 for state by name: whoever makes an update, in place or into other buffers, it has the reference's bits."""
+"""Law 8: whoever makes an update, in place or into other buffers, it has the bits of the NumPy reference.
+
+States of every optimizer and format by name, and one step in every way: by the kernel on each instruction set, any
+number of threads, in any parts and places, and in the torch operations that a device runs.
+"""
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from adam_states import around, assert_same, placed
+from attrs import frozen
 from torch import Tensor
 
-from zfunc.core.optimizer_state import STATE_FORMATS
+import zfunc
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
+from zfunc.optim.compact import as_array as array
 from zfunc.optim.compact import as_state, as_tensor
-from zfunc.optim.kernel_loader import cpu_adam
-from zfunc.optim.one_buffer_reference import pack_one_buffer
+from zfunc.optim.compact_reference import BLOCK, pack_moments, pack_weights
+from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.kernel_loader import cpu_adam as kernel
+from zfunc.optim.optimizer_settings import decay_field, lr_field, moments_field, number_field
+from zfunc.optim.reference import reference_update
+from zfunc.optim.rules import EXP_AVG_FLOOR
 
 State = dict[str, Tensor]
+TYPES = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
+NAMES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ISAS = range(len(kernel.instruction_sets()))
+
+
+@frozen
+class Signum(Elementwise):
+    """One of one's own, which the kernel does not have: SGD by the signs of its momentum."""
+
+    state: ClassVar = ("exp_avg", "steps_so_far")
+    decoupled: ClassVar = True
+
+    lr: Any = lr_field(0.01)
+    weight_decay: float = number_field("weight_decay", 0.1)
+    decay: Any = decay_field()
+    moments: Any = moments_field()
+
+    def update(self, o: Any, k: Any, g: Any, m: Any, n: Any) -> tuple[Any, ...]:
+        m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
+        return o.signed(m, k.rate), m, n + 1.0
+
+    def scalars(self, step: int, lr: float) -> dict[str, float]:
+        return {"rate": lr / step, "keep": 0.9, "add": 0.1}
+
+
+RULES: dict[str, Elementwise] = {
+    "AdamW": zfunc.AdamW(1e-3, weight_decay=0.1),
+    "Adam": zfunc.AdamW(1e-3, weight_decay=0.1, decoupled=False, eps=0.0),
+    "SGD": zfunc.SGD(0.1),
+    "momentum": zfunc.SGD(0.1, momentum=0.9, dampening=0.25, weight_decay=0.1),
+    "Nesterov": zfunc.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Lion": zfunc.Lion(0.01, weight_decay=0.1),
+    "Adagrad": zfunc.Adagrad(0.1, weight_decay=0.1, lr_decay=0.01),
+    "Adagrad from 0.1": zfunc.Adagrad(0.1, initial_accumulator_value=0.1),
+    "one's own": Signum(),
+}
+ROWS: dict[str, Elementwise] = {
+    f"{name}, {moments}": rule.with_moments(moments, split_master=False)
+    for name, rule in RULES.items()
+    for moments in ("fp32", "16bit", "8bit")
+}
+ROWS["AdamW, fp32-split"] = zfunc.AdamW(1e-3, weight_decay=0.1, split_master=True)
+ADAMS = [name for name in ROWS if name.startswith("AdamW")]  # a format each
+
+
+# ---- buffers -----------------------------------------------------------------------------------------
+
+
+def placed(x: Tensor, offset: int) -> Tensor:
+    """A copy of x that begins `offset` elements into its storage, with a block of room after it."""
+    store = torch.zeros(x.numel() + offset + BLOCK, dtype=x.dtype)
+    store[offset : offset + x.numel()] = x
+    return store[offset : offset + x.numel()]
+
+
+def around(x: Tensor) -> Tensor:
+    """What lies before and after a buffer in its storage, as bytes."""
+    storage = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
+    start = x.storage_offset() * x.element_size()
+    return torch.cat([storage[:start], storage[start + x.nbytes :]])
+
+
+def random_bytes(x: Tensor, seed: int) -> Tensor:
+    """A buffer of the same kind."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (x.nbytes,), generator=generator, dtype=torch.uint8).view(x.dtype)
+
+
+def gradient(n: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exact(x: Tensor) -> Tensor:
+    """The bits of a buffer."""
+    return x.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a buffer, every NaN alike: its payload is not promised."""
+    return exact(torch.where(x.isnan(), torch.full_like(x, torch.nan), x) if x.is_floating_point() else x)
+
+
+def assert_same(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        wrong = (bits(one.cpu()) != bits(other)).nonzero().flatten()
+        assert not wrong.numel(), f"{wrong.numel()} of {other.numel()} differ, the first is {wrong[0]}"
+
+
+# ---- states ------------------------------------------------------------------------------------------
+
+
+def clone(state: State, change: Callable[[Tensor], Tensor] = Tensor.clone) -> State:
+    return {name: change(x) for name, x in state.items()}
 
 
 def tensors(arrays: Mapping[str, np.ndarray], state_format: str) -> State:
@@ -22,14 +127,38 @@ def tensors(arrays: Mapping[str, np.ndarray], state_format: str) -> State:
     return as_state((arrays[x.name] for x in STATE_FORMATS[state_format]), state_format)
 
 
-def one_buffer_state(p: np.ndarray, m: np.ndarray, state_format: str) -> State:
-    """A state of such fp32 weights and buffer."""
+def packed(state_format: str, p: np.ndarray, *moments: np.ndarray) -> State:
+    """A state of such fp32 weights and moments."""
     with np.errstate(all="ignore"):
-        return tensors(pack_one_buffer(p.copy(), m.copy(), state_format=state_format, step=1), state_format)
+        own = pack_moments([x.copy() for x in moments], state_format, 1)
+        return tensors(pack_weights(p.copy(), state_format, own) | own, state_format)
 
 
-def clone(state: State, change: Callable[[Tensor], Tensor] = Tensor.clone) -> State:
-    return {name: change(x) for name, x in state.items()}
+def fresh(n: int, state_format: str, seed: int = 0) -> State:
+    """Weights of unit size, moments that differ by powers of ten inside a block."""
+    rng = np.random.default_rng(seed)
+    p, *moments = (rng.standard_normal(n).astype(np.float32) for _ in range(3))
+    moments = [x * np.exp2(rng.uniform(-20, 0, n)).astype(np.float32) for x in moments]
+    kinds = [x for x in moment_buffers(state_format) if x.shared == 1]
+    own = [m if x.signed else np.square(m) for x, m in zip(kinds, moments, strict=False)]
+    return packed(state_format, p, *own)
+
+
+# ---- the law -----------------------------------------------------------------------------------------
+
+
+def check(
+    optimizer: Elementwise, state: State, grad: Tensor, *, step: int = 3, scale: float = 0.3,
+    group: int = 0, out: torch.dtype | None = None, **how: Any,
+) -> State:  # fmt: skip
+    """One step in every way has the bits of the reference; returns the new state."""
+    arguments = optimizer.arguments(StepDecision(False, scale, step, optimizer.factors(step)), group)
+    arrays = {name: array(x) for name, x in state.items()}
+    new, copy = reference_update(arrays, array(grad), out=out and NAMES[out], **arguments)
+    expected = tensors(new, arguments["state_format"])
+    updates = partial(optimizer.host_kernel, **arguments), partial(optimizer.device_kernel, **arguments)
+    check_update(state, grad, expected, copy, *updates, out=out, **how)
+    return expected
 
 
 def check_update(
@@ -41,9 +170,10 @@ def check_update(
     device_update: Callable[..., None],
     *,
     out: torch.dtype | None = None,
-    threads: tuple[int, ...] = (1,),
+    threads: Sequence[int] = (1,),
     offset: int = 0,
     device: str = "cpu",
+    isas: Sequence[int] = ISAS,
 ) -> None:
     """One step by the kernel, on every instruction set, and in torch operations.
 
@@ -58,11 +188,12 @@ def check_update(
         if copy is not None:
             assert_same([copy], [as_tensor(expected_copy).view(copy.dtype)])
 
-    for isa, team in itertools.product(range(len(cpu_adam.instruction_sets())), threads):
+    for isa, team in itertools.product(isas, threads):
         mine = clone(state, lambda x: placed(x, offset))
         into = clone(state, lambda x: placed(torch.ones_like(x), offset))
         outside = [around(x) for x in (*mine.values(), *into.values())]
         one(host_update, mine, into=into, threads=team, isa=isa)
+        assert_same(mine.values(), state.values())
         one(host_update, mine, threads=team, isa=isa)
         assert all(map(torch.equal, outside, (around(x) for x in (*mine.values(), *into.values()))))
     one(device_update, clone(state, lambda x: x.to(device, copy=True)), device)

@@ -50,9 +50,8 @@ if TYPE_CHECKING:
     from zfunc.optim import lr as lr
     from zfunc.optim.adafactor import Adafactor
     from zfunc.optim.adagrad import Adagrad
-    from zfunc.optim.adamw import AdamW
+    from zfunc.optim.adamw import AdamW, adam_update_
     from zfunc.optim.groups import groups
-    from zfunc.optim.host_adam import adam_update_
     from zfunc.optim.lion import Lion
     from zfunc.optim.loss_scale import LossScale
     from zfunc.optim.muon import Muon
@@ -84,7 +83,7 @@ _HOMES = {
     "Save": "checkpoint.writer",
     "Segment": "engine.segment",
     "UndeclaredAccess": "errors",
-    "adam_update_": "optim.host_adam",
+    "adam_update_": "optim.adamw",
     "apply": "engine.evaluate",
     "buffers": "engine.evaluate",
     "compile": "engine.compile",

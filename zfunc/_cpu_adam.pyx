@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=True
-"""The kernel's door: raw addresses in, the GIL released, nothing checked. zfunc/optim/host_adam.py checks.
+"""The kernel's door: raw addresses in, the GIL released, nothing checked. zfunc/optim/host_update.py checks.
 
 Addresses are those of 1-D contiguous arrays of n elements. Types are FP32, BF16, FP16 (or NONE for no
 copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best one this CPU runs.
@@ -119,6 +119,7 @@ PARTS = ZF_PARTS  # doubles that a sum of squares consists of
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 MOMENTS_FP32_SPLIT = ZF_MOMENTS_FP32_SPLIT
 SGD, NESTEROV, LION, ADAGRAD, DIRECTION = ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD, ZF_DIRECTION
+ADAM = ZF_DIRECTION + 1
 BUFFER_NONE, BUFFER_FP32, BUFFER_BF16 = ZF_BUFFER_NONE, ZF_BUFFER_FP32, ZF_BUFFER_BF16
 BUFFER_SIGNED, BUFFER_UNSIGNED = ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -148,119 +149,69 @@ def writable(uintptr_t address):
     return zf_writable(address)
 
 
-cdef zf_state state_at(
-    uintptr_t master,
-    uintptr_t low,
-    uintptr_t exp_avg,
-    uintptr_t exp_avg_sq,
-    uintptr_t exp_avg_sq_scale,
-):
+cdef zf_state state_at(addresses):
     cdef zf_state state
+    cdef uintptr_t master = addresses[0], low = addresses[1], m = addresses[2], v = addresses[3]
+    cdef uintptr_t scale = addresses[4]
     state.master, state.low = <void *>master, <int16_t *>low
-    state.exp_avg, state.exp_avg_sq = <void *>exp_avg, <void *>exp_avg_sq
-    state.exp_avg_sq_scale = <int16_t *>exp_avg_sq_scale
+    state.exp_avg, state.exp_avg_sq, state.exp_avg_sq_scale = <void *>m, <void *>v, <int16_t *>scale
     return state
 
 
-def adam_update(
-    int moments,             # IN    MOMENTS_FP32, MOMENTS_FP32_SPLIT, MOMENTS_16BIT, MOMENTS_8BIT
-    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next four: IN with `into`
-    uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
-    uintptr_t exp_avg,       # INOUT [n] fp32, bf16 or codes
-    uintptr_t exp_avg_sq,    # INOUT [n] as exp_avg
-    uintptr_t exp_avg_sq_scale,  # INOUT [ceil(n / 64)] int16; 0 without codes
-    uint32_t exp_avg_dither,     # IN    what rounding of compact moments adds, at a block's first element
-    uint32_t exp_avg_sq_dither,
-    uintptr_t grad,          # IN    [n] of grad_type
-    uintptr_t out,           # OUT   [n] of out_type, or 0
-    size_t n,
-    int grad_type,           # IN    FP32, BF16, FP16
-    int out_type,            # IN    NONE, FP32, BF16, FP16
-    int decay_mode,          # IN    NO_DECAY, DECOUPLED, L2
-    double grad_scale,       # IN    this and the rest: rounded here, once, to float
-    double grad_floor,
-    double beta1,
-    double one_minus_beta1,
-    double beta2,
-    double one_minus_beta2,
-    double step_size,
-    double inv_sqrt_bias2,
-    double eps,
-    double decay,
-    int threads,
-    int isa=-1,
-    into=(),                 # OUT   five addresses as those from `master` on, for the new state; (): in place
-):
-    """One Adam step; see adam_reference.py and compact_reference.py for what it computes."""
-    cdef zf_adam_args args
-    cdef int use = checked_isa(isa)
-    args.moments = moments
-    args.state = state_at(master, low, exp_avg, exp_avg_sq, exp_avg_sq_scale)
-    args.into = state_at(into[0], into[1], into[2], into[3], into[4]) if into else args.state
-    args.exp_avg_dither, args.exp_avg_sq_dither = exp_avg_dither, exp_avg_sq_dither
-    args.grad = <const void *>grad
-    args.out = <void *>out
-    args.grad_type, args.out_type, args.decay_mode = grad_type, out_type, decay_mode
-    args.grad_scale, args.grad_floor = <float>grad_scale, <float>grad_floor
-    args.beta1, args.one_minus_beta1 = <float>beta1, <float>one_minus_beta1
-    args.beta2, args.one_minus_beta2 = <float>beta2, <float>one_minus_beta2
-    args.step_size, args.inv_sqrt_bias2 = <float>step_size, <float>inv_sqrt_bias2
-    args.eps, args.decay = <float>eps, <float>decay
-    with nogil:
-        zf_adam(&args, n, threads, use)
-
-
-cdef zf_one_state one_state_at(uintptr_t master, uintptr_t low, uintptr_t buffer, uintptr_t scale):
+cdef zf_one_state one_state_at(addresses):
     cdef zf_one_state state
+    cdef uintptr_t master = addresses[0], low = addresses[1], buffer = addresses[2], scale = addresses[4]
     state.master, state.low = <void *>master, <int16_t *>low
     state.buffer, state.scale = <void *>buffer, <int16_t *>scale
     return state
 
 
-def one_buffer_update(
-    int rule,                # IN    SGD, NESTEROV, LION, ADAGRAD, DIRECTION
-    int buffer_type,         # IN    BUFFER_NONE, BUFFER_FP32, BUFFER_BF16, BUFFER_SIGNED, BUFFER_UNSIGNED
-    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next three: IN with `into`; 0: a
-                             #       direction has no weights
-    uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
-    uintptr_t buffer,        # INOUT [n] fp32, bf16 or codes; 0 without one
-    uintptr_t scale,         # INOUT [ceil(n / 64)] int16; 0 without codes
-    uint32_t dither,         # IN    what rounding of the buffer adds, at a block's first element
+def update(
+    int rule,                # IN    ADAM, SGD, NESTEROV, LION, ADAGRAD, DIRECTION
+    int moments,             # IN    of ADAM: MOMENTS_FP32 and so on; of the others: BUFFER_NONE and so on
+    state,                   # INOUT five addresses: [n] weights in fp32, or bf16: the high half, 0: DIRECTION has
+                             #       none; [n] int16, the low half, or 0; two [n] of moments, or 0;
+                             #       [ceil(n / 64)] int16, the scales of codes, or 0. IN with others in `into`
+    into,                    # OUT   five addresses as in `state`, for the new state; the same: in place
     uintptr_t grad,          # IN    [n] of grad_type
     uintptr_t out,           # OUT   [n] of out_type, or 0
     size_t n,
     int grad_type,           # IN    FP32, BF16, FP16
     int out_type,            # IN    NONE, FP32, BF16, FP16
     int decay_mode,          # IN    NO_DECAY, DECOUPLED, L2
-    double grad_scale,       # IN    this and the rest: rounded here, once, to float
-    double grad_floor,
-    double rate,
-    double decay,
-    double keep,
-    double add,
-    double look_keep,
-    double look_add,
-    double eps,
-    double initial,
+    dithers,                 # IN    two: what rounding of compact moments adds, at a block's first element
+    k,                       # IN    zfunc.optim.rules.Factors: rounded here, once, to float
     int threads,
     int isa=-1,
-    into=(),                 # OUT   four addresses as those from `master` on, for the new state; (): in place
 ):
-    """One step of SGD, Lion or Adagrad, or Muon's direction; see one_buffer_reference.py for what it computes."""
-    cdef zf_one_args args
+    """One step of an element-wise optimizer; see reference.py for what it computes."""
+    cdef zf_adam_args adam
+    cdef zf_one_args one
     cdef int use = checked_isa(isa)
-    args.rule, args.buffer_type, args.dither = rule, buffer_type, dither
-    args.state = one_state_at(master, low, buffer, scale)
-    args.into = one_state_at(into[0], into[1], into[2], into[3]) if into else args.state
-    args.grad = <const void *>grad
-    args.out = <void *>out
-    args.grad_type, args.out_type, args.decay_mode = grad_type, out_type, decay_mode
-    args.grad_scale, args.grad_floor = <float>grad_scale, <float>grad_floor
-    args.rate, args.decay, args.keep, args.add = <float>rate, <float>decay, <float>keep, <float>add
-    args.look_keep, args.look_add = <float>look_keep, <float>look_add
-    args.eps, args.initial = <float>eps, <float>initial
+    if rule == ADAM:
+        adam.moments, adam.state, adam.into = moments, state_at(state), state_at(into)
+        adam.exp_avg_dither, adam.exp_avg_sq_dither = dithers
+        adam.grad, adam.out = <const void *>grad, <void *>out
+        adam.grad_type, adam.out_type, adam.decay_mode = grad_type, out_type, decay_mode
+        adam.grad_scale, adam.grad_floor = <float><double>k.grad_scale, <float><double>k.grad_floor
+        adam.beta1, adam.one_minus_beta1 = <float><double>k.keep, <float><double>k.add
+        adam.beta2, adam.one_minus_beta2 = <float><double>k.keep_sq, <float><double>k.add_sq
+        adam.step_size, adam.inv_sqrt_bias2 = <float><double>k.rate, <float><double>k.root_scale
+        adam.eps, adam.decay = <float><double>k.eps, <float><double>k.decay
+        with nogil:
+            zf_adam(&adam, n, threads, use)
+        return
+    one.rule, one.buffer_type, one.dither = rule, moments, dithers[0]
+    one.state, one.into = one_state_at(state), one_state_at(into)
+    one.grad, one.out = <const void *>grad, <void *>out
+    one.grad_type, one.out_type, one.decay_mode = grad_type, out_type, decay_mode
+    one.grad_scale, one.grad_floor = <float><double>k.grad_scale, <float><double>k.grad_floor
+    one.rate, one.decay = <float><double>k.rate, <float><double>k.decay
+    one.keep, one.add = <float><double>k.keep, <float><double>k.add
+    one.look_keep, one.look_add = <float><double>k.look_keep, <float><double>k.look_add
+    one.eps, one.initial = <float><double>k.eps, <float><double>k.initial
     with nogil:
-        zf_one(&args, n, threads, use)
+        zf_one(&one, n, threads, use)
 
 
 cdef zf_factor_args factor_args(matrix):
@@ -283,12 +234,12 @@ cdef zf_weights weights_at(addresses):
 def factor_largest(
     matrix,                  # IN    (gradient [n], its type, rows, columns, grad_scale, grad_floor, 0), as below
     size_t n,                # a multiple of rows * columns: as many matrices
-    uintptr_t rows,          # OUT   [n / columns] fp32, 0 before
-    uintptr_t columns,       # OUT   [n / rows] fp32, 0 before
+    uintptr_t rows,          # INOUT [n / columns] fp32
+    uintptr_t columns,       # INOUT [n / rows] fp32
     int threads,
     int isa=-1,
 ):
-    """The largest gradient of every row and of every column, by size."""
+    """The largest gradient of every row and of every column, by size, and of what is there."""
     cdef zf_factor_args args = factor_args(matrix)
     cdef int use = checked_isa(isa)
     args.row_largest, args.column_largest = <float *>rows, <float *>columns
@@ -301,12 +252,12 @@ def factor_sums(
     size_t n,
     uintptr_t row_unit,      # IN    [n / columns] double
     uintptr_t column_unit,   # IN    [n / rows] double
-    uintptr_t rows,          # OUT   [n / columns] double, 0 before
-    uintptr_t columns,       # OUT   [n / rows] double, 0 before
+    uintptr_t rows,          # INOUT [n / columns] double
+    uintptr_t columns,       # INOUT [n / rows] double
     int threads,
     int isa=-1,
 ):
-    """The exact sums of the squares of every row and of every column, rounded as their units say."""
+    """Add the exact sums of the squares of every row and of every column, rounded as their units say."""
     cdef zf_factor_args args = factor_args(matrix)
     cdef int use = checked_isa(isa)
     args.row_unit, args.column_unit = <const double *>row_unit, <const double *>column_unit
@@ -353,7 +304,7 @@ def factored_update(
     int threads,
     int isa=-1,
 ):
-    """Move weights along the direction; see adafactor_reference.py for what the sweeps compute together."""
+    """Move weights along the direction; see adafactor_update.py for what the sweeps compute together."""
     cdef zf_factor_args args = factor_args(matrix)
     cdef int use = checked_isa(isa)
     args.left, args.right, args.limit = <const float *>left, <const float *>right, <float>limit

@@ -4,7 +4,6 @@ import errno
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 class PlanError(ValueError):
@@ -12,13 +11,7 @@ class PlanError(ValueError):
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient is inf or NaN where no loss scale can help.
-
-    With delayed updates `state` is where training can go on: the gradient of this batch is dropped, the update
-    before it is made. Otherwise it is None, and the message says what became of the state that was given.
-    """
-
-    state: Any = None
+    """A loss or gradient is inf or NaN where no loss scale can help; the message says what became of the state."""
 
 
 class OutOfMemory(MemoryError):  # noqa: N818
@@ -97,7 +90,7 @@ def explain_os_errors(
         raise _explained(kind, path, doing, advice, error) from error
 
 
-USE_ANOTHER = "use another checkpoint, or start anew in another folder (--out)"  # instead of a damaged one
+USE_ANOTHER = "use another checkpoint, or start anew in another folder"  # instead of a damaged one
 
 
 def did_you_mean(got: str, known: list[str], *, cutoff: float = 0.4) -> str:

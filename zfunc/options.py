@@ -7,6 +7,7 @@ of the command and the shell's completion read it.
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from zfunc.values import whole
 
 Check = Callable[[str, Any], Any]
 AUTO: Literal["auto"] = "auto"
-GROUPS = (  # of options, in the order in which help shows them: what is chosen first, and by most, comes first
+# Of options, in the order in which help shows them: what is chosen first, and by most, comes first.
+GROUPS = (
     *(
         "run",
         "shell",
@@ -60,15 +62,14 @@ class Option:
         return self.check.names if isinstance(self.check, OneOf) else ()
 
     def offering(self, words: Collection[str], note: str = "") -> "Option":
-        """The same with other words to choose from, which its help lists, and a note on them.
-
-        >>> Option("picture", "its format: text, svg", one_of(("text", "svg"))).offering(("text", "html")).help
-        'its format: text, html'
-        """
+        """The same with other words to choose from, which its help lists, and a note on them."""
         old, new = ", ".join(self.words), ", ".join(words)
         text = self.help.replace(old, new) if old else f"{self.help}: {new}"
         check = evolve(self.check, names=words) if isinstance(self.check, OneOf) else one_of(words)
         return evolve(self, help=text + note, check=check, words=words)
+
+
+Options = Mapping[str, Option]
 
 
 def flag(name: str) -> str:
@@ -84,24 +85,17 @@ count = partial(whole, least=1)
 zero_or_more = partial(whole, least=0)
 
 
-def positive(name: str, value: Any) -> None:
-    """A finite number above 0."""
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"{name}: got {value:g}, expected a finite number above 0: leave it out for its default"
-        )
+def _bounded(high: float, expected: str, *, zero: bool) -> Check:
+    def check(name: str, value: Any) -> None:
+        if not 0 <= value < high or (value == 0 and not zero):
+            raise ValueError(f"{name}: got {value:g}, expected {expected}")
+
+    return check
 
 
-def not_negative(name: str, value: Any) -> None:
-    """A finite number, 0 or above."""
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}: got {value:g}, expected a finite number, 0 or above: pass 0 to go without")
-
-
-def probability(name: str, value: Any) -> None:
-    """0 or above and below 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}: got {value:g}, expected 0 or above and below 1: pass 0 for none")
+positive = _bounded(math.inf, "a finite number above 0: leave it out for its default", zero=False)
+not_negative = _bounded(math.inf, "a finite number, 0 or above: pass 0 to go without", zero=True)
+probability = _bounded(1, "0 or above and below 1: pass 0 for none", zero=True)
 
 
 @frozen
@@ -120,11 +114,7 @@ class OneOf:
 
 @frozen
 class SeveralOf(OneOf):
-    """A check that the value is one of `names`, or several joined by commas, or as a sequence; "auto" is alone.
-
-    >>> SeveralOf(("device", "host"))("activations_on", ["host", "device"])
-    'host,device'
-    """
+    """A check that the value is one of `names`, or several joined by commas, or as a sequence; "auto" is alone."""
 
     def __call__(self, name: str, value: Any) -> Any:
         """The value, several as a text; raises ValueError for another."""
@@ -138,29 +128,20 @@ class SeveralOf(OneOf):
         return ",".join(parts)
 
 
-def one_of(names: Collection[str]) -> OneOf:
-    """A check that the value is one of `names`.
-
-    >>> Option("picture", "its format", one_of(("text", "svg"))).words
-    ('text', 'svg')
-    """
-    return OneOf(names)
+one_of = OneOf
 
 
 def ratio(name: str, value: Any) -> None:
     """A share, 0 to 1, or "auto"."""
-    try:
-        good = value == AUTO or 0 <= float(value) <= 1
-    except ValueError:
-        good = False
-    if not good:
-        raise ValueError(
-            f"{name}: got {value}, expected 0 (nothing is on the host) to 1 (all of the optimizer's "
-            f"state is), or {AUTO}: pass such as 0.75"
-        )
+    with suppress(ValueError):
+        if value == AUTO or 0 <= float(value) <= 1:
+            return
+    raise ValueError(
+        f"{name}: got {value}, expected 0 (no optimizer state on the host) to 1 (all), or {AUTO}: pass such as 0.75"
+    )
 
 
-def read_ratio(typed: str) -> float | Literal["auto"]:
+def read_ratio(typed: str) -> float | str:
     """The value of a ratio as typed."""
     return AUTO if typed == AUTO else float(typed)
 
@@ -175,35 +156,51 @@ def anything(_name: str, _value: Any) -> None:
     """Nothing to check."""
 
 
+def option(
+    default: Any, group: str, help: str, check: Check = anything, metavar: str = "", **more: Any
+) -> Any:
+    """A field of a command's settings, with its Option; `more` goes to that, and a `converter` to the field."""
+    converter = more.pop("converter", None)
+    return option_field(default, Option(group, help, check, metavar, **more), converter)
+
+
+def option_field(default: Any, option: Option, converter: Any = None) -> Any:
+    """A field of a command's settings that has this Option."""
+    return attrs.field(default=default, converter=converter, metadata={"option": option})
+
+
 def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[str, Option]:
     """The options that `settings` have as metadata of their fields, by the names of the flags."""
-    named = (
-        (option.name or f.name, option)
-        for f in attrs.fields(settings)
-        if (option := f.metadata["option"]).group
-    )
-    return {name: option for name, option in named if name not in without}
+    options = ((f.name, f.metadata["option"]) for f in attrs.fields(settings) if "option" in f.metadata)
+    named = {x.name or name: x for name, x in options if x.group}
+    return {name: x for name, x in named.items() if name not in without}
 
 
 def flag_fields(
-    settings: type[Any], base: type[Any], *, without: Collection[str] = (), **defaults: Any
+    settings: type[Any], base: type[Any], changed: Options, *, without: Collection[str] = (), **defaults: Any
 ) -> type[Any]:
     """A class for a command to extend: the fields of `base`, and those of `settings` that have a flag, as typed.
 
-    `defaults` are the command's own. What is a number or a word, or a word among several, is typed as a text.
+    `changed` are the options of fields of `base`, and others than a setting's; `defaults` are the command's own.
+    What is a number or a word, or a word among several, is typed as a text.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {
+        f.name: attrs.field(default=f.default, type=f.type, metadata={"option": changed[f.name]})
+        for f in attrs.fields(base)
+        if f.name in changed
+    }
     for f in attrs.fields(settings):
         name = f.metadata["option"].name or f.name
         if name in options_of(settings, without=without):
-            typed: Any = (
-                f.type if f.type in (int, bool, float, int | None, float | None, tuple[str, ...]) else str
-            )
+            declared = bool if isinstance(f.default, bool) else f.type
+            known = (int, bool, float, int | None, float | None, tuple[str, ...])
+            typed: Any = declared if declared in known else str
             default = defaults.get(name, f.default)
             if typed is str and isinstance(default, int | float):
                 default = f"{default:g}"
             converter: Any = {str: str, tuple[str, ...]: tuple}.get(typed)
-            own[name] = attrs.field(default=default, type=typed, converter=converter)
+            metadata = {"option": changed.get(name, f.metadata["option"])}
+            own[name] = attrs.field(default=default, type=typed, converter=converter, metadata=metadata)
     name = f"{settings.__name__}Flags"
     return attrs.make_class(name, own, bases=(base,), frozen=True, kw_only=True)
 
@@ -219,19 +216,17 @@ def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
     return values
 
 
-def check_each(settings: Any, options: Mapping[str, Option]) -> None:
+def check_each(settings: Any, options: Options | None = None) -> None:
     """Check every field of `settings` that is not None by its option."""
-    for f in attrs.fields(type(settings)):
-        value = getattr(settings, f.name)
-        if value is not None:
-            options[f.name].check(flag(f.name), value)
+    for name, option in (options or options_of(type(settings))).items():
+        if (value := getattr(settings, name)) is not None:
+            option.check(name, value)
 
 
 def multiple(name: str, value: int, of: str, parts: int) -> None:
     """Whether `value` of field `name` is a multiple of `parts`, the value of field `of`."""
     if value % parts:
-        near = [n for n in (value // parts * parts, (value // parts + 1) * parts) if n]
+        near = max(parts, value // parts * parts)
         raise ValueError(
-            f"{flag(name)}: got {value} with {flag(of)} {parts}, expected a multiple of it: try {flag(name)} "
-            f"{' or '.join(map(str, near))}, or other {flag(of)}"
+            f"{name}: got {value} with {of}={parts}, expected a multiple of it: try {name}={near}"
         )

@@ -1,4 +1,4 @@
-"""Bytes and seconds in words. Memory is in GiB, as nvidia-smi, torch and `free -h` count it; rates are in GB/s."""
+"""Bytes, seconds and parameters in words. Memory is in GiB, as nvidia-smi and torch count it; rates are in GB/s."""
 
 
 def format_bytes(nbytes: float) -> str:
@@ -12,6 +12,16 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
         nbytes /= 1024
     raise AssertionError
+
+
+def format_parameters(count: float, trained: float) -> str:
+    """The elements of a model, and how many of them are trained.
+
+    >>> format_parameters(1000, 1000), format_parameters(1000, 8)
+    ('1,000 parameters', '1,000 parameters, 8 of them trained')
+    """
+    share = f", {trained:,.0f} of them trained" if trained < count else ""
+    return f"{count:,.0f} parameters{share}"
 
 
 def format_seconds(seconds: float) -> str:

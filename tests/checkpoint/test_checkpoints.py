@@ -175,18 +175,6 @@ def test_one_without_all_its_shards_is_not_published(tmp_path: Path) -> None:
     assert names(tmp_path) == before
 
 
-def test_bad_arguments_of_publishing_are_refused(tmp_path: Path) -> None:
-    manifest = open_checkpoint(save(tmp_path, step=1)).manifest
-    pending = begin_checkpoint(tmp_path, 2)
-    with pytest.raises(ValueError, match="keep: got 0, expected at least 1: the newest"):
-        publish_checkpoint(pending, manifest, keep=0)
-    with pytest.raises(ValueError, match="got a manifest of step 1, expected step 2"):
-        publish_checkpoint(pending, manifest)
-    with pytest.raises(ValueError, match="step: got -1, expected"):
-        begin_checkpoint(tmp_path, -1)
-    abandon_checkpoint(pending)
-
-
 def test_stopped_before_any_operation_of_the_disk_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Laws of the manifest: any partition is read by any other, and what is written reads back equal."""
 
 import json
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -221,27 +222,24 @@ def test_the_same_model_is_accepted_in_any_order(manifest: Manifest) -> None:
     check_model(manifest, [*MODEL[1], *MODEL[0], *MODEL[0]])
 
 
-PLAIN: list[tuple[dict[Any, Any], str]] = [
-    ({"a": float("nan")}, r"extra.a: got nan, expected a dict of JSON's own types"),
-    ({"a": [1, float("inf")]}, r"extra.a\[1\]: got inf"),
-    ({1: 2}, "extra: got the key 1, expected a string"),
-    ({"a": (1, 2)}, r"extra.a: got \(1, 2\)"),
-    ({"a": {"b": 10**30}}, "extra.a.b: got 1000000000"),
-    ({"a": b""}, "extra.a: got b''"),
-]
+def endless() -> dict[str, Any]:
+    itself: dict[str, Any] = {}
+    itself["a"] = itself
+    return itself
 
 
-@pytest.mark.parametrize(("extra", "message"), PLAIN)
-def test_values_that_json_would_change_are_refused(extra: dict[Any, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *({"a": x} for x in (math.nan, [1, math.inf], (1, 2), {"b": 10**30}, b"", "\ud800")),
+        {1: 2},
+        [],
+        endless(),
+    ],
+)
+def test_values_that_json_would_change_are_refused(extra: Any) -> None:
+    with pytest.raises(CheckpointError, match="^extra: got .*, expected a dict of JSON's own types"):
         evolve(EMPTY, extra=extra)
-
-
-def test_a_value_that_contains_itself_is_refused() -> None:
-    endless: dict[str, Any] = {}
-    endless["a"] = endless
-    with pytest.raises(CheckpointError, match="at most 10 deep"):
-        evolve(EMPTY, extra=endless)
 
 
 def test_the_manifest_is_readable(manifest: Manifest) -> None:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from saved import checksummed, content, write_shard
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest_json import read_shape
+from zfunc.checkpoint.manifest_json import shape as shape_kind
 from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.checkpoint.shard_writer import create_shard
-from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.strict_json import decode
 from zfunc.errors import CheckpointError
 
 TENSORS = (
@@ -196,31 +196,6 @@ def test_another_file_of_the_same_size_is_refused(tmp_path: Path) -> None:
         open_shard(tmp_path / "y", shard)
 
 
-def test_a_slice_reads_its_own_bytes_and_the_rest_of_two_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor = TensorInfo("w", "F32", (1000,))
-    shard = write(tmp_path / "x", (tensor,), chunk=256)
-    read: list[int] = []
-    original = disk.read_all
-
-    def counted(fd: int, data: memoryview, offset: int) -> None:
-        read.append(data.nbytes)
-        original(fd, data, offset)
-
-    with open_shard(tmp_path / "x", shard) as reader:
-        monkeypatch.setattr(disk, "read_all", counted)
-        reader.read_into("w", 70, 200, bytearray(520))
-        assert sum(read) == 256 * 3
-        read.clear()
-        for n in range(130, 190):  # slices of one chunk: read once, checked once
-            reader.read_into("w", n, n + 1, bytearray(4))
-        assert sum(read) == 256
-        read.clear()
-        reader.read_into("w", 5, 5, bytearray())
-        assert not read
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -306,10 +281,10 @@ def test_bad_tensors_are_refused(stored: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(1,) * 64, (0,) * 64, (1 << 57,), (0, 1 << 57)])
 def test_a_shape_may_have_64_dimensions_and_sizes_of_64_bits(shape: tuple[int, ...]) -> None:
-    assert read_shape(JsonNode(list(shape), "shape")) == shape
+    assert decode(list(shape), shape_kind, "shape") == shape
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (1 << 60,), (0, 1 << 60)])
 def test_a_larger_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match="expected at most 64 dimensions"):
-        read_shape(JsonNode(list(shape), "shape"))
+        decode(list(shape), shape_kind, "shape")

@@ -1,6 +1,8 @@
 """A swap space reads like a checkpoint: every slice of every parameter, from the files of all ranks and folders."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -46,11 +48,21 @@ def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) 
     paths = [folders[0] / swap_file_name(rank, 2, 0) for rank in (0, 1)]
     held = os.open(paths[1], os.O_RDONLY)
     lock = swap_space._lock_file(paths[1])
-    with pytest.raises(
-        CheckpointError, match="rank-00001-of-00002-folder-0.swap: got a swap space that a training u"
-    ):
+    said = "rank-00001-of-00002-folder-0.swap: got a swap space that {} uses"
+    with pytest.raises(CheckpointError, match=said.format("this process itself")):
         open_checkpoint(folders[0])
     os.close(lock)
+    command = (
+        "import fcntl, sys; fcntl.flock(file := open(sys.argv[1]), 2); print(flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", command, paths[1]], **pipes) as other:
+        assert other.stdout.readline()
+        os.close(held)
+        with pytest.raises(CheckpointError, match=said.format("another process")):
+            open_checkpoint(folders[0])
+        held = os.open(paths[1], os.O_RDONLY)
+        other.communicate()
     os.close(held)
     whole = paths[1].read_bytes()
     header = read_header(lambda offset, n: whole[offset : offset + n], "it")

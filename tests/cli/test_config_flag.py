@@ -1,19 +1,27 @@
 """`zfunc train --config`: a DeepSpeed configuration and a command line together, and what a run makes of them."""
 
+import argparse
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import small_trainings
 from small_trainings import checkpoints, config, rows, summary
 
-from zfunc.cli.main import main
-from zfunc.train.deepspeed.cli_merge import merge_flags
+from zfunc.cli.catalogue import COMMANDS
+from zfunc.cli.main import _parse, _settings, main
+from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed.convert import config_extras
-from zfunc.train.deepspeed.lr import WarmupDecayLR
+from zfunc.train.deepspeed.keys import KEYS
+from zfunc.train.deepspeed.lr import SCHEDULERS, WarmupDecayLR
 from zfunc.train.deepspeed.reader import read_config_file
+from zfunc.train.deepspeed.settings import merge_flags, params_of
 from zfunc.train.settings import TrainSettings
+from zfunc.train.setup import learning_rate, optimizer_of
 
 FILE = """{
   "train_batch_size": 8,
@@ -116,7 +124,7 @@ def test_hugging_faces_file_for_stage_3_trains_as_stage_2_does(capsys: pytest.Ca
         Path("ds.json").write_text(json.dumps(file))
         assert train(*flags, "--out", name, steps=3) == 0
     out = capsys.readouterr().out
-    assert 'stage3_prefetch_bucket_size: "auto" is zfunc\'s default' in out
+    assert re.search('"auto" is zfunc\'s default, or what was passed: .*stage3_prefetch_bucket_size', out)
     assert "stage3_gather_16bit_weights_on_model_save: `zfunc export" in out
     names = ("stage", "params_on", "weight_slots", "activations_on", "accumulate")
     settings = config("host")["settings"]
@@ -155,6 +163,75 @@ def test_flags_hold_where_the_file_says_nothing() -> None:
     assert merged(open_batch | adam, lr=1e-3)["lr"] == 1e-3
 
 
+# --- "auto" ----------------------------------------------------------------------------------------------
+
+RUNS = {"gpt": "", "hf": "--hf model", "lora": "--hf model --lora 8"}
+
+
+def typed(*words: str) -> TrainSettings:
+    """The settings of a command line."""
+    args = argparse.Namespace(prog="zfunc", debug=False)
+    _parse(["train", *" ".join(words).split()], args)
+    return _settings(COMMANDS["train"], args)
+
+
+def with_file(file: Any, *words: str) -> TrainSettings:
+    Path("ds.json").write_text(json.dumps(file))
+    return typed("--config ds.json", *words)
+
+
+def decided(settings: TrainSettings) -> dict[str, Any]:
+    """All that a configuration decides of a run."""
+    extras = config_extras(settings)
+    return {
+        **attrs.asdict(settings, filter=lambda field, _: field.name != "config"),
+        "made": optimizer_of(settings, settings.lr),
+        "loss_scale": extras.loss_scale or LossScale(),
+        "steps_per_print": extras.steps_per_print,
+    }
+
+
+def all_auto(names: Iterable[str], **file: Any) -> dict[str, Any]:
+    """A file in which these keys are "auto"."""
+    for name in names:
+        *blocks, last = name.split(".")
+        block = file
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block.setdefault(last, AUTO)
+    return file
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", [*KEYS["optimizer.type"].type, AUTO])
+def test_auto_is_what_holds_without_the_file(run: str, kind: str) -> None:
+    """For every key that a file may have, whatever is trained."""
+    name = {"Adam": "adamw", AUTO: "adamw"}.get(kind, kind.lower())
+    params = {f"optimizer.params.{x}" for x in params_of(name)}
+    keys = [x for x in KEYS if not x.startswith(("optimizer.params.", "scheduler.")) or x in params]
+    file = all_auto([*keys, "scheduler.type"], optimizer={"type": kind})
+    chosen = f"--optimizer {name}"
+    assert decided(with_file(file, RUNS[run])) == decided(typed(RUNS[run], chosen))
+    assert decided(with_file(file, RUNS[run], "--lr 0.5")) == decided(typed(RUNS[run], chosen, "--lr 0.5"))
+    if kind == AUTO:
+        assert decided(with_file(file, RUNS[run], "--optimizer lion")) == decided(
+            typed(RUNS[run], "--optimizer lion")
+        )
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_an_auto_of_a_scheduler_is_the_rate_that_holds_without_it(run: str, kind: str) -> None:
+    """From 0, along a line, as many steps up to the same rate; and a cosine falls to the same end."""
+    names = [f"scheduler.params.{x.name}" for x in attrs.fields(SCHEDULERS[kind]) if x.name != "lr"]
+    for optimizer in ({}, {"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}):
+        file = all_auto([*names, "train_batch_size"], scheduler={"type": kind}, **optimizer)
+        rate, own = (learning_rate(x, 60) for x in (with_file(file, RUNS[run]), typed(RUNS[run])))
+        assert [rate(step + 2) for step in range(7)] == pytest.approx([0.0, *map(own, range(1, 7))], rel=1e-3)
+        if kind == "WarmupCosineLR":
+            assert rate(61) == pytest.approx(own(60))
+
+
 def test_a_flag_or_the_file_chooses_the_optimizer() -> None:
     Path("ds.json").write_text(
         json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
@@ -168,10 +245,6 @@ def test_a_flag_or_the_file_chooses_the_optimizer() -> None:
         settings = config(name)["settings"]
         found[name] = manifest["moments"], settings["optimizer"], settings["lr"], settings["weight_decay"]
     assert found == {"sgd": ("weights-fp32", "sgd", 0.1, 0.0), "lion": ("lion-8bit", "lion", 1e-3, 0.4)}
-    with pytest.raises(
-        ValueError, match="--optimizer: got sgd, and .* says optimizer.type Lion, expected one of them"
-    ):
-        merged({"optimizer": {"type": "Lion"}}, optimizer="sgd")
 
 
 def test_who_says_no_batch_at_all_is_told_so(capsys: Any) -> None:
@@ -181,92 +254,91 @@ def test_who_says_no_batch_at_all_is_told_so(capsys: Any) -> None:
     assert merged("ds.json", batch_size=6)["batch_size"] == 6
 
 
-@pytest.mark.parametrize(
-    "file",
-    [{"bf16": {"bf16_optimizer_states": True}}, {"optimizer": {"params": {"fp32_optimizer_states": False}}}],
-)
-def test_how_exact_the_moments_are(file: dict[str, Any]) -> None:
-    file = {"train_batch_size": 8, **file}
-    assert merged(file)["moments"] == "16bit"
-    assert merged(file, moments="8bit")["moments"] == "8bit"
-    with pytest.raises(ValueError, match="--moments: got fp32, and the dict says"):
-        merged(file, moments="fp32")
+def zero(**block: Any) -> dict[str, Any]:
+    return {"train_batch_size": AUTO, "zero_optimization": block}
 
 
-def test_where_the_optimizers_state_is() -> None:
-    def ratio(offload: dict[str, Any], **flags: Any) -> Any:
-        file = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
-        return merged(file, **flags).get("offload_ratio")
-
-    assert ratio({}) is None
-    assert ratio({"device": "cpu"}) == "1.0"
-    assert ratio({"device": "cpu", "ratio": 0.25}) == "0.25"
-    assert ratio({"device": "none"}) == "0.0"
-    assert ratio({"device": "cpu"}, offload_ratio="0.5") == "0.5"
-    assert ratio({"device": "cpu"}, offload_ratio="auto") == "auto"
-    with pytest.raises(ValueError, match=r"--offload-ratio: got 0\.5.*device none"):
-        ratio({"device": "none"}, offload_ratio="0.5")
+def wait_on_host(yes: bool) -> dict[str, Any]:
+    return {"train_batch_size": AUTO, "activation_checkpointing": {"cpu_checkpointing": yes}}
 
 
-def test_where_parameters_and_activations_are() -> None:
-    def places(zero: dict[str, Any], checkpointing: bool | None = None, **flags: Any) -> dict[str, Any]:
-        file = {"train_batch_size": "auto", "zero_optimization": zero}
-        activations = {"activation_checkpointing": {"cpu_checkpointing": checkpointing}}
-        return merged({**file, **activations}, **flags)
-
-    on_host, on_device = {"device": "cpu"}, {"device": "none"}
-    assert places({"stage": 3}) == {"stage": 3}
-    assert places({"stage": 0}) == places({"overlap_comm": True}) == {"stage": 1}
-    assert places({"stage": 3, "offload_param": on_host}) == {"stage": 3, "params_on": "host"}
-    assert places({"stage": 2, "offload_param": on_host}) == {"stage": 2}
-    assert places({"stage": 1}, checkpointing=True) == {"stage": 1, "activations_on": "host"}
-    assert places({"stage": 3, "stage3_prefetch_bucket_size": 0}) == {"stage": 3, "weight_slots": 1}
-    given = {"stage": "3", "params_on": "host", "activations_on": "host", "weight_slots": 3}
-    assert merged({"train_batch_size": AUTO}, **given) == given
-    assert places({"stage": AUTO, "offload_param": {"device": AUTO}}, **given) == given
-    for zero, wrong in (
-        ({"stage": 2}, {"stage": "3"}),
-        ({"stage": 3, "offload_param": on_host}, {"params_on": "device"}),
-        ({"stage": 3, "offload_param": on_device}, {"params_on": "host"}),
-        ({"stage": 3, "stage3_prefetch_bucket_size": 0}, {"weight_slots": 2}),
-        ({"stage": 3, "stage3_param_persistence_threshold": 8}, {"persistent_params": "9"}),
-    ):
-        ((name, value),) = wrong.items()
-        with pytest.raises(
-            ValueError, match=f"^--{name.replace('_', '-')}: got {value}, and the dict says zero"
-        ):
-            places(zero, **wrong)
-    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
-    on_disk = {"stage": 3, "state_on": "disk", "swap": ("/a",), "offload_ratio": "1.0"}
-    assert places(nvme) == places(nvme, state_on="disk", swap=("/a",)) == on_disk
-    assert places(nvme, state_on=AUTO) == on_disk | {"state_on": AUTO}
-    disk = {"activations_on": "disk", "swap": ("/a",)}
-    assert places({"stage": 1}, checkpointing=True, **disk) == {"stage": 1, **disk}
-    for flags in ({"state_on": "host"}, {"swap": ("/b",)}):
-        with pytest.raises(ValueError, match="^--(state-on|swap): got (host|/b), and the dict says zero"):
-            places(nvme, **flags)
-    with pytest.raises(ValueError, match="^--activations-on: got device.*cpu_checkpointing True"):
-        places({}, checkpointing=True, activations_on="device")
-    assert places({"stage": 3}, params_on="disk")["params_on"] == "disk"  # which the flag's own check refuses
+NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
+ON_DISK = {"stage": 3, "state_on": "disk", "swap": ("/a",), "offload_ratio": 1.0}
+GIVEN = {"stage": "3", "params_on": "host", "activations_on": "host", "weight_slots": 3}
 
 
 @pytest.mark.parametrize(
-    ("flags", "scheduler", "message"),
+    ("file", "flags", "expected"),
     [
-        ({"lr": 0.1}, {"type": "LRRangeTest"}, "--lr: got 0.1.*LRRangeTest, which sets"),
-        ({"lr": 0.1}, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}}, "--lr: got 0.1.*WarmupLR"),
-        ({"lr": 0.1}, {"type": "WarmupDecayLR"}, "--lr: got 0.1.*WarmupDecayLR"),
-        ({"warmup": 3}, {"type": "LRRangeTest"}, "--warmup: got 3"),
-        ({"lr_schedule": "linear"}, {"type": "WarmupLR"}, "--lr-schedule: got linear.*WarmupLR"),
-        ({"warmup": 3}, {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}, "--warmup: got 3.*steps 4"),
+        ({"train_batch_size": AUTO}, GIVEN, GIVEN),
+        (zero(stage=AUTO, offload_param={"device": AUTO}), GIVEN, GIVEN),
+        (zero(stage=3), {}, {"stage": 3}),
+        (zero(stage=0), {}, {"stage": 1}),
+        (zero(overlap_comm=True), {}, {"stage": 1}),
+        (zero(stage=2, offload_param={"device": "cpu"}), {}, {"stage": 2}),
+        (zero(stage=3, offload_param={"device": "cpu"}), {}, {"stage": 3, "params_on": "host"}),
+        (zero(stage=3, stage3_prefetch_bucket_size=0), {}, {"stage": 3, "weight_slots": 1}),
+        (wait_on_host(True), {}, {"activations_on": "host"}),
+        (
+            zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.25}),
+            {},
+            {"stage": 2, "offload_ratio": 0.25},
+        ),
+        (zero(stage=2, offload_optimizer={"device": "none"}), {}, {"stage": 2, "offload_ratio": 0.0}),
+        (
+            zero(stage=2, offload_optimizer={"device": "cpu"}),
+            {"offload_ratio": "0.5"},
+            {"stage": 2, "offload_ratio": "0.5"},
+        ),
+        (zero(**NVME), {}, ON_DISK),
+        (zero(**NVME), {"state_on": "disk", "swap": ("/a",)}, ON_DISK),
+        (zero(**NVME), {"state_on": AUTO}, ON_DISK | {"state_on": AUTO}),
+        ({"train_batch_size": AUTO, "bf16": {"bf16_optimizer_states": True}}, {}, {"moments": "16bit"}),
     ],
 )
-def test_flags_that_a_scheduler_would_not_hear(flags: Any, scheduler: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        merged({"scheduler": scheduler}, **flags)
+def test_what_a_file_and_flags_decide(file: Any, flags: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = merged(file, **flags)
+    assert {x: y for x, y in found.items() if x not in ("precision", "micro_batches")} == expected
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "scheduler": {"type": kind, "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "file", "key"),
+    [
+        ("stage", "3", zero(stage=2), "stage 2"),
+        ("params_on", "device", zero(stage=3, offload_param={"device": "cpu"}), "offload_param.device cpu"),
+        ("params_on", "host", zero(stage=3, offload_param={"device": "none"}), "offload_param.device none"),
+        ("weight_slots", 2, zero(stage=3, stage3_prefetch_bucket_size=0), "prefetch_bucket_size 0"),
+        ("persistent_params", "9", zero(stage=3, stage3_param_persistence_threshold=8), "threshold 8"),
+        ("activations_on", "device", wait_on_host(True), "cpu_checkpointing True"),
+        ("state_on", "host", zero(**NVME), "offload_optimizer.device nvme"),
+        ("swap", ("/b",), zero(**NVME), "nvme_path /a"),
+        ("offload_ratio", "0.5", zero(offload_optimizer={"device": "none"}), "device none"),
+        ("moments", "fp32", {"bf16": {"bf16_optimizer_states": True}}, "bf16_optimizer_states True"),
+        ("optimizer", "sgd", {"optimizer": {"type": "Lion"}}, "optimizer.type Lion"),
+        ("precision", "bf16", {"fp16": {"enabled": True}}, "fp16.enabled True"),
+        ("precision", "fp16", {"fp16": {"enabled": False}}, "fp16.enabled False"),
+        ("lr", 0.1, scheduler("LRRangeTest"), "scheduler.type LRRangeTest"),
+        ("lr", 0.1, scheduler("WarmupLR", warmup_max_lr=0.2), "warmup_max_lr 0.2"),
+        ("lr", 0.1, scheduler("WarmupDecayLR"), "scheduler.type WarmupDecayLR"),
+        ("warmup", 3, scheduler("LRRangeTest"), "scheduler.type LRRangeTest"),
+        ("warmup", 3, scheduler("WarmupLR", warmup_num_steps=4), "warmup_num_steps 4"),
+        ("lr_schedule", "linear", scheduler("WarmupLR"), "scheduler.type WarmupLR"),
+    ],
+)
+def test_a_flag_that_contradicts_the_file_is_an_error_that_names_both(
+    flag: str, value: Any, file: Any, key: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^{flag}: got .*, and the dict says .*{key}.*expected one of them"
+    ):
+        merged({"train_batch_size": 8, **file}, **{flag: value})
 
 
 def test_settings_made_by_hand_may_not_contradict_their_file() -> None:
-    given = {"batch_size": 8, "precision": "fp16", "clip": 0.5, "bucket_size": 5000}
+    given = {"batch_size": 8, "precision": "fp16", "clip": 0.5, "bucket_size": 5000, "stage": 1}
     with pytest.raises(ValueError, match=r"optimizer\.params\.lr 0\.002"):
         config_extras(TrainSettings(config=Path("ds.json"), **given))

@@ -29,8 +29,8 @@ EXAMPLES = [
 ]
 
 
-def help_of(name: str, capsys: Out) -> str:
-    assert main([name, "--help"]) == 0
+def help_of(name: str, capsys: Out, asked: str = "") -> str:
+    assert main([name, asked or ("--help-all" if COMMANDS[name].common else "--help")]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return out
@@ -67,6 +67,17 @@ def test_help_has_every_option_once_with_its_default_and_what_there_is_to_choose
         assert ("(default: " in line) is not (field.type is bool or required), line
         assert line.count("(default: ") <= 1
         assert all(word in line or word in option.metavar for word in option.words)
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.common])
+def test_help_is_a_screen_of_what_most_people_need(
+    name: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = help_of(name, capsys, "--help")
+    assert len(text.splitlines()) <= 55
+    common = {flag(field) for field in COMMANDS[name].common}
+    assert options_of(text).keys() - {"-h, --help", "--debug"} == common | {"--help-all"}
 
 
 @every_command

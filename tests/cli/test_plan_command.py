@@ -19,8 +19,14 @@ from zfunc.cli.commands.draw import DrawSettings
 from zfunc.cli.commands.plan import PlanSettings, plan_model, plan_text
 from zfunc.cli.main import main
 from zfunc.cli.parser import make_parser
+from zfunc.core.bucketing import lay_out
+from zfunc.core.settings import StepSettings
 from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
+from zfunc.models.gpt_costs import GPTCosts, gpt_parameters
 from zfunc.planner import memory_check as room
+from zfunc.planner.cost_model import CostModel
+from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.profile_toml import load_profile, profile_text
 from zfunc.train.settings import TRAIN, TrainSettings
 from zfunc.train.setup import gpt_config, prepare_job
@@ -118,8 +124,8 @@ def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
         "fp16 (chosen of fp32, fp16)",
         "it fits",
         f"bound by {as_json['bound']}",
-        "assumed of the profile's peaks: fp16 46%",
-        "TFLOP/s counts forward, and twice as much for backward",
+        "assumed of the profile's peaks: fp16 66%, attention 33%",
+        "TFLOP/s counts forward with attention, and twice as much for backward",
     ):
         assert words in " ".join(result.split())
     for tier in ("device", "pinned", "host", "disk"):
@@ -199,9 +205,7 @@ def test_a_figure_of_the_profile_is_replaced(capsys: Out) -> None:
     ("args", "words"),
     [
         (["--schedule", "auto", "--hidden-size", "256"], "found by search:"),
-        (["--delay-from", "1"], "updates delayed"),
         (["--defer"], "updates deferred"),
-        (["--speculate", "2"], "2 buckets speculated"),
         (["--offload-ratio", "0.5"], "50% of the state on the host"),
         (["--world", "4", "--hardware", "h100"], "on 4 ranks"),
         (["--world", "2", "--micro-batches", "2"], "2 micro-batches"),
@@ -259,7 +263,7 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = plan_model(PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
-    best = attrs.evolve(model.planned.step.settings, schedule=schedule, offload_ratio=0.0, speculate=3)
+    best = attrs.evolve(model.planned.step.settings, schedule=schedule, offload_ratio=0.0, defer=True)
     planned = attrs.evolve(model.planned, step=attrs.evolve(model.planned.step, settings=best))
     searched = attrs.evolve(model, settings=attrs.evolve(model.settings, schedule="auto"), planned=planned)
     parser = make_parser(COMMANDS)[1]["train"]
@@ -269,7 +273,7 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
         lead, _, options = paragraph.partition(":")
         typed = parser.parse_args(options.split())
         assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
-        assert (typed.speculate, typed.bucket_size) == (3, 50_000_000)
+        assert (typed.defer, typed.bucket_size) == (True, 50_000_000)
         assert ("which orders for round numbers" in " ".join(lead.split())) == (schedule == "CriticalPath")
 
 
@@ -284,9 +288,53 @@ def test_without_options_the_model_and_the_step_are_those_of_zfunc_train(kind: A
     assert {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size", "clip"} <= same
     for name in same - {"precision"}:
         mine, theirs = getattr(kind(), name), getattr(TrainSettings(), name)
-        assert mine == (50_000_000 if name == "bucket_size" and kind is not CalibrateSettings else theirs), (
-            name
-        )
+        assert mine == theirs, name
+
+
+PRESETS = {  # profile, layers, hidden size, ranks
+    "10 B, one V100": ("v100-32gb", 50, 4096, 1),
+    "10 B, 1,024 H100": ("h100", 50, 4096, 1024),
+    "0.1 B, one 4090": ("rtx4090", 12, 768, 1),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_command_and_the_function_answer_alike(name: str) -> None:
+    """Whose optimizers differ in what decays: `zfunc.AdamW()` has one group, that of the command two."""
+    hardware, layers, hidden, world = PRESETS[name]
+    settings = PlanSettings(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        seq_length=1024,
+        vocab_size=50257,
+        batch_size=2 * world,
+        hardware=hardware,
+        world=world,
+    )
+    told, tokens = plan_model(settings).planned, torch.empty((2, 1024), dtype=torch.int64, device="meta")
+    segments = gpt_segments(gpt_config(settings))
+    mine = zfunc.plan(segments, (tokens, tokens), hardware=hardware, world=world, clip_norm=1.0, advice=False)
+    assert mine.step_seconds == pytest.approx(told.step_seconds, rel=1e-4)
+    assert mine.memory == told.memory
+    assert mine.bus_bytes == told.bus_bytes
+
+
+def test_buckets_follow_the_number_of_ranks() -> None:
+    """A collective of many takes long to start: the size that nobody sets is then nearly as fast as the best."""
+    config, fixed = GPTConfig(50_257, 1024, 50, 4096, 32), StepSettings(bucket_size=50_000_000)
+    for world in (1, 8, 16):
+        parameters = gpt_parameters(config)
+        assert lay_out(parameters, StepSettings(), world) == lay_out(parameters, fixed, world)
+    model = CostModel(GPTCosts(config, 8, zfunc.AdamW(), 1024), load_profile("h100"))
+    default, few, *others = (
+        plan_settings(
+            model, attrs.evolve(fixed, precision="bf16", bucket_size=n), advice=False
+        ).tokens_per_second
+        for n in (None, 50_000_000, 200_000_000, 800_000_000)
+    )
+    assert default > 1.3 * few
+    assert default > 0.98 * max(others)
 
 
 @pytest.mark.parametrize(

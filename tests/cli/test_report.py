@@ -2,12 +2,16 @@
 
 import json
 import math
+import os
+import random
 import re
+import sys
 import time
 from base64 import b64encode
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +22,13 @@ from hypothesis import strategies as st
 from run_folders import STEPS, Row, row, written
 from table import plan_of
 
+from zfunc.cli.commands import report
 from zfunc.cli.main import main
 from zfunc.cli.report_page import report_page
+from zfunc.cli.sensors import gpu_load, machine_load
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
-from zfunc.viz.charts import PLACES, placed, smoothed
+from zfunc.viz.charts import PLACES, placed
 from zfunc.viz.web_page import web_file
 
 
@@ -74,7 +80,12 @@ def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
 
 def test_settings_that_are_not_the_default_stand_out(tmp_path: Path) -> None:
     page = page_of(tmp_path, STEPS)
-    assert re.findall(r'<tr class="set"><th scope="row">(\w+)', page) == ["num_layers", "precision", "seed"]
+    assert re.findall(r'<tr class="set"><th scope="row">(\w+)', page) == [
+        "num_layers",
+        "precision",
+        "seed",
+        "steps",
+    ]
 
 
 def test_skipped_steps_are_marked_and_listed(tmp_path: Path) -> None:
@@ -97,7 +108,9 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
 
     assert ending("a", ended="seconds") == ("good", "the time was up")
     assert ending("b", ended="failed", error="OSError: full") == ("bad", "failed: OSError: full")
-    assert ending("c") == ("", "has not ended: it is running, or was killed")
+    how, words = ending("c")
+    assert how == ""
+    assert re.fullmatch(r"has not ended: it is running, or was killed; its last step was 0:0\d ago", words)
     assert ending("d", ended="interrupt") == ("", "stopped as asked")
 
 
@@ -146,7 +159,7 @@ def test_whatever_the_folder_says_is_text(tmp_path: Path) -> None:
     run = written(tmp_path, rows, ended=HOSTILE, error=HOSTILE, sample=HOSTILE)
     config = json.loads((run / "config.json").read_text())
     config["settings"][HOSTILE] = config["machine"]["gpu"] = config["resumed_from"] = HOSTILE
-    config["data"] = config["unit"] = HOSTILE
+    config["data"], config["unit"] = [HOSTILE], HOSTILE
     (run / "config.json").write_text(json.dumps(config))
     elements = Elements(report_page(read_history(run)))
     assert not elements.all("script")
@@ -177,24 +190,15 @@ def test_no_spike_is_lost_and_no_more_is_drawn_than_fits(
     places = placed(points, (1, len(points)))
     assert len(places) <= PLACES
     ys = [y for _, y in points if y is not None]
-    shown = [p.values for p in places if p.values]
+    shown = [p.values for p in places.values() if p.values]
     assert (min((v[0] for v in shown), default=0), max((v[2] for v in shown), default=0)) == (
         min(ys, default=0),
         max(ys, default=0),
     )
-    for p in places:
+    for p in places.values():
         own = [y for x, y in points if p.first <= x <= p.last and y is not None]
         assert (p.values is None) == (not own)
         assert p.values is None or p.values[1] == pytest.approx(math.fsum(own) / len(own), abs=1e-6)
-
-
-@given(points)
-def test_smoothing_keeps_gaps_and_stays_within(points: tuple[tuple[int, float | None], ...]) -> None:
-    ys = [y for _, y in points if y is not None]
-    for (x, y), (same, mean) in zip(points, smoothed(points), strict=True):
-        assert x == same
-        assert (y is None) == (mean is None)
-        assert mean is None or min(ys) - 1e-3 <= mean <= max(ys) + 1e-3
 
 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -204,7 +208,86 @@ def test_many_thousand_steps(steps: int, tmp_path: Path) -> None:
     page = report_page(read_history(run))
     assert time.perf_counter() - began < 30
     assert len(page) < 600_000
-    assert "1 to 1e+06" in page, "one spike of all is seen"
+    assert "from 1 to 1e+06" in page, "one spike of all is seen"
+
+
+# --- while it goes on ------------------------------------------------------------------------------------
+
+
+def test_a_run_is_followed_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path, STEPS[:3])
+    pages = list[str]()
+
+    def meanwhile(seconds: float) -> None:
+        pages.append((run / "report.html").read_text())
+        assert seconds >= report.EVERY
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row(2 + len(pages))) + "\n")
+        if len(pages) == 2:
+            (run / "summary.json").write_text('{"ended": "steps"}')
+
+    monkeypatch.setattr("time.sleep", meanwhile)
+    monkeypatch.setattr("zfunc.cli.report_page.machine_load", lambda: [("cores", "1.0 of 2 busy")])
+    assert main(["report", str(run), "--follow"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        "steps: 2 of 9",
+        "steps: 3 of 9",
+        f"written: {run / 'report.html'}",
+        "steps: 4 of 9",
+    ]
+    assert "has not ended" in lines[0]
+    assert lines[-1].endswith("; all steps done")
+    refresh = '<meta http-equiv="refresh" content="5">'
+    assert all(refresh in page and "1.0 of 2 busy" in page for page in pages)
+    last = (run / "report.html").read_text()
+    assert refresh not in last
+    assert "1.0 of 2 busy" not in last
+
+
+def test_ctrl_c_ends_the_following_and_leaves_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zfunc.cli.report_page.machine_load", list)
+    monkeypatch.setattr("time.sleep", interrupted)
+    run = written(tmp_path, [row(1, loss=None)], name="a\x1b[2J")
+    assert main(["report", str(run), "--follow"]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert (run / "report.html").exists()
+
+
+def test_the_load_is_that_of_this_machine_and_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+
+    def refusing(*_: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    for name, value in {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda n: n,
+        "nvmlDeviceGetName": lambda n: ["one", "two"][n],
+        "nvmlDeviceGetMemoryInfo": lambda n: SimpleNamespace(used=n << 30, total=9 << 30),
+        "nvmlDeviceGetUtilizationRates": lambda n: SimpleNamespace(gpu=50 * n),
+    }.items():
+        monkeypatch.setattr(pynvml, name, value)
+    load = dict(machine_load())
+    busy, of = re.findall(r"[\d.]+", load["cores"])
+    assert 0 <= float(busy) <= float(of) == len(os.sched_getaffinity(0))
+    assert re.fullmatch(r"[\d.]+ \wiB of [\d.]+ \wiB in use", load["memory"])
+    assert load["GPU 1"] == "two: 50 % busy, 1.0 GiB of 9.0 GiB in use"
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", refusing)
+    assert gpu_load() == [("GPU", "unknown: Unknown Error")]
+    monkeypatch.setattr(pynvml, "nvmlInit", refusing)
+    assert gpu_load() == [("GPU", "unknown: Unknown Error")]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_load() == [("GPU", "unknown: pip install 'zfunc[gpu]'")]
 
 
 # --- reading it back -------------------------------------------------------------------------------------
@@ -243,6 +326,67 @@ def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> Non
     (run / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json.*expected"):
         read_history(run)
+
+
+ANY = [None, True, -1, 10**400, "x", [], {}, [1], {"a": 1}, math.nan, "\ud800"]
+
+
+def changed(rng: random.Random, value: Any) -> Any:
+    """The same JSON, with another value somewhere in it."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.8:
+        copy = value.copy()
+        at = rng.choice(list(copy) if isinstance(copy, dict) else range(len(copy)))
+        copy[at] = changed(rng, copy[at])
+        return copy
+    return rng.choice(ANY)
+
+
+def damaged(rng: random.Random, name: str, text: str) -> str:
+    """A file with other bytes, without its end, with other lines, or with a value of another type."""
+    lines, at = text.splitlines(keepends=True), rng.randrange(len(text))
+    n = rng.randrange(len(lines))
+    match rng.choice(["byte", "cut", "line"] if name == "plan.txt" else ["byte", "cut", "value", "value"]):
+        case "byte":
+            return text[:at] + chr(rng.randrange(1, 500)) + text[at + 1 :]
+        case "cut":
+            return text[:at]
+        case "line":
+            return "".join(lines[:n] + lines[n + 1 :])
+    if name == "metrics.jsonl":
+        lines[n] = json.dumps(changed(rng, json.loads(lines[n]))) + "\n"
+        return "".join(lines)
+    return json.dumps(changed(rng, json.loads(text)))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.jsonl", "summary.json", "plan.txt", "timeline.json"]
+)
+def test_a_damaged_file_is_a_page_that_tells_or_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+    """Whatever is damaged, and however: bytes, lines, values of another type."""
+    ended = {
+        "ended": "steps",
+        "peak_bytes": {"process": 9, "host": 4, "device": 3},
+        "sample": "x",
+        "steps": 9,
+    }
+    measured = name in ("plan.txt", "timeline.json")
+    run = written(tmp_path, [*STEPS, LAST], step=measured, **ended)
+    file, rng = run / name, random.Random(name)
+    whole = file.read_text()
+    for _ in range(30 if measured else 150):
+        text = damaged(rng, name, whole)
+        file.write_text(text)
+        try:
+            read, refused = read_history(run), ""
+            report_page(read).encode()
+        except ValueError as error:
+            read, refused = None, str(error)
+        if read is None:
+            assert f"{file}: " in refused or f"{file}." in refused, text  # or the place of a value in it
+            assert "name the folder of another run" in refused
+            assert "invalid JSON" not in refused or "line " in refused
+        elif name == "metrics.jsonl" and len(read.rows) < text.count("\n"):
+            assert f"{file}: line {len(read.rows) + 1} is not valid" in read.damage
 
 
 # --- in a browser ----------------------------------------------------------------------------------------

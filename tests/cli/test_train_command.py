@@ -1,5 +1,6 @@
 """The commands as a user meets them: what they print, what they leave behind, how they end."""
 
+import io
 import json
 import os
 import pty
@@ -7,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from small_trainings import checkpoints, config, losses, rows, start, summary, t
 
 from zfunc.cli.main import main
 from zfunc.cli.terminal import interrupts, printable
-from zfunc.train.events import INTERRUPT, TERMINATED
+from zfunc.cli.train_lines import PlainOutput, progress
+from zfunc.train.events import INTERRUPT, TERMINATED, Sampled, Stepped, Working
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -30,10 +34,27 @@ def model(*sizes: int) -> list[str]:
 SMALL = model(2, 64, 4, 32, 4)
 TEN_BILLION = [*model(50, 4096, 32, 1024, 10), "--vocab-size", "50257"]
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 Out = pytest.CaptureFixture[str]
 
 
 # --- a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("set_by_hand", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "9"}, "9"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["default", "spin count", "policy"],
+)
+def test_threads_of_openmp_spin_shortly_unless_told_otherwise(
+    set_by_hand: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_by_hand.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--version"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_a_run_prints_lines_and_leaves_a_folder(capsys: Out) -> None:
@@ -127,15 +148,60 @@ def test_a_kill_leaves_every_step_readable_and_a_run_that_goes_on() -> None:
     assert Path("run/metrics.jsonl").read_text().startswith("\n".join(kept))
 
 
-def test_on_a_terminal_there_is_a_panel() -> None:
+def test_on_a_terminal_there_is_a_bar_below_the_lines() -> None:
     ours, theirs = pty.openpty()
     running = start("--steps", 60, "--out", "run", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b"".join(_read(ours)).decode()
     assert running.wait(timeout=60) == 0
-    for words in ("╭", "gradient norm", "host Adam", "of a step", "held out", "all steps done", "sample: "):
+    for words in ("━", "held out", "all steps done", "sample: "):
         assert words in shown
+    assert re.search(r"step 60/60  loss .*tokens/s.*0:00 left", shown, re.DOTALL), (
+        "the last step stays, as a line"
+    )
     assert "Traceback" not in shown
+    assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
+
+
+@pytest.mark.parametrize("failure", [None, KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("columns", [66, 110])
+def test_the_bar_leaves_room_for_two_ctrl_c_and_the_terminal_as_it_was(
+    columns: int, failure: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal echoes ^C behind the last line; one that wraps would leave a piece of the bar behind."""
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": str(columns), "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    figures = {
+        "loss": 2.5,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "skipped": True,
+        "loss_scale": 4.0,
+        "held_out": None,
+    }
+    sizes = {"tokens_per_second": 1e6, "seconds": 0.1, "host_seconds": 0.05, "seconds_left": 4000.0}
+    step = Stepped(step=7, device_bytes=1 << 34, host_bytes=1 << 35, **figures, **sizes)
+    run: Any = None
+    with (
+        pytest.raises(failure) if failure else nullcontext(),
+        progress(PlainOutput(run, "byte"), lambda: INTERRUPT) as output,
+    ):
+        output.total = output.lines.total = 100_000
+        for event in (step, Working("evaluation", 0.25), Sampled((), "a \x1b[2J line")):
+            output.show(event)
+            time.sleep(0.3)  # it is drawn 5 times a second
+        if failure:
+            raise failure
+    text = screen.getvalue()
+    drawn = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", text)]
+    assert any("evaluation: 25%; Ctrl-C again: at once" in line for line in drawn)
+    for words in ("loss 2.5000", "1,000,000 tokens/s", "device 16.0 GiB", "skipped: overflow"):
+        assert words in " ".join(" ".join(drawn).split())
+    assert max(map(len, drawn)) <= columns - 5
+    assert "a \\x1b[2J line" in text
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
 
 
 def _read(terminal: int) -> Iterator[bytes]:
@@ -277,7 +343,7 @@ def test_draw_writes_what_the_suffix_says(flags: str, starts: dict[str, str]) ->
 
 
 def test_draw_prints_another_format(capsys: Out) -> None:
-    assert main(["draw", *SMALL, "--format", "chrome", "--compute-tflops", "50"]) == 0
+    assert main(["draw", *SMALL, "--format", "chrome"]) == 0
     assert json.loads(capsys.readouterr().out)["traceEvents"]
 
 

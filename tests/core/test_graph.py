@@ -118,9 +118,8 @@ def test_an_operation_finds_its_regions_by_buffer_and_role() -> None:
 # --- laws of every recipe; but for the first, of those that train ------------------------------------------
 
 any_job = st.one_of(specs(), st.sampled_from([*SPECS.values()]))
-PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
-DEFERRED = TRAINING["deferred"]
-UPDATES = ("adam", "confirm", "adam_on_device")
+PLAIN, DEFERRED = TRAINING["zero_offload"], TRAINING["deferred"]
+UPDATES = ("adam", "adam_on_device")
 BEGUN = ("momentum", "momentum_on_device")
 MEASURE = "measure", "measure_on_device"
 PASSED_ON = (  # from one part of an update to the next
@@ -169,8 +168,6 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
         return sorted(op.index[0] for op in ops if op.verb in verbs)
 
     everywhere, applied = [b.index for b in spec.layout.buckets], [*spec.offloaded]
-    if recipe is FIRST_DELAYED:  # no gradient waits yet
-        everywhere, applied = sorted(spec.resident), []
     assert done(*UPDATES) == everywhere
     assert done("to_device") == [b for b in applied if not spec.off_device(b)]
     assert done("adam_on_device") == sorted(spec.resident)
@@ -178,7 +175,6 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     measured = sorted((i, b) for b in everywhere for i in spec.rounds(b))
     assert sorted(op.index for op in ops if op.verb in MEASURE) == measured
     assert sorted(op.index for op in ops if op.verb == "join_measures") == measured
-    assert done("speculate") == done("confirm") == sorted(spec.shadowed if recipe is PLAIN else ())
     assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.streamed(b)]
 
 
@@ -366,10 +362,7 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
 @given(any_job)
 def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec) -> None:
     """Memory of a State is allocated from the one list, and the other says what becomes of it."""
-    for recipe in (PLAIN, TRAINING["delayed"], DEFERRED):
-        spec = evolve(
-            spec, delayed=recipe is TRAINING["delayed"], shadows=spec.shadows if recipe is PLAIN else 0
-        )
+    for recipe in (PLAIN, DEFERRED):
         spec = evolve(spec, defer=True, barrier=True) if recipe is DEFERRED else spec
         listed = {r: r for r in Regions(spec).state()}
         touched = {r for r in Graph(tuple(recipe(evolve(spec, save=True)))).regions if r.lifetime == "state"}
@@ -390,8 +383,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
     for b in spec.offloaded:
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
         arrivals += (op for op in ops.values() if op.verb == "join_sums" and op.index[0] == b)
-        ahead = ops.get(f"speculate[{b}]")
-        update = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"]
+        update = ops[f"adam[{b}]"]
         begun = ops.get(f"momentum[{b}]", update)
         for op in (begun, update):
             assert op.read("decision") == ops["decide"].write("decision")
@@ -404,10 +396,6 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         assert set(update.writes) & set(back.reads)
         assert update.read("decision") == back.read("decision")
         assert back.write("params").index == (b,)
-        if ahead:
-            assert set(arrivals[-1].writes) & set(ahead.reads)
-            assert not set(ahead.writes) & set(ahead.reads)
-            assert set(ahead.writes) < set(update.reads) & set(update.writes)
     for b in spec.resident:
         assert ops[f"adam_on_device[{b}]"].read("decision") == ops["decide"].write("decision")
         assert ops[f"adam_on_device[{b}]"].write("params").index == (b,)
@@ -420,16 +408,13 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
 
 @given(any_job)
 def test_the_next_step_and_a_flush_apply_the_gradients_a_step_leaves(spec: StepSpec) -> None:
-    for first, later in ((FIRST_DELAYED, TRAINING["delayed"]), (DEFERRED, DEFERRED)):
-        left = {
-            r for op in first(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
+    left = {r for op in DEFERRED(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"}
+    for recipe in (DEFERRED, RECIPES["flush"]):
+        used = {
+            r for op in recipe(spec) if op.verb in ("adam", "momentum") for r in op.operands("grad_shard")
         }
-        for recipe in (later, RECIPES["flush"]):
-            used = {
-                r for op in recipe(spec) if op.verb in ("adam", "momentum") for r in op.operands("grad_shard")
-            }
-            assert {r for r in used if r.lifetime == "state"} == left
-        assert {r.index for r in left} == {(b,) for b in spec.offloaded}
+        assert {r for r in used if r.lifetime == "state"} == left
+    assert {r.index for r in left} == {(b,) for b in spec.offloaded}
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -523,7 +508,6 @@ MOVING = {
     "square_sum",
     "accumulate",
     "adam",
-    "speculate",
     "adam_on_device",
     "join_sums",
     *BEGUN,
@@ -537,7 +521,7 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
     """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
 
     def moved(region: Region) -> int:
-        if region.buffer in ("decision", "squares", "host_squares", "whole_direction"):
+        if region.buffer in ("decision", "squares", "host_squares"):
             return 0  # one number
         if region.role == "measures":
             return 0  # a few for each row and column
@@ -567,11 +551,11 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
         expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
         means = {x.name for x in spec.state_buffers(b) if x.whole}
-        if means and op.verb in ("adam", "adam_on_device", "speculate"):
+        if means and op.verb in ("adam", "adam_on_device"):
             # What no `measure` has read: the gradient three times, and the weights.
             bucket = spec.layout.buckets[b]
             weights = [r for r in op.operands("state") if r.buffer not in means]
-            first = 3 * moved(op.reads[op.verb != "speculate"]) + sum(map(moved, weights))
+            first = 3 * moved(op.reads[1]) + sum(map(moved, weights))
             cut = sum(x.stop - x.start for x in bucket.cut_by(spec.world))
             expected += first - first * cut // bucket.numel
         if op.verb == "adam" and any(r.buffer == "params" for r in op.writes):
@@ -605,7 +589,7 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
         assert (order[write.name] < min(order[begun.name], order[update.name])) == (not deferred)
         assert (order[write.name] < order[update.name]) == (not deferred)
         waits = {r for r in begun.reads if r.buffer in ("host_grad", "grad_sum") and r.index == (b,)}
-        assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
+        assert not waits & set(write.reads)
     assert all(f"write[{b.index}]" in ops for b in spec.layout.frozen_buckets)
     assert [*ops][-1] == "publish"
     plain = [op for op in ops.values() if op.verb not in ("write", "write_buffers", "publish")]

@@ -24,6 +24,14 @@ def test_work_takes_latency_and_arithmetic_and_bytes() -> None:
     assert UNIT.seconds(compute(20, 15)) == 1 + 2 + 3
 
 
+def test_attention_has_a_rate_of_its_own() -> None:
+    work = evolve(compute(20, 15), attention_flops=10)
+    assert UNIT.seconds(work) == UNIT.seconds(compute(20, 15))
+    assert evolve(UNIT, attention=5.0).seconds(work) == 1 + 1 + 2 + 3
+    timed = evolve(UNIT, attention=5.0, measured=[Measured("compute", 20, 0, 9.0, attention_flops=10)])
+    assert timed.seconds(evolve(compute(10), attention_flops=10)) == pytest.approx(9.0 * 2 / 3)
+
+
 def test_a_kind_can_have_a_latency_of_its_own() -> None:
     on = evolve(UNIT, latencies={"host": 7.0})
     assert on.seconds(Op("sweep", (), "host", nbytes=4)) == 7 + 2
@@ -109,6 +117,8 @@ WRONG = {
     "hand-off": ({"handoff": math.inf}, r"got a latency of inf, expected seconds, 0 or more"),
     "latency of a kind": ({"latencies": {"host": math.nan}}, "got a latency of nan, expected seconds"),
     "launch": ({"launch": -1.0}, r"got a latency of -1\.0, expected seconds, 0 or more"),
+    "collective": ({"collectives": [(0.0, 0.0)]}, r"a collective rate of 0\.0, expected a positive number"),
+    "latency of a collective": ({"collectives": [(-1.0, 1.0)]}, r"got a latency of -1\.0, expected seconds"),
     "kind of a latency": ({"latencies": {"hots": 1.0}}, r"'hots' in latencies, .*did you mean 'host'"),
     "kind of a rate": (
         {"rates": {**ROUND.rates, "gpu": 1.0}},

@@ -9,7 +9,7 @@ from small_models import MODELS
 
 import zfunc
 from zfunc.core.graph import Op, Region
-from zfunc.core.recipes import delayed, steadily_delayed, zero_offload
+from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.spec import StepSpec
 from zfunc.engine.program import Program
 
@@ -49,7 +49,6 @@ def test_zero_offload_is_the_default_recipe() -> None:
             ),
             r"got adam\[\d+\], whose effect leaves the step.*let it read the region decision",
         ),
-        (delayed, "that no operation reads.*pass delay_from"),
         (
             lambda spec: (
                 evolve(op, writes=(*op.writes, MINE)) if op.verb == "global_norm" else op
@@ -57,7 +56,7 @@ def test_zero_offload_is_the_default_recipe() -> None:
             ),
             r"got mine with the lifetime 'state'",
         ),
-        (steadily_delayed, "reads decision before anything writes it.*pass delay_from"),
+        (deferred, "reads decision before anything writes it.*pass defer=True and clip_norm"),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused(recipe: Any, message: str) -> None:
@@ -68,8 +67,6 @@ def test_a_recipe_that_cannot_run_is_refused(recipe: Any, message: str) -> None:
 def test_a_recipe_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(TypeError, match="recipe: got 'zero_offload', expected a function"):
         compiled("zero_offload")
-    with pytest.raises(ValueError, match="recipe: got one with delay_from"):
-        compiled(zero_offload, delay_from=1)
 
 
 def test_a_custom_operation_with_a_stage_runs() -> None:

@@ -11,11 +11,12 @@ from small_models import Loss
 
 import zfunc
 from zfunc.cli import catalogue
-from zfunc.cli.commands.calibrate import CALIBRATE, CalibrateSettings
-from zfunc.cli.commands.draw import DRAW, DrawSettings
-from zfunc.cli.commands.plan import PLAN, PlanSettings
+from zfunc.cli.commands.calibrate import CalibrateSettings
+from zfunc.cli.commands.draw import DrawSettings
+from zfunc.cli.commands.plan import PlanSettings
 from zfunc.cli.parser import make_parser
 from zfunc.core import settings as module
+from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.keyword_settings import settings_with
 from zfunc.core.settings import HELP, OPTION, StepSettings
 from zfunc.options import flag_fields, options_of, values_of_flags
@@ -26,9 +27,9 @@ FIELDS = {f.name: f for f in fields(StepSettings)}
 FLAGS = {f.metadata[OPTION].name or name: f for name, f in FIELDS.items() if f.metadata[OPTION].group}
 COMMANDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "train": (TrainSettings, TRAIN),
-    "plan": (PlanSettings, PLAN),
-    "draw": (DrawSettings, DRAW),
-    "calibrate": (CalibrateSettings, CALIBRATE),
+    "plan": (PlanSettings, options_of(PlanSettings)),
+    "draw": (DrawSettings, options_of(DrawSettings)),
+    "calibrate": (CalibrateSettings, options_of(CalibrateSettings)),
 }
 OWN_DEFAULTS = {"precision", "clip", "bucket_size"}  # of commands: chosen by the machine, and clipping at 1
 OTHERS: dict[str, Any] = {
@@ -37,7 +38,6 @@ OTHERS: dict[str, Any] = {
     "recompute": "none",
     "compile_segments": True,
     "deterministic": True,
-    "device_graphs": True,
     "micro_batches": 2,
     "clip_norm": 0.5,
     "norms": True,
@@ -54,9 +54,7 @@ OTHERS: dict[str, Any] = {
     "grad_slots": 3,
     "host_slots": 1,
     "offload_ratio": 0.5,
-    "speculate": 1,
     "defer": True,
-    "delay_from": 3,
     "state_on": "disk",
     "disk_ratio": 0.5,
     "grads_on": "disk",
@@ -91,7 +89,7 @@ def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribut
 
 @every_field
 def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
-    """By name, as one value, or a change of one."""
+    """By name, as one value, or a change of one; a plan says how large its buckets are."""
     other, needed = OTHERS[field.name], NEEDS.get(field.name, {})
     assert other != field.default
     given = {"schedule": "Serial", **needed, field.name: other}  # compile names the default for its device
@@ -100,7 +98,8 @@ def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
     base = StepSettings(precision="fp32")
     changed = evolve(base, **given)
     assert compiled(base, **given).settings == changed
-    assert planned(base, **given).step.settings == changed
+    sized = evolve(changed, bucket_size=changed.bucket_size or default_bucket_size(1))
+    assert planned(base, **given).step.settings == sized
 
 
 @every_field
@@ -119,7 +118,7 @@ def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
     own = fields_dict(settings)
     assert own.keys() == options.keys()
     typed = settings()
-    help_text = " ".join(make_parser(catalogue.COMMANDS)[1][command].format_help().split())
+    help_text = " ".join(make_parser(catalogue.COMMANDS, everything=True)[1][command].format_help().split())
     for flag, field in FLAGS.items():
         if flag in own:
             assert field.metadata[OPTION].help.partition(":")[0] in help_text
@@ -135,7 +134,10 @@ def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
 @every_flag
 def test_zfunc_train_has_every_flag(flag: str) -> None:
     assert flag in fields_dict(TrainSettings)
-    assert f"--{flag.replace('_', '-')}" in make_parser(catalogue.COMMANDS)[1]["train"].format_help()
+    assert (
+        f"--{flag.replace('_', '-')}"
+        in make_parser(catalogue.COMMANDS, everything=True)[1]["train"].format_help()
+    )
 
 
 def test_a_new_field_is_a_flag_at_once() -> None:
@@ -144,9 +146,9 @@ def test_a_new_field_is_a_flag_at_once() -> None:
         streams: int = module._setting(1, module._count, "offload", "copies at a time")
 
     assert options_of(Extended)["streams"].help == "copies at a time"
-    flags = flag_fields(Extended, ModelFlags, without=["speculate"], clip=1.0)
+    flags = flag_fields(Extended, ModelFlags, {}, without=["ema"], clip=1.0)
     typed = flags(streams=3)
-    assert (typed.clip, flags().streams, hasattr(typed, "speculate")) == (1.0, 1, False)
+    assert (typed.clip, flags().streams, hasattr(typed, "ema")) == (1.0, 1, False)
     assert values_of_flags(Extended, typed)["streams"] == 3
 
 
@@ -154,6 +156,8 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for call in (compiled, planned):
         with pytest.raises(TypeError, match="bucketsize: got an unknown setting.*did you mean 'bucket_size'"):
             call(bucketsize=1)
+        with pytest.raises(TypeError, match="speculate: got a setting that is gone: pass defer"):
+            call(speculate=1)
     with pytest.raises(TypeError, match="settings: got a dict, expected a zfunc.core.settings.StepSettings"):
         settings_with({}, {})  # type: ignore[arg-type]
 

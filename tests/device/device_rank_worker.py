@@ -31,7 +31,7 @@ WORLD = 2
 TIMEOUT = {"late": 3.0, "dies": 3.0, "gathers": 3.0}  # seconds; LONG where nobody waits for it
 LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"micro_batches": 2, "device_graphs": True},
+    "plain": {"micro_batches": 2},
     "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
     "resident": {
         "offload_ratio": 0.5,

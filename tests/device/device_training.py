@@ -29,8 +29,6 @@ def run(program: Any, data: Any, steps: int = 3, **step: Any) -> tuple[list[tupl
     for i in range(steps):
         state, m = zfunc.train_step(program, state, data(i), **step)
         losses.append((m.loss, m.grad_norm))
-    if state.pending is not None:
-        state = zfunc.flush(program, state)
     return losses, weights_of(program, state)
 
 

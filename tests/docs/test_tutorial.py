@@ -136,8 +136,8 @@ def test_what_depends_on_the_machine_has_the_lines_of_the_page(ran: tuple[Path, 
         now = {form(line) for line in printed_for(ran, block.output).splitlines()}
         page = {form(line) for line in block.body.splitlines()} - {"", "..."}
         if block.output == "doctor":
-            assert "of a sweep" in block.body
-            assert "of a sweep" in printed_for(ran, "doctor")
+            assert "  threads  " in block.body
+            assert "  threads  " in printed_for(ran, "doctor")
         elif block.output == "row":
             old, new = (json.loads(text) for text in (block.body, printed_for(ran, "row")))
             assert old.keys() == new.keys()

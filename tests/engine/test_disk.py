@@ -61,6 +61,39 @@ def test_nor_on_several_ranks(placed: str, tmp_path: Path) -> None:
     assert all(map(same, got, reference("frozen below", 2, "bf16 in 2, 16 bits")))
 
 
+def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    (one := tmp_path / "one").mkdir()
+    (other := tmp_path / "other").mkdir()
+    batch = trained.MODELS["frozen below"]()[1]
+
+    def make(folder: Path) -> Program:
+        return trained.compiled("frozen below", precision="bf16", state_on="disk", swap=[folder])[0]
+
+    def train(program: Program) -> dict[str, torch.Tensor]:
+        state, _ = zfunc.train_step(program, zfunc.init(program, seed=1), batch(0))
+        zfunc.save(one, program, state)
+        zfunc.save(tmp_path / "saved", program, state)
+        return zfunc.params(program, state)
+
+    programs = programs_of(2, partial(make, one), batch(0))
+    expected, _ = on_every(programs, train)
+    alone = make(other)
+    with pytest.raises(zfunc.CheckpointError, match="one.*: got a swap space that this process itself uses"):
+        zfunc.load(one, alone)
+    del programs
+    gc.collect()
+    said = (
+        rf"got a swap space of 2 ranks, expected one of 1: .* --resume auto .*zfunc\.load\('{one}', program\)"
+    )
+    with pytest.raises(zfunc.CheckpointError, match=said):
+        zfunc.load(one, make(one))
+    got = zfunc.params(alone, zfunc.load(one, alone))
+    assert all(torch.equal(got[name], x) for name, x in expected.items())
+    files = [x for x in tmp_path.rglob("*") if x.is_file()]
+    assert {x.stat().st_mode & 0o777 for x in files} == {0o600}
+    assert {"manifest.json", "latest"} < {x.name for x in files}
+
+
 def test_activations_alone_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The residuals of min-cut too, for the largest batch so far, in files that nobody sees."""
     numbers = {"precision": "bf16", "recompute": "min-cut", "micro_batches": 2, "clip_norm": 0.1}
@@ -330,9 +363,6 @@ def failing(write: Callable[..., None], number: int) -> Callable[..., None]:
         ({"activations_on": "host,disk"}, "swap: got no folder with activations_on='host,disk'"),
         ({"state_on": "disk", "swap": [""]}, "swap: got '', expected the path of a folder"),
         ({"state_on": "disk", "offload_ratio": 0.5}, "state_on: got 'disk' with offload_ratio=0.5"),
-        ({"state_on": "disk", "speculate": 2}, "state_on: got 'disk' with speculate=2"),
-        ({"state_on": "disk", "delay_from": 2}, "state_on: got 'disk' with delay_from=2"),
-        ({"state_on": "auto", "grads_on": "disk", "speculate": 2}, "grads_on: got 'disk' with speculate=2"),
         ({"state_on": "disk", "disk_ratio": 2.0}, "disk_ratio: got 2.0"),
     ],
 )

@@ -16,6 +16,8 @@ from threaded_ranks import on_every, programs_of
 
 import zfunc
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 MICRO_BATCHES = (1, 2, 3)
 

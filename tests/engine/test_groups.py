@@ -36,7 +36,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 PLACES: dict[str, dict[str, Any]] = {
     "deferred": {"defer": True},
-    "speculative": {"speculate": 100},
     "half on the device": {"offload_ratio": 0.5},
     "on the device": {"offload_ratio": 0.0},
     "on the host": {"params_on": "host"},

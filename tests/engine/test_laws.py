@@ -53,25 +53,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "ema": 0.9,
     },
     "a third on the host, fp32": {"precision": "fp32", "offload_ratio": 0.3, "moments": "8bit"},
-    "speculative, fp16": {"precision": "fp16", "speculate": 100},
-    "speculative in part, bf16, 16 bits": {
+    "fp16": {"precision": "fp16"},
+    "deferred, bf16, 16 bits, clipped in part": {
         "precision": "bf16",
         "clip_norm": 0.85,
-        "speculate": 2,
+        "defer": True,
         "moments": "16bit",
         "ema": 0.75,
-    },
-    "delayed, bf16 in 2, clipped": {
-        "precision": "bf16",
-        "micro_batches": 2,
-        "clip_norm": 0.1,
-        "delay_from": 2,
-    },
-    "delayed, fp32, half on the device": {
-        "precision": "fp32",
-        "delay_from": 1,
-        "offload_ratio": 0.5,
-        "ema": 0.5,
     },
     "on the disk, 16 bits, in 3, clipped, deferred": {
         "precision": "bf16",
@@ -153,7 +141,7 @@ def result(made: Program, batch: Any, **step: Any) -> tuple[Any, ...]:
     for i in range(STEPS):
         state, m = zfunc.train_step(made, state, batch(i), **step)
         seen.append((m.loss, m.grad_norm, m.skipped, m.loss_scale, m.aux))
-    return seen, bits(state if state.pending else zfunc.flush(made, state))
+    return seen, bits(zfunc.flush(made, state))
 
 
 def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

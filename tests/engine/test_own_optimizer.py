@@ -27,8 +27,6 @@ from zfunc.optim.base import Optimizer
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped, in 2": {"clip_norm": 0.5, "micro_batches": 2},
-    "speculative": {"clip_norm": 100.0, "speculate": 100},
-    "delayed": {"delay_from": 2},
     "deferred": {"clip_norm": 0.5, "defer": True},
     "on the device": {"offload_ratio": 0.0},
     "half on the device, in 16 bits": {"offload_ratio": 0.5, "precision": "bf16"},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import shared_traces
 import torch
-from fuzz_models import KEEPING, Apply, Sine
+from fuzz_models import CHANGING, KEEPING, Apply, Sine
 from small_models import Loss, regression, tied_gpt
 from table import in_pairs
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
 from zfunc.core.settings import RECOMPUTE
-from zfunc.engine import vjp
+from zfunc.engine import tensor_memory, vjp
 from zfunc.engine.specialize import specialize
 from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 Params = dict[str, Tensor]
 
@@ -46,6 +48,13 @@ def branching(params: Params, x: Tensor) -> Tensor:
     return x @ params["w"] if float(x.detach().sum()) > 0 else x @ params["w"].T
 
 
+def rows_of_a_cast(params: Params, x: Tensor) -> Tensor:
+    wide = x.detach().double()
+    for row in wide:
+        row.cos_()
+    return (x @ params["w"] * wide).float()
+
+
 def draws_of_all_kinds(params: Params, x: Tensor) -> Tensor:
     x = F.dropout(x @ params["w"], 0.3) + torch.rand(8) * torch.randn_like(x) + torch.randint(0, 3, (8,))
     torch.rand(3)  # drawn for nothing
@@ -62,18 +71,26 @@ FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
         (x @ x.mT).masked_fill(torch.tril(torch.ones(3, 3)) == 0, 0.0) @ x @ p["w"]
     ),
     "fourier": lambda p, x: torch.fft.irfft(torch.fft.rfft(x @ p["w"])),
+    "conjugated": lambda p, x: (lambda z: (z @ z.mH @ z).real)(torch.polar(x.exp(), x @ p["w"]).mT),
+    "negated": lambda p, x: torch.polar(x.exp(), x @ p["w"]).conj().imag * x.cos(),
     "autograd Function": lambda p, x: Sine.apply(x @ p["w"]),
     "expanded": lambda p, x: (x @ p["w"])[:, :1].expand(-1, 3, -1),
     "sum over time": lambda p, x: (x @ p["w"]).sum(1),
     "residuals that are empty": lambda p, x: F.batch_norm(x @ p["w"], torch.zeros(3), torch.ones(3)),
     "branch on data": branching,
+    "rows of a cast": rows_of_a_cast,
     "draws": draws_of_all_kinds,
     "draws in backward": lambda p, x: Noisy.apply(F.dropout(x @ p["w"], 0.5))[0],
 }
 
 
-def first_of(module: nn.Module) -> nn.Module:
-    return Apply(lambda self, x: self.inner(x)[0], inner=module)
+def first(self: Any, x: Tensor) -> Tensor:
+    return self.inner(x)[0]
+
+
+class Turned(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT.contiguous()).mT
 
 
 def attention() -> nn.Module:
@@ -81,17 +98,25 @@ def attention() -> nn.Module:
     return Apply(lambda self, x: self.inner(x, x, x)[0], inner=inner)
 
 
+PIECES = ("conv", "gru", "rnn", "conformer", "patches", "temporal", "log sigmoid", "mask by halves")
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "mixer": lambda: nn.Sequential(KEEPING["mixed"](3, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
-    "convolution": lambda: KEEPING["conv"](3, 8),
     "attention": attention,
-    "GRU": lambda: KEEPING["gru"](3, 8),
-    "RNN": lambda: KEEPING["rnn"](3, 8),
-    "LSTM": lambda: first_of(nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)),
+    **{x: functools.partial(KEEPING[x], 3, 8) for x in PIECES},
+    "RReLU": nn.RReLU,
+    "LSTM": lambda: Apply(first, inner=nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)),
 }
 BY_DAY = ("unused parameter, in place", "a weight handed on", "branch on data", "draws in backward", "LSTM")
 IN_PLACE = UNSIZED = ("min-cut",)  # a view is changed in place; a workspace that moves has no size in a trace
-NOT_TRACED = {"branch on data": RECOMPUTE, "GRU": IN_PLACE, "fourier": IN_PLACE, "LSTM": UNSIZED}
+NOT_TRACED = {
+    "branch on data": RECOMPUTE,
+    "gru": IN_PLACE,
+    "rows of a cast": IN_PLACE,
+    "RReLU": IN_PLACE,
+    "mask by halves": IN_PLACE,
+    "fourier": IN_PLACE,
+    "LSTM": UNSIZED,
+}
 
 
 def functional(name: str) -> tuple[Callable[[Params, Tensor], Tensor], Params]:
@@ -146,6 +171,8 @@ def test_gradients_are_those_of_vjp_to_the_bit(
                 weights, again = ({k: v.clone() for k, v in params.items()} for _ in range(2))
                 with torch.no_grad(), seeded(5):
                     mine, residuals = pair.forward(SegmentWeights(weights, {}), (x,))
+                marked = [t for t in tree_leaves((mine, residuals)) if isinstance(t, Tensor)]
+                assert not moving or not any(t.is_conj() or t.is_neg() for t in marked), "in bytes"
                 slot = tree_map_only(Tensor, torch.clone, (x, residuals) if moving else (x, None))
                 spoil(weights if moving else {})
                 with torch.no_grad(), seeded(5):
@@ -162,19 +189,50 @@ def test_gradients_are_those_of_vjp_to_the_bit(
         assert ("'this one' runs with" in caplog.text) == (recompute in NOT_TRACED.get(name, ()))
 
 
+class Watched(torch.fx.Interpreter):
+    """Runs a graph, and notes the results that are not laid out as they were traced."""
+
+    others: list[str]
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        for traced, real in zip(tree_leaves(n.meta.get("val", result)), tree_leaves(result), strict=True):
+            sized = [i for i, size in enumerate(real.shape) if size > 1] if isinstance(real, Tensor) else []
+            if any(traced.stride(i) != real.stride(i) for i in sized):
+                self.others.append(f"{n.target}: {traced.stride()} was traced, {real.stride()} is real")
+        return result
+
+
+@pytest.mark.parametrize("name", [*KEEPING, *CHANGING])
+def test_every_result_is_laid_out_as_it_was_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every piece of the fuzzer's models, beside a product and a norm that see what it is laid out as."""
+    rows, width = 4, 8
+    piece = CHANGING[name][0] if name in CHANGING else KEEPING[name]
+    y = (module := piece(rows, width))(torch.randn(3, rows, width))
+    module = nn.Sequential(module, nn.LayerNorm(y.shape[-1]), nn.Linear(y.shape[-1], 5), nn.LogSoftmax(1))
+    params = {k: p.detach() for k, p in module.named_parameters()}
+    others = list[str]()
+    monkeypatch.setattr(Watched, "others", others, raising=False)
+    monkeypatch.setattr(vjp, "_runnable", lambda graph, _: Watched(graph).run)
+    pair = make_vjp(lambda p, x: torch.func.functional_call(module, p, x), recompute="all", wrt_input=True)
+    for x in (
+        torch.randn(3, rows, width),
+        torch.randn(3, width, rows).mT,
+        torch.randn(rows, 3, width).transpose(0, 1),
+    ):
+        with torch.no_grad():
+            y, _ = pair.forward(SegmentWeights(params, {}), (x,))
+            for cotangent in (torch.ones_like(y), torch.ones(y.mT.shape).mT):
+                pair.backward(SegmentWeights(params, {}), (x,), None, [cotangent])
+    assert others == []
+
+
 def attending(p: Params, x: Tensor, *, keys: int = 4, dropout: float = 0.0, mask: str = "causal") -> Tensor:
     """Attention of 4 heads over `keys` heads of keys, with a mask made inside or a trained bias."""
     q, k = ((x @ p[name]).unflatten(-1, (n, -1)).transpose(1, 2) for name, n in (("q", 4), ("k", keys)))
     bias = {"causal": None, "window": torch.ones(5, 5).tril().bool(), "trained": p["bias"]}[mask]
     y = F.scaled_dot_product_attention(
-        q,
-        k,
-        k * 2,
-        attn_mask=bias,
-        dropout_p=dropout,
-        is_causal=bias is None,
-        enable_gqa=keys < 4,
-        scale=0.1,
+        q, k, k * 2, bias, dropout, bias is None, scale=0.1, enable_gqa=keys < 4
     )
     return y.transpose(1, 2).flatten(2)
 
@@ -210,10 +268,8 @@ def test_forward_has_the_attention_kernel_that_backward_differentiates(
     forward, backward = map(attention_kernels, graphs)
     assert len(forward) == 1
     assert ("flash" in forward[0]) == fused
-    assert [x.strip("_") for x in backward] in (
-        [x.strip("_") for x in forward],
-        [],
-    )  # [] if it keeps the result
+    names, kept = ([x.strip("_") for x in graph] for graph in (backward, forward))
+    assert names in (kept, [])  # [] if it keeps the result
     assert backward or recompute == "min-cut"
 
 
@@ -247,17 +303,18 @@ def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "names"),
+    ("precision", "modules"),
     [
-        ("fp32", ("mixer", "attention", "GRU")),
-        *(pytest.param(x, tuple(MODULES), marks=pytest.mark.slow) for x in ("fp32", "bf16")),
+        ("fp32", [MODULES[name] for name in ("mixer", "attention", "gru")]),
+        ("bf16", [lambda: nn.Sequential(Turned(nn.BatchNorm1d(8)), nn.Linear(8, 8))]),
+        *(pytest.param(x, [*MODULES.values()], marks=pytest.mark.slow) for x in ("fp32", "bf16")),
     ],
-    ids=["some", "all", "all in bf16"],
+    ids=["some", "statistics", "all", "all in bf16"],
 )
-def test_ordinary_modules_train_alike_with_any_recompute(precision: Any, names: tuple[str, ...]) -> None:
+def test_ordinary_modules_train_alike_with_any_recompute(precision: Any, modules: list[Any]) -> None:
     results = []
     for recompute in RECOMPUTE:
-        segments = chain(*(MODULES[name] for name in names))
+        segments = chain(*modules)
         program = zfunc.compile(
             segments, precision=precision, recompute=recompute, device="cpu", bucket_size=64
         )
@@ -272,12 +329,12 @@ def test_ordinary_modules_train_alike_with_any_recompute(precision: Any, names: 
         assert all(torch.equal(v, params[k]) for k, v in other_params.items())
 
 
-@pytest.mark.parametrize(("name", "why"), [("GRU", "aten."), ("LSTM", "backward reads ")])
+@pytest.mark.parametrize(("name", "why"), [("gru", "aten."), ("LSTM", "backward reads ")])
 def test_a_segment_that_min_cut_cannot_take_is_named(
     name: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And trains, its residuals on the host."""
-    segments = chain(MODULES["convolution"], MODULES[name])
+    segments = chain(MODULES["conv"], MODULES[name])
     program = zfunc.compile(
         segments, precision="fp32", recompute="min-cut", activations_on="host", device="cpu"
     )
@@ -405,3 +462,24 @@ def test_the_first_step_runs_a_segment_three_times_on_fakes(monkeypatch: pytest.
     specialize(program, (x, targets))
     # The last segment keeps its pullback: it is checked twice and costed, and never traced.
     assert len(calls) == 3 + 3
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_kernel_may_return_other_strides_than_were_traced(
+    recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that no table knows: a view is a copy then, where its memory is not written."""
+    module = nn.Sequential(KEEPING["patches"](4, 8), nn.Linear(8, 5))
+    params, x = {k: p.detach() for k, p in module.named_parameters()}, torch.randn(3, 4, 8)
+
+    def gradients() -> list[Tensor]:
+        call = lambda p, x: torch.func.functional_call(module, p, x)  # noqa: E731
+        pair = make_vjp(call, recompute=recompute, wrt_input=True)
+        with torch.no_grad():
+            y, residuals = pair.forward(SegmentWeights(params, {}), (x,))
+            own, below = pair.backward(SegmentWeights(params, {}), (x,), residuals, [y.cos()])
+        return [y, *own.values(), *below]
+
+    known = gradients()
+    monkeypatch.setattr(tensor_memory, "MOST_RUN", 0)
+    assert all(torch.equal(a, b) for a, b in zip(known, gradients(), strict=True))

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fuzz_models import Apply
 from small_models import Loss, regression
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zfunc
 
@@ -140,13 +143,13 @@ IMPURE: dict[str, tuple[Callable[[], Any], str]] = {
     "a counter": (Calls, r"attribute calls \(1, then 2\), which changes from call"),
     "a counter inside": (Inside, r"attribute block\.1\.calls \(1, then 2\)"),
     "a closure": (counts_in_closure, r"closure variable count \(1, then 2\)"),
-    "a list": (appends, r"closure variable seen\[1\] \(absent, then 1\)"),
+    "a list": (appends, "closure variable seen"),
     "a global": (counts_in_global, r"global made \(\d+, then \d+\)"),
     "a class": (lambda: Turns(), r"class attribute Turns\.turn \(1, then 2\)"),
     "an iterator": (takes_turns, r"another operation number 0 \(aten.cos.default, then aten.sin.default\)"),
-    "a constant made anew": (makes_constants, r"closure variable n\[0\] \(1, then 2\)"),
+    "a constant made anew": (makes_constants, "closure variable n, which"),
     "a generator": (lambda: Rolls(random.Random(0)), "attribute generator"),
-    "NumPy's generator": (lambda: Rolls(np.random.default_rng(0)), r"attribute generator\["),
+    "NumPy's generator": (lambda: Rolls(np.random.default_rng(0)), "attribute generator"),
     "numpy.random": (lambda: numpys_global("normal"), "random numbers from numpy.random"),
     "a choice": (
         lambda: hand_made("s", lambda x: x * random.choice([1, 1])),
@@ -398,3 +401,57 @@ def test_two_segments_in_the_same_memory_are_refused_by_name() -> None:
         ValueError, match=r"segments: got 'one\.weight' and 'other\.weight' in the same memory"
     ):
         zfunc.compile(segments, device="cpu")
+
+
+def gradient_inside(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)[0]
+
+
+def backward_inside(x: Tensor) -> Tensor:
+    x.pow(3).sum().backward()
+    return x
+
+
+INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "autograd.grad": (gradient_inside, "got torch.autograd.grad", "torch.func.grad"),
+    "backward": (backward_inside, "got torch.autograd.grad or backward()", "torch.func.grad"),
+    "checkpoint": (
+        lambda x: checkpoint(torch.tanh, x, use_reentrant=False),
+        "got torch.utils.checkpoint",
+        "recompute",
+    ),
+    "reentrant checkpoint": (
+        lambda x: checkpoint(torch.tanh, x, use_reentrant=True),
+        "reentrant torch.utils.checkpoint",
+        "recompute",
+    ),
+    "requires_grad_": (
+        lambda x: x + torch.zeros(8).requires_grad_(),
+        "got requires_grad_()",
+        "torch.func.grad",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("body", "got", "instead"), INSIDE.values(), ids=[*INSIDE])
+def test_what_torch_func_does_not_differentiate_is_refused_by_name(
+    body: Callable[[Tensor], Tensor], got: str, instead: str
+) -> None:
+    first = zfunc.segment("s", Apply(lambda self, x: body(self.inner(x)), inner=nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match=f"^segment 's': .*{re.escape(got)}.*in forward.*{instead}"):
+        step(program_of(first))
+
+
+@pytest.mark.parametrize("targets", [None, 3, 0.5, torch.ones(4)])
+def test_an_error_in_a_forward_is_shown_whatever_the_targets_are(targets: Any) -> None:
+    def fails(self: Any, x: Tensor, y: Any) -> Tensor:
+        raise KeyError(f"no such noise, and {type(y).__name__}")
+
+    loss = zfunc.segment("loss", Apply(fails, inner=nn.Linear(8, 8)))
+    program = zfunc.compile([loss], device="cpu", precision="fp32")
+    with pytest.raises(
+        ValueError, match=r"segment 'loss': got an error on inputs .*KeyError: 'no such noise"
+    ):
+        zfunc.train_step(program, zfunc.init(program), (torch.randn(4, 8), targets))

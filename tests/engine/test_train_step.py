@@ -18,10 +18,12 @@ from trained import compiled, injecting
 
 import zfunc
 from zfunc.core.layout import Span
+from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.engine import specialize as specialize_module
 from zfunc.engine.program import Program
 from zfunc.engine.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
+from zfunc.optim.by_name import make_optimizer
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 
 # --- loss scaling ---------------------------------------------------------------------------------------
@@ -232,12 +234,11 @@ def test_nothing_keeps_a_dropped_state_alive() -> None:
     assert buffers() is None
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0, "speculate": 100}], ids=["plain", "speculative"])
 def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With hundreds of parameters that takes longer than all else a step does in Python."""
-    program, data = compiled(**settings)
+    program, data = compiled()
     state, made = zfunc.init(program), list[str]()
     for i in range(2):
         state, _ = zfunc.train_step(program, state, data(i))
@@ -468,3 +469,62 @@ def test_a_default_device_of_the_callers_changes_nothing(tmp_path: Path) -> None
     with torch.device("meta"):
         resumed = zfunc.params(other, zfunc.load(tmp_path / "meta", other))  # in another format
     assert all(torch.equal(resumed[name], plain[name]) for name in plain)
+
+
+# --- parameters without elements ------------------------------------------------------------------------
+
+
+class WithEmpty(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.columns, self.none = nn.Parameter(torch.zeros(3, 0)), nn.Parameter(torch.zeros(0))
+        self.fixed = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.columns.sum() + self.none.sum() + self.fixed.sum()
+
+
+EMPTY_IN: dict[str, dict[str, Any]] = {
+    "host": {"norms": True, "ema": 0.9, "micro_batches": 2, "clip_norm": 0.1},
+    "device": {"offload_ratio": 0.0},
+    "disk": {"state_on": "disk", "params_on": "disk", "grads_on": "disk", "stage": 3},
+}
+
+
+@pytest.mark.parametrize("place", EMPTY_IN)
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_parameters_without_elements_change_nothing(name: str, place: str, tmp_path: Path) -> None:
+    """Beside others in a bucket, and with none but their like; in a checkpoint as well."""
+    settings = {"device": "cpu", "bucket_size": 64, "precision": "fp32", **EMPTY_IN[place]}
+
+    def weights(folder: Path, wrap: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        parts = [("first", wrap(nn.Linear(8, 8))), ("second", wrap(nn.Identity())), ("loss", Loss(8))]
+        segments = [zfunc.segment(name, m) for name, m in parts]
+        folder.mkdir()
+        own = {"swap": [folder]} if place == "disk" else {}
+        make = partial(zfunc.compile, segments, optimizer=make_optimizer(name, lr=0.01), **settings, **own)
+        batch = regression()(0)
+
+        def train(program: Program) -> State:
+            state = zfunc.init(program, seed=1)
+            for _ in range(2):
+                state, _ = zfunc.train_step(program, state, batch)
+            zfunc.save(folder, program, state)
+            return state
+
+        programs = programs_of(2, make, batch) if place == "disk" else [make()]
+        on_every(programs, train)
+        del programs
+        gc.collect()
+        alone = zfunc.compile(
+            segments, optimizer=make_optimizer(name, lr=0.01), device="cpu", ema=settings.get("ema")
+        )
+        return zfunc.params(alone, zfunc.load(folder, alone))
+
+    got, expected = weights(tmp_path / "got", WithEmpty), weights(tmp_path / "expected", lambda m: m)
+    assert sum(not x.numel() for x in got.values()) == 6
+    full = {k.replace(".inner", ""): x for k, x in got.items() if x.numel()}
+    assert full.keys() == expected.keys()
+    assert all(torch.equal(x, full[k]) for k, x in expected.items())

@@ -13,14 +13,14 @@ from zfunc.optim.adamw import AdamW
 from zfunc.planner.traced_costs import TracedCosts
 
 NONE, ALL = {"recompute": "none"}, {"recompute": "all"}
-GRAPHS = {"recompute": "all", "device_graphs": True}
 MOVING = {"recompute": "min-cut", "activations_on": "host"}
 
 # rows; vocabulary, tokens, layers, width, heads; whether an accelerator computes, and the settings
 CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
-    "on the host": (4, (301, 24, 2, 48, 3), False, [NONE, ALL, GRAPHS, MOVING]),
+    "on the host": (4, (301, 24, 2, 48, 3), False, [NONE, ALL, MOVING]),
     "fp32": (4, (301, 24, 2, 48, 3), True, [{**ALL, "precision": "fp32"}, {**MOVING, "precision": "fp32"}]),
     "micro-batches": (6, (17, 70, 1, 10, 2), True, [{**NONE, "micro_batches": 6}]),
+    "compiled": (4, (301, 24, 2, 48, 3), True, [{**ALL, "compile_segments": True}]),
     "ones": (1, (1, 1, 1, 1, 1), False, [ALL]),
     "logits in pieces": (4, (50257, 512, 1, 40, 2), False, [NONE, MOVING]),
 }

@@ -32,7 +32,7 @@ import zfunc.models.hf
 from zfunc.engine.program import Program
 from zfunc.engine.vjp import SegmentWeights
 from zfunc.models.hf.families import FAMILIES, MISSING
-from zfunc.models.kv_cache import KVCache
+from zfunc.models.sequences import KVCache
 
 FIRST = {type(make()): name for name, make in reversed(CONFIGS.items())}.values()  # of each class
 # Whose layers are made of what a layer of Llama, or of another family that is traced, is made of.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,30 @@ def test_the_command_exports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixt
     assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert main(["export", str(run), "--hf", str(folder)]) == 2
     assert "expected a new folder to write: pass such as --out trained" in capsys.readouterr().err
+
+
+DEEP = "[" * 500 + "]" * 500
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+FLAWED: list[tuple[str, Any]] = [
+    *((name, value) for name in SIZES for value in (-1, 0, 10**9, 10**30)),
+    *((name, value) for name in ("num_attention_heads", "intermediate_size") for value in (-4, 0, "x", 1.5)),
+    *((name, value) for name in ("head_dim", "max_position_embeddings") for value in (-1, 0, 10**12, {})),
+    *(("hidden_act", "none"), ("rms_norm_eps", "x"), ("architectures", 3)),
+    *(("rope_parameters", x) for x in ([1], json.loads(DEEP))),
+]
+
+
+def test_a_config_that_no_model_has_is_an_error_of_its_folder_at_once(tmp_path: Path) -> None:
+    random_model("Llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    whole = json.loads(file.read_text())
+    began = time.process_time()
+    for name, value in FLAWED:
+        file.write_text(json.dumps({**whole, name: value}))
+        for read in (zfunc.hf.describe, zfunc.hf.load):
+            with pytest.raises(ValueError, match=f"^{tmp_path}: got "):
+                read(str(tmp_path))
+    file.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: got "):
+        zfunc.hf.load(tmp_path)
+    assert time.process_time() - began < 60

@@ -1,6 +1,7 @@
 """Laws of LoRA by peft: training equals a plain loop over peft's model, and what is written has its logits."""
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.core.regions import Regions
 from zfunc.models.hf.adapters import adapt, adapted_modules, lora_config
+from zfunc.train.history import read_history
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -267,6 +269,15 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     assert main([*command, "--out", "run"]) == 0
     out = capsys.readouterr().out
     assert "LoRA: 1,344 of 28,512 parameters are trained, adapters of q_proj, v_proj\n" in out
+    both = "28,512 parameters, 1,344 of them trained"
+    assert f"sequences of 12 tokens: {both}\n" in out
+    assert both in str(read_history(Path("run")).model)
+    assert main(["report", "run"]) == 0
+    assert both in Path("run/report.html").read_text()
+    assert main(["plan", "--hf", "model", "--lora", "4", "--hardware", "h100", "--json", *tiny[:4]]) == 0
+    planned = json.loads(capsys.readouterr().out.partition("\n")[2])
+    for counts in (planned, json.loads(Path("run/config.json").read_text())):
+        assert (counts["parameters"], counts["trained"]) == (28_512, 1_344)
     rows = measured("run")
     assert rows[-1]["held_out_bits_per_token"] < rows[0]["held_out_bits_per_token"]
     assert main(["export", "run", "--hf", "model", "--out", "tuned"]) == 0

@@ -101,9 +101,9 @@ def test_the_peak_does_not_grow_with_the_product_of_tokens_and_vocabulary(recomp
     prepare = lambda *args: pair.prepare(*args, torch.empty((), device="meta"))  # noqa: E731
     costs = trace(pair.forward, pair.backward, *args, device=torch.device("meta"), prepare=prepare)
     results = 2 * weight.nbytes + 10 * x.nbytes  # old and new, the sum of x in fp32
-    assert costs.forward_peak < 2.5 * size
-    assert costs.backward_peak < 2.5 * size + results < 4 * tokens * vocab
-    assert costs.backward_flops == 3 * costs.forward_flops
+    assert costs.forward.peak < 2.5 * size
+    assert costs.backward.peak < 2.5 * size + results < 4 * tokens * vocab
+    assert costs.backward.flops == 3 * costs.forward.flops
 
 
 @pytest.mark.parametrize("logits_bytes", [0, 1 << 30])

@@ -9,46 +9,34 @@ from typing import Any
 
 import numpy as np
 
+from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import moment_buffers
-from zfunc.optim.adafactor_reference import (
-    AdafactorFactors,
-    adafactor_factors,
-    matrices_of,
-    roots,
-    square_sums,
-    unit_of,
-)
-from zfunc.optim.adam_reference import (
-    Array,
-    coefficients,
-    flush_small,
-    reference_update,
-    round_to,
-    to_float32,
-)
+from zfunc.optim.adafactor import Adafactor
+from zfunc.optim.adafactor_matrices import AdafactorFactors, matrices_of
+from zfunc.optim.adagrad import Adagrad
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.compact_reference import (
     BLOCK,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    Compact,
+    Array,
     first_dither,
-    pack,
-    reference_compact_update,
+    pack_moments,
+    pack_weights,
+    round_to,
     split,
+    to_float32,
 )
-from zfunc.optim.one_buffer_reference import (
-    Rule,
-    has_sign,
-    pack_one_buffer,
-    reference_one_buffer_update,
-    rule_factors,
-)
+from zfunc.optim.lion import Lion
+from zfunc.optim.muon import Muon
+from zfunc.optim.reference import flush_small, reference_update
+from zfunc.optim.rules import Factors
+from zfunc.optim.sgd import SGD
 
+from .adafactor import roots, square_sums, unit_of
 from .stream import Buffer, Case
 
 DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
-STORED = {"fp32": "fp32", "16bit": "bf16"}  # a buffer without a scale
 State = Sequence[Array]  # master, exp_avg, exp_avg_sq: [n] fp32
 
 
@@ -72,8 +60,22 @@ def stale(n: int, kind: str) -> Array:
 # ---- one case --------------------------------------------------------------------------------------
 
 
-def adam_case(
-    state: State | Compact,
+OPTIMIZERS = {
+    "adam": AdamW(1e-3),
+    "sgd": SGD(0.01, momentum=0.9, dampening=0.75),
+    "sgd without": SGD(0.01),
+    "nesterov": SGD(0.01, momentum=0.9, nesterov=True),
+    "lion": Lion(0.01, betas=(0.95, 0.9)),
+    "adagrad": Adagrad(0.01, initial_accumulator_value=0.1),
+    "direction": Muon(0.01),
+}
+ROLES = {"master_high": "master", "master_low": "low"}
+STORED = {"fp32": "fp32", "bf16": "bf16"}  # a buffer without a scale
+
+
+def update_case(
+    name: str,
+    state: State | dict[str, Array],
     grad: Array,
     kind: str,
     *,
@@ -81,112 +83,61 @@ def adam_case(
     out: str = "none",
     decay: str = "none",
     step: int = 3,
-    lr: float = 1e-3,
     scale: float = 0.3,
     into: bool = False,
+    lr: float | None = None,
 ) -> Case:
-    """One Adam step over fp32 or compact state, in place or into other buffers."""
-    n, (weight_decay, decoupled) = grad.size, DECAYS[decay]
-    setting = {
-        "step": step,
-        "lr": lr,
-        "grad_scale": scale,
-        "weight_decay": weight_decay,
-        "decoupled": decoupled,
-    }
-    step_of = fp32_step if moments == "fp32" else compact_step
-    buffers, copy = step_of(state, grad, moments, None if out == "none" else out, setting)
-    copies = () if copy is None else (Buffer("out", stale(n, out), copy),)
-    if into:
-        buffers = list(apart(buffers))
-    return Case(
-        f"moments {moments}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
-        "adam",
-        n,
-        (*buffers, Buffer("grad", grad, grad), *copies),
-        moments,
-        kind,
-        out,
-        decay,
-        dither=(first_dither(step, EXP_AVG), first_dither(step, EXP_AVG_SQ)),
-        factors=coefficients(betas=(0.9, 0.999), eps=1e-8, **setting),
+    """One step of an optimizer, in place or into other buffers, from fp32 weights and moments, which are packed
+    first, or from a packed state."""
+    optimizer: Any = OPTIMIZERS[name].with_moments(
+        moments.removesuffix("-split"), split_master="split" in moments
     )
-
-
-RULES: tuple[tuple[Rule, str], ...] = (  # with the kind of their state's formats
-    ("sgd", "weights"),
-    ("sgd", "sgd"),
-    ("nesterov", "sgd"),
-    ("lion", "lion"),
-    ("adagrad", "adagrad"),
-    ("direction", "muon"),
-)
-
-
-def one_buffer_case(
-    state: tuple[Array, Array],
-    grad: Array,
-    kind: str,
-    rule: Rule,
-    state_format: str,
-    *,
-    out: str = "none",
-    decay: str = "none",
-    step: int = 3,
-    scale: float = 0.3,
-    into: bool = False,
-) -> Case:
-    """One step of a rule from fp32 weights and buffer, which are packed first."""
+    decision = StepDecision(False, scale, step, optimizer.factors(step) | ({} if lr is None else {"lr": lr}))
+    is_direction = isinstance(optimizer, Muon)
+    how = optimizer.direction_arguments(decision) if is_direction else optimizer.arguments(decision, 0)
     weight_decay, decoupled = DECAYS[decay]
-    lr = 0.01
-    factors = rule_factors(
-        grad_scale=scale,
-        rate=lr,
-        decay=lr * weight_decay if decoupled else weight_decay,
-        keep=0.9,
-        add=0.25,
-        look_keep=0.95,
-        look_add=0.05,
-        eps=1e-10,
-        initial=0.1,
-    )
+    shrink = weight_decay * (decision.factors["lr"] if decoupled else 1.0)
+    how |= {"decay": decay, "factors": how["factors"]._replace(decay=shrink)}
+    own = moment_buffers(how["state_format"])
     with np.errstate(all="ignore"):
-        before = pack_one_buffer(*state, state_format=state_format, step=step - 1)
-        after, copy = reference_one_buffer_update(
-            before,
-            grad,
-            state_format=state_format,
-            rule=rule,
-            factors=factors,
-            step=step,
-            decoupled=decoupled,
-            out=None if out == "none" else out,
-        )
-    own = [x.name for x in moment_buffers(state_format)]
-    roles = {
-        "master_high": "master",
-        "master_low": "low",
-        **dict(zip(own, ("buffer", "scale"), strict=False)),
-    }
+        before = state
+        if not isinstance(before, dict):
+            before = pack_moments(
+                state[1 : 1 + sum(x.shared == 1 for x in own)], how["state_format"], step - 1
+            )
+            before = before if is_direction else pack_weights(state[0], how["state_format"], before) | before
+        after, copy = reference_update(before, grad, out=None if out == "none" else out, **how)
+    roles, kinds = ROLES, moments
+    if name != "adam":
+        roles = {**ROLES, **dict(zip((x.name for x in own), ("buffer", "scale"), strict=False))}
+        codes = "signed" if own and own[0].signed else "unsigned"
+        kinds = f"buffer-{STORED.get(own[0].dtype, codes) if own else 'none'}"
     buffers = [
-        Buffer(roles.get(name, name), before[name], new, BLOCK if name.endswith("scale") else 1)
-        for name, new in after.items()
+        Buffer(roles.get(x, x), before[x], new, BLOCK if x.endswith("scale") else 1)
+        for x, new in after.items()
     ]
-    kept = "signed" if has_sign(state_format) else "unsigned"
-    buffer = kept if len(own) == 2 else STORED[state_format.partition("-")[2]] if own else "none"
     copies = () if copy is None else (Buffer("out", stale(grad.size, out), copy),)
     return Case(
-        f"{state_format}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
-        rule,
+        f"{how['state_format']}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
+        name.partition(" ")[0],
         grad.size,
         (*(apart(buffers) if into else buffers), Buffer("grad", grad, grad), *copies),
-        f"buffer-{buffer}",
+        kinds,
         kind,
         out,
         decay,
-        dither=(first_dither(step, EXP_AVG), 0),
-        factors=factors,
+        dither=(first_dither(step, 0), first_dither(step, 1)),
+        factors=_in_c(name, how["factors"]),
     )
+
+
+def _in_c(name: str, k: Factors) -> tuple[float, ...]:
+    """The factors in kernel_cases.c's order."""
+    if name == "adam":
+        rule = (k.keep, k.add, k.keep_sq, k.add_sq, k.rate, k.root_scale, k.eps, k.decay)
+    else:
+        rule = (k.rate, k.decay, k.keep, k.add, k.look_keep, k.look_add, k.eps, k.initial)
+    return k.grad_scale, k.grad_floor, *rule
 
 
 def factored_cases(
@@ -196,8 +147,9 @@ def factored_cases(
     matrices = matrices_of(shape)
     _, rows, columns, _ = matrices
     p, grad = random_state(math.prod(shape))[0], random_grad(math.prod(shape), kind)
-    settings: Any = {"lr": 0.1, "beta2_decay": -0.8, "eps": (1e-7, 1e-3), "d": 1.0}
-    factors = adafactor_factors(step=3, weight_decay=DECAYS[decay][0], grad_scale=scale, **settings)
+    optimizer = Adafactor(0.1, eps=(1e-7, 1e-3), weight_decay=DECAYS[decay][0])
+    decision = StepDecision(False, scale, 3, optimizer.factors(3))
+    factors = optimizer.arguments(decision, 0, ParameterPart.whole(shape))["factors"]
     k = AdafactorFactors._make(np.float32(x) for x in factors)
     g = (flush_small(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
     squares, largest = g.astype(np.float64) ** 2, [np.abs(g).max(2), np.abs(g).max(1)]
@@ -242,32 +194,6 @@ def apart(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
         yield b._replace(
             role=f"into_{b.role}", before=np.full(b.after.nbytes, 0xA5, np.uint8).view(b.after.dtype)
         )
-
-
-Stepped = tuple[list[Buffer], Array | None]
-
-
-def fp32_step(state: State, grad: Array, _: str, out: str | None, setting: dict[str, Any]) -> Stepped:
-    """The buffers of a step over fp32 state, and the copy."""
-    new = reference_update(*state, grad, out=out, **setting)
-    roles = ("master", "exp_avg", "exp_avg_sq")
-    return [Buffer(*each) for each in zip(roles, state, new[:3], strict=True)], new.out
-
-
-def compact_step(
-    state: State | Compact, grad: Array, moments: str, out: str | None, setting: dict
-) -> Stepped:
-    """The buffers of a step over compact state, and the copy; fp32 state is packed first."""
-    with np.errstate(all="ignore"):
-        packed = isinstance(state, Compact)
-        before = state if packed else pack(*state, moments=moments, step=setting["step"] - 1)
-        after, copy = reference_compact_update(before, grad, out=out, **setting)
-    found = []
-    for field, old, new in zip(Compact._fields, before, after, strict=True):
-        if old is not None:
-            role = "master" if field == "high" else field
-            found.append(Buffer(role, old, new, BLOCK if field.endswith("scale") else 1))
-    return found, copy
 
 
 def sum_case(acc: Array | None, grad: Array, kind: str, *, first: bool) -> Case:

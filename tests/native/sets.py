@@ -10,25 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from zfunc.optim.adam_reference import Array, round_to
-from zfunc.optim.compact_reference import BLOCK, Compact, split
+from zfunc.optim.compact_reference import BLOCK, Array, round_to, split
 
 from .cases import (
     DECAYS,
     DTYPES,
-    RULES,
-    adam_case,
+    OPTIMIZERS,
     factored_cases,
-    one_buffer_case,
     random_grad,
     random_state,
     skeleton_case,
     sum_case,
+    update_case,
 )
 from .stream import Case
 
 MOMENTS = "fp32", "fp32-split", "16bit", "8bit"
 TYPES, OUTS = ("fp32", "bf16", "fp16"), ("none", "fp32", "bf16", "fp16")
+ONE_BUFFER = [x for x in OPTIMIZERS if x != "adam"]
 SIZES = (0, 1, 15, 55, 64, 127, 128, 129, 4097)
 EXTREMES = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 2.0**-56, 2.0**-57)
 EXTREMES += (2.0**-100, 2.0**-120, 3.4028234663852886e38, 65504.0, 65520.0, 2.0**-24, 2.0**-25)
@@ -45,29 +44,26 @@ def types(sizes: Sequence[int]) -> Iterator[Case]:
     for i, (moments, grad, out, decay) in enumerate(kinds):
         for n in (sizes[i % len(sizes)], sizes[(i // 3 + 4) % len(sizes)]):
             state, values = random_state(n, i), random_grad(n, grad, i)
-            yield adam_case(state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3)
+            yield update_case(
+                "adam", state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3
+            )
 
 
 def one_buffer(sizes: Sequence[int]) -> Iterator[Case]:
     """SGD, Lion and Adagrad: every format with every kind of decay, in place and elsewhere; types in turn."""
-    kinds = itertools.product(RULES, ("fp32", "16bit", "8bit"), DECAYS, (False, True))
-    for i, ((rule, kind), moments, decay, apart) in enumerate(kinds):
+    kinds = itertools.product(ONE_BUFFER, ("fp32", "16bit", "8bit"), DECAYS, (False, True))
+    for i, (rule, moments, decay, apart) in enumerate(kinds):
         if rule == "direction" and (apart or decay != "none"):  # it leaves the weights
             continue
         for n in {sizes[i % len(sizes)], sizes[(i // 3 + 1) % len(sizes)]}:
             grad, out = TYPES[(i + n) % 3], OUTS[(i // 2 + n) % 4]
             p, m, v = random_state(n, i)
-            case = one_buffer_case(
-                (p, v if rule == "adagrad" else m),
+            values, how = (
                 random_grad(n, grad, i),
-                grad,
-                rule,
-                f"{kind}-{moments}",
-                out=out,
-                decay=decay,
-                step=1 + i % 3,
-                into=apart,
+                {"out": out, "decay": decay, "step": 1 + i % 3, "into": apart},
             )
+            held = v if rule == "adagrad" else m
+            case = update_case(rule, (p, held), values, grad, moments=moments, **how)
             yield case._replace(offset=i % 4, threads=1 + 2 * (n > 4096))
 
 
@@ -85,7 +81,9 @@ def every_size(sizes: Sequence[int]) -> Iterator[Case]:
     """Every size with every kind of state, moved off its alignment as well."""
     for n, moments, offset in itertools.product(sizes, MOMENTS, (0, 1, 3, 7)):
         kind, out, decay = TYPES[n % 3], OUTS[(n + offset) % 4], list(DECAYS)[offset % 3]
-        case = adam_case(random_state(n), random_grad(n, kind), kind, moments=moments, out=out, decay=decay)
+        case = update_case(
+            "adam", random_state(n), random_grad(n, kind), kind, moments=moments, out=out, decay=decay
+        )
         yield case._replace(offset=offset)
 
 
@@ -96,14 +94,14 @@ def into(sizes: Sequence[int]) -> Iterator[Case]:
         grad, how = random_grad(n, kind), {"moments": moments, "out": out, "decay": decay, "into": True}
         with np.errstate(all="ignore"):
             grad[n // 2 :: 777] = round_to(np.array([np.nan], np.float32), kind)[0]
-            yield adam_case(random_state(n), grad, kind, **how)._replace(offset=offset)
+            yield update_case("adam", random_state(n), grad, kind, **how)._replace(offset=offset)
 
 
 def shared_into(n: int) -> Iterator[Case]:
     """The same for several threads, whole and in parts."""
     for moments in MOMENTS:
         how = {"moments": moments, "out": "bf16", "decay": "decoupled", "into": True}
-        case = adam_case(random_state(n), random_grad(n, "bf16"), "bf16", **how)
+        case = update_case("adam", random_state(n), random_grad(n, "bf16"), "bf16", **how)
         yield case._replace(threads=1)
         yield case._replace(threads=3, cuts=(64, 192))
 
@@ -112,8 +110,8 @@ def shared(n: int, moments: Sequence[str] = MOMENTS) -> Iterator[Case]:
     """Sizes that several threads work on, whole and in parts; from 262144 on the copy bypasses the caches."""
     ways = ((1, ()), (2, ()), (3, (64, 192, n // 2 // 64 * 64)), (5, (64 * 513,)))
     for kind, state in itertools.product(TYPES, moments):
-        case = adam_case(
-            random_state(n), random_grad(n, kind), kind, moments=state, out=kind, decay="decoupled"
+        case = update_case(
+            "adam", random_state(n), random_grad(n, kind), kind, moments=state, out=kind, decay="decoupled"
         )
         yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways)
     for case in sums([n], TYPES):
@@ -148,23 +146,28 @@ def special(scales: Sequence[float]) -> Iterator[Case]:
         kind, out = TYPES[(i + i // 9) % 3], OUTS[1 + (i // 3 + i) % 3]
         with np.errstate(all="ignore"):
             grad = round_to(g, kind)
-            yield adam_case((p, m, v), grad, kind, moments=moments, out=out, decay=decay, scale=scale)
-            yield adam_case((p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale)
+            yield update_case(
+                "adam", (p, m, v), grad, kind, moments=moments, out=out, decay=decay, scale=scale
+            )
+            yield update_case(
+                "adam", (p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale
+            )
 
 
 def special_one_buffer() -> Iterator[Case]:
     """The same of weights, buffer and gradient of SGD, Lion and Adagrad."""
     rows = np.array(list(itertools.product(EXTREMES, EXTREMES, EXTREMES)), np.float32)
     p, m, g = np.random.default_rng(0).permutation(rows).T.copy()
-    kinds = itertools.product(RULES, ("fp32", "16bit", "8bit"), DECAYS)
-    for i, ((rule, kind), moments, decay) in enumerate(kinds):
+    for i, (rule, moments, decay) in enumerate(
+        itertools.product(ONE_BUFFER, ("fp32", "16bit", "8bit"), DECAYS)
+    ):
         if rule == "direction" and decay != "none":
             continue
         grad, out = TYPES[i % 3], OUTS[1 + i // 3 % 3]
         with np.errstate(all="ignore"):
             buffer, values = np.abs(m) if rule == "adagrad" else m, round_to(g, grad)
         for held in (buffer, small(buffer)[0]):
-            yield one_buffer_case((p, held), values, grad, rule, f"{kind}-{moments}", out=out, decay=decay)
+            yield update_case(rule, (p, held), values, grad, moments=moments, out=out, decay=decay)
 
 
 def small(*moments: Array) -> list[Array]:
@@ -182,7 +185,7 @@ def conversions() -> Iterator[Case]:
     p, zero = x.view(np.float32), np.zeros(x.size, np.float32)
     for out, moments in (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "fp32-split"), ("fp16", "16bit")):
         with np.errstate(all="ignore"):  # with a zero gradient and learning rate the weights stay
-            yield adam_case((p, zero, zero), zero, "fp32", moments=moments, out=out, step=2, lr=0.0)
+            yield update_case("adam", (p, zero, zero), zero, "fp32", moments=moments, out=out, step=2, lr=0.0)
 
 
 def codes() -> Iterator[Case]:
@@ -191,8 +194,10 @@ def codes() -> Iterator[Case]:
     code = np.arange(256, dtype=np.uint8)
     every, blocks = np.tile(code, scales.size), scales.repeat(code.size // BLOCK)
     high, low = split(np.ones(every.size, np.float32))
-    state = Compact(high, low, np.random.default_rng(0).permutation(every), every, blocks)
-    yield adam_case(state, random_grad(every.size, "fp32"), "fp32", moments="8bit", out="fp32")
+    names = ("master_high", "master_low", "exp_avg", "exp_avg_sq", "exp_avg_sq_scale")
+    values = high, low, np.random.default_rng(0).permutation(every), every, blocks
+    state = dict(zip(names, values, strict=True))
+    yield update_case("adam", state, random_grad(every.size, "fp32"), "fp32", moments="8bit", out="fp32")
 
 
 def full(isas: Sequence[str]) -> Iterator[Case]:

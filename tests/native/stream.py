@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zfunc.optim.adafactor_reference import AdafactorFactors
-from zfunc.optim.adam_reference import Array, Coefficients, reference_square_sum
-from zfunc.optim.one_buffer_reference import RuleFactors
+from zfunc.optim.compact_reference import Array
+from zfunc.optim.reference import reference_square_sum
 
 from .variants import Variant
 
@@ -52,7 +51,7 @@ class Case(NamedTuple):
     decay: str = "none"
     first: bool = False
     dither: tuple[int, int] = (0, 0)  # of Adafactor the rows and columns of a matrix
-    factors: Coefficients | RuleFactors | AdafactorFactors = Coefficients(*[0.0] * 10)
+    factors: tuple[float, ...] = (0.0,) * 10
     summed: Array | None = None  # [n] fp32 whose squares every call returns the sum of
     isa: str = "baseline"
     threads: int = 1

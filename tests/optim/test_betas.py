@@ -64,27 +64,15 @@ def test_torch_with_other_betas_in_every_step_does_the_same() -> None:
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_speculation_and_partial_offload_keep_the_bits() -> None:
+def test_deferral_and_partial_offload_keep_the_bits() -> None:
     def params(**settings: Any) -> dict[str, torch.Tensor]:
         program, data = compiled(falling, clip_norm=0.55, **settings)
         return zfunc.params(program, train(program, data))
 
     expected = params()
-    for settings in ({"speculate": 3}, {"offload_ratio": 0.5}):
+    for settings in ({"defer": True}, {"offload_ratio": 0.5}):
         got = params(**settings)
         assert all(torch.equal(got[name], x) for name, x in expected.items())
-
-
-def test_a_delayed_gradient_is_applied_with_the_betas_of_its_own_step(tmp_path: Path) -> None:
-    program, data = compiled(falling, delay_from=2)
-    state, _ = steps(program, zfunc.init(program, seed=1), data, 0, 3)
-    assert state.pending is not None
-    assert state.pending.factors["betas"] == falling(3)
-    zfunc.save(tmp_path, program, state)
-    state = train(program, data, 3, state)
-    other, _ = compiled(lambda step: falling(step) if step > 3 else (0.1, 0.1), delay_from=2)
-    resumed = train(other, data, 3, zfunc.load(tmp_path, other))
-    assert all(map(torch.equal, bits(resumed), bits(state)))
 
 
 @pytest.mark.parametrize("betas", [(0.9, 1.0), (0.9,), None, ("a", 0.9)])

@@ -1,4 +1,4 @@
-"""Compact state: packed formats are exact where they can be, unbiased where not. Its kernel: test_adam_bits.py."""
+"""Compact state: packed formats are exact where they can be, unbiased where not. Its kernel: test_update.py."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zfunc
+from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
-from zfunc.optim.adam_reference import reference_update, round_to
-from zfunc.optim.compact import SplitMaster
+from zfunc.optim.compact import initial_state, master_weights
 from zfunc.optim.compact_reference import (
     BLOCK,
     EXP_AVG,
@@ -19,22 +20,55 @@ from zfunc.optim.compact_reference import (
     NUM_SHIFTS,
     dither,
     join,
-    pack,
     pack_bf16,
     pack_exp_avg,
-    pack_exp_avg_sq,
-    reference_compact_update,
+    pack_floats,
+    pack_moments,
+    pack_weights,
+    round_to,
     split,
-    unpack,
     unpack_exp_avg,
-    unpack_exp_avg_sq,
+    unpack_floats,
+    unpack_moments,
+    unpack_weights,
 )
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.runtime.numa_placement import UNIT
+from zfunc.optim.reference import reference_update
 
 MOMENTS = ("16bit", "8bit")
 ALL = np.arange(1 << 16, dtype=np.uint32)
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def packed(p, m, v, moments, step=1):
+    own = pack_moments([m, v], moments, step)
+    return pack_weights(p, moments, own) | own
+
+
+def unpacked(state, moments):
+    return unpack_weights(state), *unpack_moments(state, moments)
+
+
+def updated(state, grad, moments, step, **settings):
+    """One step of Adam over such a state."""
+    split_master = moments == "fp32-split"
+    adam = zfunc.AdamW(**{"lr": 1e-3, "weight_decay": 0.0, **settings}).with_moments(
+        moments.removesuffix("-split"), split_master=split_master
+    )
+    how = adam.arguments(StepDecision(False, 1.0, step, adam.factors(step)), 0)
+    return reference_update(state, grad, **how)[0]
+
+
+def of_floats(p, m, v):
+    return {"master": p, "exp_avg": m, "exp_avg_sq": v}
+
+
+def pack_exp_avg_sq(x, spread):
+    return pack_floats(x, spread, signed=False)
+
+
+def unpack_exp_avg_sq(codes, scale):
+    return unpack_floats(codes, scale, signed=False)
 
 
 def from_bits(bits):
@@ -49,7 +83,6 @@ def same(got, expected):
 
 def test_the_kernel_and_the_layout_have_the_same_blocks():
     assert kernel.SHARED == BLOCK == ALIGNMENT
-    assert kernel.UNIT == UNIT
     assert kernel.UNIT % BLOCK == 0
 
 
@@ -80,15 +113,15 @@ def test_high_half_is_the_nearest_bfloat16():
 
 def assert_split_of(state, p, m, v):
     """The state is the fp32 one to the bit, and its high half the bf16 copy that goes to the device with that."""
-    for got, expected in zip(unpack(state), (p, m, v), strict=True):
+    for got, expected in zip(unpacked(state, "fp32-split"), (p, m, v), strict=True):
         same(got, expected)
-    same(*(from_bits(x.astype(np.uint32) << 16) for x in (state.high, round_to(p, "bf16"))))
+    same(*(from_bits(x.astype(np.uint32) << 16) for x in (state["master_high"], round_to(p, "bf16"))))
 
 
 def test_every_tie_and_its_neighbours_beside_fp32_moments():
     for low in (0x7FFF, 0x8000, 0x8001):
         exact = from_bits((ALL << 16) | low), *np.zeros((2, ALL.size), np.float32)
-        assert_split_of(pack(*exact, moments="fp32-split", step=1), *exact)
+        assert_split_of(packed(*exact, "fp32-split"), *exact)
 
 
 @given(st.lists(st.tuples(floats, floats, floats, floats), min_size=1, max_size=70))
@@ -96,19 +129,19 @@ def test_fp32_moments_beside_a_split_master_are_the_same_training(rows):
     p, m, v, g = np.array(rows, np.float32).T.copy()
     with np.errstate(all="ignore"):
         exact = p, m, np.abs(v)
-        state = pack(*exact, moments="fp32-split", step=1)
+        state, exact = packed(*exact, "fp32-split"), of_floats(*exact)
         for step in range(1, 4):
             how = {"step": step, "lr": 2.0**-9, "weight_decay": 0.1}
-            exact = reference_update(*exact, g, **how)[:3]
-            state, _ = reference_compact_update(state, g, **how)
-            assert_split_of(state, *exact)
+            exact = updated(exact, g, "fp32", **how)
+            state = updated(state, g, "fp32-split", **how)
+            assert_split_of(state, *exact.values())
 
 
 def test_split_of_tensors():
     x = torch.randn(1000)
-    halves = SplitMaster.of(x)
-    assert torch.equal(halves.join(), x)
-    torch.testing.assert_close(halves.high.float(), x, rtol=2**-8, atol=0)
+    halves = initial_state(x, {})
+    assert torch.equal(master_weights(halves, 0, 1000), x)
+    torch.testing.assert_close(halves["master_high"].float(), x, rtol=2**-8, atol=0)
 
 
 # ---- bfloat16 moments --------------------------------------------------------------------------------
@@ -134,7 +167,7 @@ def kept(m, v, step=1, n=None):
     """The values of m and v after they were packed."""
     n = np.size(v) if n is None else n
     m, v = (np.broadcast_to(np.float32(x), n).copy() for x in (m, v))
-    return unpack(pack(np.zeros(n, np.float32), m, v, moments="8bit", step=step))[1:]
+    return unpack_moments(pack_moments([m, v], "8bit", step), "8bit")
 
 
 @pytest.mark.parametrize("choice", range(NUM_SHIFTS))
@@ -233,13 +266,12 @@ def test_second_moments_never_become_zero():
 def trained_both_ways(gradient, steps, n=64 * 8):
     """fp32 and 8-bit weights after some steps of `gradient(step, weights)`."""
     zero = np.zeros(n, np.float32)
-    exact, state = (zero, zero, zero), pack(zero, zero, zero, moments="8bit", step=1)
+    exact, state = of_floats(zero, zero, zero), packed(zero, zero, zero, "8bit")
     with np.errstate(all="ignore"):
         for step in range(1, steps + 1):
-            exact = reference_update(*exact, gradient(step, exact[0]), step=step, lr=1e-3)[:3]
-            g = gradient(step, unpack(state)[0])
-            state, _ = reference_compact_update(state, g, step=step, lr=1e-3)
-    return exact[0].astype(np.float64), unpack(state)[0].astype(np.float64)
+            exact = updated(exact, gradient(step, exact["master"]), "fp32", step)
+            state = updated(state, gradient(step, unpack_weights(state)), "8bit", step)
+    return exact["master"].astype(np.float64), unpack_weights(state).astype(np.float64)
 
 
 @pytest.mark.parametrize("octaves", [9, 10, 14, 20, 24])
@@ -287,10 +319,10 @@ def test_moments_without_gradients_decay_as_they_should(moments, beta2, steps):
     n = 64 * 32
     v = np.random.default_rng(0).random(n, dtype=np.float32) + np.float32(0.5)
     zero = np.zeros(n, np.float32)
-    state = pack(zero, zero, v, moments=moments, step=1)
+    state = packed(zero, zero, v, moments)
     for step in range(1, steps + 1):
-        state, _ = reference_compact_update(state, zero, step=step, lr=1e-3, betas=(0.9, beta2))
-    ratio = unpack(state)[2].astype(np.float64) / (v.astype(np.float64) * beta2**steps)
+        state = updated(state, zero, moments, step, betas=(0.9, beta2))
+    ratio = unpack_moments(state, moments)[1].astype(np.float64) / (v.astype(np.float64) * beta2**steps)
     assert abs(ratio.mean() - 1) < {"16bit": 0.02, "8bit": 0.1}[moments]
     assert ratio.max() < {"16bit": 1.5, "8bit": 5}[moments]
 
@@ -310,13 +342,13 @@ def test_gradients_that_come_regularly_bias_no_moment(moments, period):
     n = 64 * 8
     grad = np.exp2(np.random.default_rng(1).uniform(-3, 0, n)).astype(np.float32)
     zero = np.zeros(n, np.float32)
-    exact, state, ratios = (zero, zero, zero), pack(zero, zero, zero, moments=moments, step=1), []
+    exact, state, ratios = of_floats(zero, zero, zero), packed(zero, zero, zero, moments), []
     for step in range(1, 1201):
         g = zero if step % period else grad
-        exact = reference_update(*exact, g, step=step, lr=1e-3)[:3]
-        state, _ = reference_compact_update(state, g, step=step, lr=1e-3)
+        exact = updated(exact, g, "fp32", step)
+        state = updated(state, g, moments, step)
         if step > 600:
-            ratios.append(np.sqrt(unpack(state)[2] / exact[2]).mean())
+            ratios.append(np.sqrt(unpack_moments(state, moments)[1] / exact["exp_avg_sq"]).mean())
     assert abs(np.mean(ratios) - 1) < {"16bit": 0.003, "8bit": 0.02}[moments]
 
 
@@ -327,18 +359,22 @@ def test_moments_track_those_in_fp32(moments):
     rng = np.random.default_rng(1)
     scale = np.exp2(rng.uniform(-10, 0, n)).astype(np.float32)
     zero = np.zeros(n, np.float32)
-    exact, state = (zero, zero, zero), pack(zero, zero, zero, moments=moments, step=1)
+    exact, state = of_floats(zero, zero, zero), packed(zero, zero, zero, moments)
     errors = []
     for step in range(1, steps + 1):
         grad = (rng.standard_normal(n).astype(np.float32) + np.float32(0.3)) * scale
-        exact = reference_update(*exact, grad, step=step, lr=1e-3)[:3]
-        state, _ = reference_compact_update(state, grad, step=step, lr=1e-3)
-        errors.append(np.sqrt(unpack(state)[2].astype(np.float64)) / np.sqrt(exact[2]) - 1)
+        exact = updated(exact, grad, "fp32", step)
+        state = updated(state, grad, moments, step)
+        errors.append(
+            np.sqrt(unpack_moments(state, moments)[1].astype(np.float64)) / np.sqrt(exact["exp_avg_sq"]) - 1
+        )
     late = np.array(errors[steps // 2 :])
     assert abs(late.mean()) < {"16bit": 0.001, "8bit": 0.03}[moments]
     assert late.std() < {"16bit": 0.015, "8bit": 0.16}[moments]
-    moved = np.abs(exact[0]).mean()
-    assert np.abs(unpack(state)[0] - exact[0]).mean() < {"16bit": 0.01, "8bit": 0.1}[moments] * moved
+    moved = np.abs(exact["master"]).mean()
+    assert (
+        np.abs(unpack_weights(state) - exact["master"]).mean() < {"16bit": 0.01, "8bit": 0.1}[moments] * moved
+    )
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -347,10 +383,23 @@ def test_a_special_gradient_is_its_own_elements_matter(moments, bad):
     rng = np.random.default_rng(0)
     p, m, g = rng.standard_normal((3, 200)).astype(np.float32)
     g[77] = bad
-    state = pack(p, m, np.square(m), moments=moments, step=1)
-    p, m, v = unpack(reference_compact_update(state, g, step=1, lr=1e-3)[0])
+    state = packed(p, m, np.square(m), moments)
+    p, m, v = unpacked(updated(state, g, moments, 1), moments)
     if not np.isfinite(bad):
         assert np.isnan(p[77])
         assert not np.isfinite(v[77])
     for x in (p, m, v):
         assert np.isfinite(np.delete(x, 77)).all()
+
+
+def test_codes_with_a_sign_are_found_again_and_reach_over_63_binades():
+    values = np.concatenate([np.exp2(np.linspace(0, x, 32)) for x in (-7, -15, -30, -62)]).astype(np.float32)
+    x = np.stack([values, -values], axis=1).reshape(-1)
+    packed = pack_floats(x, np.zeros(x.size, np.uint32), signed=True)
+    got = unpack_floats(*packed, signed=True)
+    assert (np.sign(got) == np.sign(x)).all()
+    again = pack_floats(got, dither(x.size, 7, 0), signed=True)
+    assert all((a == b).all() for a, b in zip(packed, again, strict=True))
+    for i, mantissa_bits in enumerate((4, 3, 2, 1)):
+        block = slice(64 * i, 64 * i + 64)
+        assert (np.abs(got - x)[block] <= np.abs(x)[block] * 2.0**-mantissa_bits).all()

@@ -53,7 +53,7 @@ def test_the_bits_of_the_reference(name: str) -> None:
 
 def compact_step(n: int, *, into: bool = False) -> Case:
     state, grad = cases.random_state(n), cases.random_grad(n, "bf16")
-    return cases.adam_case(state, grad, "bf16", moments="8bit", out="bf16", into=into)
+    return cases.update_case("adam", state, grad, "bf16", moments="8bit", out="bf16", into=into)
 
 
 def without_the_last_item(case: Case, role: str) -> Case:

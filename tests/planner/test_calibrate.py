@@ -2,6 +2,7 @@
 
 import json
 import logging
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from table import hardware, plan_of
 
 import zfunc
 from zfunc import schedules
-from zfunc.cli.commands.calibrate import CALIBRATE, CalibrateSettings, measure_machine
+from zfunc.cli.commands.calibrate import CalibrateSettings, measure_machine
 from zfunc.cli.main import main
 from zfunc.core.graph import KINDS
 from zfunc.core.hardware import ROUND, Hardware, Measured
@@ -23,15 +24,17 @@ from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import Program, rescheduled
 from zfunc.engine.specialize import specialize
-from zfunc.planner.calibrate import calibrate, measure_disk, measure_launch, traced_steps
-from zfunc.planner.calibrated_profile import MachineFacts, make_profile
-from zfunc.planner.fit_rates import (
+from zfunc.planner.calibrate import calibrate, measure_arithmetic, measure_disk, measure_launch, traced_steps
+from zfunc.planner.calibrated_profile import (
+    Arithmetic,
     Costs,
     LatencyBandwidth,
+    MachineFacts,
     MeasuredStep,
     fit_costs,
     fit_line,
     handoff,
+    make_profile,
     middle_half,
 )
 from zfunc.planner.profile import NONE_SENT, Profile
@@ -79,8 +82,6 @@ def test_a_serial_step_is_predicted_to_take_what_it_took(on: Hardware) -> None:
     """In which what operations took adds up to the step."""
     steps = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0, 1.0)
     costs = fit_costs(steps)
-    total = sum(costs.seconds[work] * costs.counts[work] for work in costs.seconds)
-    assert total == pytest.approx(steps[0].seconds)
     again = evolve(on, measured=costs.measured)
     assert simulate(steps[0].plan, again).seconds == pytest.approx(steps[0].seconds, rel=1e-5)
 
@@ -125,12 +126,8 @@ def test_what_a_handoff_takes_is_found() -> None:
     assert handoff(steps_of(ROUND, 1.0)) is None
 
 
-def test_flops_are_those_of_all_together() -> None:
-    costs = Costs(
-        {("compute", 100, 0): 2.0, ("compute", 300, 0): 3.0, ("compute", 0, 8): 9.0},
-        {("compute", 100, 0): 3, ("compute", 300, 0): 1, ("compute", 0, 8): 5},
-    )
-    assert costs.flops() == (3 * 100 + 300) / (3 * 2.0 + 3.0)
+def test_rates_of_bytes_are_those_of_operations_that_only_move_some() -> None:
+    costs = Costs({("compute", 100, 0, 7): 2.0, ("compute", 0, 0, 8): 9.0})
     assert costs.line("compute") == LatencyBandwidth(0.0, pytest.approx(8 / 9, rel=1e-5))
     assert costs.line("host") is None
 
@@ -139,70 +136,78 @@ def test_flops_are_those_of_all_together() -> None:
 
 COSTS = Costs(
     {
-        ("compute", 10**9, 0): 1e-2,
-        ("compute", 0, 10**7): 1e-3,
-        ("host", 0, 10**7): 2e-3,
-        ("host", 0, 0): 1e-4,
-        ("d2h", 0, 10**6): 1e-3,
-        ("h2d", 0, 10**6): 5e-4,
-        ("network", 0, 10**6): 4e-3,
-        ("network", 0, 10**3): 2e-3,
-    },
-    {},
+        ("compute", 10**9, 0, 0): 1e-2,
+        ("compute", 0, 0, 10**7): 1e-3,
+        ("host", 0, 0, 10**7): 2e-3,
+        ("host", 0, 0, 0): 1e-4,
+        ("d2h", 0, 0, 10**6): 1e-3,
+        ("h2d", 0, 0, 10**6): 5e-4,
+        ("network", 0, 0, 10**6): 4e-3,
+        ("network", 0, 0, 10**3): 2e-3,
+    }
 )
-ONCE = evolve(COSTS, counts=dict.fromkeys(COSTS.seconds, 1))
+ARITHMETIC = Arithmetic(products=1e11, attention=4e10)
 
 
 def test_figures_are_what_was_reached() -> None:
-    profile = make_profile(MACHINE, ONCE, DISK, "in a test", handoff=3e-4)
+    profile = make_profile(MACHINE, COSTS, ARITHMETIC, DISK, "in a test", handoff=3e-4)
     on = profile.hardware("fp32")
-    assert (on.flops, on.handoff) == (1e11, 3e-4)
+    assert (on.flops, on.attention, on.handoff) == (1e11, 4e10, 3e-4)
     expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "read": 2e9, "write": 1e9}
     assert on.rates == {**expected, "network": NONE_SENT}
     assert (on.latencies["read"], on.latencies["write"]) == (1e-4, 1e-3)
     assert on.memory == {"device": 10**9, "host": 10**10, "disk": 10**11}
     assert on.shared["host memory"] == {"host": 1.0, "d2h": 0.2, "h2d": 0.4, "read": 0.4, "write": 0.2}
-    assert on.measured == ONCE.measured
+    assert on.measured == COSTS.measured
     assert Measured("host", 0, 0, 1e-4) in on.measured
     assert {f.origin for of in profile.figures.values() for f in of.values()} == {"measured"}
     assert parse_profile(profile_text(profile), "calibrated") == profile
 
 
 def test_ranks_share_a_host_that_is_the_nodes() -> None:
-    profile = make_profile(evolve(MACHINE, world=2, local_ranks=2), ONCE, DISK, "in a test")
+    profile = make_profile(evolve(MACHINE, world=2, local_ranks=2), COSTS, ARITHMETIC, DISK, "in a test")
     assert profile.value("bytes_per_s", "host_memory") == 1e10
     assert profile.hardware("fp32", 2).rates["host"] == 5e9
     assert "network_in_node" in profile.figures["bytes_per_s"]
     assert profile.hardware("fp32", 2).latencies["network"] == pytest.approx(2e-3, rel=1e-2)
-    far = make_profile(evolve(MACHINE, world=8, local_ranks=2), ONCE, DISK, "in a test")
-    assert far.value("seconds", "network_between_nodes") == pytest.approx(2e-3 / 3, rel=1e-2)
+    far = make_profile(evolve(MACHINE, world=8, local_ranks=2), COSTS, ARITHMETIC, DISK, "in a test")
+    assert far.value("seconds", "network_between_nodes") == pytest.approx(2e-3 / 7, rel=1e-2)
 
 
 def test_launches_are_timed_where_there_are_any() -> None:
-    profile = make_profile(MACHINE, ONCE, DISK, "in a test", launch=1e-5)
+    profile = make_profile(MACHINE, COSTS, ARITHMETIC, DISK, "in a test", launch=1e-5)
     assert profile.hardware("fp32").launch == 1e-5
     assert "launches" in profile.figures["seconds"]["launch"].words
     assert measure_launch(torch.device("cpu")) is None
-    without = make_profile(MACHINE, ONCE, DISK, "in a test")
+    without = make_profile(MACHINE, COSTS, ARITHMETIC, DISK, "in a test")
     assert "launch" not in without.figures["seconds"]
     assert without.hardware("fp32").launch == 0
 
 
 def test_on_a_cpu_operations_compete_for_its_cores() -> None:
     threads = {"compute": 2, "host": 8, "d2h": 2}
-    profile = make_profile(evolve(MACHINE, unified=True, threads=threads), ONCE, DISK, "in a test")
+    profile = make_profile(
+        evolve(MACHINE, unified=True, threads=threads), COSTS, ARITHMETIC, DISK, "in a test"
+    )
     on = profile.hardware("fp32")
     assert on.shared["cores"] == {"compute": 0.25, "host": 1.0, "d2h": 0.25}
     assert on.unified
     assert "device" not in on.memory
 
 
-@pytest.mark.parametrize("kind", ["compute", "host", "d2h", "h2d", "FLOPs"])
+@pytest.mark.parametrize("kind", ["compute", "host", "d2h", "h2d"])
 def test_a_step_without_a_kind_of_work_tells_nothing_of_it(kind: str) -> None:
-    none = "with FLOPs in the steps" if kind == "FLOPs" else f"of kind '{kind}' that moves bytes"
-    left = {w: s for w, s in ONCE.seconds.items() if not (w[1] if kind == "FLOPs" else w[0] == kind and w[2])}
-    with pytest.raises(ValueError, match=f"got no operation {none}"):
-        make_profile(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
+    left = {w: s for w, s in COSTS.seconds.items() if not (w[0] == kind and w[3])}
+    with pytest.raises(ValueError, match=f"got no operation of kind '{kind}' that moves bytes"):
+        make_profile(MACHINE, evolve(COSTS, seconds=left), ARITHMETIC, DISK, "in a test")
+
+
+def test_arithmetic_is_measured_where_it_runs() -> None:
+    rates = measure_arithmetic(torch.device("cpu"), torch.float32)
+    a = torch.ones(768, 768)
+    seconds = min(timeit.repeat(lambda: a @ a, number=1, repeat=9))
+    assert rates.products < 2 * 2 * 768**3 / seconds
+    assert 0 < rates.attention < 4 * rates.products
 
 
 # ---- this machine ----------------------------------------------------------------------------------
@@ -217,8 +222,8 @@ def compiled(schedule: str = "Serial", **more: Any) -> tuple[Program, Any]:
 def check(profile: Profile, program: Program, batch: Any) -> None:
     on = profile.hardware(program.settings.precision)
     plan = specialize(program, batch).plan
-    works = {(op.kind, op.flops, op.nbytes) for op in plan.graph}
-    assert {(m.kind, m.flops, m.nbytes) for m in on.measured} == works
+    works = {(op.kind, op.flops, op.nbytes, op.attention_flops) for op in plan.graph}
+    assert {(m.kind, m.flops, m.nbytes, m.attention_flops) for m in on.measured} == works
     assert simulate(plan, on).seconds == pytest.approx(sum(map(on.seconds, plan.graph)))
     assert on.unified == (program.device.type == "cpu")
     assert 0 < on.handoff < 1
@@ -324,7 +329,6 @@ def test_the_training_that_is_measured() -> None:
     asked = CalibrateSettings(**SMALL)
     training = asked.training()
     assert (training.schedule, training.hidden_size, training.bucket_size) == ("Serial", 32, 4096)
-    assert {f.name for f in asked.__attrs_attrs__} == set(CALIBRATE)
 
 
 # ---- a GPU -----------------------------------------------------------------------------------------

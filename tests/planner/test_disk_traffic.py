@@ -42,10 +42,12 @@ def planned(**settings: Any) -> Planned:
 @pytest.mark.parametrize("name", PLACES)
 def test_bytes_a_step_are_those_of_the_formulae(name: str) -> None:
     settings, *expected = PLACES[name]
-    p = planned(**settings)
+    p, q = planned(**settings), planned(**settings, commit_every=2)
     assert p.disk is not None
+    assert q.disk is not None
+    assert (p.disk.step_bytes, p.disk.commit_bytes) == (q.disk.commit_bytes, q.disk.commit_bytes)
     layout = p.step.spec.layout
-    got = p.disk.step_bytes["read"], p.disk.step_bytes["write"], p.disk.commit_bytes["write"]
+    got = q.disk.step_bytes["read"], q.disk.step_bytes["write"], q.disk.commit_bytes["write"]
     padding = len(layout.buckets) * 8 * BLOCK
     tied = 4 * max(b.numel for b in layout.buckets)
     for nbytes, each in zip(got, expected, strict=True):
@@ -53,6 +55,22 @@ def test_bytes_a_step_are_those_of_the_formulae(name: str) -> None:
         assert nbytes <= each * layout.numel * (1.05 if name == "8 bits" else 1) + padding + tied
     assert p.bus_bytes["write"] == p.disk.commit_bytes["write"]
     assert p.disk.written == p.disk.commit_bytes["write"]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_report_says_what_the_planned_step_moves_and_what_a_commit_adds_where_not_all_commit(
+    every: int,
+) -> None:
+    p = planned(moments="16bit", params_on="host", commit_every=every)
+    assert p.disk is not None
+    lines = str(p).splitlines()
+    said = next(x for x in lines if x.startswith("the disk: "))
+    moved = (f"{kind}s {p.bus_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
+    assert said == f"the disk: a step {' and '.join(moved)}"
+    commits = f"{p.disk.commit_bytes['write'] / 1e9:,.4g} GB"
+    assert [x for x in lines if x.startswith("  commits ")] == [
+        "  commits  every step" if every == 1 else f"  commits  every 4 steps; such a step writes {commits}"
+    ]
 
 
 @pytest.mark.parametrize("name", ["16 bits", "everything", "half of it"])

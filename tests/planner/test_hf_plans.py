@@ -11,14 +11,18 @@ from attrs import evolve
 
 import zfunc
 import zfunc.models.hf
+from zfunc.checkpoint.strict_json import COUNT
 from zfunc.cli.commands.calibrate import CalibrateSettings, measure_machine
 from zfunc.cli.commands.plan import PlanSettings
 from zfunc.cli.main import main
 from zfunc.cli.simulated_model import simulated_model
 from zfunc.cli.simulated_step import profile_of
 from zfunc.core.hardware import ROUND
+from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import compile
-from zfunc.planner.max_batch import most_that_fit
+from zfunc.planner.kept_costs import kept
+from zfunc.planner.largest import most_that_fit
+from zfunc.planner.traced_costs import TracedCosts
 from zfunc.train.settings import step_settings
 
 pytest.importorskip("transformers")
@@ -41,6 +45,7 @@ LLAMA_3_8B: dict[str, Any] = {
 }
 TINY = LLAMA_3_8B | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 50}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 SHORT = ["--seq-length", "16", "--batch-size", "4"]
 
 
@@ -49,6 +54,16 @@ def write(name: str, content: dict[str, Any]) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content))
     return path
+
+
+def test_backward_of_a_block_does_not_hold_what_its_norms_cast_to_fp32() -> None:
+    """At its peak five of the MLP's tensors of 28 KiB a token, and of 4,096 elements what 16 bits hold."""
+    _, (embed, block, _, loss) = zfunc.hf.describe(
+        write("config.json", LLAMA_3_8B | {"num_hidden_layers": 2})
+    )
+    x = torch.empty(1, 8192, dtype=torch.int64, device="meta")
+    costs = TracedCosts((embed, block, loss), (x, x), zfunc.AdamW()).traced(StepSettings(), on_gpu=True).costs
+    assert costs[1].backward_workspace < 155 * 1024 * x.numel()
 
 
 def test_llama_3_8b_on_a_4090_is_answered_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +145,166 @@ def test_the_largest_batch_and_length_fit_and_one_more_does_not(
     assert not costs.step(step_settings(settings, precision="bf16", schedule="Overlapped")).fits
 
 
+def test_a_length_says_what_bounds_it_and_goes_on_where_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())
+    config = write("config.json", TINY | {"max_position_embeddings": 256, "vocab_size": 5000})
+    given = ["plan", "--hf-config", str(config), "--hardware", "rtx4090", "--with", "bytes.device=7.2e8"]
+    given += ["--batch-size", "2"]
+    assert main([*given, "--max", "length"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "256 tokens, bounded by the positions of its config (max_position_embeddings) and not by memory"
+        in out
+    )
+    assert "--max longer goes on" in out
+    assert main([*given, "--max", "longer", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["seq_length"] > 512
+    assert answer["seq_length"] % 128 == 0
+    assert answer["limit"] == ""
+    assert main(["plan", "--max", "length", "--hidden-size", "16", "--num-layers", "1", "--json"]) == 0
+    assert "tokens, beyond which none are tried" in json.loads(capsys.readouterr().out)["limit"]
+
+
+def test_layers_that_are_alike_are_cut_once_each_with_its_own_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made: list[str] = []
+    cut = zfunc.models.hf.cutting.segment
+    monkeypatch.setattr(
+        "zfunc.models.hf.cutting.segment", lambda name, part: made.append(name) or cut(name, part)
+    )
+    config = write("config.json", TINY | {"num_hidden_layers": 6})
+    model = AutoModelForCausalLM.from_config(zfunc.models.hf.weights.read_config(config))
+    for n, layer in enumerate(model.model.layers):
+        layer.mlp.register_buffer("shift", torch.tensor(float(n)))
+    layers = zfunc.hf.segments(model)[1:-1]
+    assert made == ["model.embed_tokens", "model.layers.0", "lm_head"]
+    named = dict(model.named_parameters())
+    for n, s in enumerate(layers):
+        assert s.name == f"model.layers.{n}"
+        assert len(s.parameters) == 9
+        for full, value in s.initial(0).items():
+            assert full.startswith(f"model.layers.{n}.")
+            assert torch.equal(value, named[full])
+        assert [float(t) for k, t in s.constants.items() if k.endswith("mlp.shift")] == [n]
+    model.model.layers[3].input_layernorm.variance_epsilon = 0.5
+    zfunc.hf.segments(model)
+    assert made[3:] == ["model.embed_tokens", "model.layers.0", "model.layers.3", "lm_head"]
+
+
+QUANTIZED = {
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "bitsandbytes, load_in_4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_weights_are_planned_as_they_are_trained(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("config.json", TINY | {"quantization_config": QUANTIZED[kind]})
+    write("plain.json", TINY)
+    given = ["--hardware", "h100", "--seq-length", "16", "--batch-size", "4"]
+    assert main(["plan", "--hf-config", "config.json", *given]) == 0
+    said, _, answer = capsys.readouterr().out.partition("\n")
+    assert said == f"its weights are stored quantized ({kind}), and planned as they are trained: bf16"
+    assert main(["plan", "--hf-config", "plain.json", *given]) == 0
+    assert capsys.readouterr().out == answer
+
+
+def test_a_second_plan_needs_no_model_and_says_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFUNC_CACHE", "on")
+    write("model/config.json", TINY | {"tie_word_embeddings": True})
+    given = ["plan", "--hf", "model", *SHORT, "--hardware", "h100", "--lora", "4"]
+    opened: list[Any] = []
+    described = zfunc.train.pretrained.described_model
+    monkeypatch.setattr("zfunc.train.pretrained.described_model", lambda x: opened.append(x) or described(x))
+
+    def answer(*more: str) -> tuple[str, int]:
+        assert main([*given, *more]) == 0
+        now = len(opened)
+        opened.clear()
+        return capsys.readouterr().out, now
+
+    first, asked = answer()
+    assert asked == 1
+    assert answer() == (first, 0)
+    assert answer("--moments", "8bit", "--world", "1")[1] == 0
+    assert answer("--seq-length", "32")[1] == answer("--lora", "2")[1] == 1
+    write("model/config.json", TINY | {"tie_word_embeddings": True, "rope_theta": 1.0})
+    assert answer()[1] == 1
+    assert main([*given, "--seq-length", "4096"]) == 2
+    assert "at most the 1024 positions" in capsys.readouterr().err
+    monkeypatch.setenv("ZFUNC_CACHE", "off")
+    assert answer()[1] == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_takes_long_is_told_on_a_terminal(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfunc.cli.commands.plan.PATIENCE", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    main(["plan", "--num-layers", "1", "--json"])
+    out, err = capsys.readouterr()
+    assert err.startswith("zfunc plan: planning.") is bool(err) is terminal
+    assert json.loads(out)["num_layers"] == 1
+
+
+def test_what_is_no_kept_answer_is_answered_anew_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZFUNC_CACHE", "on")
+    monkeypatch.setattr("zfunc.planner.kept_costs.MOST", 3)
+    answered: list[int] = []
+
+    def ask(question: int) -> int:
+        def answer() -> int:
+            answered.append(question)
+            return question * 111
+
+        return kept([question], answer, lambda x: {"x": x}, lambda node: node.read({"x": COUNT})["x"])
+
+    def hold() -> list[int]:
+        """How often three questions are answered, whose answers are right."""
+        answered.clear()
+        assert [ask(1), ask(2), ask(3)] == [111, 222, 333]
+        return answered[:]
+
+    assert (hold(), hold()) == ([1, 2, 3], [])
+    folder = Path("cache/zfunc/costs")
+    files = sorted(folder.iterdir(), key=lambda x: x.stat().st_mtime_ns)
+    good = files[1].read_bytes()
+    assert [x.stat().st_mode & 0o777 for x in files] == [0o600] * 3
+    bad = [good[:n] for n in (0, 10, 70, len(good) - 1)] + [
+        files[0].read_bytes(),
+        good + b" ",
+        b"\0" * 5_000_000,
+    ]
+    bad += [good[:n] + bytes([good[n] ^ 1]) + good[n + 1 :] for n in range(0, len(good), 7)]
+    bad += [good.replace(b"222", b"223"), good.replace(b'"x":222', b'"x":-1'), b"[" * 100_000]
+    for content in bad:
+        files[1].write_bytes(content)
+        assert hold() == [2], content[:200]
+        assert files[1].read_bytes() == good
+    files[1].unlink()
+    files[1].symlink_to(files[0].name)
+    assert (hold(), hold()) == ([2], [])
+    for question in range(4, 9):
+        ask(question)
+    assert len([*folder.iterdir()]) == 3
+    folder.chmod(0o500)
+    Path("file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", "file")
+    assert hold() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("capacity", [0, 5, 99, 1000, 4000, 10**6])
 def test_few_steps_are_planned_to_find_the_most(capacity: int) -> None:
     """Of memory that grows faster than the count."""
@@ -175,7 +350,9 @@ REFUSED = {
     "plan --hf-config good.json --vocab-size 7": "--vocab-size: got 7 for good.json, expected its 50",
     "plan --hf-config good.json --seq-length 4096": "--seq-length: got 4096 .*at most the 1024 positions",
     "plan --hf-config good.json --max": "--max: got layers with a Hugging Face model.*pass --max batch",
-    "plan --hf-config good.json --max rows": r"--max: got 'rows', expected one of layers, batch, length",
+    "plan --hf-config good.json --max rows": r"--max: got 'rows', expected one of layers, batch, length, longer",
+    "plan --hf-config gpt2.json --max longer": "--max: got longer for a gpt2, whose positions are learned",
+    "plan --max longer": "--max: got longer without --hf, expected a Hugging Face model",
     "plan --lora 4": "--lora: got it without --hf",
     "plan --out plan.pdf": r"--out: got plan\.pdf, expected a name that ends in \.html or \.txt",
 }
@@ -189,5 +366,9 @@ def test_what_is_no_config_is_refused_by_its_flag(command: str, capsys: pytest.C
     write("wrong.json", TINY | {"hidden_size": "wide"})
     write("bert.json", {"model_type": "bert", "architectures": ["BertForMaskedLM"]})
     write("good.json", TINY)
+    write(
+        "gpt2.json",
+        {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 50} | NO_ENDS,
+    )
     assert main(command.split()) == 2
     assert re.search(REFUSED[command], " ".join(capsys.readouterr().err.split()))

@@ -1,9 +1,11 @@
 """Profiles: those that come with zfunc hold together, files are read strictly and written as they read."""
 
+import logging
 import math
 import re
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,7 +18,11 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import KINDS, Graph, Op
 from zfunc.core.hardware import Measured
 from zfunc.core.plan import build
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
+from zfunc.models.gpt_config import GPTConfig
+from zfunc.models.gpt_costs import GPTCosts
+from zfunc.optim.adamw import AdamW
 from zfunc.planner.profile import (
     BOUNDS,
     NETWORKS,
@@ -33,6 +39,15 @@ from zfunc.planner.profile_toml import FOLDER, load_profile, parse_profile, prof
 GB = {  # of each card, as it is sold
     **{"a10": 24, "a100-80gb": 80, "a6000": 48, "gh200": 96, "h100": 80, "h200": 141, "l4": 24, "l40s": 48},
     **{"mi300x": 192, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "t4": 16, "v100-32gb": 32},
+    **{
+        "a100-40gb": 40,
+        "a800": 80,
+        "b200": 180,
+        "gb200": 186,
+        "gb300": 288,
+        "h100-96gb": 96,
+        "rtx4090x8": 24,
+    },
 }
 SHIPPED = tuple(sorted(GB))
 
@@ -57,21 +72,39 @@ def test_every_figure_says_where_it_comes_from(name: str) -> None:
     assert used == set(profile.sources)  # none is there for nothing
     assert all("https://" in words for words in profile.sources.values())
     assert all(len(f.words.split()) >= 4 for _, _, f in figures if f.origin == "assumed")
-    assert profile.figures["reached"]["fp16"].origin == "assumed"
+    assert {"attention", "fp32", "fp16"} < profile.figures["reached"].keys()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_is_assumed_of_flops_follows_from_what_is_said_of_it(name: str) -> None:
-    """Products reach the share that the words say; the rest of a block waits for memory as on an A100 at 0.45."""
-    profile, a100 = load_profile(name), load_profile("a100-80gb")
-    waits = (1 / 0.45 - 1 / 0.65) / a100.value("flops_per_s", "bf16")
-    waits *= a100.value("bytes_per_s", "device_memory") / profile.value("bytes_per_s", "device_memory")
-    for precision in profile.precisions:
-        peak = profile.value("flops_per_s", precision)
-        figure, times = profile.figures["reached"][precision], 2 if precision == "fp32" else 1
-        product = float(re.findall(r"products reach ([\d.]+) of this peak", figure.words)[0])
-        reached = 1 / (peak * (1 / (product * peak) + times * waits))
-        assert profile.value("reached", precision) == math.floor(100 * reached + 1e-9) / 100
+def test_what_is_assumed_of_products_is_what_is_said_of_them(name: str) -> None:
+    """And attention, which has arithmetic of its own between its products, is slower than they are."""
+    reached = load_profile(name).figures["reached"]
+    for figure in (reached[p] for p in load_profile(name).precisions if reached[p].origin == "assumed"):
+        assert [figure.value] == [float(x) for x in re.findall(r"products reach ([\d.]+) of", figure.words)]
+    assert 0.3 * reached["fp16"].value < reached["attention"].value < reached["fp16"].value
+
+
+MATMULS = [  # m, k, n; TFLOP/s that others measured for it in bf16: ml-engineering, compute/accelerator, MAMF
+    ("a100-80gb", (1024, 5120, 10240), 271.2),
+    ("h100", (2048, 13312, 2048), 794.5),
+    ("mi300x", (10240, 8192, 15360), 668.4),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "tflops"), MATMULS)
+def test_a_product_takes_its_arithmetic_and_its_bytes(
+    name: str, sizes: tuple[int, int, int], tflops: float
+) -> None:
+    """The best that others found in a search of sizes is not beaten, and reached but for a quarter; a thin product
+    waits for memory."""
+    on, (m, k, n) = evolve(load_profile(name).hardware("bf16"), latency=0.0, latencies={}), sizes
+
+    def reached(m: int, k: int, n: int) -> float:
+        nbytes = 2 * (m * k + k * n + m * n)
+        return 2 * m * k * n / on.seconds(Op("mm", (), "compute", flops=2 * m * k * n, nbytes=nbytes)) / 1e12
+
+    assert 0.75 * tflops < reached(m, k, n) <= tflops
+    assert reached(64, 4096, 4096) < 0.4 * reached(4096, 4096, 4096)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -81,7 +114,9 @@ def test_hardware_follows_from_the_figures_and_a_file_is_written_as_it_reads(nam
     for precision in profile.precisions:
         one = profile.hardware(precision)
         assert precision in one.name
-        assert one.flops == profile.value("flops_per_s", precision) * profile.value("reached", precision)
+        peak = profile.value("flops_per_s", precision)
+        assert one.flops == peak * profile.value("reached", precision)
+        assert one.attention == peak * profile.value("reached", "attention")
         assert one.rates["d2h"] == profile.value("bytes_per_s", "d2h") * profile.value("reached", "d2h")
         assert one.rates["network"] == NONE_SENT
         assert one.memory["device"] == int(profile.device_bytes)
@@ -95,7 +130,9 @@ def test_a_device_has_what_its_driver_reports_less_a_margin_that_is_named(name: 
     profile = load_profile(name)
     reported, gib = profile.value("bytes", "device"), GB[name] * 2**30
     assert 0.92 * gib < reported <= gib
-    assert profile.figures["bytes"]["device"].origin == ("assumed" if name == "gh200" else "source")
+    assert profile.figures["bytes"]["device"].origin == (
+        "assumed" if name in ("gh200", "gb200", "gb300", "h100-96gb") else "source"
+    )
     margin = reported - profile.device_bytes
     assert 0.02 * reported < margin < 0.09 * reported
     context = profile.figures["bytes"]["context"]
@@ -108,14 +145,20 @@ def test_a_device_has_what_its_driver_reports_less_a_margin_that_is_named(name: 
     [("rtx4090", 0.29 * 312e12), ("rtx3090", 0.7421 * 71e12)],  # nanoGPT, issue 182; modula, pull request 1
 )
 def test_a_geforce_card_trains_as_fast_as_others_saw_it_train(name: str, measured: float) -> None:
-    assert load_profile(name).reached("flops_per_s", "bf16") == pytest.approx(measured, rel=0.07)
-
-
-def test_a_context_larger_than_the_device_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"\[bytes\] context: got 3\.4e\+10, expected less than the device has"
-    ):
-        broken(put("bytes", "context", figure(3.4e10)))
+    """GPT-2 of 124 M, compiled: 12 rows of 1,024 tokens."""
+    config = GPTConfig(
+        vocab_size=50304, seq_length=1024, num_layers=12, hidden_size=768, num_attention_heads=12
+    )
+    settings = StepSettings(precision="bf16", recompute="min-cut", compile_segments=True)
+    costs = GPTCosts(config, 12, AdamW()).traced(settings, on_gpu=True).costs
+    on = load_profile(name).hardware("bf16")
+    attention = [*(c.attention_flops for c in costs), *(c.backward_attention_flops for c in costs)]
+    passes = [Op("forward", (), "compute", (), (), c.flops, c.moved_bytes) for c in costs]
+    passes += [Op("backward", (), "compute", (), (), c.backward_flops, c.backward_moved_bytes) for c in costs]
+    seconds = sum(on.seconds(evolve(op, attention_flops=n)) for op, n in zip(passes, attention, strict=True))
+    # Both count as nanoGPT does: attention whole, six FLOPs a parameter.
+    counted = 12 * 1024 * (6 * 124e6 + 12 * 12 * 768 * 1024)
+    assert counted / seconds == pytest.approx(measured, rel=0.25)
 
 
 def test_the_ranks_of_a_node_share_its_host() -> None:
@@ -140,10 +183,78 @@ def test_collectives_go_inside_the_node_or_between_nodes() -> None:
     ]
     fast = load_profile("h100")  # its ports together are as fast as what is inside, or nearly
     assert fast.hardware("bf16", 9).rates["network"] <= fast.hardware("bf16", 8).rates["network"]
-    hop = profile.value("seconds", "network_between_nodes")
-    assert profile.hardware("fp16", 17).latencies["network"] == 5 * hop  # log2, rounded up
-    assert profile.hardware("fp16", 1024).latencies["network"] == 10 * hop
     assert profile.hardware("fp16", 1024).name.endswith("fp16, one of 1024 ranks")
+
+
+NCCL = {  # seconds of an empty ring by NCCL's constants: src/graph/tuning.cc, baseLat and hwLat of Ring
+    "Simple": (8.4e-6, 3.4e-6, 14e-6),
+    "LL128": (14e-6, 1.9e-6, 4e-6),
+}
+COLLECTIVES = {  # profile, ranks of a node or None for all, ranks, bytes that each sends, seconds published, within
+    "all-gather of 1 GB from each of 64 H100, estimated from nccl-tests": (
+        "h100",
+        None,
+        64,
+        63e9,
+        0.179,
+        0.05,
+    ),
+    "reduce-scatter of 1 GB over 16 H100 nodes, likewise": ("h100", 1, 16, 15e9 / 16, 0.0205, 0.05),
+    "the ring of 1,024 in NCCL's model, LL128": ("h100", None, 1024, 0, 2.2e-3, 0.02),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_takes_as_long_as_others_say(name: str) -> None:
+    """The first two: autoparallel, tools/overlap_simulator/colls*.table."""
+    profile, local, world, nbytes, seconds, within = COLLECTIVES[name]
+    machine = replace_figures(load_profile(profile), {"count.devices": local} if local else {})
+    on = machine.hardware("bf16", world)
+    assert on.seconds(Op("x", (), "network", nbytes=int(nbytes))) == pytest.approx(seconds, rel=within)
+
+
+@given(nodes=st.integers(1, 200), nbytes=st.integers(0, 10**11))
+def test_a_collective_takes_the_faster_protocol_of_a_ring_that_passes_every_rank(
+    nodes: int, nbytes: int
+) -> None:
+    h100 = load_profile("h100")
+    on = h100.hardware("bf16", 8 * nodes)
+    port = h100.reached("bytes_per_s", NETWORKS[1])
+    rate = h100.reached("bytes_per_s", NETWORKS[0]) if nodes == 1 else min(360e9, 8 * port)
+    each = {
+        protocol: start + 7 * nodes * inside + (nodes - 1) * between
+        for protocol, (start, inside, between) in NCCL.items()
+    }
+    expected = min(each["Simple"] + nbytes / rate, each["LL128"] + nbytes / (0.92 * rate))
+    assert on.seconds(Op("x", (), "network", nbytes=nbytes)) == pytest.approx(expected)
+
+
+def test_trees_need_a_node_for_each_rank_and_do_not_pass_every_one_of_many() -> None:
+    alone = load_profile("gh200").hardware("bf16", 1024)
+    assert alone.seconds(Op("x", (), "network")) == pytest.approx(8e-6 + 1024 * 2.8e-6 + 10 * 14e-6 / 3.5)
+    assert alone.latencies["network"] == pytest.approx(8.4e-6 + 1023 * 14e-6)
+    together = replace_figures(
+        load_profile("gh200"),
+        {
+            "count.devices": 4,
+            **{
+                f"{table}.network_in_node": x
+                for table, x in (("bytes_per_s", 4e11), ("seconds", 3.4e-6), ("reached", 0.8))
+            },
+        },
+    )
+    assert together.hardware("bf16", 1024).collectives == ()
+
+
+def test_a_file_from_before_attention_had_a_share_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    lines = profile_text(load_profile("h100")).splitlines()
+    with caplog.at_level(logging.INFO, "zfunc"):
+        old = parse_profile("\n".join(x for x in lines if not x.startswith("attention")), "old.toml")
+    assert "old.toml: has no share of attention: that of products is taken" in caplog.text
+    work = Op("work", (), "compute", flops=10**15)
+    attention = evolve(work, attention_flops=10**15)
+    assert old.hardware("bf16").seconds(attention) == load_profile("h100").hardware("bf16").seconds(work)
+    assert load_profile("h100").hardware("bf16").seconds(attention) > old.hardware("bf16").seconds(attention)
 
 
 # ---- asking for what is not there ------------------------------------------------------------------
@@ -241,73 +352,44 @@ def shared(kind: str, value: float) -> Callable[[dict[str, Any]], Any]:
     return lambda table: table.__setitem__("shared", {"cores": {kind: figure(value)}})
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing": (drop("bytes_per_s", "d2h"), r"\[bytes_per_s\] d2h: got no figure, expected one: add it"),
-    "missing table": (lambda f: f.pop("bytes"), r"\[bytes\] device: got no figure"),
-    "no share of a peak": (drop("reached", "fp16"), r"\[reached\] fp16: got no figure"),
-    "no latency": (drop("seconds", "network_in_node"), r"\[seconds\] network_in_node: got no fig"),
-    "no precision": (
-        lambda f: f.pop("flops_per_s"),
-        r"\[flops_per_s\]: got nothing, expected at le",
-    ),
-    "unknown key": (put("bytes_per_s", "d2hh", figure(1e9)), r"\[bytes_per_s\] d2hh: .*did you mean 'd2h'"),
-    "unknown table": (put("byte_per_s", "d2h", figure(1e9)), r"byte_per_s: .*did you mean 'bytes_per_s'"),
-    "negative": (put("bytes_per_s", "d2h", figure(-1e9)), r"\[bytes_per_s\] d2h: got -1e\+09, expected betw"),
-    "zero": (put("bytes", "host", figure(0)), r"\[bytes\] host: got 0, expected between 1e\+06"),
-    "not a number": (put("bytes", "host", figure(math.nan)), r"\[bytes\] host: got nan, expected between"),
-    "infinite": (put("bytes", "host", figure(math.inf)), r"\[bytes\] host: got inf, expected between"),
-    "absurd": (put("flops_per_s", "fp16", figure(1e30)), r"\[flops_per_s\] fp16: got 1e\+30, expected betw"),
-    "in TFLOP/s": (
-        put("flops_per_s", "fp16", figure(125.0)),
-        r"fp16: got 125, .*\(flops_per_s\): write it in",
-    ),
-    "in GB/s": (
-        put("bytes_per_s", "h2d", figure(15.75)),
-        r"h2d: got 15.75, .*\(bytes_per_s\): write it in th",
-    ),
-    "in GB": (put("bytes", "device", figure(32)), r"\[bytes\] device: got 32, expected between"),
-    "in microseconds": (
-        put("seconds", "host", figure(20)),
-        r"\[seconds\] host: got 20, .*\(seconds\): write",
-    ),
-    "in percent": (
-        put("reached", "d2h", figure(80)),
-        r"\[reached\] d2h: got 80, expected between 0.001 and 1",
-    ),
-    "half a device": (put("count", "devices", figure(1.5)), r"devices: got 1.5, expected a whole number"),
-    "a text": (put("bytes", "host", figure("1 TB")), r"\[bytes\] host: got '1 TB', expected a number"),
-    "yes": (put("bytes", "host", figure(True)), r"\[bytes\] host: got True, expected a number"),
-    "bare": (
-        put("bytes", "host", 1e12),
-        r"\[bytes\] host: got 1000000000000.0, expected { value = 1e9, sourc",
-    ),
-    "no origin": (put("bytes", "host", {"value": 1e12}), r"\[bytes\] host: .*expected one origin, a text"),
-    "two origins": (
-        put("bytes", "host", figure(1e12, assumed="so", source="dgx2")),
-        r"\[bytes\] host: .*expected one origin, a text",
-    ),
-    "no words": (
-        put("bytes", "host", figure(1e12, assumed=" ")),
-        r"host: got nothing for 'assumed', expected",
-    ),
-    "unknown source": (
-        put("bytes", "host", figure(1e12, source="dgx")),
-        r"the source 'dgx', .*did you mean 'dg",
-    ),
-    "another key": (
-        put("bytes", "host", figure(1e12, assumed="so", why="x")),
-        r"\[bytes\] host: got {.*'why'",
-    ),
-    "a table that is none": (lambda f: f.__setitem__("bytes", 5), r"\[bytes\]: got 5, expected a table"),
-    "a source that is none": (put("sources", "x", 5), r"\[sources\] x: got 5, expected a text"),
-    "unified": (lambda f: f.__setitem__("unified", "yes"), r"unified: got 'yes', expected a bool"),
-    "share": (
-        shared("compute", 2.0),
-        r"\[shared.cores\] compute: got 2, expected between 1e-06 and 1 \(shared\)",
-    ),
-    "share of no kind": (
-        shared("gpu", 0.5),
-        r"\[shared.cores\] gpu: got an unknown name, expected on",
+HOST = partial(put, "bytes", "host")
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # what is said, after the name of the file
+    "missing": (drop("bytes_per_s", "d2h"), r"[bytes_per_s] d2h: got no figure, expected one: add it"),
+    "missing table": (lambda f: f.pop("bytes"), "[bytes] device: got no figure"),
+    "no share of a peak": (drop("reached", "fp16"), "[reached] fp16: got no figure"),
+    "no latency": (drop("seconds", "network_in_node"), "[seconds] network_in_node: got no figure"),
+    "no share of LL128": (drop("reached", "ll128"), "[reached] ll128: got no figure"),
+    "half of LL128": (drop("seconds", "ll128_in_node"), "[seconds] ll128_in_node: got no figure"),
+    "no precision": (lambda f: f.pop("flops_per_s"), "[flops_per_s]: got nothing, expected at least"),
+    "unknown key": (put("bytes_per_s", "d2hh", figure(1e9)), "[bytes_per_s] d2hh: |did you mean 'd2h'"),
+    "unknown table": (put("byte_per_s", "d2h", figure(1e9)), "byte_per_s: |did you mean 'bytes_per_s'"),
+    "negative": (put("bytes_per_s", "d2h", figure(-1e9)), "[bytes_per_s] d2h: got -1e+09, expected between"),
+    "zero": (HOST(figure(0)), "[bytes] host: got 0, expected between 1e+06"),
+    "not a number": (HOST(figure(math.nan)), "[bytes] host: got nan, expected between"),
+    "infinite": (HOST(figure(math.inf)), "[bytes] host: got inf, expected between"),
+    "absurd": (put("flops_per_s", "fp16", figure(1e30)), "[flops_per_s] fp16: got 1e+30, expected between"),
+    "in TFLOP/s": (put("flops_per_s", "fp16", figure(125.0)), "fp16: got 125, |(flops_per_s): write it in"),
+    "in GB/s": (put("bytes_per_s", "h2d", figure(15.75)), "h2d: got 15.75, |(bytes_per_s): write it in"),
+    "in GB": (put("bytes", "device", figure(32)), "[bytes] device: got 32, expected between"),
+    "in microseconds": (put("seconds", "host", figure(20)), "[seconds] host: got 20, |(seconds): write"),
+    "in percent": (put("reached", "d2h", figure(80)), "[reached] d2h: got 80, expected between 0.001 and 1"),
+    "half a device": (put("count", "devices", figure(1.5)), "devices: got 1.5, expected a whole number"),
+    "a text": (HOST(figure("1 TB")), "[bytes] host: got '1 TB', expected a number"),
+    "yes": (HOST(figure(True)), "[bytes] host: got True, expected a number"),
+    "bare": (HOST(1e12), "[bytes] host: got 1000000000000.0, expected { value = 1e9, sourc"),
+    "no origin": (HOST({"value": 1e12}), "[bytes] host: |expected one origin, a text"),
+    "two origins": (HOST(figure(1e12, assumed="so", source="dgx2")), "[bytes] host: |expected one origin, a"),
+    "no words": (HOST(figure(1e12, assumed=" ")), "host: got nothing for 'assumed', expected"),
+    "unknown source": (HOST(figure(1e12, source="dgx")), "the source 'dgx', |did you mean 'dg"),
+    "another key": (HOST(figure(1e12, assumed="so", why="x")), "[bytes] host: got {|'why'"),
+    "a table that is none": (lambda f: f.__setitem__("bytes", 5), "[bytes]: got 5, expected a table"),
+    "a source that is none": (put("sources", "x", 5), "[sources] x: got 5, expected a text"),
+    "unified": (lambda f: f.__setitem__("unified", "yes"), "unified: got 'yes', expected a bool"),
+    "share": (shared("compute", 2.0), "[shared.cores] compute: got 2, expected between 1e-06 and 1 (shared)"),
+    "share of no kind": (shared("gpu", 0.5), "[shared.cores] gpu: got an unknown name, expected on"),
+    "a context larger than the device": (
+        put("bytes", "context", figure(3.4e10)),
+        "[bytes] context: got 3.4e+10, expected less than the device has",
     ),
 }
 
@@ -315,17 +397,12 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_file_that_is_wrong_is_refused_by_file_table_and_key(what: str) -> None:
     change, message = WRONG[what]
-    with pytest.raises(ValueError, match=rf"^mine.toml: .*{message}|^mine.toml: {message}"):
+    with pytest.raises(ValueError, match=f"^mine.toml: .*{'.*'.join(map(re.escape, message.split('|')))}"):
         broken(change)
 
 
 def test_the_file_is_right_otherwise() -> None:
     assert broken(lambda content: None).figures == load_profile("v100-32gb").figures
-
-
-def test_what_is_not_toml_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mine.toml: got .*line 1.*, expected TOML"):
-        parse_profile("= 5", "mine.toml")
 
 
 MEASURED = "\n[[measured]]\nkind = 'host'\nflops = 0\nnbytes = 8\nseconds = {}\n"
@@ -336,9 +413,13 @@ MEASURED = "\n[[measured]]\nkind = 'host'\nflops = 0\nnbytes = 8\nseconds = {}\n
     [
         (MEASURED.format("0"), r"\[\[measured\]\] 1: got Measured\(.*expected FLOPs and bytes"),
         (MEASURED.format("'x'"), r"\[\[measured\]\] 1: got 'x', expected a number"),
-        (MEASURED.format("1\nmore = 2"), r"\[\[measured\]\] 1: .*expected flops, kind, nbytes, seconds"),
+        (
+            MEASURED.format("1\nmore = 2"),
+            r"\[\[measured\]\] 1: .*expected attention_flops, flops, kind, nbytes, sec",
+        ),
         (MEASURED.format("1").replace("host", "gpu"), r"\[\[measured\]\] 1: .*gpu"),
         ("\n[measured]\nx = 1\n", r"\[\[measured\]\] 1: got 'x'"),
+        ("\n= 5", "got .*line .*, expected TOML"),
     ],
 )
 def test_measurements_are_read_strictly(entry: str, message: str) -> None:

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/GraphImplInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -157,7 +156,8 @@ struct PlainKernels {
 
 void launch(Device device, Task task) {
   if (sticky) raise_error();
-  launches += current_stream(device.index())->put([task = std::move(task)] {
+  ++launches;
+  current_stream(device.index())->put([task = std::move(task)] {
     PlainKernels plain;
     task();
   });
@@ -429,65 +429,7 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 }
 void record_stream(at::Tensor& t, Stream s) { allocator.recordStream(t.storage().data_ptr(), s); }
 
-// ---- graphs: what torch.accelerator.Graph asks for --------------------------------------------------------------
-
-// As strict as CUDA: a stream of one's own, and other threads' work goes on. Stricter in that nobody else may touch
-// the stream meanwhile.
-struct Graph final : at::GraphImplInterface {
-  explicit Graph(const at::GraphImplArgs&) {}
-  ~Graph() override { reset(); }
-  void capture_begin(c10::MempoolId_t id, at::GraphCaptureMode mode) override {
-    TORCH_CHECK(!tasks_, "pretend device: the graph has been captured already");
-    TORCH_CHECK(mode == at::GraphCaptureMode::ThreadLocal, "pretend device: expected a capture of one thread");
-    stream_ = current_stream(current_device);
-    TORCH_CHECK(stream_->id >= DEVICES, "pretend device: got the default stream, expected another to capture");
-    {
-      std::lock_guard lock(memory_mutex);
-      if (!id.first) pools.push_back(new Pool{current_device});
-      id_ = id.first ? id.first : pools.size();
-      ++memory().graphs;
-    }
-    capture_ = Capture{&memory(), std::this_thread::get_id()};
-    stream_->begin_capture(&capture_);
-  }
-  void capture_end() override {
-    stream_->end_capture();
-    TORCH_CHECK(capture_.broken.empty(), capture_.broken);
-    tasks_ = std::make_shared<std::vector<Task>>(std::move(capture_.tasks));
-  }
-  void instantiate() override {}
-  void replay() override {
-    TORCH_CHECK(tasks_, "pretend device: the graph has not been captured");
-    launch(Device(TYPE, stream_->device), [tasks = tasks_] {
-      for (Task task : *tasks) task();  // of a copy: it puts its results where its arguments were
-    });
-  }
-  void reset() override {
-    tasks_.reset();
-    if (!id_) return;
-    std::lock_guard lock(memory_mutex);
-    --memory().graphs;
-    shrink(arena(memory().device), memory());
-    id_ = 0;
-  }
-  c10::MempoolId_t pool() const override { return {id_, 0}; }
-  void enable_debug_mode() override {}
-  void debug_dump(const std::string&) override {}
-
- private:
-  Capture capture_;
-  StreamQueue* stream_ = nullptr;
-  std::shared_ptr<std::vector<Task>> tasks_;
-  uint64_t id_ = 0;  // of the pool; 0 is none
-  Pool& memory() { return *pools.at(id_ - 1); }
-};
-
 }  // namespace pretend
-
-namespace at {
-using PretendGraph = pretend::Graph;
-REGISTER_GRAPH_IMPL(PRETEND, PretendGraph)
-}  // namespace at
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&pretend::queue_operation>());

@@ -1,7 +1,6 @@
 // Memory of the pretend device: mapped twice, so that the host may not touch it and the streams' threads can. The
 // allocator is stream-ordered: freed memory is filled with NaN in its turn and then goes to whoever asks next on the
-// same stream, so a missing wait or a missing record_stream shows. What a capture allocates is of its graphs' pool: it
-// is reserved until the last of them is gone, and not allocated in between, as with CUDA.
+// same stream, so a missing wait or a missing record_stream shows.
 #pragma once
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/mman.h>
@@ -23,23 +22,13 @@ struct Block {
   size_t offset, size;
   c10::DeviceIndex device;
   c10::StreamId stream;
-  Pool* pool;
   std::set<c10::StreamId> users;  // other streams that were recorded
 };
 using FreeBlocks = std::map<std::pair<c10::StreamId, size_t>, std::vector<Block*>>;
 
-struct Pool {
-  c10::DeviceIndex device;
-  int graphs = 0;
-  size_t allocated = 0, reserved = 0;
-  FreeBlocks free;
-};
-// Never destroyed. The number of one, from 1, is the first half of its id.
-inline std::vector<Pool*> pools;
-
 struct Arena {
   char *host_view = nullptr, *stream_view = nullptr;  // the first may not be touched
-  size_t top = 0, allocated = 0, peak = 0, reserved = 0, capacity = ROOM;
+  size_t top = 0, allocated = 0, peak = 0, capacity = ROOM;
   FreeBlocks free;
   std::vector<std::pair<Block*, std::vector<Event>>> in_use;  // freed, but recorded streams are not there yet
 
@@ -77,27 +66,17 @@ inline char* stream_view(const void* p) {
 inline void recycle(Arena& a, Block* block) {
   char* at = a.stream_view + block->offset;
   auto* stream = stream_of(block->stream);
-  // A graph has to fill its own memory at each replay, and nothing else.
-  bool aside = !block->pool || stream->capturing_into() != block->pool;
-  stream->put([at, n = block->size] { memset(at, NAN_BYTE, n); }, true, aside);
+  stream->put([at, n = block->size] { memset(at, NAN_BYTE, n); });
   block->users.clear();
-  (block->pool ? block->pool->free : a.free)[{block->stream, block->size}].push_back(block);
+  a.free[{block->stream, block->size}].push_back(block);
 }
-// Gives back what a pool without graphs holds.
-inline void shrink(Arena& a, Pool& pool) {
-  if (pool.graphs) return;
-  a.reserved -= pool.reserved - pool.allocated;
-  pool.reserved = pool.allocated;
-}
-// False while a stream that uses the block captures: no event can be recorded then.
-inline bool record_users(Block* block, std::vector<Event>& events) {
-  for (auto id : block->users)
-    if (stream_of(id)->capturing_into()) return false;
+inline std::vector<Event> record_users(Block* block) {
+  std::vector<Event> events;
   for (auto id : block->users) {
     events.push_back(std::make_shared<EventState>());
     stream_of(id)->record(events.back());
   }
-  return true;
+  return events;
 }
 inline void release(void* context) {
   auto* block = static_cast<Block*>(context);
@@ -105,20 +84,11 @@ inline void release(void* context) {
   std::lock_guard lock(memory_mutex);
   auto& a = arena(block->device);
   a.allocated -= block->size;
-  if (block->pool) {
-    block->pool->allocated -= block->size;
-    shrink(a, *block->pool);
-  } else {
-    a.reserved -= block->size;
-  }
   if (block->users.empty()) return recycle(a, block);
-  std::vector<Event> events;
-  record_users(block, events);
-  a.in_use.emplace_back(block, std::move(events));
+  a.in_use.emplace_back(block, record_users(block));
 }
 inline void recycle_finished(Arena& a) {
   std::erase_if(a.in_use, [&](auto& entry) {
-    if (entry.second.empty()) return record_users(entry.first, entry.second), false;
     for (auto& event : entry.second)
       if (!event->query()) return false;
     return recycle(a, entry.first), true;
@@ -134,15 +104,13 @@ struct Allocator final : c10::DeviceAllocator {
     std::lock_guard lock(memory_mutex);
     auto& a = arena(d);
     recycle_finished(a);
-    auto* pool = stream->capturing_into();
-    size_t more = !pool ? size : std::max(pool->allocated + size, pool->reserved) - pool->reserved;
-    TORCH_CHECK_WITH(OutOfMemoryError, a.reserved + more <= a.capacity, "pretend device out of memory: got ",
-                     a.reserved, " of ", a.capacity, " bytes allocated, expected ", more, " more");
-    auto& list = (pool ? pool->free : a.free)[{stream->id, size}];
+    TORCH_CHECK_WITH(OutOfMemoryError, a.allocated + size <= a.capacity, "pretend device out of memory: got ",
+                     a.allocated, " of ", a.capacity, " bytes allocated, expected ", size, " more");
+    auto& list = a.free[{stream->id, size}];
     Block* block;
     if (list.empty()) {
       TORCH_CHECK_WITH(OutOfMemoryError, a.top + size <= ROOM, "pretend device out of addresses");
-      block = new Block{a.top, size, d, stream->id, pool, {}};
+      block = new Block{a.top, size, d, stream->id, {}};
       a.top += size;
       memset(a.stream_view + block->offset, NAN_BYTE, size);
     } else {
@@ -150,8 +118,6 @@ struct Allocator final : c10::DeviceAllocator {
       list.pop_back();
     }
     a.allocated += size;
-    a.reserved += more;
-    if (pool) pool->allocated += size, pool->reserved += more;
     a.peak = std::max(a.peak, a.allocated);
     return {a.host_view + block->offset, block, &release, c10::Device(TYPE, d)};
   }
@@ -165,7 +131,7 @@ struct Allocator final : c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = int64_t(arena(d).allocated);
     stats.allocated_bytes[0].peak = int64_t(arena(d).peak);
-    stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = int64_t(arena(d).reserved);
+    stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = int64_t(arena(d).allocated);
     return stats;
   }
   void resetPeakStats(c10::DeviceIndex d) override {
@@ -174,7 +140,7 @@ struct Allocator final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
     std::lock_guard lock(memory_mutex);
-    return {arena(d).capacity - arena(d).reserved, arena(d).capacity};
+    return {arena(d).capacity - arena(d).allocated, arena(d).capacity};
   }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(stream_view(to), stream_view(from), n); }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }

@@ -108,16 +108,6 @@ struct EventState {
 };
 using Event = std::shared_ptr<EventState>;
 
-// ---- graphs: a stream that captures records what it is given; a replay does all of it as one task ----------------
-
-struct Pool;  // of the memory that is allocated meanwhile
-struct Capture {
-  Pool* pool;
-  std::thread::id thread;
-  std::vector<Task> tasks;
-  std::string broken;  // why it cannot be a graph
-};
-
 // ---- streams ----------------------------------------------------------------------------------------------------
 
 class StreamQueue {
@@ -128,46 +118,22 @@ class StreamQueue {
   StreamQueue(c10::StreamId id, c10::DeviceIndex device) : id(id), device(device) {
     std::thread([this] { run(); }).detach();
   }
-  // False if the task was recorded. One `aside` is done now, whatever the stream records.
-  bool put(Task task, bool delayed = true, bool aside = false) {
+  void put(Task task, bool delayed = true) {
     std::lock_guard lock(mutex_);
-    if (capture_ && !aside) {
-      if (capture_->thread != std::this_thread::get_id()) refuse("another thread's work on it");
-      capture_->tasks.push_back(std::move(task));
-      return false;
-    }
     tasks_.emplace_back(std::move(task), delayed);
     changed_.notify_one();
-    return true;
   }
   bool idle() {
     std::lock_guard lock(mutex_);
-    if (capture_) refuse("a query");
     return tasks_.empty() && !busy_;
   }
   void record(const Event& event) {
-    refuse_in_capture("an event");
     put([event, version = event->next_version()] { event->finish(version); }, false);
   }
   void wait_for(const Event& event) {
-    refuse_in_capture("a wait for an event");
     put([event, version = event->last_version()] { event->wait(version); }, false);
   }
-  void begin_capture(Capture* capture) {
-    std::lock_guard lock(mutex_);
-    TORCH_CHECK(!capture_, "pretend device: the stream captures already");
-    capture_ = capture;
-  }
-  void end_capture() {
-    std::lock_guard lock(mutex_);
-    capture_ = nullptr;
-  }
-  Pool* capturing_into() {
-    std::lock_guard lock(mutex_);
-    return capture_ ? capture_->pool : nullptr;
-  }
   void synchronize() {
-    refuse_in_capture("a wait for its end");
     auto event = std::make_shared<EventState>();
     record(event);
     event->wait(1);
@@ -179,16 +145,6 @@ class StreamQueue {
   std::condition_variable changed_;
   std::deque<std::pair<Task, bool>> tasks_;
   bool busy_ = false;
-  Capture* capture_ = nullptr;
-
-  void refuse(const std::string& what) {
-    capture_->broken = "pretend device: got " + what + " while a stream captures";
-    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, capture_->broken);
-  }
-  void refuse_in_capture(const std::string& what) {
-    std::lock_guard lock(mutex_);
-    if (capture_) refuse(what);
-  }
 
   void run() {
     at::set_num_threads(1);

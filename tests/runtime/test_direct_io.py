@@ -22,7 +22,7 @@ import pytest
 from zfunc.errors import AbandonedCalls, DiskError
 from zfunc.runtime import blocking_calls, direct_io, drive_speed
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of
-from zfunc.runtime.drive_speed import DriveSpeeds, drive_shares, is_direct, measure
+from zfunc.runtime.drive_speed import is_direct, measure
 from zfunc.runtime.host_pages import HostPages, map_pages
 
 PAGES = 40
@@ -97,21 +97,6 @@ def test_any_writes_then_reads_are_those_of_a_bytearray(
     with closing(DirectFile.open(tmp_path / "x")) as file, memoryview(pages) as view:
         file.read(view, 0)
         assert view == expected == (tmp_path / "x").read_bytes()
-
-
-def test_requests_are_as_large_as_they_may_be(
-    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    fail({"pwritev": lambda real, *of: sizes.append(real(*of)) or sizes[-1]}, monkeypatch)
-    with memoryview(pages) as view:
-        file.write([view[:ALIGNED], view[ALIGNED:]], 0)
-    assert sizes == [direct_io.REQUEST] * 8
-
-
-def test_nothing_is_nothing(file: DirectFile) -> None:
-    file.write([], 0)
-    file.read(memoryview(b""), PAGES * ALIGNED)
 
 
 # --- what the system may do -------------------------------------------------------------------------
@@ -463,11 +448,14 @@ def test_what_is_no_file_of_whole_pages_is_not_opened(tmp_path: Path, file: Dire
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "short").write_bytes(bytes(100))
     (tmp_path / "link").symlink_to("file")
+    (tmp_path / "one").write_bytes(bytes(ALIGNED))
+    (tmp_path / "two").hardlink_to(tmp_path / "one")
     descriptors = os.listdir("/proc/self/fd")
     for name, words in {
         "pipe": "got something else than a regular file: name another",
         "short": "got a file of 100 bytes, expected a positive multiple of 4096",
         "link": "replace the link by the file",
+        "two": r"two: got a file with 2 names \(hard links\), expected one",
         "none": "'No such file or directory' while opening it: name a folder that exists",
         ".": "'Is a directory' while opening it: move the folder",
     }.items():
@@ -569,22 +557,6 @@ def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
     for name, kind in {"a b/c": "tmpfs", "a": "xfs", "a c": "ext4", "ab": "ext4"}.items():
         assert file_system_of(tmp_path / name, mounts) == kind
     assert file_system_of(tmp_path, tmp_path / "none") == "unknown"
-
-
-def test_drives_share_in_proportion_to_their_speed(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And folders on one drive in equal parts, whatever its speed is."""
-    speeds = {tmp_path: DriveSpeeds(6.0, 3.0), small_disk: DriveSpeeds(2.0, 2.0)}
-    measured: list[Path] = []
-    monkeypatch.setattr(drive_speed, "_speeds", {})
-    monkeypatch.setattr(drive_speed, "measure", lambda folder: measured.append(folder) or speeds[folder])
-    assert drive_shares([tmp_path, tmp_path]) == (1, 1)
-    assert drive_shares([small_disk]) == (1,)
-    assert not measured
-    assert drive_shares([tmp_path, small_disk]) == (667, 333)
-    assert drive_shares([tmp_path, small_disk, tmp_path]) == (333, 333, 333)
-    assert measured == [tmp_path, small_disk]
 
 
 def test_a_file_without_a_name_never_has_bytes_and_a_name(

@@ -29,7 +29,7 @@ from zfunc.errors import ExecutionError, RankError
 from zfunc.runtime import failure_detection
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
-from zfunc.runtime.failure_detection import FailureDetector, MissingRanks, StoreLost
+from zfunc.runtime.failure_detection import TIMEOUT, FailureDetector, MissingRanks, StoreLost, timeout
 from zfunc.runtime.fault_injection import (
     Fault,
     InjectedFault,
@@ -38,7 +38,6 @@ from zfunc.runtime.fault_injection import (
     from_environment,
     parse_faults,
 )
-from zfunc.runtime.launch import TIMEOUT, timeout
 
 WORKER = Path(__file__).parents[1] / "fault_worker.py"
 SOON = 20.0  # seconds, on a busy machine; ranks that are not told wait LONG
@@ -89,6 +88,10 @@ MISSING: dict[str, tuple[list[Any], dict[int, str]]] = {  # how each rank ends, 
             1: "out of step, because step 3 failed with OSError",
         },
     ),
+    "leaves others behind": (
+        [ERROR, ERROR, 0],
+        dict.fromkeys((0, 1), "rank 2 has left: step 3 failed with OSError: No space left"),
+    ),
     "group of two": (  # named by their number in the job
         [0, ERROR, KILLED],
         {1: "^all_reduce on rank 1: .*expected all 2 ranks: rank 2 is gone"},
@@ -118,7 +121,8 @@ def test_a_missing_rank_is_named_on_all_others_in_time(results: Path, name: str)
     for (rank, message), report in zip(messages.items(), reports(results, name, *messages), strict=True):
         assert report["type"] == "RankError"
         assert re.search(message, report["text"], re.DOTALL), (rank, report["text"])
-        assert report["seconds"] < SOON + (SHORT if SCENARIOS[name].timeout == SHORT else 0) < LONG
+        waits = SHORT in (SCENARIOS[name].timeout, SCENARIOS[name].asked)
+        assert report["seconds"] < SOON + (SHORT if waits else 0) < LONG
         if HANGS in expected_ends:
             assert report["seconds"] >= SHORT
 
@@ -378,24 +382,20 @@ def test_faults_round_trip_through_text(action: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
-        ("kill", "expected rank, step, op and do, once each"),
-        ("rank=1,step=7,op=adam[3]", "once each"),
-        ("rank=1,step=7,op=,do=kill", "once each"),
-        ("rank=1,rank=1,step=7,op=adam[3],do=kill", "once each"),
-        ("rank=1,step=7,op=adam[3],do=kill,when=now", "once each"),
-        ("rank=1,step=7,op=adam[3,do=kill]", "once each"),
-        ("rank=-1,step=7,op=adam[3],do=kill", "a whole number for rank, got '-1'"),
-        ("rank=1,step=seven,op=adam[3],do=kill", "a whole number for step, got 'seven'"),
-        (
-            "rank=1,step=7,op=adam[3],do=kil",
-            r"expected one of .* for do, got 'kil' \(did you mean 'kill'\?\)",
+        *(
+            "kill",
+            "rank=1,step=7,op=adam[3]",
+            "rank=1,step=7,op=,do=kill",
+            "rank=1,rank=1,step=7,op=adam[3],do=kill",
         ),
+        *("rank=1,step=7,op=adam[3],do=kill,when=now", "rank=-1,step=7,op=adam[3],do=kill"),
+        *("rank=1,step=seven,op=adam[3],do=kill", "rank=1,step=7,op=adam[3],do=kil"),
     ],
 )
-def test_a_bad_fault_is_refused(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"ZFUNC_FAULTS: got '.*', .*{why}.*Write it as rank=1,step=7"):
+def test_a_bad_fault_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"ZFUNC_FAULTS: got '.*', expected a fault such as rank=1,step=7"):
         parse_faults(text)
 
 

@@ -96,17 +96,12 @@ def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: 
 
 
 @pytest.mark.parametrize("world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)])
-def test_speculation_residence_deferral_and_sharding_change_no_bit_and_a_delay_does(
-    results: Path, world: int
-) -> None:
-    plain, speculative, partial, sharded, delayed = (
-        read(results, f"bits-{r}-Overlapped-{world}") for r in RECIPES
-    )
+def test_residence_deferral_and_sharding_change_no_bit(results: Path, world: int) -> None:
+    plain, partial, sharded = (read(results, f"bits-{r}-Overlapped-{world}") for r in RECIPES)
     norms = [step[1] for step in plain["seen"]]
     assert min(norms) < 2.0 < max(norms)  # some steps are clipped
-    for other in (speculative, partial):
-        assert repr(other["seen"]) == repr(plain["seen"])
-        assert all(torch.equal(other["params"][k], v) for k, v in plain["params"].items())
+    assert repr(partial["seen"]) == repr(plain["seen"])
+    assert all(torch.equal(partial["params"][k], v) for k, v in plain["params"].items())
     # Its buckets are cut at segments: norms are summed by bucket, and gloo's order of more than two ranks follows
     # the place of an element in its bucket.
     assert [step[0] for step in sharded["seen"]] == pytest.approx(
@@ -115,7 +110,6 @@ def test_speculation_residence_deferral_and_sharding_change_no_bit_and_a_delay_d
     if world <= 2:
         assert [step[0] for step in sharded["seen"]] == [step[0] for step in plain["seen"]]
         assert all(torch.equal(sharded["params"][k], v) for k, v in plain["params"].items())
-    assert delayed["seen"][2][0] != plain["seen"][2][0]
 
 
 @pytest.mark.parametrize(("recipe", "world"), of_recipes(RECIPES))

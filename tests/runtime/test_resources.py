@@ -18,7 +18,6 @@ from zfunc.runtime import host_pages as paging
 from zfunc.runtime.cpu_topology import huge_page_mode, mapping_of
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.host_pages import HUGE_MIN, PAGE, PARALLEL_MIN, HostPages, map_pages, touch
-from zfunc.runtime.numa_placement import FirstTouch, NumaSlot, first_touches
 
 CPUS = sorted(os.sched_getaffinity(0))
 LARGE = PARALLEL_MIN + 3 * PAGE + 8  # bytes
@@ -79,31 +78,28 @@ def test_huge_pages_are_asked_for_from_some_size_on() -> None:
 def test_touched_pages_are_resident(nbytes: int) -> None:
     pages = map_pages(nbytes)
     assert resident(pages) < -(-nbytes // PAGE)
-    touch(pages, first_touches(nbytes, 1, threads=3, page=PAGE))
+    touch(pages, 3)
     assert resident(pages) == -(-nbytes // PAGE)
     assert not any(pages[i] for i in range(0, nbytes, 997))
 
 
-def test_every_thread_touches_its_part_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[tuple[int, int, frozenset[int], int]] = []
-    populate = paging._populate
+def test_pages_lie_on_the_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched, populate = dict[int, frozenset[int]](), paging._populate
 
     def spied(address: int, nbytes: int) -> None:
-        here = frozenset(os.sched_getaffinity(0))
-        touched.append((address, nbytes, here, threading.get_ident()))
+        assert nbytes <= paging.TURN
+        assert threading.get_ident() != caller
+        touched[address - pages.address] = frozenset(os.sched_getaffinity(0))
         populate(address, nbytes)
 
+    monkeypatch.setattr(paging, "TURN", 2 * PAGE)
     monkeypatch.setattr(paging, "_populate", spied)
-    pages = map_pages(8 * PAGE)
-    plan = FirstTouch(0, 2 * PAGE, 0), FirstTouch(2 * PAGE, 5 * PAGE, 1), FirstTouch(5 * PAGE, 8 * PAGE, 0)
-    slots = NumaSlot(0, frozenset({CPUS[0]})), NumaSlot(1, frozenset({CPUS[-1]}))
-    touch(pages, plan, slots)
-    assert {(a - pages.address, n, cpus) for a, n, cpus, _ in touched} == {
-        (t.start, t.stop - t.start, slots[t.rank].cpus) for t in plan
-    }
-    assert threading.get_ident() not in {thread for *_, thread in touched}
-    assert sorted(os.sched_getaffinity(0)) == CPUS  # the caller sits where it sat
-    assert resident(pages) == 8
+    pages, caller = map_pages(7 * PAGE), threading.get_ident()
+    nodes = frozenset({CPUS[0]}), frozenset({CPUS[-1]})
+    touch(pages, 1, nodes)
+    assert touched == {2 * n * PAGE: nodes[n % 2] for n in range(4)}
+    assert sorted(os.sched_getaffinity(0)) == CPUS  # the caller stays where it was
+    assert resident(pages) == 7
 
 
 def test_an_old_kernel_gets_its_pages_written_instead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +109,7 @@ def test_an_old_kernel_gets_its_pages_written_instead(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(paging, "_libc", SimpleNamespace(madvise=too_old, mincore=paging._libc.mincore))
     pages = map_pages(LARGE)
-    touch(pages, first_touches(LARGE, 1, threads=2, page=PAGE))
+    touch(pages, 2)
     assert resident(pages) == -(-LARGE // PAGE)
 
 
@@ -130,7 +126,7 @@ def test_a_lack_of_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = map_pages(LARGE)
     monkeypatch.setattr(paging, "_libc", SimpleNamespace(madvise=full))
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
-        touch(pages, first_touches(LARGE, 1, threads=2, page=PAGE))
+        touch(pages, 2)
 
 
 def test_pages_are_released_once_nothing_views_them() -> None:

@@ -1,12 +1,11 @@
-"""Cores, quotas, nodes and huge pages as the files of a machine tell them, and who runs and touches what."""
+"""Cores, quotas, nodes and huge pages as the files of a machine tell them, and the nodes of a rank."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from fake_machines import PAGE, tree, two_sockets
-from hypothesis import given
-from hypothesis import strategies as st
+from fake_machines import tree, two_sockets
 
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import (
@@ -17,7 +16,7 @@ from zfunc.runtime.cpu_topology import (
     numa_nodes,
     physical_cores,
 )
-from zfunc.runtime.numa_placement import FirstTouch, NumaSlot, first_touches, numa_slots
+from zfunc.runtime.thread_budget import share_of_nodes
 
 
 def test_hyperthreads_are_one_core(tmp_path: Path) -> None:
@@ -104,82 +103,22 @@ def test_how_long_cpus_have_worked(tmp_path: Path) -> None:
     assert topology.busy_ticks([7], root) is None
 
 
-# --- who runs where --------------------------------------------------------------------------------------
-
-
-def nodes_of_slots(tmp_path: Path, cpus: set[int], **given: int) -> list[int]:
-    root = two_sockets(tmp_path)
-    cores = {n: physical_cores(node.cpus & cpus, root) for n, node in enumerate(numa_nodes(root))}
-    result = numa_slots(numa_nodes(root), frozenset(cpus), cores=lambda c: physical_cores(c, root), **given)
-    assert all(slot.cpus <= cpus and slot.cpus == numa_nodes(root)[slot.node].cpus & cpus for slot in result)
-    assert all(cores[slot.node] for slot in result)
-    return [slot.node for slot in result]
-
-
 @pytest.mark.parametrize(
     ("cpus", "given", "expected"),
     [
-        (set(range(8)), {"threads": 4}, [0, 0, 1, 1]),
-        (set(range(8)), {"threads": 2, "rank": 0, "ranks": 2}, [0, 0]),
-        (set(range(8)), {"threads": 2, "rank": 1, "ranks": 2}, [1, 1]),
-        (set(range(8)), {"threads": 1, "rank": 2, "ranks": 4}, [1]),
-        (set(range(8)), {"threads": 1, "rank": 9, "ranks": 4}, [0]),  # a rank that cannot be: still a seat
-        (set(range(8)), {"threads": 2}, [0, 1]),  # a quota: fewer threads than cores, spread
-        ({0, 1, 2}, {"threads": 3}, [0, 0, 1]),
-        ({0, 1, 4, 5}, {"threads": 2}, []),  # one node is left: nothing to bind
+        (range(8), {}, [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        (range(8), {"rank": 1, "ranks": 2}, [{2, 3, 6, 7}]),
+        (range(8), {"rank": 2, "ranks": 4}, [{2, 3, 6, 7}]),
+        (range(8), {"rank": 9, "ranks": 4}, [{0, 1, 4, 5}]),  # a rank that cannot be
+        ([0, 1, 2], {}, [{0, 1}, {2}]),
+        ([0, 1, 4, 5], {}, []),  # one node is left: nothing to bind
     ],
 )
-def test_threads_are_spread_over_the_nodes_of_their_rank(
-    tmp_path: Path, cpus: set[int], given: dict[str, int], expected: list[int]
+def test_a_rank_has_its_share_of_the_nodes(
+    tmp_path: Path, cpus: Iterable[int], given: dict[str, int], expected: list[set[int]]
 ) -> None:
-    assert nodes_of_slots(tmp_path, cpus, **given) == expected
-
-
-def test_a_node_without_cpus_gets_no_slot() -> None:
-    far = NumaNode(2, frozenset(), 1 << 30)
-    assert numa_slots([NumaNode(0, frozenset({0})), far], frozenset({0, 1}), threads=1) == ()
-    two = NumaNode(0, frozenset({0})), far, NumaNode(3, frozenset({1}))
-    assert numa_slots(two, frozenset({0, 1}), threads=2) == (
-        NumaSlot(0, frozenset({0})),
-        NumaSlot(3, frozenset({1})),
-    )
-
-
-# --- who touches what ------------------------------------------------------------------------------------
-
-
-@given(
-    st.integers(1, 50_000),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 9),
-    st.lists(st.integers(0, 50_000), max_size=6),
-)
-def test_touches_cover_every_page_once(numel: int, itemsize: int, threads: int, edges: list[int]) -> None:
-    marks = sorted({edge for edge in edges if edge < numel})
-    sweeps = list(zip(marks[::2], marks[1::2], strict=False))
-    result = first_touches(numel, itemsize, threads=threads, page=PAGE, sweeps=sweeps)
-    assert [t.start for t in result] == [0, *(t.stop for t in result[:-1])]
-    assert result[-1].stop == numel * itemsize
-    assert all(t.start % PAGE == 0 and t.start < t.stop and 0 <= t.rank < threads for t in result)
-
-
-def test_the_thread_that_sweeps_over_a_page_touches_it() -> None:
-    """The kernel's partition: rank r of T has the units [u * r / T, u * (r + 1) / T), of 128 elements."""
-    numel, threads = 1_000_003, 3
-    units = -(-numel // 128)
-    for start, stop, rank in (
-        (t.start, t.stop, t.rank) for t in first_touches(numel, 4, threads=threads, page=PAGE)
-    ):
-        assert abs(start - units * rank // threads * 128 * 4) < PAGE
-        assert abs(stop - min(numel, units * (rank + 1) // threads * 128) * 4) < PAGE
-
-
-def test_every_sweep_is_divided_anew() -> None:
-    page = PAGE // 4  # elements
-    result = first_touches(6 * page, 4, threads=2, page=PAGE, sweeps=[(0, 4 * page), (4 * page, 6 * page)])
-    assert result == (
-        FirstTouch(0, 2 * PAGE, 0),
-        FirstTouch(2 * PAGE, 4 * PAGE, 1),
-        FirstTouch(4 * PAGE, 5 * PAGE, 0),
-        FirstTouch(5 * PAGE, 6 * PAGE, 1),
-    )
+    nodes = (
+        *numa_nodes(two_sockets(tmp_path)),
+        NumaNode(2, frozenset(), 1 << 30),
+    )  # the last has memory alone
+    assert [*share_of_nodes(nodes, frozenset(cpus), **given)] == expected

@@ -19,7 +19,7 @@ from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory, persistent_bytes
-from zfunc.core.recipes import Recipe, deferred, steadily_delayed, zero_offload
+from zfunc.core.recipes import Recipe, deferred, zero_offload
 from zfunc.core.settings import PLACES, TIERS_OF, StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec, in_equal_shares
 from zfunc.planner.candidate import (
@@ -29,9 +29,9 @@ from zfunc.planner.candidate import (
     simulate_choice,
     with_settings,
 )
-from zfunc.planner.max_layers import MOST, max_layers, with_layers
+from zfunc.planner.largest import MOST_LAYERS, max_layers, with_layers
 from zfunc.planner.search import search
-from zfunc.planner.search_space import SEARCHED, WORTH, SearchSpace, most_persistent, ratios_that_fit
+from zfunc.planner.search_space import SEARCHED, WORTH, SearchSpace, most_persistent, shares_that_fit
 from zfunc.planner.steady_state import Estimate
 from zfunc.planner.suggestions import suggest
 
@@ -93,8 +93,6 @@ def test_laid_out_again_alike_is_the_same_layout(
             (1.0, 0.5, 0.0),
             (
                 ({}, zero_offload),
-                ({"speculate": 3}, zero_offload),
-                ({"delay_from": 1}, steadily_delayed),
                 ({"defer": True}, deferred),
             ),
         )
@@ -104,9 +102,7 @@ def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], re
     settings = evolve(START, offload_ratio=ratio, **way)
     step = with_settings(model(barrier=True), settings)
     assert step.resident == resident_buckets(step.layout, ratio)
-    assert (step.shadows, step.delayed, step.defer) == tuple(
-        way.get(x, 0) for x in ("speculate", "delay_from", "defer")
-    )
+    assert step.defer == bool(way)
     assert operations_of(with_settings(model(barrier=True), settings)) == Graph(tuple(recipe(step)))
 
 
@@ -148,7 +144,6 @@ def check_search(
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
     differs = {f for f in SEARCHED if getattr(result.step.settings, f) != getattr(start, f)}
     assert {r.partition(" ")[0] for r in result.reasons} == differs
-    assert not result.step.settings.delayed or start.delayed or True in space.delay
     return result.step
 
 
@@ -175,18 +170,12 @@ def test_search_holds_for_any_spec(name: str) -> None:
     )
 
 
-def test_with_a_barrier_deferral_is_found_and_speculation_without_it() -> None:
-    space = evolve(SPACE, offload_ratios=(1.0,), speculate=())
+def test_with_a_barrier_deferral_is_found() -> None:
+    space = evolve(SPACE, offload_ratios=(1.0,))
     (reason,) = (
         r for r in search(always(model(barrier=True)), BALANCED, START, space).reasons if "defer" in r
     )
     assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
-    space = evolve(SPACE, offload_ratios=(1.0,), defer=(), params_on=())
-    result = search(always(model(barrier=True)), BALANCED, START, space)
-    (reason,) = (r for r in result.reasons if r.startswith("speculate"))
-    assert "instead of 0: " in reason
-    assert " % faster, " in reason
-    assert " more host" in reason
 
 
 def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
@@ -204,11 +193,13 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
 def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
     started = simulate_choice(model(), START, BALANCED)
     room = started.memory["device"] + 6 * model().layout.numel
-    *_, lowest = ratios_that_fit(simulate_choice(model(), START, with_room(device=room)))
+    *_, lowest = shares_that_fit(simulate_choice(model(), START, with_room(device=room)), "offload_ratio")
     assert lowest == pytest.approx(0.5, abs=0.1)
-    assert ratios_that_fit(started) == (1.0, 0.5, 0.0), "no limit is known"
-    assert ratios_that_fit(simulate_choice(model(), START, evolve(BALANCED, unified=True))) == (1.0,)
-    assert ratios_that_fit(simulate_choice(model(), START, with_room(device=1))) == (1.0,)
+    assert shares_that_fit(started, "offload_ratio") == (1.0, 0.5, 0.0), "no limit is known"
+    assert shares_that_fit(
+        simulate_choice(model(), START, evolve(BALANCED, unified=True)), "offload_ratio"
+    ) == (1.0,)
+    assert shares_that_fit(simulate_choice(model(), START, with_room(device=1)), "offload_ratio") == (1.0,)
 
 
 def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
@@ -358,18 +349,6 @@ def test_as_fast_and_nearer_is_better_for_drives_wear() -> None:
     near = best.memory["host"] + best.memory["pinned"]
     assert best.work["write"] < simulate_choice(spec, start, on).work["write"]
     assert 2 * host - near < host / 4
-
-
-def test_delay_is_tried_only_on_request() -> None:
-    assert not search(always(model(barrier=True)), BALANCED, START, SPACE).step.settings.delayed
-    delayed = search(
-        always(model(barrier=True)),
-        BALANCED,
-        START,
-        evolve(SPACE, offload_ratios=(1.0,), delay=(False, True)),
-    )
-    assert delayed.step.settings.delayed
-    assert delayed.step.settings.speculate == 0
 
 
 def test_where_nothing_fits_the_least_is_taken() -> None:
@@ -543,16 +522,15 @@ def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
 def test_advice_that_promises_speed_is_faster_and_fits() -> None:
     step, replan = replanning(with_room(device=1 << 40, host=1 << 40))
     advice = suggest(SETUP, step, rows=8, replan=replan)
-    assert {"speculate", "offload_ratio", "delay_from"} <= {name for a in advice for name in a.changes}
+    assert {"defer", "offload_ratio"} <= {name for a in advice for name in a.changes}
     for a in advice:
         again = replan(evolve(SETUP, **a.changes)).step
         assert again.fits
         assert again.seconds < step.seconds
         assert " % faster" in a.effect
-    (delay,) = (a for a in advice if "delay_from" in a.changes)
-    assert "applies every gradient a step late" in delay.effect
-    assert str(delay).startswith("delay_from=1: ")
-    assert delay.flags == "--delay-from 1"
+    (defer,) = (a for a in advice if "defer" in a.changes)
+    assert str(defer).startswith("defer=True: ")
+    assert defer.flags == "--defer"
 
 
 @pytest.mark.parametrize(
@@ -595,8 +573,6 @@ def test_what_is_not_planned_would_not_have_been_advised(
         **{name: (getattr(setup, name) + 1,) for name in slots},
         "moments": ("8bit",),
         "defer": (True,),
-        "speculate": (len(step.spec.offloaded),),
-        "delay_from": (1,),
     }
     advice = suggest(setup, step, rows=64, replan=replan)
     assert advice
@@ -642,5 +618,5 @@ def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
 
 
 def test_a_family_without_end_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"--max: {MOST} layers fit, and more are not tried"):
+    with pytest.raises(ValueError, match=f"max: {MOST_LAYERS} layers fit, and more are not tried"):
         max_layers(always(family(1)), START, with_room(host=1 << 50))

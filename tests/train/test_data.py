@@ -1,9 +1,7 @@
-"""Corpora, their batches in any order, and what is held out."""
+"""Batches in any order, from the position alone; and long texts, tokenized in pieces."""
 
-import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zfunc.train.data.corpus import batch_at, held_out_batches, is_held_out, open_corpus, stdlib_files
-
-
-def write(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
+from zfunc.train.data.corpus import batch_at, held_out_batches
+from zfunc.train.data.tokenizer import Located, in_calls, in_pieces
 
 
 def windows(num_tokens: int, seq_length: int) -> int:
@@ -131,186 +124,80 @@ def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
         list(held_out_batches(tokens, batch_size=9, seq_length=10, limit=99, vocab_size=300))
 
 
-# --- folders and the standard library
+# --- long texts ------------------------------------------------------------------------------------------
+
+WORDS = [
+    "the",
+    "of",
+    "schedule",
+    "gradient",
+    "über",
+    "日本語のテキスト",
+    "🙂",
+    "x=1;",
+    "\n\n",
+    "    ",
+    "1,024",
+    "don't",
+]
 
 
-def test_the_split_of_names_never_changes() -> None:
-    assert is_held_out("turtle.py")
-    assert not is_held_out("json/decoder.py")
-    assert sum(is_held_out(f"file{index}.py") for index in range(10_000)) == 814
-
-
-def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -> None:
-    folder, cache = tmp_path / "corpus", tmp_path / "cache"
-    texts = {f"sub{index % 3}/file{index}.txt": f"text {index}\n".encode() * 9 for index in range(80)}
-    for name, content in texts.items():
-        write(folder / name, content)
-    for name in (".git/config", ".hidden", "sub0/.hidden/file"):
-        write(folder / name, b"hidden")
-    write(folder / "binary", b"text at first" * 100_000 + b"\0")
-    write(folder / "empty", b"")
-    (folder / "broken").symlink_to("nowhere")
-
-    corpus = open_corpus(folder, cache=cache)
-    for part, held_out in ((corpus.train, False), (corpus.held_out, True)):
-        assert isinstance(part, np.memmap)
-        assert part.dtype == np.uint8
-        expected = (texts[name] + b"\0" for name in sorted(texts) if is_held_out(name) == held_out)
-        assert part.tobytes() == b"".join(expected)
-    num_held_out = sum(map(is_held_out, texts))
-    assert corpus.vocab_size == 256
-    assert str(corpus).splitlines() == [
-        f"{folder}: 80 files, {sum(map(len, texts.values())) + 80:,} bytes",
-        f"held out: {num_held_out} of the files, by a hash of their names, {len(corpus.held_out)} bytes",
-        "left out: 1 empty and 1 binary files",
-    ]
-
-
-def test_gathering_happens_once_until_a_file_changes(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.txt", b"one " * 100)
-    first = open_corpus(tmp_path, cache=tmp_path)  # in the folder itself: must not be read back
-    for _ in range(2):
-        assert open_corpus(tmp_path, cache=tmp_path).train.tobytes() == first.train.tobytes()
-    assert len(list(tmp_path.iterdir())) == 2
-    modified = source.stat().st_mtime_ns
-    source.write_bytes(b"two " * 100)
-    os.utime(source, ns=(modified, modified + 1))
-    changed = open_corpus(tmp_path, cache=tmp_path)
-    assert changed.train.tobytes() == (b"two " * 100)[:361]
-    assert first.train.tobytes() == (b"one " * 100)[:361]
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_few_files_are_split_by_position_and_the_description_says_so(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", b"x" * 999)
-    corpus = open_corpus(tmp_path, cache=tmp_path / "cache")
-    assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
-    assert corpus.description[1] == "held out: the end (too few files to hold whole ones out), 100 bytes"
-
-
-def test_an_interrupted_gathering_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "corpus" / "a.txt", b"text")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            open_corpus(tmp_path / "corpus", cache=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert open_corpus(tmp_path / "corpus", cache=tmp_path / "cache").train.tobytes() == b"text"
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "a.txt", b"text")
-
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match=r"got .*a\.txt, which cannot be read \(Permission denied\)"):
-        open_corpus(tmp_path, cache=tmp_path)
-
-
-def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
-    names = [name for name, _ in stdlib_files()]
-    assert names == sorted(names)
-    assert {"ast.py", "json/decoder.py", "turtle.py"} <= set(names)
-    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
-    corpus = open_corpus(cache=tmp_path)
-    assert len(corpus.train) > 4_000_000
-    assert 0.03 < len(corpus.held_out) / len(corpus.train) < 0.15
-    assert b"class TurtleScreen" in corpus.held_out.tobytes()
-    assert b"class TurtleScreen" not in corpus.train.tobytes()
-
-
-# --- single files and tokens
-
-
-def test_one_file_is_mapped_in_place(tmp_path: Path) -> None:
-    path = write(tmp_path / "book.txt", bytes(range(250)))
-    corpus = open_corpus(path, cache=tmp_path / "cache")
-    assert corpus.train.tobytes() + corpus.held_out.tobytes() == path.read_bytes()
-    assert len(corpus.held_out) == 25
-    assert isinstance(corpus.train, np.memmap)
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tokens_with_and_without_a_held_out_file(tmp_path: Path, dtype: str) -> None:
-    tokens = np.arange(1000, dtype=dtype)
-    path = write(tmp_path / "train.bin", tokens.tobytes())
-    alone = open_corpus(path, cache=tmp_path, dtype=dtype, vocab_size=1000)
-    assert alone.train.tolist() == list(range(900))
-    assert alone.held_out.tolist() == list(range(900, 1000))
-    write(tmp_path / "val.bin", tokens[:50].tobytes())
-    for where in (path, tmp_path):
-        corpus = open_corpus(where, cache=tmp_path, dtype=dtype, vocab_size=1000)
-        assert corpus.train.tolist() == tokens.tolist()
-        assert corpus.held_out.tolist() == list(range(50))
-        assert isinstance(corpus.held_out, np.memmap)
-        assert corpus.vocab_size == 1000
-        assert str(tmp_path / "val.bin") in str(corpus)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.bin", b"")
-    os.truncate(path, 2 << 30)  # sparse: no blocks on the disk
-    before = resident_bytes()
-    corpus = open_corpus(path, cache=tmp_path)
-    inputs, _ = batch_at(
-        corpus.train, 123, batch_size=32, seq_length=1024, seed=0, vocab_size=corpus.vocab_size
+def byte_pairs(kind: str) -> Any:
+    """A tokenizer trained on such words: of bytes as GPT-2's, or of characters as SentencePiece's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    parts = tokenizers.pre_tokenizers
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None if kind == "bytes" else "<unk>"))
+    of_bytes = parts.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = of_bytes if kind == "bytes" else parts.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>"],
+        initial_alphabet=parts.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    assert inputs.shape == (32, 1024)
-    assert len(corpus.train) + len(corpus.held_out) == 1 << 30
-    assert resident_bytes() - before < 50 << 20
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "error", "message"),
-    [
-        ("missing", None, FileNotFoundError, "missing, which does not exist; expected a text file, a folder"),
-        ("missing.bin", None, FileNotFoundError, "which does not exist"),
-        ("empty.txt", b"", ValueError, "empty.txt, which is empty; expected data"),
-        ("empty.bin", b"", ValueError, "empty.bin, which is empty; expected data"),
-        ("odd.bin", b"abc", ValueError, r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that"),
-        (
-            "folder/.hidden",
-            b"text",
-            ValueError,
-            r"got no text in .*folder \(0 empty and 0 binary files\); exp",
-        ),
-        (
-            "folder/empty",
-            b"",
-            ValueError,
-            r"got no text in .*folder \(1 empty and 0 binary files\); expected",
-        ),
-        (
-            "folder/binary",
-            b"\0\1",
-            ValueError,
-            r"got no text in .*folder \(0 empty and 1 binary files\); exp",
-        ),
-    ],
-)
-def test_data_that_cannot_be_trained_on_says_why(
-    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], message: str
+@pytest.mark.parametrize("kind", ["bytes", "characters"])
+def test_a_long_text_has_the_tokens_of_the_whole_from_pieces(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if content is not None:
-        write(tmp_path / name, content)
-    with pytest.raises(error, match=message):
-        open_corpus(tmp_path / name.partition("/")[0], cache=tmp_path / "cache")
-    assert not list(tmp_path.glob("cache/*"))
+    """No call of the library is longer than CALL, unless the text is the same everywhere."""
+    library, calls = byte_pairs(kind), list[int]()
+
+    def locate(texts: Sequence[str]) -> list[Located]:
+        calls.append(sum(map(len, texts)))
+        made = library.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(x.ids), np.array(x.offsets).reshape(-1, 2)) for x in made]
+
+    monkeypatch.setattr("zfunc.train.data.tokenizer.PIECE", 4096)
+    monkeypatch.setattr("zfunc.train.data.tokenizer.CALL", 16384)
+    rng = random.Random(kind)
+    usual = " ".join(rng.choice(WORDS) for _ in range(12_000))
+    for text, bounded in (
+        (usual, True),
+        (usual.replace(" ", ""), kind == "bytes"),  # SentencePiece's has no place to cut it then
+        (f"{usual[:9000]}{' ' * 6000}{usual[:9000]}", False),
+        ("a" * 20_000, False),
+    ):
+        (whole,) = locate([text])
+        calls.clear()
+        ids, spans = in_pieces(locate, text)
+        assert ids.tolist() == whole[0].tolist()
+        assert spans.tolist() == whole[1].tolist()
+        assert not bounded or max(calls) <= 16384
 
 
-def test_an_unknown_dtype_says_which_are_known(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.bin", b"abcd")
-    with pytest.raises(ValueError, match='got dtype=\'int64\'; expected "uint16" or "uint32"'):
-        open_corpus(path, cache=tmp_path, dtype="int64")
+def test_texts_are_tokenized_in_calls_that_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfunc.train.data.tokenizer.PIECE", 10)
+    monkeypatch.setattr("zfunc.train.data.tokenizer.CALL", 30)
+    calls = list[list[str]]()
+
+    def encode(texts: Sequence[str]) -> list[str]:
+        calls.append(list(texts))
+        return [text.upper() for text in texts]
+
+    texts = ["a" * (n % 13) for n in range(40)]
+    assert in_calls(encode, str.title, texts) == [x.upper() if len(x) <= 10 else x.title() for x in texts]
+    assert all(sum(map(len, call)) <= 30 + 10 for call in calls)

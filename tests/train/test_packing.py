@@ -1,8 +1,12 @@
-"""Documents packed: JSONL, texts with a tokenizer, what of them is learned, and what is refused."""
+"""Data on disk as a corpus: files, documents, what of them is learned and what is held out, and what is refused."""
 
+import itertools
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, write_jso
 
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.corpus import batch_at, held_out_batches
+from zfunc.train.data.documents import is_held_out, stdlib_files
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
@@ -21,12 +26,102 @@ def words(*numbers: int) -> str:
     return " ".join(f"w{n}" for n in numbers)
 
 
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
 @pytest.fixture
 def tokenizer_file(tmp_path: Path) -> Path:
     return save_tokenizer(tmp_path / "tok" / "tokenizer.json", WORDS, special=["<s>", "</s>"])
 
 
-# --- what is packed ---------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def test_the_split_of_names_never_changes() -> None:
+    assert sum(is_held_out(f"file{index}.py") for index in range(10_000)) == 814
+
+
+def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    texts = {f"sub{index % 3}/file{index}.txt": f"text {index}\n".encode() * 9 for index in range(80)}
+    for name, content in texts.items():
+        write(folder / name, content)
+    for name in (".git/config", ".hidden", "sub0/.hidden/file"):
+        write(folder / name, b"hidden")
+    write(folder / "binary", b"text at first" * 100_000 + b"\0")
+    write(folder / "empty", b"")
+    (folder / "broken").symlink_to("nowhere")
+    corpus = opened(folder, tmp_path)
+    for part, held_out in ((corpus.train, False), (corpus.held_out, True)):
+        assert isinstance(part, np.memmap)
+        expected = (texts[name] + b"\0" for name in sorted(texts) if is_held_out(name) == held_out)
+        assert part.tobytes() == b"".join(expected)
+    num_held_out = sum(map(is_held_out, texts))
+    assert (corpus.vocab_size, corpus.train.dtype) == (256, np.uint8)
+    assert str(corpus).splitlines() == [
+        f"{folder}: 80 files, 80 documents, {sum(map(len, texts.values())) + 80:,} bytes",
+        f"held out: {num_held_out} of the files, by a hash of their names, {len(corpus.held_out)} bytes",
+        "left out: 1 empty and 1 binary files",
+    ]
+
+
+def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
+    names = [name for name, _ in stdlib_files()]
+    assert names == sorted(names)
+    assert {"ast.py", "json/decoder.py", "turtle.py"} <= set(names)
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    corpus = opened(None, tmp_path)
+    assert len(corpus.train) > 4_000_000
+    assert 0.03 < len(corpus.held_out) / len(corpus.train) < 0.15
+    assert b"class TurtleScreen" in corpus.held_out.tobytes()
+    assert b"class TurtleScreen" not in corpus.train.tobytes()
+
+
+def test_one_file_is_mapped_in_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "book.txt", bytes(range(250)))
+    corpus = opened(path, tmp_path)
+    assert corpus.train.tobytes() + corpus.held_out.tobytes() == path.read_bytes()
+    assert len(corpus.held_out) == 25
+    assert isinstance(corpus.train, np.memmap)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_with_and_without_a_held_out_file(tmp_path: Path, dtype: str) -> None:
+    tokens = np.arange(1000, dtype=dtype)
+    path = write(tmp_path / "train.bin", tokens.tobytes())
+    alone = opened(path, tmp_path, dtype=dtype, vocab_size=1000)
+    assert alone.train.tolist() == list(range(900))
+    assert alone.held_out.tolist() == list(range(900, 1000))
+    write(tmp_path / "val.bin", tokens[:50].tobytes())
+    for where in (path, tmp_path):
+        corpus = opened(where, tmp_path, dtype=dtype, vocab_size=1000)
+        assert corpus.train.tolist() == tokens.tolist()
+        assert corpus.held_out.tolist() == list(range(50))
+        assert isinstance(corpus.held_out, np.memmap)
+        assert corpus.vocab_size == 1000
+        assert str(tmp_path / "val.bin") in str(corpus)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.bin", b"")
+    os.truncate(path, 2 << 30)  # sparse: no blocks on the disk
+    before = resident_bytes()
+    corpus = opened(path, tmp_path)
+    batch_at(corpus.train, 123, batch_size=32, seq_length=1024, seed=0, vocab_size=corpus.vocab_size)
+    assert len(corpus.train) + len(corpus.held_out) == 1 << 30
+    assert resident_bytes() - before < 50 << 20
+
+
+# --- documents --------------------------------------------------------------------------------------------
 
 
 def test_texts_are_bytes_with_a_zero_after_each(tmp_path: Path) -> None:
@@ -38,19 +133,13 @@ def test_texts_are_bytes_with_a_zero_after_each(tmp_path: Path) -> None:
     assert 0.05 < len(corpus.held_out) / len(tokens_of(corpus)) <= 0.1
 
 
-def test_of_a_pair_the_completion_and_its_end_are_learned(tmp_path: Path) -> None:
-    pairs = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(40)]
-    corpus = opened(write_jsonl(tmp_path / "a.jsonl", *pairs, {"text": "free"}), tmp_path)
-    expected = [x for p in pairs for x in [0] * len(p["prompt"]) + [1] * (len(p["completion"]) + 1)]
-    assert loss_mask_of(corpus) == expected + [1] * 5
-    text = "".join(p["prompt"] + p["completion"] + "\0" for p in pairs) + "free\0"
-    assert bytes(tokens_of(corpus)).decode() == text
-    assert f"learned: {sum(expected) + 5} bytes, without the prompts of 40 documents" in str(corpus)
-
-
-def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
+def test_of_a_pair_the_completion_and_its_end_are_learned_in_every_batch(tmp_path: Path) -> None:
     pairs = [{"prompt": "ab" * (n % 5), "completion": "XY" * (1 + n % 3)} for n in range(60)]
     corpus = opened(write_jsonl(tmp_path / "a.jsonl", *pairs), tmp_path)
+    expected = [x for p in pairs for x in [0] * len(p["prompt"]) + [1] * (len(p["completion"]) + 1)]
+    assert loss_mask_of(corpus) == expected
+    assert bytes(tokens_of(corpus)).decode() == "".join(p["prompt"] + p["completion"] + "\0" for p in pairs)
+    assert f"learned: {sum(expected)} bytes, without the prompts of 48 documents" in str(corpus)
     sizes = {"batch_size": 8, "seq_length": 7}
     trained = batch_at(corpus.train, 5, **sizes, seed=3, loss_mask=corpus.loss_mask)
     held_out = held_out_batches(corpus.held_out, **sizes, limit=8, loss_mask=corpus.held_out_loss_mask)
@@ -67,58 +156,80 @@ def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
     assert torch.equal(later[1], trained[1][4:]), "position is all there is to resume from"
 
 
+def test_packed_documents_are_numpys_files(tmp_path: Path) -> None:
+    records = [{"text": "free"}, {"prompt": "1+1=", "completion": "2"}, {"text": "more", "id": 3}]
+    corpus = opened(write_jsonl(tmp_path / "a.jsonl", *records), tmp_path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    tokens, offsets, mask = (np.load(folder / f"{name}.npy") for name in ("tokens", "offsets", "mask"))
+    ends = itertools.pairwise(offsets)
+    assert [bytes(tokens[a:b]) for a, b in ends] == [b"free\0", b"1+1=2\0", b"more\0"]
+    assert mask.astype(int).tolist() == [1] * 5 + [0] * 4 + [1] * 7 == loss_mask_of(corpus)
+    assert "left out: 1 keys of records" in str(corpus)
+
+
 def test_a_tokenizer_makes_tokens_with_its_end_after_each_document(
     tokenizer_file: Path, tmp_path: Path
 ) -> None:
     tokenizer = open_tokenizer(tokenizer_file)
     assert (tokenizer.end, tokenizer.vocab_size, tokenizer.dtype) == (END, len(WORDS), np.uint16)
+    assert tokenizer.decode([3, 4]) == "w0 w1"
     folder = tmp_path / "folder"
     documents = [[n, n + 1, n + 2] for n in range(20)]
     write_jsonl(folder / "a.jsonl", *({"text": words(*d)} for d in documents[:10]))
     for n, d in enumerate(documents[10:]):
         folder.joinpath(f"b{n}.txt").write_text(words(*d) + "\n")
-    folder.joinpath("c.txt").touch()
-    folder.joinpath("d.txt").write_bytes(b"w1 \0")
+    write(folder / "c.txt", b"")
+    write(folder / "d.txt", b"w1 \0")
     corpus = opened(folder, tmp_path, tokenizer=tokenizer)
     expected = [x for d in documents for x in (*(n + 3 for n in d), END)]
     assert sorted(tokens_of(corpus)) == sorted(expected)
-    assert tokens_of(corpus).count(END) == 20
-    assert "left out: 2 empty or binary files" in str(corpus)
+    assert "left out: 1 empty and 1 binary files" in str(corpus)
     assert f"tokenizer: {tokenizer_file}, vocabulary 53, end token 2" in str(corpus)
-    assert tokenizer.decode([3, 4]) == "w0 w1"
 
 
 def test_a_long_text_is_split_by_position(tokenizer_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(words(*(n % 50 for n in range(999))))
     corpus = opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
+    assert (len(corpus.train), len(corpus.held_out), corpus.held_out[-1]) == (900, 100, END)
+    few = write(tmp_path / "few" / "a.txt", b"x" * 999)
+    corpus = opened(few.parent, tmp_path)
     assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
-    assert corpus.held_out[-1] == END
+    assert corpus.description[1] == "held out: the end (too few files to hold whole ones out), 100 bytes"
 
 
 def test_data_is_packed_once_and_again_after_a_change(tokenizer_file: Path, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"text": words(*range(30))}, {"text": "w1"})
+    cache = tmp_path / "in" / "cache"  # in the folder itself: must not be read back
+    path = write_jsonl(tmp_path / "in" / "a.jsonl", {"text": words(*range(30))}, {"text": "w1"})
     tokenizer = open_tokenizer(tokenizer_file)
-    first = opened(path, tmp_path, tokenizer=tokenizer)
-    files = sorted((tmp_path / "cache").iterdir())
-    assert tokens_of(opened(path, tmp_path, tokenizer=tokenizer)) == tokens_of(first)
-    assert sorted((tmp_path / "cache").iterdir()) == files
+
+    def again(**more: Any) -> list[int]:
+        return tokens_of(opened(path.parent, path.parent, **more))
+
+    first = again(tokenizer=tokenizer)
+    assert again(tokenizer=tokenizer) == first
+    assert len(list(cache.iterdir())) == 1
     tokenizer_file.with_name("tokenizer_config.json").write_text('{"eos_token": {"content": "<s>"}}')
-    other = open_tokenizer(tokenizer_file)
-    assert other.end == 1
-    assert tokens_of(opened(path, tmp_path, tokenizer=other))[-1] == 1
-    write_jsonl(path, {"text": words(*range(31))})
-    assert len(tokens_of(opened(path, tmp_path, tokenizer=tokenizer))) == 32
+    assert again(tokenizer=open_tokenizer(tokenizer_file))[-1] == 1
+    modified = path.stat().st_mtime_ns
+    write_jsonl(path, {"text": words(*range(30))}, {"text": "w2"})
+    os.utime(path, ns=(modified, modified + 1))
+    assert again(tokenizer=tokenizer) == [*first[:-2], first[-2] + 1, END]
+    assert len(list(cache.iterdir())) == 3
 
 
-def test_packed_data_has_not_changed(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(bytes(range(1, 256)))
-    assert tokens_of(opened(path, tmp_path)) == list(range(1, 256))
-    np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
-    assert opened(tmp_path / "a.bin", tmp_path).train.dtype == np.uint16
-    with pytest.raises(ValueError, match="which holds tokens, expected text or JSONL"):
-        opened(tmp_path / "a.bin", tmp_path, tokenizer=BYTES)
+def test_an_interrupted_packing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "corpus" / "a.txt", b"text")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened(tmp_path / "corpus", tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert opened(tmp_path / "corpus", tmp_path).train.tobytes() == b"text"
 
 
 SHAPES: dict[str, Callable[[list[dict[str, str]]], str]] = {
@@ -132,100 +243,89 @@ SHAPES: dict[str, Callable[[list[dict[str, str]]], str]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-@pytest.mark.parametrize("folder", [False, True])
-def test_records_are_the_same_in_every_shape(
-    name: str, chunk: int, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_the_same_in_every_shape(name: str, tmp_path: Path) -> None:
     rows = [{"prompt": "p" * n, "completion": "größer [1, {" * n + "]}"} for n in range(12)]
     expected = opened(write_jsonl(tmp_path / "a.jsonl", *rows), tmp_path)
-    monkeypatch.setattr("zfunc.train.data.documents._CHUNK", chunk)
-    (tmp_path / "in").mkdir()
-    path = tmp_path / "in" / name
-    path.write_text(SHAPES[name](rows))
-    got = opened(path.parent if folder else path, tmp_path)
-    assert tokens_of(got) == tokens_of(expected)
-    assert loss_mask_of(got) == loss_mask_of(expected)
+    path = write(tmp_path / "in" / name, SHAPES[name](rows).encode())
+    for got in (opened(path.parent, tmp_path), opened(path, tmp_path)):
+        assert tokens_of(got) == tokens_of(expected)
+        assert loss_mask_of(got) == loss_mask_of(expected)
 
 
 def test_a_single_object_is_a_record_and_other_json_in_a_folder_is_text(tmp_path: Path) -> None:
-    one = tmp_path / "one.json"
-    one.write_text('{"text": "just this"}')
+    one = write(tmp_path / "one.json", b'{"text": "just this"}')
     assert tokens_of(opened(one, tmp_path)) == [*b"just this", 0]
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "package.json").write_text('{"name": "x", "scripts": []}')
-    assert tokens_of(opened(tmp_path / "in", tmp_path)) == [*b'{"name": "x", "scripts": []}', 0]
+    for text in (b'{"name": "x", "scripts": []}', b'[{"name": 1}]', b"[1,", b"[" * 100_000):
+        path = write(tmp_path / "in" / "package.json", text)
+        assert bytes(tokens_of(opened(path.parent, tmp_path))) == text + b"\0"
 
 
 # --- what is refused --------------------------------------------------------------------------------------
 
-BROKEN = {
-    "cut off": ('{"text": "a', r"got invalid JSON \(Invalid control character at, column 12\)"),
-    "no UTF-8": (b'{"text": "\xff"}', "got invalid JSON .*utf-8"),
-    "a list": ("[1]", r"got \[1\], expected"),
-    "another key": ('{"txt": "a"}', "got an object with txt, expected .*rename its keys"),
-    "half a pair": ('{"prompt": "a"}', "got an object with prompt, expected"),
-    "both": ('{"text": "a", "prompt": "b", "completion": "c"}', "with completion, prompt, text"),
-    "a number": ('{"text": 5}', "'text': got 5, expected a string"),
-    "null": ('{"prompt": null, "completion": ""}', "'prompt': got null, expected a string"),
-    "twice": ('{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
-    "half a surrogate pair": ('{"text": "a\\ud800"}', "half a surrogate pair at character 1"),
-    "two on a line": ('{"text": "a"} {"text": "b"}', "Extra data"),
-    "deep": ("[" * 100_000, "got invalid JSON"),
-}
+LINE = "a.jsonl, line 2"
+REFUSED: list[tuple[str, str | bytes, str]] = [
+    ("a.jsonl", '{"text": "a', rf"{LINE}: got invalid JSON \(Unterminated string starting at, column 10\)"),
+    ("a.jsonl", b'{"text": "\xff"}', f"{LINE}: got invalid JSON .*utf-8"),
+    ("a.jsonl", "[1]", rf"{LINE}: got \[1\], expected .*write one object a document"),
+    ("a.jsonl", '{"txt": "a"}', f"{LINE}: got an object with txt, expected .*rename its keys"),
+    ("a.jsonl", '{"prompt": "a"}', f"{LINE}: got an object with prompt, expected"),
+    ("a.jsonl", '{"text": "", "prompt": "", "completion": ""}', "with completion, prompt, text"),
+    ("a.jsonl", '{"text": 5}', f"{LINE}, 'text': got 5, expected a string"),
+    ("a.jsonl", '{"prompt": null, "completion": ""}', "'prompt': got None, expected a string"),
+    ("a.jsonl", '{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
+    ("a.jsonl", '{"text": "a\\ud800"}', f"{LINE}: got half a surrogate pair"),
+    ("a.jsonl", '{"text": "a"} {"text": "b"}', "Extra data"),
+    ("a.jsonl", "[" * 100_000, f"{LINE}: got invalid JSON"),
+    ("a.json", "so it goes", "record 1: got invalid JSON .*Expecting value.*name it .txt"),
+    ("a.json", "[1, 2]", "record 1: got 1, expected .*write one object a document"),
+    ("a.json", '[{"text": "a"}, {"txt": "a"}]', "record 2: got an object with txt, expected"),
+    ("a.json", '[{"text": "a"}, {"text": "b"', "got invalid JSON"),
+    ("a.json", '[{"text": "a"} {"text": "b"}]', "got invalid JSON .*delimiter"),
+    ("a.json", '[{"text": "a"}][{"text": "b"}]', "got invalid JSON .*Extra data"),
+    ("a.json", '[{"text": "a", "text": "b"}]', "the name 'text' twice in one object"),
+    ("a.json", "[" * 100_000, "record 1: got invalid JSON"),
+    ("a.json", b'[{"text": "\xff"}]', "record 1: got invalid JSON .*utf-8"),
+    ("a.jsonl", "", "got no text in .*, expected at least one document"),
+    ("empty.txt", b"", "empty.txt, which is empty; expected data"),
+    ("empty.bin", b"", "empty.bin, which is empty; expected data"),
+    ("odd.bin", b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that"),
+    ("in/.hidden", b"text", r"got no text in .*in \(0 empty and 0 binary files\), expected"),
+    ("in/empty", b"", r"got no text in .*in \(1 empty and 0 binary files\), expected"),
+    ("in/binary", b"\0\1", r"got no text in .*in \(0 empty and 1 binary files\), expected"),
+]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_line_is_refused_with_file_and_line(name: str, tmp_path: Path) -> None:
-    line, message = BROKEN[name]
-    path, fine = tmp_path / "a.jsonl", b'{"text": "fine"}'
-    bad = line if isinstance(line, bytes) else line.encode()
-    path.write_bytes(b"\n".join([fine, b"", fine, bad, fine]))
-    with pytest.raises(ValueError, match=f"{path}, line 4.*{message}"):
-        opened(path, tmp_path)
-    assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"
-
-
-BROKEN_JSON = {
-    "text": ("so it goes", "record 1: got invalid JSON .*Expecting value.*name it .txt"),
-    "numbers": ("[1, 2]", "record 1: got 1, expected .*write one object a document"),
-    "another key": ('[{"text": "a"}, {"txt": "a"}]', "record 2: got an object with txt, expected"),
-    "cut off": ('[{"text": "a"}, {"text": "b"', "record 2: got invalid JSON"),
-    "no end": ('[{"text": "a"}', r"record 2: got invalid JSON \(the array has no end\)"),
-    "no comma": ('[{"text": "a"} {"text": "b"}]', "record 2: got invalid JSON .*where a comma"),
-    "comma": ('[{"text": "a"},]', "record 2: got invalid JSON"),
-    "two arrays": (
-        '[{"text": "a"}][{"text": "b"}]',
-        "record 2: got invalid JSON .*something after the array",
-    ),
-    "twice": ('[{"text": "a", "text": "b"}]', "record 1: .*the name 'text' twice in one object"),
-    "deep": ("[" * 100_000, "record 1: got invalid JSON"),
-    "no UTF-8": (b'[{"text": "\xff"}]', "record 1: got invalid JSON .*utf-8"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_JSON)
-def test_a_json_file_of_anything_else_is_refused_and_never_trained_on_as_text(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_unusable_data_is_refused_with_its_place(
+    name: str, content: str | bytes, message: str, tmp_path: Path
 ) -> None:
-    content, message = BROKEN_JSON[name]
-    path = tmp_path / "a.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=f"{path}, {message}"):
-        opened(path, tmp_path)
+    content = content.encode() if isinstance(content, str) else content
+    path = write(tmp_path / name, b'{"text": ""}\n' + content if name == "a.jsonl" else content)
+    with pytest.raises(ValueError, match=message):
+        opened(path if path.parent == tmp_path else path.parent, tmp_path)
+    assert not list(tmp_path.glob("cache/*")), "nothing is left of it"
 
 
-def test_keys_that_are_not_used_are_counted(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", *({"text": "words", "id": n} for n in range(20)))
-    assert "left out: 20 keys of records" in str(opened(path, tmp_path))
+def test_missing_and_unreadable_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("missing", "missing.bin", "missing.jsonl"):
+        with pytest.raises(FileNotFoundError, match=f"{name}, which does not exist; expected a text file"):
+            opened(tmp_path / name, tmp_path)
+    write(tmp_path / "in" / "a.txt", b"text")
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"got .*a\.txt, which cannot be read \(Permission denied\)"):
+        opened(tmp_path / "in", tmp_path)
 
 
-def test_data_without_text_is_refused(tmp_path: Path) -> None:
-    for path in (write_jsonl(tmp_path / "a.jsonl"), write_jsonl(tmp_path / "b.jsonl", {"text": ""})):
-        with pytest.raises(ValueError, match="got no text in .*, expected at least one document"):
-            opened(path, tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        opened(tmp_path / "c.jsonl", tmp_path)
+def test_a_tokenizer_takes_text_in_utf8(tokenizer_file: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"w1 \xe9")
+    with pytest.raises(ValueError, match=f"got {path}, which is not UTF-8 at byte 3"):
+        opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
+    with pytest.raises(ValueError, match="which holds tokens, expected text or JSONL"):
+        opened(write(tmp_path / "a.bin", b"1234"), tmp_path, tokenizer=BYTES)
 
 
 FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -245,15 +345,5 @@ def test_an_unusable_tokenizer_is_refused(name: str, tokenizer_file: Path) -> No
     flaw(tokenizer_file)
     with pytest.raises(ValueError, match=message):
         open_tokenizer(tokenizer_file)
-
-
-def test_the_caller_may_give_the_end_token(tokenizer_file: Path) -> None:
-    tokenizer_file.write_text(tokenizer_file.read_text().replace("</s>", "<z>"))
-    assert open_tokenizer(tokenizer_file, end=7).end == 7
-
-
-def test_text_that_is_not_utf8_is_refused_by_name(tokenizer_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"w1 \xe9")
-    with pytest.raises(ValueError, match=f"got {path}, which is not UTF-8 at byte 3"):
-        opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
+    if name == "no end":
+        assert open_tokenizer(tokenizer_file, end=7).end == 7, "the caller may give it"

@@ -64,8 +64,6 @@ def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
     One process begins and publishes; others may write shards into `path`. Raises CheckpointError, naming the
     folder, if it cannot be written.
     """
-    if not 0 <= step < 10**18:
-        raise ValueError(f"step: got {step}, expected 0 to 10^18")
     with disk.os_errors_as(folder, "making a folder for checkpoints"):
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +82,6 @@ def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, kee
     `keep` complete checkpoints are deleted, and what killed writers left. Raises CheckpointError if a shard is
     missing or does not match the manifest, or the disk fails; older checkpoints are unchanged then.
     """
-    if keep < 1:
-        raise ValueError(f"keep: got {keep}, expected at least 1: the newest checkpoint is always kept")
     if manifest.position.step != pending.step:
         raise ValueError(f"got a manifest of step {manifest.position.step}, expected step {pending.step}")
     _check_files(pending.path, manifest)

@@ -34,13 +34,13 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
         yield
 
 
-def open_new(path: Path, size: int) -> int:
+def open_new(path: Path, size: int, mode: int) -> int:
     """A descriptor of a new file, with `size` bytes reserved, so that a full disk is noticed before writing.
 
     Raises CheckpointError if the file exists or if there is no space; no file is left then.
     """
     with os_errors_as(path, f"making a file of {size} bytes"):
-        return open_reserved(path, size, os.O_WRONLY)
+        return open_reserved(path, size, os.O_WRONLY, mode=mode)
 
 
 def open_file(path: Path) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def replace_text(path: Path, text: str) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Replace a checkpoint's file, and wait until its name is on the disk too. For one writer at a time."""
     partial = path.with_name(f"{UNFINISHED}{path.name}")
-    with os_errors_as(path, "writing it"), atomic_replace(path, partial=partial) as file:
+    with os_errors_as(path, "writing it"), atomic_replace(path, mode=0o600, partial=partial) as file:
         file.write(data)
     sync(path.parent)
 
@@ -216,6 +216,25 @@ def locked(path: Path) -> Generator[None, None, None]:
         yield
     finally:
         unlock(fd)
+
+
+def in_use(path: Path) -> CheckpointError:
+    """The error of a swap space's file that a process has locked."""
+    status = path.stat()
+    own = False
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the list itself is closed
+            own |= os.path.samestat(os.fstat(int(fd)), status)
+    if own:
+        return CheckpointError(
+            f"{path}: got a swap space that this process itself uses, expected it free: load it with the program "
+            "whose swap space it is, zfunc.save the state in another folder and load that, or delete that program "
+            "and its states first"
+        )
+    return CheckpointError(
+        f"{path}: got a swap space that another process uses, expected it free: wait until that has ended, or name "
+        "another folder"
+    )
 
 
 def is_locked(path: Path) -> bool:

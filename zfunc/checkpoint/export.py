@@ -1,15 +1,13 @@
 """Exports the weights of a checkpoint as one safetensors file that other programs read. NumPy, no torch.
 
 A file with the requested name is complete and on the disk, an existing one is never touched, and every value passed
-its checksum when it was read. Shards are read one after the other, a chunk at a time, so memory does not grow with
-the weights.
+its checksum when it was read. It takes the memory of the largest parameter, twice.
 """
 
 import errno
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,14 +17,13 @@ from attrs import frozen
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEntry
-from zfunc.checkpoint.reader import CheckpointReader, WantedSlice, plan_reads
-from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
-from zfunc.checkpoint.shard_writer import create_shard
+from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
+from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo
+from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN
-from zfunc.optim.adam_reference import Array, round_to, to_float32
-from zfunc.optim.compact_reference import join
+from zfunc.optim.compact_reference import Array, join, round_to, to_float32
 from zfunc.options import one_of
 
 SUFFIX = ".safetensors"
@@ -92,13 +89,11 @@ def export_weights(
     weights = [x for x in manifest.parameters if BUFFER not in x.pieces]
     tensors = [TensorInfo(x.name, DTYPES[dtype].safetensors, x.shape) for x in weights]
     tensors += [TensorInfo(x.name, _stored_type(manifest, x), x.shape) for x in buffers]
-    writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)})
+    writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)}, mode=0o666)
     try:
         with np.errstate(all="ignore"), CheckpointReader(checkpoint) as reader:  # inf and NaN are copied
-            for entry, start, values in _weights(reader, weights, ema=ema):
-                if _largest(values) >= OVERFLOW[dtype]:
-                    raise _too_large(reader, entry, dtype)
-                writer.write_at(entry.name, start, round_to(values, dtype))
+            for x in weights:
+                _write(writer, x, read_weights(reader, x, ema=ema).reshape(-1), dtype)
             for x in buffers:
                 raw = np.empty(x.numel * BYTES[_stored_type(manifest, x)], np.uint8)
                 reader.read([(WantedSlice(BUFFER, x.name, 0, x.numel), raw)])
@@ -130,65 +125,31 @@ def check_averages(checkpoint: Checkpoint) -> None:
 
 def read_weights(reader: CheckpointReader, entry: ParameterEntry, *, ema: bool = False) -> Array:
     """The fp32 weights of a parameter, exact, in its shape; with `ema` their moving average."""
-    weights = np.empty(entry.numel, np.float32)
-    for _, start, values in _weights(reader, [entry], ema=ema):
-        weights[start : start + values.size] = values
-    return weights.reshape(entry.shape)
+    kinds = (FROZEN,) if not entry.trainable else weight_buffers(reader.manifest.format_of(entry))
+    kinds = (EMA.name,) if ema and entry.trainable else kinds
+    stored = [np.empty(entry.numel, DTYPES[reader.dtype(entry.name, kind)].numpy) for kind in kinds]
+    reader.read([(WantedSlice(k, entry.name, 0, entry.numel), x) for k, x in zip(kinds, stored, strict=True)])
+    return (to_float32(*stored) if len(stored) == 1 else join(*stored)).reshape(entry.shape)
 
 
-def _weights(
-    reader: CheckpointReader, entries: Sequence[ParameterEntry], *, ema: bool = False
-) -> Iterator[tuple[ParameterEntry, int, Array]]:
-    """The parameters' fp32 weights: PIECE elements at most, [n] float32, exact, and the first one's number.
-
-    In the order of the shards, a chunk at a time, so that every byte is read once.
-    """
-    manifest = reader.manifest
-    kinds = [(EMA.name,) if ema and x.trainable else _weight_kinds(manifest, x) for x in entries]
-    first_kind = [WantedSlice(kind[0], x.name, 0, x.numel) for kind, x in zip(kinds, entries, strict=True)]
-    for read in plan_reads(manifest, first_kind):
-        entry, shard = entries[read.wanted], manifest.shards[read.shard]
-        item = BYTES[shard.by_name[read.tensor].dtype]
-        for begin, end in cut_elements(read.start, read.stop, item, shard.chunk):
-            start = read.to + begin - read.start
-            stop = start + end - begin
-            for at, values in _joined(_read(reader, entry.name, kinds[read.wanted], start, stop)):
-                yield entry, start + at, values
-
-
-def _joined(buffers: list[Array]) -> Iterator[tuple[int, Array]]:
-    """fp32 weights from the buffers they are kept in, PIECE elements at a time, and the first one's number."""
-    for at in range(0, buffers[0].size, PIECE):
-        part = [x[at : at + PIECE] for x in buffers]
-        yield at, to_float32(*part) if len(part) == 1 else join(*part)
-
-
-def _read(reader: CheckpointReader, name: str, kinds: Sequence[str], start: int, stop: int) -> list[Array]:
-    halves = [np.empty(stop - start, DTYPES[reader.dtype(name, kind)].numpy) for kind in kinds]
-    reader.read([(WantedSlice(kind, name, start, stop), x) for kind, x in zip(kinds, halves, strict=True)])
-    return halves
-
-
-def _weight_kinds(manifest: Manifest, entry: ParameterEntry) -> tuple[str, ...]:
-    """The kinds of state that make a parameter's fp32 weights: one, or those that `join` takes."""
-    if not entry.trainable:
-        return (FROZEN,)
-    return weight_buffers(manifest.format_of(entry))
+def _write(writer: ShardWriter, entry: ParameterEntry, values: Array, dtype: Precision) -> None:
+    """Write a parameter's weights, rounded in pieces that fit the cache. Raises ValueError for one too large."""
+    for start in range(0, values.size, PIECE):
+        piece = values[start : start + PIECE]
+        if _largest(piece) >= OVERFLOW[dtype]:
+            largest = _largest(values)
+            other = "bf16" if largest < OVERFLOW["bf16"] else "fp32"
+            raise ValueError(
+                f"{entry.name!r}: got a weight of magnitude {largest:g}, expected less than {OVERFLOW[dtype]:g}, "
+                f"the smallest that {dtype} rounds to inf: export as {other}"
+            )
+        writer.write_at(entry.name, start, round_to(piece, dtype))
 
 
 def _largest(values: Array) -> float:
     """The largest finite magnitude."""
     size = np.abs(values)
     return float(size.max(initial=0, where=size < math.inf))
-
-
-def _too_large(reader: CheckpointReader, entry: ParameterEntry, dtype: Precision) -> ValueError:
-    largest = max(_largest(values) for _, _, values in _weights(reader, [entry]))
-    other = "bf16" if largest < OVERFLOW["bf16"] else "fp32"
-    return ValueError(
-        f"{entry.name!r}: got a weight of magnitude {largest:g}, expected less than {OVERFLOW[dtype]:g}, the "
-        f"smallest that {dtype} rounds to inf: export as {other}"
-    )
 
 
 def _partial_path(out: Path) -> Path:

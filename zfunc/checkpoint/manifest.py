@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
+from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
     CHUNK_LIMIT,
@@ -22,7 +23,6 @@ from zfunc.checkpoint.safetensors_file import (
     TensorInfo,
     num_chunks,
 )
-from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
@@ -205,7 +205,7 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: 
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
         raise CheckpointError(
             f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that saved "
-            "it: with zfunc train, pass the --num-layers, --hidden-size and other model flags of that run"
+            "it: with zfunc train, pass num_layers, hidden_size and the other sizes of that run"
         )
 
 
@@ -292,31 +292,16 @@ def _check_unique(what: str, names: list[str]) -> None:
         raise _bad(f"{what} {duplicate!r}", "it twice", "it once")
 
 
-def check_plain(value: object, where: str, depth: int = 0) -> None:
-    """Raise CheckpointError, with the place, unless `value` is a dict of JSON's own types."""
-    match value:
-        case dict() if depth < 10:
-            for key, x in cast("dict[object, object]", value).items():
-                if not isinstance(key, str):
-                    raise _bad(where, f"the key {key!r:.80}", "a string")
-                check_plain(key, where, depth + 1)
-                check_plain(x, f"{where}.{key:.80}", depth + 1)
-        case list() if 0 < depth < 10:
-            for n, x in enumerate(cast("list[object]", value)):
-                check_plain(x, f"{where}[{n}]", depth + 1)
-        case str() if depth:
-            try:
-                value.encode()
-            except UnicodeError:
-                raise _bad(where, f"{value!r:.80}", "text that UTF-8 can encode") from None
-        case None if depth:
-            pass
-        case int() if depth and abs(value) <= MAX_INT:
-            pass
-        case float() if depth and math.isfinite(value):
-            pass
-        case _:
-            raise _bad(where, f"{value!r:.80}", "a dict of JSON's own types, numbers finite, at most 10 deep")
+def check_plain(value: object, where: str) -> None:
+    """Raise CheckpointError, with the value's name, unless it is a dict of JSON's own types."""
+    try:
+        same = strict_json.parse_json(strict_json.render(cast("dict[str, Any]", value)), where).value == value
+    except (CheckpointError, ValueError, TypeError, RecursionError) as error:
+        same, reason = False, f": {error}"
+    else:
+        reason = ""
+    if not same or not isinstance(value, dict):
+        raise _bad(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
 
 
 def _bad(where: str, got: str, expected: str) -> CheckpointError:

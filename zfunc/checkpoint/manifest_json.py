@@ -4,11 +4,12 @@ A manifest reads back equal to the one written; anything else is refused with it
 are checked here, how the parts fit together by Manifest itself.
 """
 
+import reprlib
 import zlib
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 
@@ -23,7 +24,7 @@ from zfunc.checkpoint.manifest import (
     factor_kind,
 )
 from zfunc.checkpoint.safetensors_file import BYTES, CHUNK_LIMIT, Shard, TensorInfo
-from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
+from zfunc.checkpoint.strict_json import CHECKSUM, COUNT, MAX_INT, TEXT, JsonNode, Refusal, Within, known
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import ADAM_FORMATS, FORMER_FORMATS, STATE_FORMATS
 from zfunc.errors import CheckpointError
@@ -34,14 +35,39 @@ VERSION = 1
 # only that one has to refuse the current one.
 _FORMAT_NAMES = {"8bit-1": "8bit", "8bit": "8bit-2"}
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
-_MAX_CRC = 2**32 - 1
-# The fields of a pending decision, beside the optimizer's factors.
-_DECISION = (
-    "skip",
-    "grad_scale",
-    "number",
-)
-_ADAM_FACTORS = ("lr", "betas")
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    """The kind of shapes whose bytes fit in 64 bits, at any precision, even if every 0 were 1."""
+    dims: tuple[int, ...] = strict_json.of_kind(value, [COUNT])
+    if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
+        raise Refusal(reprlib.repr(value), "at most 64 dimensions and 2^60 elements")
+    return dims
+
+
+# The kinds of what is in the file, for `strict_json.decode`.
+_FORMAT = known(lambda: {_FORMAT_NAMES.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)})
+_TENSOR = {"name": TEXT, "dtype": known([*BYTES]), "shape": shape, "checksums": [CHECKSUM]}
+_SHARD = {
+    **{"file": Within(str, 1, 200), "size": COUNT, "header": CHECKSUM, "chunk": Within(int, 1, CHUNK_LIMIT)},
+    "tensors": [_TENSOR],
+}
+_PIECES = {str: [(COUNT, COUNT, COUNT, TEXT, COUNT)]}  # by kind: the fields of a StateSlice
+_PARAMETER = {"name": TEXT, "shape": shape, "trainable": bool, "pieces": _PIECES, "moments?": _FORMAT}
+_MANIFEST = {
+    **{"version": int, "world": Within(int, 1, 1 << 20), "moments": _FORMAT, "position": dict},
+    **{"optimizer": dict, "extra": dict, "shards": [_SHARD], "parameters": [_PARAMETER]},
+}
+_LOSS_SCALE = {
+    **{"scale": float, "window": int, "hysteresis": int, "minimum": float, "left": int, "steps": int},
+    **{"last_overflow": int, "consecutive?": bool},  # older versions did not write the last
+}
+_POSITION = {
+    **{"step": COUNT, "batches": COUNT, "sequences": COUNT, "seed": int, "loss_scale": _LOSS_SCALE},
+    "pending?": dict,
+}
+_DECISION = {"skip": bool, "grad_scale": float, "number": Within(int, 1, MAX_INT)}  # beside the factors
+_FACTORS = {"lr": float, "betas": (float, float)}  # others are numbers, or lists of them
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -67,30 +93,23 @@ def to_json(manifest: Manifest) -> bytes:
 def from_json(raw: bytes, where: str = FILE) -> Manifest:
     """Parse a manifest. Raises CheckpointError, which begins with `where`, for anything else."""
     root = strict_json.parse_json(raw, where)
-    if (version := root.entries().get("version")) is None or version.integer() != VERSION:
+    if (version := root.entries().get("version")) is None or version.read(int) != VERSION:
         got = "no version" if version is None else f"version {version.value}"
         root.refuse(f"version {VERSION}, the one that this zfunc reads", got)
-    fields = {name: node.value for name, node in root.entries().items() if name != "checksum"}
-    checksum = root.entries().get("checksum")
-    _, world, moments, position, optimizer, extra, shards, parameters = JsonNode(fields, where).fields(
-        "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
-    )
-    state_format = _read_format(moments)
-    parts = (
-        world.integer(1, 1 << 20),
-        state_format,
-        tuple(read_shard(x) for x in shards.items()),
-        tuple(_read_entry(x) for x in parameters.items()),
-        read_position(position, state_format),
-        _read_object(optimizer),
-        _read_object(extra),
-    )
+    fields = {name: node.value for name, node in root.entries().items()}
+    checksum = fields.pop("checksum", None)  # older versions did not write it
+    x = strict_json.decode(fields, _MANIFEST, where)
+    position = read_position(JsonNode(x["position"], f"{where}.position"), x["moments"])
+    shards, parameters = tuple(map(_shard, x["shards"])), tuple(map(_entry, x["parameters"]))
     try:
-        manifest = Manifest(*parts)
+        manifest = Manifest(
+            x["world"], x["moments"], shards, parameters, position, x["optimizer"], x["extra"]
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    if checksum is not None and checksum.integer(high=_MAX_CRC) != _checksum(fields):
-        checksum.refuse(f"{_checksum(fields)}, the checksum of the other fields")
+    if checksum is not None and checksum != _checksum(fields):
+        expected = f"{_checksum(fields)}, the checksum of the other fields"
+        JsonNode(checksum, f"{where}.checksum").refuse(expected)
     return manifest
 
 
@@ -136,109 +155,48 @@ def _entry_fields(entry: ParameterEntry) -> dict[str, Any]:
 
 def read_shard(node: JsonNode) -> Shard:
     """The shard that `shard_fields` made. Raises CheckpointError, with the place, for anything else."""
-    file, size, header, chunk, tensors = node.fields("file", "size", "header", "chunk", "tensors")
-    entries = [x.fields("name", "dtype", "shape", "checksums") for x in tensors.items()]
-    stored = tuple(
-        TensorInfo(name.text(), dtype.choice(tuple(BYTES)), read_shape(shape))
-        for name, dtype, shape, _ in entries
-    )
-    return Shard(
-        file=file.text(high=200),
-        size=size.integer(),
-        header=header.integer(high=_MAX_CRC),
-        chunk=chunk.integer(1, CHUNK_LIMIT),
-        tensors=stored,
-        checksums={t.name: entry[3].integers(_MAX_CRC) for t, entry in zip(stored, entries, strict=True)},
-    )
+    return _shard(node.read(_SHARD))
 
 
-def read_shape(node: JsonNode) -> tuple[int, ...]:
-    """A shape whose number of bytes fits in 64 bits, at any precision, even if every 0 were 1."""
-    dims = node.integers()
-    if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
-        node.refuse("at most 64 dimensions and 2^60 elements")
-    return dims
+def _shard(x: dict[str, Any]) -> Shard:
+    x["checksums"] = {t["name"]: t.pop("checksums") for t in x["tensors"]}
+    x["tensors"] = tuple(TensorInfo(**t) for t in x["tensors"])
+    return Shard(**x)
 
 
-def _read_entry(node: JsonNode) -> ParameterEntry:
-    own = [name for name in node.entries() if name == "moments"]
-    name, shape, trainable, pieces, *moments = node.fields("name", "shape", "trainable", "pieces", *own)
-    return ParameterEntry(
-        name=name.text(),
-        shape=read_shape(shape),
-        trainable=trainable.boolean(),
-        pieces={kind: tuple(_read_piece(x) for x in xs.items()) for kind, xs in pieces.entries().items()},
-        state_format=_read_format(moments[0]) if moments else None,
-    )
-
-
-def _read_format(node: JsonNode) -> str:
-    formats = {_FORMAT_NAMES.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)}
-    return formats[node.choice(tuple(formats))]
-
-
-def _read_piece(node: JsonNode) -> StateSlice:
-    items = node.items()
-    if len(items) != 5:
-        node.refuse("start, stop, shard, tensor, offset", f"a list of {len(items)}")
-    start, stop, shard, tensor, offset = items
-    return StateSlice(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
+def _entry(x: dict[str, Any]) -> ParameterEntry:
+    pieces = {kind: tuple(StateSlice(*piece) for piece in pieces) for kind, pieces in x["pieces"].items()}
+    return ParameterEntry(x["name"], x["shape"], x["trainable"], pieces, x.get("moments"))
 
 
 def read_position(node: JsonNode, state_format: str) -> TrainingPosition:
     """The position that `position_fields` made. Raises CheckpointError, with the place, for anything else."""
-    is_pending = "pending" in node.entries()
-    names = [x.name for x in attrs.fields(TrainingPosition) if is_pending or x.name != "pending"]
-    step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
-    return TrainingPosition(
-        step=step.integer(),
-        batches=batches.integer(),
-        sequences=sequences.integer(),
-        seed=seed.integer(-MAX_INT),
-        loss_scale=_read_loss_scale(loss_scale),
-        pending=_read_pending(pending[0], state_format) if is_pending else None,
-    )
+    x = node.read(_POSITION)
+    try:
+        x["loss_scale"] = LossScale(**x["loss_scale"])
+    except ValueError as error:
+        name, _, value = str(error).removeprefix("LossScale: ").partition(", expected")[0].partition(": got ")
+        node.entries()["loss_scale"].refuse("the counters of a loss scale", f"{name} {value}")
+    if "pending" in x:
+        x["pending"] = _read_pending(node.entries()["pending"], state_format)
+    return TrainingPosition(**x)
 
 
 def _read_pending(node: JsonNode, state_format: str) -> StepDecision:
-    grouped = any("." in name for name in node.entries())
-    is_adam = state_format in ADAM_FORMATS and not grouped
-    if is_adam and "betas" not in node.entries():  # older versions did not write them
-        node.refuse("the betas of the pending update: flush with the zfunc that saved it", "none")
-    names = _ADAM_FACTORS if is_adam else tuple(name for name in node.entries() if name not in _DECISION)
-    skip, grad_scale, number, *rest = node.fields(*_DECISION, *names)
-    factors = {name: _read_factor(name, x) for name, x in zip(names, rest, strict=True)}
-    return StepDecision(skip.boolean(), grad_scale.number(), number.integer(1), factors)
+    names = node.entries().keys() - _DECISION
+    if state_format in ADAM_FORMATS and names != _FACTORS.keys() and not any("." in name for name in names):
+        # older versions did not write betas
+        node.refuse(
+            "lr and betas of the pending update: flush with the zfunc that saved it",
+            ", ".join(sorted(names)) or "none",
+        )
+    kinds = {name: _FACTORS.get(factor_kind(name), _factor) for name in names}
+    x = node.read({**_DECISION, **kinds})
+    return StepDecision(**{name: x.pop(name) for name in _DECISION}, factors=x)
 
 
-def _read_factor(name: str, node: JsonNode) -> float | tuple[float, ...]:
-    """A number, or a list of them; a learning rate is one number, betas are two."""
-    name = factor_kind(name)
-    if name == "lr" or (name != "betas" and not isinstance(node.value, list)):
-        return node.number()
-    values = tuple(x.number() for x in node.items())
-    if name == "betas" and len(values) != 2:
-        node.refuse("two numbers", f"a list of {len(values)}")
-    return values
-
-
-def _read_loss_scale(node: JsonNode) -> LossScale:
-    has_consecutive = "consecutive" in node.entries()  # older versions did not write it
-    names = [x.name for x in attrs.fields(LossScale) if has_consecutive or x.name != "consecutive"]
-    values = dict(zip(names, node.fields(*names), strict=True))
-    consecutive = has_consecutive and values.pop("consecutive").boolean()
-    numbers = {name: values.pop(name).number() for name in ("scale", "minimum")}
-    counters = {name: x.integer(-1) for name, x in values.items()}
-    try:
-        return LossScale(**numbers, **counters, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        name, _, value = str(error).removeprefix("LossScale: ").partition(", expected")[0].partition(": got ")
-        node.refuse("the counters of a loss scale", f"{name} {value}")
-
-
-def _read_object(node: JsonNode) -> dict[str, Any]:
-    node.entries()
-    return cast("dict[str, Any]", node.value)
+def _factor(value: Any) -> Any:
+    return strict_json.of_kind(value, [float] if isinstance(value, list) else float)
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:

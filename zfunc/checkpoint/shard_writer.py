@@ -85,9 +85,15 @@ class ShardWriter:
 
 
 def create_shard(
-    path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    mode: int = 0o600,
 ) -> ShardWriter:
     """Make the file for `tensors` at its full size, with its header, in which `metadata` is stored as text.
+
+    Its owner alone may read it, unless `mode` and the umask say otherwise.
 
     Raises ValueError for two tensors of one name; CheckpointError if the file exists or the disk has no space.
 
@@ -99,7 +105,7 @@ def create_shard(
     ...     writer.finish()
     """
     header = make_header(tensors, metadata or {})
-    fd = disk.open_new(path, header.size)
+    fd = disk.open_new(path, header.size, mode)
     try:
         with disk.os_errors_as(path, "writing its header"):
             disk.write_all(fd, memoryview(header.raw), 0)

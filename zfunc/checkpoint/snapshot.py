@@ -94,19 +94,18 @@ class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
 
     layout: Layout
-    frozen_dtype: Dtype
+    frozen_dtypes: Mapping[int, Dtype]  # of the frozen buckets
     position: TrainingPosition
     optimizer: Mapping[str, Any]
-    pending: Mapping[int, Dtype]  # buckets whose gradient is still to be applied, with its type
     buffers: Sequence[TensorInfo] = ()  # of modules, by full name
     ema: bool = False  # whether there are moving averages
 
     def slices(self, rank: int, world: int) -> list[Slice]:
         """What one rank writes: its slices, of frozen parameters too; rank 0 also modules' buffers."""
         layout = self.layout
-        slices = [*state_slices(layout, rank, world, self.pending, ema=self.ema)]
+        slices = [*state_slices(layout, rank, world, {}, ema=self.ema)]
         for bucket in layout.frozen_buckets:
-            slices += frozen_slices(layout, bucket, self.frozen_dtype, rank, world)
+            slices += frozen_slices(layout, bucket, self.frozen_dtypes[bucket.index], rank, world)
         first = len(layout.buckets) + len(layout.frozen_buckets)
         for number, x in enumerate(self.buffers if rank == 0 else (), first):
             if x.numel:

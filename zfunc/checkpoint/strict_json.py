@@ -1,4 +1,4 @@
-"""Strict JSON with typed access, safe for untrusted files.
+"""Strict JSON, decoded by what it should be; safe for untrusted files.
 
 Whatever the bytes are, parsing is fast, takes memory in proportion to them, and gives checked values or a
 CheckpointError that names the place. Keys are unique, numbers are finite and fit in 64 bits, text can be encoded.
@@ -7,11 +7,11 @@ CheckpointError that names the place. Keys are unique, numbers are finite and fi
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from reprlib import Repr
 from typing import Any, NoReturn, cast
 
-from attrs import frozen
+from attrs import define, frozen
 
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 
@@ -97,90 +97,134 @@ def _constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which JSON does not have")
 
 
+@define
+class Refusal(Exception):  # noqa: N818
+    """A value is not what it should be; its place is added on the way out of the objects that it is in."""
+
+    got: str
+    expected: str
+    place: str = ""
+
+
+@frozen
+class Within:
+    """The kind of numbers, or of texts by their number of characters, from `low` to `high`."""
+
+    type: type[int] | type[float] | type[str]
+    low: float
+    high: float
+
+    def __call__(self, value: Any) -> Any:
+        """The value. Raises Refusal for another."""
+        value = float(value) if self.type is float and type(value) is int else value
+        size: Any = len(value) if type(value) is str else value
+        if type(value) is not self.type or not self.low <= size <= self.high:
+            unit = " characters" * (self.type is str)
+            raise Refusal(_short.repr(value), f"{_PLAIN[self.type]} of {self.low} to {self.high}{unit}")
+        return value
+
+
+def known(names: dict[str, Any] | Sequence[str] | Callable[[], Any]) -> Callable[[Any], Any]:
+    """The kind of texts that are among `names`, or those it returns; of a dict, each becomes what it stands for."""
+
+    def meaning(value: Any) -> Any:
+        now = cast("dict[str, Any] | Sequence[str]", names() if callable(names) else names)
+        meanings = now if isinstance(now, dict) else {x: x for x in now}
+        if TEXT(value) not in meanings:
+            got = f"{_short.repr(value)}{did_you_mean(value, [*meanings])}"
+            raise Refusal(got, f"one of {', '.join(meanings)}")
+        return meanings[value]
+
+    return meaning
+
+
+COUNT, CHECKSUM, TEXT = Within(int, 0, MAX_INT), Within(int, 0, 2**32 - 1), Within(str, 1, 1000)
+_PLAIN: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    str: "a text",
+}
+
+
+def decode(value: object, kind: Any, where: str) -> Any:
+    """`value`, if it is of a kind. Raises CheckpointError, with `where` and the place in the value, if not.
+
+    Kinds are a type of JSON; `[kind]`, a list of any length; `(kind, kind)`, a list of that length; `{str: kind}`,
+    any names; `{"name": kind, "name?": kind}`, these names, of which the second may be missing; and a function that
+    returns the value, or another in its place, or raises Refusal.
+
+    >>> decode({"at": [1, 2.5]}, {"at": (COUNT, float), "name?": TEXT}, "x")
+    {'at': (1, 2.5)}
+    """
+    try:
+        return of_kind(value, kind)
+    except Refusal as error:
+        raise _damaged(where + error.place, error.got, error.expected) from None
+
+
+def _damaged(where: str, got: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: got {got}, expected {expected}: the file is damaged or not one of zfunc's; {USE_ANOTHER}"
+    )
+
+
+def of_kind(value: Any, kind: Any) -> Any:
+    """`value`, if it is of a kind; for functions that are kinds. Raises Refusal."""
+    if isinstance(kind, list):
+        inner, values = cast("list[Any]", kind)[0], of_kind(value, list)
+        if inner is CHECKSUM and all(type(x) is int and 0 <= x <= CHECKSUM.high for x in values):
+            return tuple(values)  # there may be millions of them
+        return tuple(_inside(f"[{n}]", x, inner) for n, x in enumerate(values))
+    if isinstance(kind, tuple):
+        kinds, values = cast("tuple[Any, ...]", kind), of_kind(value, list)
+        if len(values) != len(kinds):
+            raise Refusal(f"a list of {len(values)}", f"one of {len(kinds)}")
+        return tuple(_inside(f"[{n}]", x, kinds[n]) for n, x in enumerate(values))
+    if isinstance(kind, dict):
+        return _object(of_kind(value, dict), cast("dict[Any, Any]", kind))
+    if kind in _PLAIN and type(value) is not kind and (kind, type(value)) != (float, int):
+        raise Refusal(_short.repr(value), _PLAIN[kind])
+    return kind(value)
+
+
+def _object(given: dict[str, Any], kind: Mapping[Any, Any]) -> dict[str, Any]:
+    if str in kind:
+        return {name: _inside(f".{name:.80}", x, kind[str]) for name, x in given.items()}
+    kinds: dict[str, Any] = {name.rstrip("?"): x for name, x in kind.items()}
+    for name in (x for x in given if x not in kinds):
+        hint = did_you_mean(name, list(kinds)) if len(name) < 100 else ""
+        raise Refusal(f"a field {_short.repr(name)}{hint}", f"only {', '.join(kinds)}")
+    for name in (x for x in kinds if x in kind and x not in given):
+        raise Refusal("none", f"a field named {name!r}")
+    return {name: _inside(f".{name:.80}", x, kinds[name]) for name, x in given.items()}
+
+
+def _inside(place: str, value: Any, kind: Any) -> Any:
+    try:
+        return of_kind(value, kind)
+    except Refusal as error:
+        error.place = place + error.place
+        raise
+
+
 @frozen
 class JsonNode:
-    """A value of a parsed file and its place in it. Accessors check the type and name the place in errors."""
+    """A value of a parsed file and its place in it, which errors name."""
 
-    value: object
+    value: Any
     where: str
 
     def refuse(self, expected: str, got: str = "") -> NoReturn:
         """Raise CheckpointError for this value, or with `got`, a description of what is wrong with it."""
-        raise CheckpointError(
-            f"{self.where}: got {got or _short.repr(self.value)}, expected {expected}: the file is damaged or not "
-            f"one of zfunc's; {USE_ANOTHER}"
-        )
+        raise _damaged(self.where, got or _short.repr(self.value), expected)
 
-    def fields(self, *names: str) -> "tuple[JsonNode, ...]":
-        """The values of an object that has exactly these names, in the order of the names."""
-        entries = self.entries()
-        for name in entries:
-            if name not in names:
-                hint = did_you_mean(name, list(names)) if len(name) < 100 else ""
-                self.refuse(f"only {', '.join(names)}", f"a field {_short.repr(name)}{hint}")
-        for name in names:
-            if name not in entries:
-                self.refuse(f"a field named {name!r}", "none")
-        return tuple(entries[name] for name in names)
+    def read(self, kind: Any) -> Any:
+        """The value, if it is of a kind, as of `decode`."""
+        return decode(self.value, kind, self.where)
 
     def entries(self) -> "dict[str, JsonNode]":
         """The values of an object, by name."""
-        value = self.value
-        if not isinstance(value, dict):
-            self.refuse("an object")
-        result = cast("dict[str, object]", value)
-        return {name: JsonNode(x, f"{self.where}.{name:.80}") for name, x in result.items()}
-
-    def items(self) -> "list[JsonNode]":
-        """The values of a list."""
-        return [JsonNode(x, f"{self.where}[{n}]") for n, x in enumerate(self._list())]
-
-    def _list(self) -> list[object]:
-        value = self.value
-        if not isinstance(value, list):
-            self.refuse("a list")
-        return cast("list[object]", value)
-
-    def integer(self, low: int = 0, high: int = MAX_INT) -> int:
-        """An integer of low to high, not a boolean."""
-        value = self.value
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            self.refuse(f"an integer of {low} to {high}")
-        return value
-
-    def integers(self, high: int = MAX_INT) -> tuple[int, ...]:
-        """A list of integers of 0 to high."""
-        values = self._list()
-        for n, x in enumerate(values):
-            if type(x) is not int or not 0 <= x <= high:
-                JsonNode(x, f"{self.where}[{n}]").refuse(f"an integer of 0 to {high}")
-        return tuple(cast("list[int]", values))
-
-    def boolean(self) -> bool:
-        """True or false."""
-        if not isinstance(self.value, bool):
-            self.refuse("true or false")
-        return self.value
-
-    def number(self, low: float = -math.inf) -> float:
-        """A finite number of at least `low`, an integer or a float, as a float."""
-        value = self.value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < low:
-            self.refuse("a number" if low == -math.inf else f"a number of at least {low:g}")
-        return float(value)
-
-    def text(self, low: int = 1, high: int = 1000) -> str:
-        """A text of low to high characters."""
-        value = self.value
-        if not isinstance(value, str) or not low <= len(value) <= high:
-            self.refuse(f"a text of {low} to {high} characters")
-        return value
-
-    def choice(self, known: tuple[str, ...]) -> str:
-        """One of the known values."""
-        value = self.text()
-        if value not in known:
-            self.refuse(
-                f"one of {', '.join(known)}", f"{_short.repr(value)}{did_you_mean(value, list(known))}"
-            )
-        return value
+        return {k: JsonNode(x, f"{self.where}.{k:.80}") for k, x in self.read(dict).items()}

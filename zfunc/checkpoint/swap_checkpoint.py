@@ -7,14 +7,16 @@ with the checksums of the commit, so a training that goes on in it meanwhile is 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from attrs import evolve
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, StateSlice
 from zfunc.checkpoint.manifest_json import read_position
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, parameter_entries, state_slices
-from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.strict_json import COUNT, TEXT, JsonNode, known
 from zfunc.checkpoint.striped_io import Stripe, block_checksum
 from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
@@ -27,11 +29,17 @@ from zfunc.checkpoint.swap_file import (
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.extents import SUMMED
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.optimizer_state import MASTER, STATE_FORMATS
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 
 Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]
+_EDGES, _SPANS, _FORMAT = [(COUNT, COUNT)], [(TEXT, [COUNT], COUNT, COUNT)], known(lambda: [*STATE_FORMATS])
+_METADATA = {"position": dict, "optimizer": dict, "extra": dict}
+_IDENTITY = {
+    **{"state_format": _FORMAT, "state_formats?": [_FORMAT], "precision": known(PRECISIONS)},
+    **{"buckets": _EDGES, "frozen_buckets": _EDGES, "trained": _SPANS, "frozen": _SPANS},
+}
 
 
 def swap_identity(layout: Layout, precision: Dtype) -> dict[str, Any]:
@@ -91,10 +99,7 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
                 "another folder"
             )
         if disk.is_locked(path):
-            raise CheckpointError(
-                f"{path}: got a swap space that a training uses, expected it free: wait until that has ended, "
-                "or load one of its checkpoints"
-            )
+            raise disk.in_use(path)
     records = [_records(path, own) for path, own in zip(firsts, headers, strict=True)]
     number = max((n for n in records[0] if all(n in x for x in records)), default=0)
     commits = [x[number] for x in records] if number else []
@@ -115,14 +120,15 @@ def _check_all_there(paths: Sequence[Path]) -> None:
 
 
 def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
-    identity = JsonNode(headers[0].identity, where)
-    names = "state_format", "precision", "buckets", "frozen_buckets", "trained", "frozen"
-    several = [name for name in identity.entries() if name == "state_formats"]
-    state_format, precision, *places = identity.fields(*names, *several)
-    stored = state_format.choice(tuple(STATE_FORMATS))
-    layout = _layout(stored, *places)
-    kept_in = cast("Dtype", precision.choice(PRECISIONS))
-    dtypes: dict[int, dict[str, Dtype]] = {x.index: {FROZEN: kept_in} for x in layout.frozen_buckets}
+    identity = JsonNode(headers[0].identity, f"{where}.identity").read(_IDENTITY)
+    metadata = JsonNode(commits[0].metadata, f"{where}.metadata").read(
+        {"position": dict, "optimizer": dict, "extra": dict}
+    )
+    stored, kept_in, layout = identity["state_format"], identity["precision"], _layout(identity)
+    dtypes: dict[int, dict[str, Dtype]] = {}
+    for x in layout.frozen_buckets:  # in fp32 too, if they were rounded
+        in_fp32 = MASTER in headers[0].stripes.get(x.index, ({},))[0]
+        dtypes[x.index] = {MASTER: "fp32"} if in_fp32 else {FROZEN: kept_in}
     for x in layout.buckets:
         dtypes[x.index] = {kind.name: kind.dtype for kind in STATE_FORMATS[x.state_format]}
     shards = list[Shard]()
@@ -130,24 +136,24 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     for rank, (header, commit) in enumerate(zip(headers, commits, strict=True)):
         slices = [*state_slices(layout, rank, header.world, {})]
         for bucket in layout.frozen_buckets:
-            slices += frozen_slices(layout, bucket, kept_in, rank, header.world)
+            (dtype,) = dtypes[bucket.index].values()
+            slices += frozen_slices(layout, bucket, dtype, rank, header.world)
         for x in slices:
             by_kind = pieces.setdefault(x.parameter, {})
             stripes, *_ = header.stripes.get(x.bucket, ({},))  # generations are cut alike
-            item = DTYPES[dtypes[x.bucket][x.kind]].nbytes
-            parts = _cut_at_stripes(x, stripes.get(x.kind, ()), item, len(shards))
+            part = next(iter(dtypes[x.bucket])) if x.kind == FROZEN else x.kind
+            item = DTYPES[dtypes[x.bucket][part]].nbytes
+            parts = _cut_at_stripes(evolve(x, kind=part), stripes.get(part, ()), item, len(shards))
             by_kind[x.kind] = (*by_kind.get(x.kind, ()), *parts)
         shards += _shards(header, commit, dtypes)
-    metadata = JsonNode(commits[0].metadata, where)
-    position, optimizer, extra = metadata.fields("position", "optimizer", "extra")
     return Manifest(
         world=len(headers),
         state_format=stored,
         shards=tuple(shards),
         parameters=tuple(parameter_entries(layout, pieces)),
-        position=read_position(position, stored),
-        optimizer={name: x.value for name, x in optimizer.entries().items()},
-        extra={name: x.value for name, x in extra.entries().items()},
+        position=read_position(JsonNode(metadata["position"], f"{where}.metadata.position"), stored),
+        optimizer=metadata["optimizer"],
+        extra=metadata["extra"],
     )
 
 
@@ -190,41 +196,19 @@ def _tensor(b: int, kind: str) -> str:
     return f"{b}/{kind}"
 
 
-def _layout(
-    stored: str,
-    buckets: JsonNode,
-    frozen_buckets: JsonNode,
-    trained: JsonNode,
-    frozen: JsonNode,
-    state_formats: JsonNode | None = None,
-) -> Layout:
+def _layout(identity: Mapping[str, Any]) -> Layout:
     """The layout that `swap_identity` was given, as far as slices need it."""
-    formats = [stored] * len(buckets.items())
-    if state_formats is not None:
-        formats = [x.choice(tuple(STATE_FORMATS)) for x in state_formats.items()]
-        if len(formats) != len(buckets.items()):
-            state_formats.refuse("a format for each bucket")
-
-    def spans(node: JsonNode) -> list[Span]:
-        found: list[Span] = []
-        for x in node.items():
-            name, shape, start, stop = (
-                x.items() if len(x.items()) == 4 else x.refuse("name, shape, start and stop")
-            )
-            found.append(Span(name.text(), shape.integers(), start.integer(), stop.integer()))
-        return found
-
-    def cut(edges: JsonNode, held: JsonNode, first: int) -> tuple[Bucket, ...]:
-        found, result = spans(held), list[Bucket]()
-        of_bucket = dict(enumerate(formats))
-        for n, x in enumerate(edges.items(), first):
-            start, stop = ends if len(ends := x.integers()) == 2 else x.refuse("start and stop")
-            own = tuple(s for s in found if start <= s.start < stop)
-            result.append(Bucket(n, start, stop, own, (), state_format=of_bucket.get(n, stored)))
-        return tuple(result)
-
-    own = cut(buckets, trained, 0)
-    return Layout((), own, cut(frozen_buckets, frozen, len(own)))
+    common, buckets, frozen = (identity[x] for x in ("state_format", "buckets", "frozen_buckets"))
+    formats = [*identity.get("state_formats", [common] * len(buckets)), *[common] * len(frozen)]
+    if len(formats) != len(buckets) + len(frozen):
+        raise CheckpointError("swap space: got formats of other buckets than it has, expected one for each")
+    own: list[Bucket] = []
+    for edges, fields in ((buckets, identity["trained"]), (frozen, identity["frozen"])):
+        spans = [Span(*x) for x in fields]
+        for start, stop in edges:
+            inside = tuple(s for s in spans if start <= s.start < stop)
+            own.append(Bucket(len(own), start, stop, inside, (), state_format=formats[len(own)]))
+    return Layout((), tuple(own[: len(buckets)]), tuple(own[len(buckets) :]))
 
 
 def _header(path: Path) -> SwapHeader:

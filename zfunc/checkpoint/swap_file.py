@@ -19,12 +19,12 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from attrs import evolve, field, frozen
 
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.strict_json import COUNT, MAX_INT, TEXT, Within
 from zfunc.checkpoint.striped_io import Stripe, lay_stripes, num_checksums
 from zfunc.core.extents import BLOCK, Extent, record_bytes, whole_blocks
 from zfunc.errors import CheckpointError
@@ -39,6 +39,11 @@ Read = Callable[[int, int], bytes]  # from an offset of a file, so many bytes
 Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
+_HEADER_FIELDS = {
+    **{"version": int, "identity": dict, "run": TEXT, "rank": COUNT, "world": Within(int, 1, MAX_INT)},
+    **{"folders": [Within(str, 1, 10_000)], "shares": [COUNT], "folder": COUNT},
+    "extents": [(COUNT, Within(int, 1, 2), {str: COUNT})],  # the bucket, its generations, its buffers
+}
 
 
 def swap_file_name(rank: int, world: int, folder: int) -> str:
@@ -54,8 +59,9 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
 class SwapHeader:
     """What a file of a swap space says of all of it. Only `folder`, the number of its own one, differs among files.
 
-    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart; each folder
-    has a stripe of every buffer, in proportion to its number in `shares`. Extents are by bucket.
+    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart. Each folder
+    has a stripe of every buffer, in proportion to its number in `shares`: equal ones, but older versions of zfunc
+    made them follow the speed of drives. Extents are by bucket.
     """
 
     identity: Mapping[str, Any]
@@ -192,37 +198,20 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
             "another swap folder; check this disk"
         )
     root = strict_json.parse_json(text, where)
-    if (version := root.entries().get("version")) is None or version.integer() != VERSION:
+    if (version := root.entries().get("version")) is None or version.read(int) != VERSION:
         root.refuse(f"version {VERSION}, the one that this zfunc reads", "another version")
-    _, identity, run, rank, world, folders, shares, extents, folder = root.fields(
-        *("version", "identity", "run", "rank", "world", "folders", "shares", "extents", "folder")
-    )
-    identity.entries()
-    count = len(folders.items())
-    header = SwapHeader(
-        identity=cast("dict[str, Any]", identity.value),
-        run=run.text(),
-        rank=rank.integer(),
-        world=world.integer(1),
-        folders=tuple(x.text(high=10_000) for x in folders.items()),
-        shares=shares.integers(),
-        extents=dict(_parse_extent(x) for x in extents.items()),
-        folder=folder.integer(0, count - 1),
-    )
-    if len(header.shares) != count or not all(header.shares):
-        shares.refuse("a number above 0 for each folder", f"{list(header.shares)} for {count}")
-    if len(header.extents) != len(extents.items()):
-        extents.refuse("each bucket once")
-    return header
-
-
-def _parse_extent(node: JsonNode) -> tuple[int, Extent]:
-    items = node.items()
-    if len(items) != 3:
-        node.refuse("a bucket, its generations and its buffers", f"a list of {len(items)}")
-    bucket, generations, buffers = items
-    sizes = [(name, x.integer()) for name, x in buffers.entries().items()]
-    return bucket.integer(), Extent.of(sizes, generations=generations.integer(1, 2))
+    x = root.read(_HEADER_FIELDS)
+    del x["version"]
+    count, each, shares = len(x["folders"]), x["extents"], x["shares"]
+    if x["folder"] >= count or len(shares) != count or not all(shares):
+        root.refuse(
+            "a file of one of the folders, which have shares above 0", f"{x['folder']} of {list(shares)}"
+        )
+    extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
+    if len(extents) < len(each):
+        root.refuse("extents of each bucket once", "one twice")
+    x["extents"] = extents
+    return SwapHeader(**x)
 
 
 @frozen
@@ -277,9 +266,10 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
     sums = array("I", body[length:])
     if sys.byteorder == "big":
         sums.byteswap()
-    generations, metadata = strict_json.parse_json(body[:length], where).fields("generations", "metadata")
-    metadata.entries()
-    record = CommitRecord(number, generations.integers(1), sums, cast("dict[str, Any]", metadata.value))
+    x = strict_json.parse_json(body[:length], where).read(
+        {"generations": [Within(int, 0, 1)], "metadata": dict}
+    )
+    record = CommitRecord(number, x["generations"], sums, x["metadata"])
     extents = [*header.extents.values()] if number else []
     fits = len(record.generations) == len(extents) and all(
         g < x.generations for g, x in zip(record.generations, extents, strict=True)

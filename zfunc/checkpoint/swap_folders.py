@@ -68,6 +68,17 @@ def refuse_others(path: Path, run: str) -> None:
             )
 
 
+def refuse_other_worlds(path: Path, world: int) -> None:
+    """Refuse a folder with the swap space of another number of ranks than `world`."""
+    made = {int(x.name.split("-")[3]) for x in _files(path.parent, SWAP_FILE)}
+    if made and world not in made:
+        raise CheckpointError(
+            f"{path.parent}: got a swap space of {min(made)} ranks, expected one of {world}: keep it, make another "
+            "folder, and pass that one as --swap with --resume auto (in Python: swap=[that], and zfunc.load("
+            f"{str(path.parent)!r}, program)); its state is read for any number of ranks"
+        )
+
+
 def delete_uncommitted(folder: Path, run: str) -> None:
     """Delete the spaces of other runs that ended before anything was committed: there is no state in them."""
     for first in _files(folder, SWAP_FILE):

@@ -38,12 +38,13 @@ from zfunc.checkpoint.swap_folders import (
     check_folders,
     delete_uncommitted,
     delete_unfinished,
+    refuse_other_worlds,
     refuse_others,
     tell_shared_drives,
     unfinished_name,
 )
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
-from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.errors import CheckpointError
 from zfunc.runtime.direct_io import DirectFile, pages_for
 
 _GO_ON = "go on from the last commit: open the swap space again"
@@ -105,13 +106,11 @@ class SwapSpace:
         extents: Mapping[int, Extent],
         rank: int = 0,
         world: int = 1,
-        shares: Sequence[int] = (),
     ) -> "SwapSpace":
         """Reserve the files of a new space, one in each folder, and open it. Nothing is in it before `commit`.
 
         `identity` says what the bytes mean, as a dict of JSON's own types; `run` is a text that all ranks share and
-        no other run has. Each folder gets a part of every buffer in proportion to its number in `shares`, which
-        are equal by default.
+        no other run has. Each folder gets an equal part of every buffer.
 
         Raises CheckpointError, in one line, for a folder that is missing, in memory, cannot be written, is full, is
         given twice, or has the state of another run. Then nothing is left, and what was in the folders stays as it
@@ -121,9 +120,7 @@ class SwapSpace:
         check_folders(folders)
         tell_shared_drives(folders)
         names = tuple(str(x.absolute()) for x in folders)
-        header = SwapHeader(
-            identity, run, rank, world, names, tuple(shares) or (1,) * len(folders), dict(extents)
-        )
+        header = SwapHeader(identity, run, rank, world, names, (1,) * len(folders), dict(extents))
         paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
@@ -167,11 +164,14 @@ class SwapSpace:
         *,
         identity: Mapping[str, Any],
         extents: Mapping[int, Extent],
+        instead: Mapping[int, Extent] | None = None,
         rank: int = 0,
         world: int = 1,
         at: int | None = None,
     ) -> "SwapSpace":
         """Open an existing space at its last commit, or at the one of number `at`; a later one is gone then.
+
+        It may have an extent of `instead` where `extents` has another of that number.
 
         Raises CheckpointError, in one line, if it is not there, in use, damaged, of another identity, world or
         extents, or has no commit of that number.
@@ -182,17 +182,20 @@ class SwapSpace:
         try:
             for path in paths:
                 if not path.exists():
+                    refuse_other_worlds(path, world)
                     raise CheckpointError(
                         f"{path}: got none, expected a file of the swap space: name all of its folders, in "
-                        "their order, with as many ranks as it was made with"
+                        "their order"
                     )
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))
                     files.append(DirectFile.open(path))
             headers = [read_header(reader_of(file), str(file.path)) for file in files]
             for n, (file, header) in enumerate(zip(files, headers, strict=True)):
+                other = {b: x for b, x in (instead or {}).items() if header.extents.get(b) == x}
+                expected = {**extents, **other}
                 _check_header(
-                    file.path, header, headers[0].of(n), identity, extents, (rank, world, len(folders))
+                    file.path, header, headers[0].of(n), identity, expected, (rank, world, len(folders))
                 )
             for file in files:  # what a killed process wrote may still be in a cache
                 file.sync()
@@ -329,20 +332,10 @@ class SwapSpace:
 
     def _usable(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> _Bucket:
         self._usable_at_all()
-        if (bucket := self._buckets.get(b)) is None:
-            raise ValueError(f"got bucket {b}, expected one of the {len(self._buckets)} of the swap space")
-        buffers = bucket.sizes
+        bucket = self._buckets[b]
         for name, x in zip(names, data, strict=True):
-            if name not in buffers:
-                hint = did_you_mean(name, list(buffers))
-                raise ValueError(
-                    f"bucket {b}: got the buffer {name!r}{hint}, expected one of {', '.join(buffers)}"
-                )
-            if x.nbytes != whole_blocks(buffers[name]):
-                raise ValueError(
-                    f"bucket {b}, {name!r}: got {x.nbytes} bytes, expected its {buffers[name]} rounded up to whole "
-                    f"blocks of {BLOCK}: {whole_blocks(buffers[name])}"
-                )
+            if x.nbytes != (expected := whole_blocks(bucket.sizes[name])):
+                raise ValueError(f"bucket {b}, {name!r}: got {x.nbytes} bytes, expected {expected}")
         return bucket
 
     def _retire_older(self) -> None:
@@ -416,10 +409,7 @@ def _lock_file(path: Path) -> int:
     try:
         return disk.lock(path, wait=False)
     except BlockingIOError as error:
-        raise CheckpointError(
-            f"{path}: got a swap space that another process uses, expected it free: wait until that has ended, or "
-            "name another folder"
-        ) from error
+        raise disk.in_use(path) from error
 
 
 def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:

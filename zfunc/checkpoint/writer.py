@@ -26,9 +26,10 @@ from zfunc.checkpoint.safetensors_file import CHUNK, Shard, cut_elements, descri
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.snapshot import Slice, Snapshot
 from zfunc.core.decision import StepDecision
+from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError, RankError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.values import of_type
+from zfunc.values import of_type, whole
 
 T = TypeVar("T")
 log = logging.getLogger("zfunc")
@@ -54,10 +55,7 @@ class Save:
     extra_after: Callable[[StepDecision | None], Mapping[str, Any]] | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            raise ValueError(
-                f"keep: got {self.keep!r}, expected at least 1: the newest checkpoint always stays"
-            )
+        whole("keep", self.keep, 1)
         check_plain(self.extra, "extra")
 
 
@@ -80,16 +78,20 @@ class CheckpointWriter:
     _writer: ShardWriter
     _slices: Mapping[int, list[Slice]]  # by bucket
     _checksums: dict[str, list[int]]  # of every tensor's chunks
+    _frozen_master: Callable[[int], Tensor | None]
     _failure: str = ""
 
     def write(self, bucket: int, buffers: Mapping[str, Tensor]) -> None:
-        """Write this rank's slices of a bucket from the bucket's buffers, by kind.
+        """Write this rank's slices of a bucket from the bucket's buffers, by kind; of a frozen one from its fp32
+        values if they are kept.
 
         A failure does not stop the step: `publish` reports it.
         """
         if self._failure:
             return
         try:
+            if FROZEN in buffers and (master := self._frozen_master(bucket)) is not None:
+                buffers = {FROZEN: master}
             in_parallel(
                 self._write_chunk,
                 [chunk for x in self._slices.get(bucket, ()) for chunk in _chunks(x, buffers[x.kind])],
@@ -141,8 +143,15 @@ class CheckpointWriter:
         return checkpoints.publish_checkpoint(self._unfinished, manifest, keep=self.save.keep)
 
 
-def begin_writing(snapshot: Snapshot, save: Save, ranks: RankGroup) -> CheckpointWriter:
+def begin_writing(
+    snapshot: Snapshot,
+    save: Save,
+    ranks: RankGroup,
+    frozen_master: Callable[[int], Tensor | None] = lambda _: None,
+) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint: on every rank, or on none.
+
+    `frozen_master` gives this rank's fp32 values of a frozen bucket that is stored so, and None for another.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
@@ -172,7 +181,9 @@ def begin_writing(snapshot: Snapshot, save: Save, ranks: RankGroup) -> Checkpoin
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
     checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, CHUNK) for x in slices}
-    return CheckpointWriter(snapshot, save, ranks, unfinished, writers[0], by_bucket, checksums)
+    return CheckpointWriter(
+        snapshot, save, ranks, unfinished, writers[0], by_bucket, checksums, frozen_master
+    )
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:

@@ -8,12 +8,10 @@
     terminal                        signals, logs, and text that a terminal can show
     simulated_model                 the model of `zfunc plan` and `draw`: a GPT, or a Hugging Face config's
     simulated_step                  flags that `plan` and `draw` share
-    train_lines, train_panel        a training as lines, and as a live panel
-    deepspeed_lines                 a training as DeepSpeed's log
-    sensors                         cores, memory and GPUs, for `zfunc top`
+    train_lines                     a training as lines, and on a terminal a progress bar below them
     report_page                     a run as one HTML page
-    report_tables                   its tables
-    doctor_host, doctor_gpu         the checks of `zfunc doctor`
+    sensors                         cores, memory and GPUs, for the page of a run that is under way
+    machine                         the checks of `zfunc doctor`
 
 A new command: a module in `commands` with its `COMMAND`, and its row in `catalogue`. A new flag: a field of the
 command's settings; `parser` needs no change.

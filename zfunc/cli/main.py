@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zfunc import errors
-from zfunc.cli.catalogue import COMMANDS
+from zfunc.cli.catalogue import COMMANDS, GONE
 from zfunc.cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Command
 from zfunc.cli.commands.train import TrainingFailed
 from zfunc.cli.parser import SIMILAR, as_typed, given_fields, make_parser, shortened, unknown_option
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     _prepare_streams()
+    if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads GNU OpenMP, which reads it once
+        # By default a thread spins for milliseconds at every barrier: beside busy processes most of a step is that.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     args = argparse.Namespace(prog="zfunc", debug="--debug" in words)
     try:
         code = _run(words, args)
@@ -66,12 +69,14 @@ def _run(words: list[str], args: argparse.Namespace) -> int:
 
 def _parse(words: list[str], args: argparse.Namespace) -> None:
     """Into `args`. Exits after help, and for bad usage."""
-    top, parsers = make_parser(COMMANDS)
+    top, parsers = make_parser(COMMANDS, everything="--help-all" in words)
     if not words:
         top.print_help()
         raise SystemExit(EXIT_USAGE)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in parsers:
+        if name in GONE:
+            top.error(f"got the command {name!r}, which is gone: {GONE[name]}")
         hint = did_you_mean(name, list(parsers), cutoff=SIMILAR)
         top.error(f"got the command {shortened(name)!r}, expected one of {', '.join(parsers)}{hint}")
     _, rest = top.parse_known_args(words, args)
@@ -79,6 +84,8 @@ def _parse(words: list[str], args: argparse.Namespace) -> None:
         top.error(f"got {shortened(rest[0])!r}, which is no option of zfunc itself: begin with a command")
     if name is None:
         top.error(f"got no command, expected one of {', '.join(parsers)}: name one")
+    if rest and (gone := rest[0].partition("=")[0]) in GONE:
+        parsers[name].error(f"got the option {gone!r}, which is gone: {GONE[gone]}")
     if rest:
         flags = {n: [f for a in p._actions for f in a.option_strings] for n, p in parsers.items()}
         parsers[name].error(unknown_option(rest[0], name, flags))
@@ -103,22 +110,17 @@ def _length(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"--epochs: got {given['epochs']:g} with --steps {given['steps']}, expected one of them: leave one out"
         )
-    unbounded: dict[str, Any] = {"steps": None, "seconds": None}
     if given.keys() & {"steps", "epochs", "seconds"}:
-        return unbounded
-    return {**unbounded, "epochs": 1.0} if "hf" in given else {}
+        return {"steps": None}
+    return {"steps": None, "epochs": 1.0} if "hf" in given else {}
 
 
 def _with_config(given: dict[str, Any]) -> dict[str, Any]:
     """The flags and the DeepSpeed configuration that they name, as flags."""
-    from zfunc.train.deepspeed.cli_merge import merge_flags
     from zfunc.train.deepspeed.reader import read_config_file
+    from zfunc.train.deepspeed.settings import merge_flags
 
-    try:
-        return merge_flags(given, read_config_file(given["config"]), world_size())
-    except (ValueError, OSError) as error:
-        message = str(error)
-        raise ValueError(message if message.startswith("--") else f"--config: {message}") from error
+    return merge_flags(given, read_config_file(given["config"]), world_size())
 
 
 # --- streams and errors ----------------------------------------------------------------------------------

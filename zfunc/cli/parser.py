@@ -4,11 +4,12 @@ No command is known here, and no torch: help answers at once.
 """
 
 import argparse
+import platform
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any, NoReturn, get_args, get_origin
@@ -21,6 +22,7 @@ from zfunc.options import GROUPS, Option, flag
 
 WIDEST = 120  # columns of help; longer lines are hard to read
 SIMILAR = 0.6  # how similar an unknown option and a known one have to be for a hint
+LONGEST = 72  # characters of a clause in --help
 MAX_WORD = 120  # characters of a word that an error repeats
 
 REWORDED = (  # argparse's errors, as got, expected, next action
@@ -73,26 +75,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
 
 
-class Version(argparse.Action):
-    """Prints versions, and ends. torch's is read from pip's metadata: importing torch takes seconds."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:  # noqa: D102
-        from importlib import metadata
-
-        try:
-            torch = f"torch {metadata.version('torch')}"
-        except metadata.PackageNotFoundError:
-            torch = "no torch"
-        python = ".".join(map(str, sys.version_info[:3]))
-        print(f"zfunc {zfunc.__version__} ({torch}, Python {python})")
-        parser.exit()
+def version_line() -> str:
+    """Versions of zfunc, torch and Python; torch's from pip's metadata, as importing it takes seconds."""
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    return f"zfunc {zfunc.__version__} ({torch}, Python {platform.python_version()})"
 
 
 # --- settings as arguments -------------------------------------------------------------------------------
 
 
-def make_parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `zfunc`, and those of its commands by name."""
+def make_parser(
+    commands: Mapping[str, Command], *, everything: bool = False
+) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `zfunc`, and those of its commands by name. Help has the common options, or `everything`."""
     top = Parser(
         "zfunc",
         usage="zfunc COMMAND [options]",
@@ -103,36 +101,50 @@ def make_parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Pars
         add_help=False,
     )
     subparsers = top.add_subparsers(metavar="COMMAND", title="commands", prog="zfunc")
-    parsers = {name: _add_command(subparsers, name, command) for name, command in commands.items()}
+    parsers = {name: _add_command(subparsers, name, commands[name], everything) for name in commands}
     common = top.add_argument_group("help")
-    versions = "show versions of zfunc, torch and Python, and end"
-    common.add_argument("--version", action=Version, nargs=0, help=versions)
+    shown = "show versions of zfunc, torch and Python, and end"
+    common.add_argument("--version", action="version", version=version_line(), help=shown)
     _add_common(common)
     return top, parsers
 
 
-def _add_command(subparsers: Any, name: str, command: Command) -> Parser:
+def _add_command(subparsers: Any, name: str, command: Command, everything: bool) -> Parser:
     """With an argument for every field of its settings, in its group; last --help and --debug."""
+    shown = command.options if everything else command.common or command.options
     positional = [o.metavar for o in command.options.values() if o.positional]
     parser = subparsers.add_parser(
         name,
         help=command.summary,
         description=command.description,
         usage=" ".join(["zfunc", name, *positional, "[options]"]),
-        epilog=command.epilog,
+        epilog=command.epilog(everything=shown is command.options),
         formatter_class=Help,
         allow_abbrev=False,
         add_help=False,
     )
-    groups = {option.group for option in command.options.values()}
-    for title in sorted(groups, key=GROUPS.index):
-        group = parser.add_argument_group(title)
-        for field in attrs.fields(command.settings):
-            if command.options[field.name].group == title:
-                _add_argument(group, field, command.options[field.name])
-    _add_common(parser.add_argument_group("help"))
+    for title, fields in _grouped(command, everything=shown is command.options).items():
+        arguments = parser.add_argument_group(title)
+        for field in fields:
+            _add_argument(arguments, field, command.options[field.name], shown)
+    common = parser.add_argument_group("help")
+    if command.common:
+        more = f"show all {len(command.options)} options, and all that there is to say of each"
+        common.add_argument("--help-all", action="help", help=more)
+    _add_common(common)
     parser.set_defaults(command=name, prog=parser.prog)
     return parser
+
+
+def _grouped(command: Command, *, everything: bool) -> dict[str, list["attrs.Attribute[Any]"]]:
+    """The fields of its settings by group; all in one, as `common` has them, in the short help."""
+    fields = attrs.fields_dict(command.settings)
+    if not everything:
+        return {"options": [fields[name] for name in dict.fromkeys((*command.common, *fields))]}
+    groups = sorted({option.group for option in command.options.values()}, key=GROUPS.index)
+    return {
+        title: [f for name, f in fields.items() if command.options[name].group == title] for title in groups
+    }
 
 
 def _add_common(group: Any) -> None:
@@ -141,9 +153,11 @@ def _add_common(group: Any) -> None:
     group.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
 
 
-def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option) -> None:
+def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, shown: Collection[str]) -> None:
+    """An option of which help says all, its first clause if `shown` are names, or nothing if it is not shown."""
+    help = option.help if isinstance(shown, Mapping) else first_clause(option.help)
     given: dict[str, Any] = {
-        "help": (option.help + _default(field)).replace("%", "%%"),
+        "help": (help + _default(field)).replace("%", "%%") if field.name in shown else argparse.SUPPRESS,
         "default": argparse.SUPPRESS,
     }
     if field.type is bool:
@@ -159,6 +173,16 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option) -> 
         group.add_argument(field.name, **given)
     else:
         group.add_argument(flag(field.name), dest=field.name, **given)
+
+
+def first_clause(help: str) -> str:
+    """The beginning of an option's help, up to where it explains.
+
+    >>> first_clause("where the state lives: host, disk; the disk needs folders (default: host)")
+    'where the state lives: host, disk'
+    """
+    clause = re.split(r"; | \(|\. |, (?=which|where|as|with|that)", help)[0]
+    return clause if len(clause) <= LONGEST else clause[:LONGEST].rpartition(", ")[0] + ", ..."
 
 
 def _default(field: "attrs.Attribute[Any]") -> str:

@@ -5,15 +5,22 @@ curves show is in tables too. The page of 100,000 steps is as small as that of a
 """
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from math import log
 from statistics import fmean, median
+from typing import Any, cast
 
-from zfunc.cli.report_tables import report_tables, table_html
+import attrs
+
+from zfunc.checkpoint.directory import FOLDER
+from zfunc.cli.sensors import machine_load
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.train.history import (
+    METRICS,
     TRACE,
     RecordedStep,
     Row,
@@ -22,25 +29,36 @@ from zfunc.train.history import (
     numbers,
     read_recorded_step,
 )
-from zfunc.units import format_bytes, format_seconds
-from zfunc.viz.charts import SMOOTH, Chart, Curve, Points, chart_figure, smoothed
+from zfunc.train.settings import TrainSettings
+from zfunc.units import format_bytes, format_clock, format_seconds
+from zfunc.viz.charts import Chart, Curve, chart_figure
+from zfunc.viz.compare import by_lane, by_verb, sums
 from zfunc.viz.legend import legend_summary
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.web_page import web_page
 
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; timeline.html shows more
 LAST = 50  # steps that the loss is the mean of, as in the summary of a run
+LISTED = 24  # rows of a table of steps, skipped steps or checkpoints
+FIGURES = {  # of a step in a table: heading and format
+    "loss": ("loss", ".4f"),
+    "lr": ("lr", ".2e"),
+    "grad_norm": ("norm", ".3f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "seconds": ("seconds", ".3g"),
+}
 
 
-def report_page(run: RunHistory) -> str:
-    """The page. Light and dark, readable without a script."""
+def report_page(run: RunHistory, refresh: float | None = None) -> str:
+    """The page. Light and dark, readable without a script; a browser loads it anew after `refresh` seconds."""
     step, missing = _measured_step(run)
     picture = _step_section(step, missing)
     how, ended = _ending(run)
     span = (run.rows[0]["step"], run.rows[-1]["step"]) if run.rows else (0, 0)
-    return web_page(
+    page = web_page(
         "report.html",
         style="report.css",
+        refresh=refresh,
         styles=re.findall(r"<style>(.*?)</style>", picture, re.DOTALL),
         title=f"Run {run.path.resolve().name}",
         what=escape(_subtitle(run)),
@@ -49,9 +67,15 @@ def report_page(run: RunHistory) -> str:
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
         charts="".join(chart_figure(chart, span) for chart in _charts(run, span)),
         step=picture,
-        tables="".join(map(table_html, report_tables(run, step))),
+        tables="".join(_tables(run, step)),
         sample=_sample(run),
     )
+    return page.encode(errors="replace").decode()  # JSON may have half a surrogate pair
+
+
+def headline(run: RunHistory) -> str:
+    """The run in a line for a terminal."""
+    return "; ".join([*(f"{name}: {value}" for name, value in _figures(run)), _ending(run)[1]])
 
 
 # --- the summary -----------------------------------------------------------------------------------------
@@ -72,6 +96,9 @@ def _ending(run: RunHistory) -> tuple[str, str]:
     how = run.summary.get("ended", "")
     if not run.summary:
         ending = "has not ended: it is running, or was killed"
+        if run.rows:
+            seconds = max(0.0, time.time() - (run.path / METRICS).stat().st_mtime)
+            ending += f"; its last step was {format_clock(seconds)} ago"
     else:
         ending = ENDINGS.get(how, f"ended: {how}")
         ending += f": {run.summary['error']}" if "error" in run.summary else ""
@@ -82,8 +109,8 @@ def _ending(run: RunHistory) -> tuple[str, str]:
 
 def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     steps, held_out = run.steps, numbers(run.of(run.held_out))
-    total = steps[-1].get("total") if steps else run.settings.get("steps")
-    yield "steps", f"{steps[-1]['step'] if steps else 0:,}" + (f" of {total:,}" if total else "")
+    total = finite_number(run.settings.get("steps"))
+    yield "steps", f"{steps[-1]['step'] if steps else 0:,}" + (f" of {total:,.0f}" if total else "")
     losses = numbers(run.of("loss"))[-LAST:]
     if losses:
         yield f"loss, mean of the last {len(losses)}", f"{fmean(losses):.4f}"
@@ -105,17 +132,17 @@ def _charts(run: RunHistory, span: tuple[int, int]) -> Iterator[Chart]:
     held_out = tuple((x, None if y is None else y * log(2)) for x, y in run.of(run.held_out))
     skipped = tuple(row["step"] for row in run.skipped)
     dots = [Curve("held out, in the unit of the loss", "dots", held_out)] if held_out else []
-    loss = (*_noisy("loss", run.of("loss")), *dots)
-    yield Chart("Loss", loss, _four_digits, marks=skipped, mark_name="skipped")
+    loss = Curve("loss", "line", run.of("loss"))
+    yield Chart("Loss", (loss, *dots), _four_digits, marks=skipped, mark_name="skipped")
     yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _four_digits, from_zero=True)
     norms, clip = run.of("grad_norm"), finite_number(run.settings.get("clip"))
     close = clip is not None and 0 < clip <= 2 * max(numbers(norms), default=0.0)
     limit = [_limit("clipped to", clip or 0.0, span)] if close else []
-    yield Chart("Gradient norm", (*_noisy("norm", norms), *limit), _four_digits, from_zero=True)
-    speed = _noisy("tokens/s", run.of("tokens_per_second"))
-    yield Chart("Throughput, tokens/s", speed, lambda v: f"{v:,.0f}", from_zero=True)
-    share = _noisy("share", tuple((row["step"], _host_share(row)) for row in run.steps))
-    yield Chart("Share of the step in host operations", share, lambda v: f"{v:.0%}", 0.01, True)
+    yield Chart("Gradient norm", (Curve("norm", "line", norms), *limit), _four_digits, from_zero=True)
+    speed = Curve("tokens/s", "line", run.of("tokens_per_second"))
+    yield Chart("Throughput, tokens/s", (speed,), lambda v: f"{v:,.0f}", from_zero=True)
+    share = Curve("share", "line", tuple((row["step"], _host_share(row)) for row in run.steps))
+    yield Chart("Share of the step in host operations", (share,), lambda v: f"{v:.0%}", 0.01, True)
     yield from _memory(run, span)
     scales = run.of("loss_scale")
     if any(y != 1 for y in numbers(scales)):
@@ -140,13 +167,6 @@ def _in_bytes(title: str, *curves: Curve) -> Chart:
     highest = max((y for c in curves for y in numbers(c.points)), default=1.0)
     unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
     return Chart(title, curves, format_bytes, unit, from_zero=True)
-
-
-def _noisy(name: str, points: Points) -> tuple[Curve, ...]:
-    """A figure as it is, and smoothed if it has enough points."""
-    if len(points) < 2 * SMOOTH:
-        return (Curve(name, "line", points),)
-    return Curve(name, "spread", points), Curve(f"{name}, smoothed", "line", smoothed(points))
 
 
 def _limit(name: str, value: float, span: tuple[int, int]) -> Curve:
@@ -189,3 +209,116 @@ def _sample(run: RunHistory) -> str:
     sample = run.summary.get("sample")
     prompt = run.summary.get("prompt", "")
     return f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else ""
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+Cells = tuple[str, ...]
+
+
+def _tables(run: RunHistory, step: RecordedStep | None) -> Iterator[str]:
+    """The load of this machine while the run goes on, the measured step, figures by step, settings, machine."""
+    if not run.summary:
+        yield _table("This machine, as the page was written", (), machine_load(), prose=True)
+    if step is not None:
+        total, heads = step.timeline.seconds or 1, ("operations", "busy", "of the step")
+        for name, by in (("lane", by_lane), ("verb", by_verb)):
+            rows = (
+                (s.name, f"{s.ops:,}", format_seconds(s.seconds[0]), f"{s.seconds[0] / total:.0%}")
+                for s in sums(step.timeline, by)
+            )
+            yield _table(f"The step by {name}", (name, *heads), rows)
+    yield _table("Memory against the plan", ("", "planned", "measured"), _memory_rows(run))
+
+    def figures(row: Row) -> Cells:
+        memory = finite_number(row.get("device_bytes")) or finite_number(row.get("host_bytes")) or 0.0
+        return (*(_figure(row, name, form) for name, (_, form) in FIGURES.items()), format_bytes(memory))
+
+    heads = (*(head for head, _ in FIGURES.values()), "memory")
+    yield from _by_step("Steps", heads, run.steps, figures)
+    held_out = [row for row in run.rows if run.held_out in row]
+    heads = (f"bits per {run.unit}",)
+    yield from _by_step("Held out", heads, held_out, lambda row: (_figure(row, run.held_out, ".4f"),))
+    heads = ("at the loss scale",)
+    yield from _by_step(
+        "Skipped, for an overflow", heads, run.skipped, lambda row: (_figure(row, "loss_scale", ",.0f"),)
+    )
+    saves = [row for row in run.rows if "saved" in row or "not_saved" in row]
+    yield from _by_step("Checkpoints", ("",), saves, lambda row: (_checkpoint(run, row),), prose=True)
+    settings = {k: _plain(v) for k, v in run.settings.items()}
+    defaults = {f.name: _plain(f.default) for f in attrs.fields(TrainSettings)}
+    defaults["schedule"] = str(schedule_for(BY_DEVICE, on_cpu=settings.get("device") == "cpu"))
+    bold = frozenset(k for k, v in settings.items() if v != defaults.get(k))
+    yield _table("Settings (bold: not the default)", (), settings.items(), prose=True, bold=bold)
+    machine = {**run.config["machine"], "data": "\n".join(run.config.get("data", ())) or None}
+    plan = {k: v for k, v in run.config["plan"].items() if k != "planned_bytes"}
+    for caption, values in (("Environment", machine), ("Plan", plan)):
+        yield _table(caption, (), ((k, _plain(v)) for k, v in values.items()), prose=True)
+
+
+def _memory_rows(run: RunHistory) -> Iterator[Cells]:
+    peak = run.summary.get("peak_bytes", {})
+    for tier, n in run.planned.items():
+        measured = tier == "device" and tier in peak
+        yield tier, format_bytes(n), format_bytes(peak[tier]) if measured else ""
+    if {"process", "host"} <= peak.keys():
+        yield "process, since before training", format_bytes(run.planned_on_host), format_bytes(peak["host"])
+        yield "process, in all", "", format_bytes(peak["process"])
+
+
+def _by_step(
+    caption: str, heads: Cells, rows: Sequence[Row], cells: Callable[[Row], Cells], *, prose: bool = False
+) -> Iterator[str]:
+    """A table of `rows`, if there are any: of many LISTED, evenly, the first and the last among them."""
+    if rows:
+        listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)})
+        of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
+        lines = ((f"{rows[n]['step']:,}", *cells(rows[n])) for n in listed)
+        yield _table(caption + of_all, ("step", *heads), lines, prose=prose)
+
+
+def _figure(row: Row, name: str, form: str) -> str:
+    number = finite_number(row.get(name))
+    return "not a number" if number is None else format(number, form)
+
+
+def _checkpoint(run: RunHistory, row: Row) -> str:
+    if "saved" not in row:
+        return f"none: {row['not_saved']}"
+    name = str(row["saved"])
+    if not name.startswith("step-"):
+        return f"the swap space {name}"
+    exists = "/" not in name and (run.path / FOLDER / name).is_dir()
+    return name if exists else f"{name}, deleted since"
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
+
+
+def _table(
+    caption: str,
+    heads: Cells,
+    rows: Iterable[Cells],
+    *,
+    prose: bool = False,
+    bold: frozenset[str] = frozenset(),
+) -> str:
+    """Rows under a caption; the first column is a heading. `prose`: text, not numbers. `bold`: names of rows."""
+    strong = ' class="set"'
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(
+        f'<tr{strong * (name in bold)}><th scope="row">{escape(name)}</th>{_cells(cells)}</tr>'
+        for name, *cells in rows
+    )
+    kind = ' class="words"' if prose else ""
+    return (
+        f"<div><table{kind}><caption>{escape(caption)}</caption>"
+        f"{f'<thead><tr>{head}</tr></thead>' * bool(head)}<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(text)}</td>" for text in texts)

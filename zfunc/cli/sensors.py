@@ -1,97 +1,45 @@
-"""The load of the machine: cores, memory, GPUs, and the process of a run, read without special permissions.
+"""The load of this machine: cores, memory and GPUs, for the page of a run that is under way."""
 
-What cannot be read is None, or a reason in words; nothing here waits or raises.
-"""
-
-import os
-import time
-from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+import psutil
 
-from zfunc.runtime.cpu_topology import ROOT, busy_ticks, read_text
-from zfunc.runtime.thread_budget import allowed_cpus
+from zfunc.units import format_bytes
 
-
-@frozen
-class Cores:
-    """The seconds that the CPUs of this process have worked, at a moment; None if unknown."""
-
-    at: float
-    worked: float | None
-    count: int
-
-    def busy_since(self, before: "Cores") -> float | None:
-        """How many of them worked since `before`, on average."""
-        if self.worked is None or before.worked is None or self.at <= before.at:
-            return None
-        return min(float(self.count), max(0.0, (self.worked - before.worked) / (self.at - before.at)))
+SECONDS = 0.3  # that the cores are watched for
 
 
-def cores(root: Path = ROOT) -> Cores:
-    """A reading of now."""
-    cpus = allowed_cpus()
-    ticks = busy_ticks(cpus, root)
-    return Cores(time.monotonic(), None if ticks is None else ticks / os.sysconf("SC_CLK_TCK"), len(cpus))
+def machine_load() -> list[tuple[str, str]]:
+    """Cores, host memory, and every GPU that NVIDIA's driver lists, as names and values."""
+    cpus = psutil.Process().cpu_affinity()
+    shares = psutil.cpu_percent(SECONDS, percpu=True)
+    busy = sum(shares[cpu] for cpu in cpus if cpu < len(shares)) / 100
+    memory = psutil.virtual_memory()
+    in_use = memory.total - memory.available
+    return [
+        ("cores", f"{busy:.1f} of {len(cpus)} busy"),
+        ("memory", f"{format_bytes(in_use)} of {format_bytes(memory.total)} in use"),
+        *gpu_load(),
+    ]
 
 
-def host_memory(root: Path = ROOT) -> tuple[int, int] | None:
-    """Bytes in use and in all, of the machine; None if unknown."""
-    sizes: dict[str, int] = {}
-    for line in (read_text(root / "proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if words and words[0].isdecimal():
-            sizes[name] = int(words[0]) << 10
-    if not {"MemTotal", "MemAvailable"} <= sizes.keys():
-        return None
-    return sizes["MemTotal"] - sizes["MemAvailable"], sizes["MemTotal"]
-
-
-@frozen
-class GPU:
-    """A GPU: the share of time it was busy, 0 to 1, and bytes in use and in all."""
-
-    name: str
-    busy: float
-    used: int
-    total: int
-
-
-def gpus(nvml: Any = None) -> tuple[GPU, ...] | str:
-    """All GPUs that the driver lists, or why they are unknown. `nvml` is a module like pynvml."""
+def gpu_load() -> list[tuple[str, str]]:
+    """A row for each GPU; one row with the reason where they are unknown."""
     try:
-        if nvml is None:
-            import pynvml as nvml  # pyright: ignore[reportMissingImports]
-        nvml.nvmlInit()
+        import pynvml
     except ImportError:
-        return "unknown: install nvidia-ml-py to see them"
-    except Exception as error:
-        return f"none that the driver lists ({error})"
+        return [("GPU", "unknown: pip install 'zfunc[gpu]'")]
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
-        return tuple(_gpu(nvml, handle) for handle in handles) or "none"
-    except Exception as error:  # of a class that differs from version to version
-        return f"unknown: {error}"
-    finally:
-        nvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        return [(f"GPU {n}", _gpu(pynvml, n)) for n in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError_LibraryNotFound:  # no driver of NVIDIA
+        return []
+    except pynvml.NVMLError as error:
+        return [("GPU", f"unknown: {error}")]
 
 
-def _gpu(nvml: Any, handle: Any) -> GPU:
-    name, memory = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
-    busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    return GPU(name.decode() if isinstance(name, bytes) else str(name), busy, memory.used, memory.total)
-
-
-def process_of(folder: Path, root: Path = ROOT) -> int | None:
-    """The process that trains in a run folder: it holds the lock. None if there is none, or it is unknown."""
-    try:
-        inode = folder.stat().st_ino
-    except OSError:
-        return None
-    for line in (read_text(root / "proc/locks") or "").splitlines():
-        words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 08:01:131 0 EOF
-        if len(words) >= 6 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
-            return int(words[4]) if words[4].isdecimal() and int(words[4]) else None
-    return None
+def _gpu(pynvml: Any, index: int) -> str:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    busy, memory = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, pynvml.nvmlDeviceGetMemoryInfo(handle)
+    in_use = f"{format_bytes(memory.used)} of {format_bytes(memory.total)} in use"
+    return f"{pynvml.nvmlDeviceGetName(handle)}: {busy} % busy, {in_use}"

@@ -1,29 +1,35 @@
 """The model of a step that is simulated: the GPT of a command's flags, or that of a Hugging Face config.
 
-A GPT needs no torch; any other is traced on the meta device.
+A GPT needs no torch; any other is traced on the meta device, once: its costs are kept on the disk.
 """
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
 from zfunc.errors import CheckpointError
-from zfunc.models.config_file import check_config_file
+from zfunc.models.config_file import check_config_file, check_flags
 from zfunc.models.gpt_config import num_parameters
 from zfunc.models.gpt_costs import GPTCosts
 from zfunc.options import flag
 from zfunc.planner.cost_model import CostModel, SegmentCosts
+from zfunc.planner.kept_costs import KeptCosts, ModelFacts, kept
 from zfunc.planner.profile import Profile
 from zfunc.train.gpt_flags import gpt_config, planned_optimizer
+from zfunc.units import format_parameters
 
 
 @frozen(eq=False)
 class SimulatedModel:
     """Sizes of a model, and its costs for so many rows, tokens of each, and ranks.
 
-    Tied parameters count once. `longest` is the most tokens of a sequence, if that is limited.
+    Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that, and `learned`
+    says whether these positions are learned. `quantized` is how its config stores the weights, "" for as they are
+    trained.
     """
 
     architecture: str
@@ -33,13 +39,14 @@ class SimulatedModel:
     trained: int
     costs: Callable[[int, int, int], SegmentCosts]
     longest: int | None = None
+    learned: bool = True
+    quantized: str = ""
 
     @property
     def name(self) -> str:
         """Such as "GPT of 4 layers x 128: 1,000 parameters"."""
-        share = f", {self.trained:,} of them trained" if self.trained < self.parameters else ""
         size = f"{self.num_layers} layers x {self.hidden_size:,}"
-        return f"{self.architecture} of {size}: {self.parameters:,} parameters{share}"
+        return f"{self.architecture} of {size}: {format_parameters(self.parameters, self.trained)}"
 
     def cost_model(
         self, machine: Profile | Hardware, rows: int, seq_length: int, world: int = 1
@@ -68,19 +75,48 @@ def _described(settings: Any) -> SimulatedModel:
     except CheckpointError as error:
         raise ValueError(f"{flag(name)}: {error}") from error
 
-    import torch
+    place: Path = getattr(settings, name).expanduser()
+    lora = (settings.lora, settings.lora_alpha, settings.lora_targets, str(settings.hf))
+    config = (place if place.suffix == ".json" else place / "config.json").read_text(errors="replace")
+    question, optimizer = [config, *lora], planned_optimizer(settings)
 
-    from zfunc.planner.traced_costs import TracedCosts
-    from zfunc.train.pretrained import described_model
+    @cache
+    def opened() -> Any:
+        from zfunc.train.pretrained import described_model
 
-    model, optimizer = described_model(settings), planned_optimizer(settings)
-    assert model is not None
-    owned = [p for s in model.segments for p in s.parameters if p.name not in s.shared]
-    count, trained = (sum(p.numel for p in owned if p.trainable >= only) for only in (False, True))
+        return described_model(settings)
+
+    def facts() -> ModelFacts:
+        from zfunc.engine.compile import buffer_bytes, constant_bytes
+        from zfunc.models.hf.families import kind_of_quantization
+
+        model = opened()
+        return ModelFacts(
+            model.architecture,
+            model.sizes["num_layers"],
+            model.sizes["hidden_size"],
+            model.vocab_size,
+            model.longest,
+            model.learned,
+            kind_of_quantization(model.config),
+            constant_bytes(model.segments),
+            buffer_bytes(model.segments),
+            [s.parameters for s in model.segments],
+        )
 
     def costs(rows: int, seq_length: int, world: int) -> SegmentCosts:
-        tokens = torch.empty((rows, seq_length), dtype=torch.int64, device="meta")
-        return TracedCosts(model.segments, (tokens, tokens), optimizer, world)
+        def traced() -> SegmentCosts:
+            import torch
 
-    layers, width = model.sizes["num_layers"], model.sizes["hidden_size"]
-    return SimulatedModel(model.architecture, layers, width, count, trained, costs, model.longest)
+            from zfunc.planner.traced_costs import TracedCosts
+
+            tokens = torch.empty((rows, seq_length), dtype=torch.int64, device="meta")
+            return TracedCosts(opened().segments, (tokens, tokens), optimizer, world)
+
+        return KeptCosts(known, question, cache(traced), rows, seq_length, optimizer, world)
+
+    known = kept(question, facts, ModelFacts.plain, ModelFacts.read)
+    check_flags(settings, getattr(settings, name), known.longest, known.vocab_size)
+    count, trained = (sum(p.numel for p in known.owned if p.trainable >= only) for only in (False, True))
+    sizes = known.architecture, known.num_layers, known.hidden_size
+    return SimulatedModel(*sizes, count, trained, costs, known.longest, known.learned, known.quantized)

@@ -8,10 +8,10 @@ from typing import Any
 from attrs import evolve
 
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.options import AUTO, Option, count
+from zfunc.options import AUTO, Option, count, option
 from zfunc.planner.profile import Profile, replace_figures
 from zfunc.planner.profile_toml import load_profile, profile_names
-from zfunc.train.settings import PRECISION, TRAIN
+from zfunc.train.settings import DESCRIBED, MODEL, OPTIMIZER, PRECISION, TRAIN
 
 MOST_LAYERS = 10_000  # each takes time
 MOST_ELEMENTS = 10**17  # torch counts bytes in 63 bits
@@ -88,22 +88,21 @@ def _assignment(name: str, text: str) -> tuple[str, float]:
         ) from None
 
 
-HARDWARE = Option(
-    "hardware",
-    f"{', '.join(profile_names())}, or a file that zfunc calibrate wrote",
-    check_profile,
-    metavar="NAME|FILE",
-    words=profile_names(),
-)
+def hardware(default: str | None, note: str = "") -> Any:
+    """The field of `--hardware`."""
+    help = f"{', '.join(profile_names())}, or a file that zfunc calibrate wrote{note}"
+    return option(default, "hardware", help, check_profile, "NAME|FILE", words=profile_names())
 
-WITH = Option(
-    "hardware",
-    "replace a figure of that profile, as bytes.host=1.28e11 does; may be given several times (default: none)",
-    _check_assignments,
-    metavar="TABLE.KEY=VALUE",
-)
 
-VOCABULARY = {
+def figures() -> Any:
+    """The field of `--with`."""
+    help = "replace a figure of that profile, as bytes.host=1.28e11 does, once for each (default: none)"
+    return option((), "hardware", help, _check_assignments, "TABLE.KEY=VALUE", converter=tuple)
+
+
+SIMULATED = {
+    **DESCRIBED,
+    **MODEL,
     "vocab_size": Option(
         "model",
         "tokens in the vocabulary (default: those of --data, as zfunc train has them; of bytes 256)",
@@ -117,9 +116,9 @@ VOCABULARY = {
     "tokenizer": evolve(
         TRAIN["tokenizer"], help="a local tokenizer.json, for text and JSONL (default: bytes)"
     ),
+    "optimizer": OPTIMIZER,
+    "precision": PRECISION.offering(
+        (AUTO, *PRECISIONS), f"; {AUTO}: the 16 bits that the hardware is fast in"
+    ),
 }
-"""What the vocabulary follows from, as in `zfunc train`."""
-
-SIMULATED_PRECISION = PRECISION.offering(
-    (AUTO, *PRECISIONS), f"; {AUTO}: the 16 bits that the hardware is fast in"
-)
+"""The options of the model, its vocabulary and its optimizer, as `zfunc train` has them."""

@@ -6,18 +6,13 @@ import signal
 import sys
 import threading
 import unicodedata
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
-from math import isfinite
-from statistics import fmean
 from typing import Any
 
 from attrs import define
 
 from zfunc.train.events import INTERRUPT, TERMINATED
-
-BARS = "▁▂▃▄▅▆▇█"
 
 
 def printable(text: str) -> str:
@@ -30,22 +25,7 @@ def printable(text: str) -> str:
     return "".join(repr(c)[1:-1] if unicodedata.category(c)[0] == "C" else c for c in shown)
 
 
-def sparkline(points: Sequence[float], width: int) -> str:
-    """The points as bars, at most `width`, each the mean of its share of them.
-
-    >>> sparkline([4.0, 3.0, 2.0, 1.0], 2)
-    '█▁'
-    """
-    points = [p for p in points if isfinite(p)]
-    count = min(width, len(points))
-    edges = [i * len(points) // count for i in range(count + 1)] if count else []
-    means = [fmean(points[a:b]) for a, b in pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((m - low) * scale)] for m in means)
-
-
-def shows_panels() -> bool:
+def can_redraw() -> bool:
     """Whether what is printed goes to a terminal that can redraw it; the one that Jupyter gives `!` cannot."""
     jupyter = "JPY_PARENT_PID" in os.environ
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not jupyter

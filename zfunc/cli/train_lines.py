@@ -1,10 +1,21 @@
-"""A training as lines of text: what a pipe or a file gets, and the sentences that the live panel shares."""
+"""A training on stdout: lines of text, and on a terminal that can redraw a progress bar below them.
 
+A pipe, a file, Jupyter and a dumb terminal get a line for a step every few seconds instead of the bar.
+"""
+
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 
 import attrs
 from attrs import define
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from zfunc.checkpoint.directory import FOLDER
 from zfunc.cli.terminal import printable
@@ -15,7 +26,6 @@ from zfunc.train.events import (
     Evaluated,
     Event,
     Finished,
-    Notice,
     Sampled,
     Saved,
     Started,
@@ -23,7 +33,7 @@ from zfunc.train.events import (
     Working,
 )
 from zfunc.train.run_folder import RunFolder
-from zfunc.units import format_bytes, format_clock
+from zfunc.units import format_bytes, format_clock, format_parameters
 
 INTERVAL = 5.0  # seconds between two lines of steps, or of the progress of an evaluation
 ENDINGS = {
@@ -43,6 +53,7 @@ class PlainOutput:
     run: RunFolder
     unit: str
     steps: int | None = None
+    interval: float = INTERVAL
     step_printed: float = float("-inf")  # when a step was last printed
     total: int | None = None
     pending: Stepped | None = None  # the last step, if it was not printed
@@ -66,7 +77,7 @@ class PlainOutput:
                 yield from self._pending_step()
                 yield self._evaluated(event.step, event.held_out)
             case Stepped():
-                self.pending, self.total = event, event.total
+                self.pending = event
                 if self._due(event.step) or event.held_out is not None:
                     yield from self._pending_step()
                 if event.held_out is not None:
@@ -76,11 +87,9 @@ class PlainOutput:
                     yield from self._pending_step()
                 if event.path is not None:  # else the failure is in the log
                     yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
-            case Notice():
-                yield event.line
             case Working():
                 now = time.monotonic()
-                if event.fraction and now - self.progress_printed >= INTERVAL:
+                if event.fraction and now - self.progress_printed >= self.interval:
                     yield working_line(event)
                     self.progress_printed = now
                 elif not event.fraction:
@@ -88,11 +97,11 @@ class PlainOutput:
             case Finished():
                 yield from self._pending_step()
                 yield ""
-                yield ending(event)
+                yield f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
                 for name, value in summary_lines(event, self.run, self.unit):
                     yield f"  {name:<12}  {value}"
             case Sampled():
-                yield sample_title(event, self.unit)
+                yield f"sample: {len(event.tokens)} {self.unit}s at temperature {TEMPERATURE}"
                 yield from (f"  > {text}".rstrip() for text in event.prompt.split("\n") if event.prompt)
                 yield from (f"  | {text}".rstrip() for text in event.text.split("\n"))
             case _:
@@ -101,15 +110,79 @@ class PlainOutput:
     def _due(self, step: int) -> bool:
         if self.steps is not None:
             return step % self.steps == 0
-        return time.monotonic() - self.step_printed >= INTERVAL
+        return time.monotonic() - self.step_printed >= self.interval
 
     def _pending_step(self) -> Iterator[str]:
         if self.pending is not None:
-            yield step_line(self.pending)
+            yield step_line(self.pending, self.total)
             self.pending, self.step_printed = None, time.monotonic()
 
     def _evaluated(self, step: int, held_out: float) -> str:
         return f"{_count(step, self.total)}  {held_out_line(held_out, self.unit)}"
+
+
+@define
+class ProgressLine:
+    """The lines of a training, and what is drawn below them: how far it is, what it does, and the newest step."""
+
+    lines: PlainOutput
+    stopping: Callable[[], str]
+    step: int = 0
+    total: int | None = None
+    figures: str = ""
+    seconds_left: float | None = None  # at `stepped_at`
+    stepped_at: float = 0.0
+    working: Working | None = None  # if that is the newest event
+
+    def show(self, event: Event) -> None:
+        """Print the lines of an event, and keep what is drawn below them."""
+        self.working = event if isinstance(event, Working) else None
+        if isinstance(event, Started):
+            self.step, self.total = event.step, event.settings.steps
+        elif isinstance(event, Stepped):
+            self.step, self.figures = event.step, step_figures(event)
+            self.seconds_left, self.stepped_at = event.seconds_left, time.monotonic()
+        self.lines.show(event)
+
+    def render(self) -> RenderableType:
+        """What is drawn now."""
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        share = min(1.0, self.step / self.total) if self.total else 0.0
+        bar = ProgressBar(total=1.0, completed=share, complete_style="cyan")
+        row.add_row(_count(self.step, self.total), bar, self._status())
+        return Group(row, Text(self.figures, "dim"))
+
+    def _status(self) -> Text:
+        """What the training does; between two steps the time that is left runs on."""
+        working = self.working and working_line(self.working)
+        if (how := self.stopping()) == TERMINATED:
+            return Text("terminated: stopping", "yellow")
+        if how:
+            return Text(f"{working or 'stopping'}; Ctrl-C again: at once", "yellow")
+        if working or self.seconds_left is None:
+            return Text(working or "measuring", "dim")
+        left = max(0.0, self.seconds_left - (time.monotonic() - self.stepped_at))
+        return Text(f"{format_clock(left)} left")
+
+
+@contextmanager
+def progress(lines: PlainOutput, stopping: Callable[[], str]) -> Generator[ProgressLine]:
+    """Lines on stdout, a terminal, with a progress bar below them until the context ends.
+
+    Steps get no line of their own then, but for those with an evaluation or a checkpoint, and the last.
+    """
+    lines.steps, lines.interval, lines.step_printed = None, math.inf, 0.0
+    screen = ProgressLine(lines, stopping)
+    console = Console(highlight=False)
+
+    def drawn() -> RenderableType:  # the terminal echoes ^C behind the last line: two of them have to fit
+        return Constrain(screen.render(), console.width - 5)
+
+    with Live(get_renderable=drawn, console=console, refresh_per_second=5, transient=True):
+        yield screen
 
 
 def introduction(event: Started, run: RunFolder) -> Iterator[str]:
@@ -123,7 +196,7 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
     yield (
         f"model: {event.architecture or 'GPT'}{source} {size['num_layers']} blocks of {size['hidden_size']} "
         f"features with {size['num_attention_heads']} heads, sequences of {s.seq_length} {event.unit}s: "
-        f"{event.parameters:,} parameters"
+        f"{format_parameters(event.parameters, event.trained)}"
     )
     planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
     lanes = f"{len(plan.lanes)} lane{'s' * (len(plan.lanes) != 1)}"
@@ -135,27 +208,23 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
         yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}{of_time}"
 
 
-def job_title(event: Started) -> str:
-    """Model and device."""
-    s = event.settings
-    size = attrs.asdict(s) | event.sizes
-    return (
-        f"{event.architecture or 'GPT'} {size['num_layers']} x {size['hidden_size']}, "
-        f"{event.parameters:,} parameters, {s.precision} on {s.device}"
-    )
-
-
-def step_line(event: Stepped) -> str:
+def step_line(event: Stepped, total: int | None) -> str:
     """One step in one line."""
-    device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
-    scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
-    skipped = "  skipped: overflow" if event.skipped else ""
     epoch = f"  epoch {event.epoch:.2f}" if event.epoch is not None else ""
     left = f"  {format_clock(event.seconds_left)} left" if event.seconds_left is not None else ""
+    return f"{_count(event.step, total)}{epoch}  {step_figures(event, left)}"
+
+
+def step_figures(event: Stepped, left: str = "") -> str:
+    """Loss, learning rate, gradient norm, speed, memory and the time that is `left`."""
+    scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
+    adam = event.host_seconds / event.seconds if event.seconds else 0.0  # most of what the host does is Adam
+    device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
+    skipped = "  skipped: overflow" if event.skipped else ""
     return (
-        f"{_count(event.step, event.total)}{epoch}  loss {event.loss:.4f}  lr {event.lr:.2e}"
-        f"  norm {event.grad_norm:.2f}{scale}  {event.tokens_per_second:,.0f} tokens/s"
-        f"  Adam {adam_share(event):.1%}{device}  host {format_bytes(event.host_bytes)}{left}{skipped}"
+        f"loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}{scale}"
+        f"  {event.tokens_per_second:,.0f} tokens/s  Adam {adam:.1%}{device}"
+        f"  host {format_bytes(event.host_bytes)}{left}{skipped}"
     )
 
 
@@ -176,11 +245,6 @@ def saved_line(event: Saved, run: RunFolder) -> str:
         where = event.path  # a swap space
     took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
     return f"saved {where}{took}"
-
-
-def ending(event: Finished) -> str:
-    """Why the training ended, and when."""
-    return f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
 
 
 def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[str, str]]:
@@ -206,16 +270,6 @@ def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[
     yield "run folder", str(run.path)
     if event.checkpoint and event.ended in (INTERRUPT, TERMINATED):
         yield "to go on", f"the same command with --resume auto --out {run.path}"
-
-
-def sample_title(event: Sampled, unit: str) -> str:
-    """The heading of the sample."""
-    return f"sample: {len(event.tokens)} {unit}s at temperature {TEMPERATURE}"
-
-
-def adam_share(event: Stepped) -> float:
-    """The share of the step that operations of the host took, most of it Adam."""
-    return event.host_seconds / event.seconds if event.seconds else 0.0
 
 
 def _count(step: int, total: int | None) -> str:

@@ -18,6 +18,7 @@
     verifier          checks that a plan keeps the serial result
     hardware          rates, latencies and memory of a machine
     simulator         how long a plan takes on given hardware
+    traffic           the bytes that the kernels of a pass move
     memory_model      how much memory a plan needs, on which tier, and when
     display           how values print, and what a notebook shows
     timeline          when operations ran, simulated or measured

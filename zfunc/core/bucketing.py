@@ -3,18 +3,27 @@
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import fields
+
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.options import AUTO
 
+BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number
+FEW_RANKS = 16
 MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
+
+# The fields of a StepSpec that are a setting of that name; costs are of so many micro-batches.
+_OTHERS = ("micro_batches", "recompute", "ema")
+_OF_SETTINGS = [f.name for f in fields(StepSpec) if hasattr(StepSettings, f.name) and f.name not in _OTHERS]
 
 
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
     """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
-    size = part_size(settings.bucket_size, sum(trainable.values()), share)
+    size = part_size(settings.bucket_size or default_bucket_size(world), sum(trainable.values()), share)
     return make_layout(
         parameters,
         bucket_size=size,
@@ -29,25 +38,21 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
     share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
     on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
-    return {
+    return {name: getattr(settings, name) for name in _OF_SETTINGS} | {
         "layout": layout,
-        "grad_slots": settings.grad_slots,
-        "host_slots": settings.host_slots,
-        "stage": settings.stage,
-        "group_size": settings.group_size,
-        "params_on": settings.params_on,
-        "weight_slots": settings.weight_slots,
-        "activations_on": settings.activations_on,
         "resident": resident_buckets(layout, share_on_host),
         "paged": paged_buckets(layout, on_disk, ascending=late_last),
-        "state_slots": settings.state_slots,
-        "grads_on": settings.grads_on,
-        "shadows": settings.speculate,
         "ema": settings.ema is not None,
-        "delayed": settings.delayed,
-        "defer": settings.defer,
-        "norms": settings.norms,
     }
+
+
+def default_bucket_size(world: int) -> int:
+    """Elements of a bucket among `world` ranks: in proportion to what a ring takes to pass all of many.
+
+    >>> [default_bucket_size(world) for world in (1, 16, 64, 1024)]
+    [50000000, 50000000, 200000000, 500000000]
+    """
+    return min(LARGEST, BUCKET_SIZE * max(1, world // FEW_RANKS))
 
 
 def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:

@@ -29,7 +29,7 @@ def ops_unguarded_by_decision(graph: Graph) -> Iterator[Op]:
     """The operations with an effect outside of the step that may run although the step is refused.
 
     A correct recipe has none. An operation that updates or publishes the state has to depend on the operation that
-    writes the decision, or to read the decision of the step before (a delayed update). A collective has to precede
+    writes the decision, or to read the decision of the step before (a deferred update). A collective has to precede
     the decision or to depend on it: otherwise a rank that refuses the step could leave the others waiting. A graph
     without a decision refuses no step.
     """

@@ -1,7 +1,7 @@
 """The optimizer state of a bucket as the disk has it: its buffers one after another, each at whole blocks.
 
 What memory has as well comes last, so that a step moves one range and leaves the rest to a commit. Each of several
-drives has a stripe of every buffer, in proportion to its speed.
+drives has an equal part of every buffer.
 """
 
 from collections.abc import Iterable, Sequence

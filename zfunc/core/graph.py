@@ -21,7 +21,6 @@ Role = Literal[
     "params",
     "state",
     "paged",
-    "shadow",
     "grad",
     "grad_shard",
     "copy",
@@ -68,7 +67,7 @@ class Region:
     - "value": an input or output of a step: the batch, a norm, a decision.
 
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
-    "state" of a bucket, "paged" in from the disk, and its "shadow", the "grad" of a whole bucket, a rank's
+    "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
     of a gradient, "measures" of parameters before their update, a "loss", the auxiliary outputs beside it ("aux"),
     the "module_buffers" that forward changes, the moving average of the weights ("ema").
@@ -123,10 +122,10 @@ class Op:
     """One operation: a verb, its index, the regions it reads and writes, and its work.
 
     `kind` is the resource it occupies: device arithmetic ("compute"), the network, the bus to the host ("d2h") and
-    to the device ("h2d"), host cores, the disk ("read", "write"). `flops` is its floating-point operations,
-    `nbytes` the bytes it moves over its resource, `workspace` the device memory in bytes that it needs while it
-    runs. `launches` is how many times the host gives an accelerator something to do for it; 0 where that is not
-    counted.
+    to the device ("h2d"), host cores, the disk ("read", "write"). `flops` is its floating-point operations, those
+    of fused attention, too, which are `attention_flops`; `nbytes` the bytes it moves over its resource, `workspace`
+    the device memory in bytes that it needs while it runs. `launches` is how many times the host gives an
+    accelerator something to do for it; 0 where that is not counted.
 
     Raises PlanError for an unknown kind, and for an index or regions that are no tuples.
     """
@@ -140,6 +139,7 @@ class Op:
     nbytes: int = 0
     workspace: int = 0
     launches: int = 0
+    attention_flops: int = 0
     name: str = field(init=False, eq=False, repr=False)
     """Verb and index, unique in a graph: `adam[3]`."""
 

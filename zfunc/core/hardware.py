@@ -21,12 +21,14 @@ CAPACITIES: tuple[Tier, ...] = ("device", "host", "disk")  # pinned memory is ho
 
 @frozen
 class Measured:
-    """The measured `seconds` of an operation of this kind, with these FLOPs and bytes, running alone."""
+    """The measured `seconds` of an operation of this kind, with these FLOPs (of which some are of attention) and
+    bytes, running alone."""
 
     kind: Kind = field(validator=validators.in_(KINDS))
     flops: int
     nbytes: int
     seconds: float
+    attention_flops: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Check that work is 0 or more and time above 0."""
@@ -48,15 +50,19 @@ def _shares(shared: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, 
 class Hardware:
     """The rates, latencies and memory of a machine.
 
-    - `flops`: FLOP/s as reached, not as advertised. `rates`: bytes a second that an operation of each kind moves.
+    - `flops`: FLOP/s that large matrix products reach, not those advertised; `attention`: those of fused attention,
+      0 for as many. `rates`: bytes a second that an operation of each kind moves.
     - `latency`: seconds to start an operation; `latencies` for kinds that differ.
     - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
       a thread or to see an event.
     - `launch`: seconds of the host to launch one piece of work on the device (`Op.launches`).
     - `memory`: bytes on the tiers "device", "host" (pinned and pageable together) and "disk". A tier that is left
       out has no known limit. On a `unified` machine, device memory is host memory.
+    - `grouped`: torch has kernels of groups on the device: attention of grouped queries, products by experts.
     - `shared`: resources that several kinds compete for, with the share that one operation of a kind uses while it
       runs alone: {"cores": {"compute": 1.0, "host": 1.0, "d2h": 0.5}}. See `zfunc.core.simulator`.
+    - `collectives`: other ways of a collective than with the network's latency and rate, as pairs (seconds, bytes a
+      second); each takes the fastest for its bytes.
     - `measured`: operations whose time is known.
 
     Raises ValueError for a rate that is missing, zero or negative, a share outside (0, 1], or an unknown kind or
@@ -71,15 +77,18 @@ class Hardware:
     name: str
     flops: float
     rates: Mapping[Kind, float] = field(converter=_dict, hash=False)
+    attention: float = field(default=0.0, kw_only=True)
     latency: float = 10e-6
     handoff: float = 0.0
     launch: float = 0.0
     latencies: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False)
     memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_dict, hash=False)
     unified: bool = False
+    grouped: bool = True
     shared: Mapping[str, Mapping[Kind, float]] = field(
         factory=dict[str, Mapping[Kind, float]], converter=_shares, hash=False
     )
+    collectives: tuple[tuple[float, float], ...] = field(default=(), converter=tuple)
     measured: tuple[Measured, ...] = field(default=(), converter=tuple)
 
     def __repr__(self) -> str:
@@ -87,11 +96,12 @@ class Hardware:
 
     def __attrs_post_init__(self) -> None:
         """Check every figure."""
-        rates: dict[str, float] = {"flops": self.flops, **{k: self.rates.get(k, 0.0) for k in KINDS}}
-        for what, rate in rates.items():
+        others = [("attention", self._attention), *(("collective", rate) for _, rate in self.collectives)]
+        for what, rate in (("flops", self.flops), *((k, self.rates.get(k, 0.0)) for k in KINDS), *others):
             if not 0 < rate < math.inf:
                 self._refuse(f"a {what} rate of {rate}", "a positive number a second: pass one")
-        for latency in (self.latency, self.handoff, self.launch, *self.latencies.values()):
+        others = (latency for latency, _ in self.collectives)
+        for latency in (self.latency, self.handoff, self.launch, *self.latencies.values(), *others):
             if not 0 <= latency < math.inf:
                 self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
         self._check_names("rates", self.rates, KINDS)
@@ -131,24 +141,34 @@ class Hardware:
         return max(self._seconds_of_work(op), op.launches * self.launch)
 
     def _seconds_of_work(self, op: Op) -> float:
-        """Interpolated by FLOPs (log-log) between measured operations of its kind; else latency, plus FLOPs and
-        bytes over their rates."""
+        """Interpolated (log-log) between measured operations of its kind by their time at these rates, if it counts
+        FLOPs; else latency, plus FLOPs and bytes over their rates."""
         if self.measured and op.flops and (curve := self._curves.get(op.kind)):
-            return _interpolated(op.flops, curve)
-        latency = self.latencies.get(op.kind, self.latency)
-        return latency + op.flops / self.flops + op.nbytes / self.rates[op.kind]
+            return _interpolated(self._at_rates(op, self.rates[op.kind]), curve)
+        ways = [(self.latencies.get(op.kind, self.latency), self.rates[op.kind])]
+        if op.kind == "network":
+            ways += self.collectives
+        return min(latency + self._at_rates(op, rate) for latency, rate in ways)
+
+    def _at_rates(self, work: Op | Measured, rate: float) -> float:
+        products = (work.flops - work.attention_flops) / self.flops
+        return products + work.attention_flops / self._attention + work.nbytes / rate
+
+    @property
+    def _attention(self) -> float:
+        return self.attention or self.flops
 
     @cached_property
     def _known(self) -> dict[tuple[Kind, int, int], float]:
         return {(m.kind, m.flops, m.nbytes): m.seconds for m in self.measured}
 
     @cached_property
-    def _curves(self) -> dict[Kind, list[tuple[int, float]]]:
-        """The measured (FLOPs, seconds) of each kind, ascending, one for each number of FLOPs."""
-        curves: dict[Kind, dict[int, float]] = {}
+    def _curves(self) -> dict[Kind, list[tuple[float, float]]]:
+        """The (seconds at these rates, measured seconds) of each kind, ascending."""
+        curves: dict[Kind, dict[float, float]] = {}
         for m in self.measured:
             if m.flops:
-                curves.setdefault(m.kind, {})[m.flops] = m.seconds
+                curves.setdefault(m.kind, {})[self._at_rates(m, self.rates[m.kind])] = m.seconds
         return {kind: sorted(points.items()) for kind, points in curves.items()}
 
     def lacking(self, needed: Mapping[Tier, int]) -> dict[Tier, int]:
@@ -163,7 +183,7 @@ class Hardware:
         return {tier: n - limits[tier] for tier, n in demand.items() if tier in limits and n > limits[tier]}
 
 
-def _interpolated(work: int, curve: list[tuple[int, float]]) -> float:
+def _interpolated(work: float, curve: list[tuple[float, float]]) -> float:
     """Seconds for `work`, between its neighbours on `curve`; beyond the ends, at the rate of the last point."""
     at = bisect_left(curve, (work, 0.0))
     if at in (0, len(curve)):

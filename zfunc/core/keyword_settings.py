@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from attrs import evolve, fields, fields_dict
 
-from zfunc.core.settings import HELP, StepSettings
+from zfunc.core.settings import GONE, HELP, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.values import of_type
 
@@ -26,6 +26,8 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
     )
     known = list(fields_dict(StepSettings))
     for name in changes:
+        if name in GONE:
+            raise TypeError(f"{name}: got a setting that is gone: {GONE[name]}")
         if name not in known:
             raise TypeError(
                 f"{name}: got an unknown setting, expected one of {', '.join(known)}{did_you_mean(name, known)}"

@@ -225,6 +225,11 @@ class Layout:
         return sum(span.stop - span.start for span in self.spans)
 
     @cached_property
+    def num_parameters(self) -> int:
+        """Elements of the model: the trainable and the frozen ones, tied parameters counted once, no padding."""
+        return self.num_trainable + sum(span.stop - span.start for span in self.frozen)
+
+    @cached_property
     def _buckets_of(self) -> dict[str, int]:
         return {
             span.name: bucket.index
@@ -383,7 +388,8 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
 def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
     """Each parameter under the first segment that declares it, by state format and group: so runs are few.
 
-    A segment begins with the format that the one before ended with: so buckets are few.
+    Of a group, matrices come before vectors, and a segment begins with the format that the one before ended with:
+    so buckets are few, and the same whether an optimizer has a group for vectors or not.
     """
     seen: dict[str, Parameter] = {}
     owned: list[list[Parameter]] = []
@@ -398,7 +404,7 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
                     f"parameter {p.name!r} is declared twice, as {first} and as {p}: "
                     "a tied parameter has one shape, trainable flag and optimizer"
                 )
-        new.sort(key=lambda p: p.group)
+        new.sort(key=lambda p: (p.group, len(p.shape) < 2))
         formats = {p.name: p.state_format if p.trainable else "" for p in new}
         owned.append(sorted(new, key=lambda p: formats[p.name], reverse=len(owned) % 2 == 1))
     return owned
@@ -432,7 +438,7 @@ def _group(
     groups: list[list[Parameter]] = []
     filled = 0
     for p in reversed([p for own in owned for p in own]):
-        size = round_up(p.numel, ALIGNMENT)
+        size = _room(p)
         if groups and filled + size <= bucket_size and joins(p, groups[-1]):
             groups[-1].append(p)
             filled += size
@@ -455,8 +461,13 @@ def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ..
     spans: list[Span] = []
     for p in parameters:
         spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.group, p.work))
-        offset = round_up(offset + p.numel, ALIGNMENT)
+        offset += _room(p)
     return tuple(spans), offset
+
+
+def _room(p: Parameter) -> int:
+    """Elements from a parameter to the next: also an empty one has a place of its own."""
+    return round_up(max(1, p.numel), ALIGNMENT)
 
 
 def round_up(value: int, quantum: int) -> int:

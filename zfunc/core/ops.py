@@ -15,7 +15,7 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.optimizer_state import moment_buffers, weight_buffers
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.slots import SlotAllocator
-from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
+from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 
 
@@ -169,7 +169,7 @@ class OpBuilder(Regions):
         Buffers that it changes are those that the micro-batch before left; what it read of them is a residual.
         """
         last = s == self.spec.num_segments - 1
-        cost, graphs, residuals = self.spec.costs[s], self._graphs(s), self._residuals(m, s)
+        cost, residuals = self.spec.costs[s], self._residuals(m, s)
         stateful = s in self.spec.stateful
         before = (self._next_module_buffers(s) if m else self._module_buffers(s),) if stateful else ()
         after = (self._next_module_buffers(s),) if stateful else ()
@@ -183,18 +183,19 @@ class OpBuilder(Regions):
                 *((self._loss(m), *self._aux(m)) if last else (self._input(m, s + 1),)),
                 *residuals,
                 *self._room(m, s),
-                *graphs,
                 *after,
             ),
             flops=cost.flops,
-            workspace=read + (0 if graphs else cost.forward_workspace),  # in the graphs' pool
-            launches=GRAPH_LAUNCHES if graphs else cost.forward_launches,
+            nbytes=cost.moved_bytes,
+            attention_flops=cost.attention_flops,
+            workspace=read + cost.forward_workspace,
+            launches=cost.forward_launches,
         )
 
     def backward(self, m: int, s: int) -> Op:
         """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
         last = s == self.spec.num_segments - 1
-        cost, layout, graphs = self.spec.costs[s], self.spec.layout, self._graphs(s)
+        cost, layout = self.spec.costs[s], self.spec.layout
         above = (self._targets(m),) if last else (self._cotangent(m, s + 1),)
         below = (self._cotangent(m, s),) if s > layout.first_trainable else ()
         grads = (self._grads(m, s),) if layout.buckets_of(s) else ()
@@ -203,11 +204,12 @@ class OpBuilder(Regions):
             (m, s),
             "compute",
             (*self._weights(s), *self._for_backward(m, s), *above),
-            (*below, *grads, *graphs),
+            (*below, *grads),
             flops=cost.backward_flops,
-            workspace=(0 if graphs else cost.backward_workspace)
-            + (ALLOCATION if last else 0),  # the cotangent of the loss
-            launches=GRAPH_LAUNCHES if graphs else cost.backward_launches,
+            nbytes=cost.backward_moved_bytes,
+            attention_flops=cost.backward_attention_flops,
+            workspace=cost.backward_workspace + (ALLOCATION if last else 0),  # the cotangent of the loss
+            launches=cost.backward_launches,
         )
 
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:
@@ -271,7 +273,10 @@ class OpBuilder(Regions):
     def hold(self, m: int, b: int, d: int, slot: int, *, first: bool) -> Op:
         """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
         into, grad = self._sum(b, d) if b in self.spec.resident else self._sum_of(b), self._grad_slot(slot)
-        nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * into.nbytes
+        moved = (
+            into.nbytes if b in self.spec.resident else self._shard_bytes(b, FP32)
+        )  # a slot has room for more
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * moved
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def _sum_of(self, b: int) -> Region:
@@ -341,7 +346,7 @@ class OpBuilder(Regions):
 
         The weights of a bucket of whole matrices move along its orthogonal direction.
         """
-        grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
+        grad = self._gradient(b, host_slot)
         if self.spec.whole_matrices(b):
             grad = self._host_direction(self.progress.directions[b])
         state, copy = self._updated(b, self._moments(b)), self._new_copy(b)
@@ -355,38 +360,33 @@ class OpBuilder(Regions):
             nbytes=self._sweep_bytes(b),
         )
 
-    def momentum(self, b: int, host_slot: int | None) -> Op:
-        """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction."""
-        grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
-        into = self._host_direction(self._next_direction(b))
-        return self._momentum("momentum", b, grad, into)
-
-    def momentum_on_device(self, b: int, slot: int | None) -> Op:
-        """`momentum` where the state is on the device."""
-        grad = self._waiting(b) if slot is None else self._grad_slot(slot)
-        into = self._direction_shard(self._next_direction(b))
-        return self._momentum("momentum_on_device", b, grad, into)
-
-    def _next_direction(self, b: int) -> int:
-        self.progress.directions[b] = self.direction_slots().next(b)
-        return self.progress.directions[b]
-
-    def _momentum(self, verb: str, b: int, grad: Region, into: Region) -> Op:
-        state, on_device = self._updated(b, weight_buffers(self._format(b))), b in self.spec.resident
+    def momentum(self, b: int, slot: int | None) -> Op:
+        """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
+        host or, as `momentum_on_device`, where the state is there."""
+        on_device, state = b in self.spec.resident, self._updated(b, weight_buffers(self._format(b)))
+        k = self.progress.directions[b] = self.direction_slots().next(b)
         return Op(
-            verb,
+            "momentum_on_device" if on_device else "momentum",
             (b,),
             "compute" if on_device else "host",
-            (self._decision(), grad, *state),
-            (*state, into, *(self._if_whole(b) if on_device else ())),
+            (self._decision(), self._gradient(b, slot), *state),
+            (*state, self._direction_shard(k) if on_device else self._host_direction(k)),
             nbytes=2 * self._moment_bytes(b) + self._waiting_bytes(b) + self._shard_bytes(b, BF16),
             workspace=self.spec.update_workspace if on_device else 0,
         )
 
+    momentum_on_device = momentum
+
+    def _gradient(self, b: int, slot: int | None) -> Region:
+        """The gradient that an update reads: in a slot, on the device or on the host, or where it waits."""
+        if slot is None:
+            return self._waiting(b)
+        return self._grad_slot(slot) if b in self.spec.resident else self._host_slot(slot)
+
     def direction_to_device(self, b: int) -> Op:
         """Copy this rank's slice of a direction to the device."""
         k = self.progress.directions[b]
-        reads, writes = (self._host_direction(k),), (self._direction_shard(k), *self._if_whole(b))
+        reads, writes = (self._host_direction(k),), (self._direction_shard(k),)
         return Op("direction_to_device", (b,), "h2d", reads, writes, nbytes=self._shard_bytes(b, BF16))
 
     def gather_direction(self, b: int) -> Op:
@@ -394,12 +394,7 @@ class OpBuilder(Regions):
         k = self.progress.directions[b]
         nbytes = self._shard_bytes(b, BF16) * (self.spec.world - 1)
         reads = (self._decision(), self._direction_shard(k))
-        writes = (self._direction_slot(k), self._whole_direction(b))
-        return Op("gather_direction", (b,), "network", reads, writes, nbytes=nbytes)
-
-    def _if_whole(self, b: int) -> tuple[Region, ...]:
-        """What says that a rank's slice is all of a direction, if it is."""
-        return (self._whole_direction(b),) if self.spec.world == 1 else ()
+        return Op("gather_direction", (b,), "network", reads, (self._direction_slot(k),), nbytes=nbytes)
 
     def orthogonalize(self, b: int) -> Op:
         """Make whole matrices orthogonal, as many as this rank's slice of the bucket has a part of."""
@@ -409,7 +404,7 @@ class OpBuilder(Regions):
             "orthogonalize",
             (b,),
             "compute",
-            (self._decision(), self._whole_direction(b), *dict.fromkeys((whole, own))),
+            (self._decision(), *dict.fromkeys((whole, own))),
             tuple(dict.fromkeys((whole, own))),
             flops=work.flops,
             workspace=work.workspace,
@@ -422,20 +417,9 @@ class OpBuilder(Regions):
         reads, writes = (self._direction_shard(k),), (self._host_direction(k),)
         return Op("direction_to_host", (b,), "d2h", reads, writes, nbytes=self._shard_bytes(b, BF16))
 
-    def speculate(self, b: int) -> Op:
-        """Update bucket `b` into its shadow before the decision, as if nothing were clipped or skipped."""
-        reads, writes = (self._waiting(b), *self._state(b)), (*self._shadow(b), *self._new_copy(b))
-        return Op("speculate", (b,), "host", reads, writes, nbytes=self._sweep_bytes(b))
-
-    def confirm(self, b: int) -> Op:
-        """Swap state and shadow of bucket `b`, which moves no bytes, or update it again with the right factor."""
-        changed = (*self._state(b), *self._shadow(b), *self._new_copy(b))
-        reads = (self._decision(), self._waiting(b), *changed)
-        return Op("confirm", (b,), "host", reads, changed)
-
     def adam_on_device(self, b: int, slot: int | None) -> Op:
         """Update bucket `b`, whose state is on the device, and this rank's slice of its parameters."""
-        grad = self._waiting(b) if slot is None else self._grad_slot(slot)
+        grad = self._gradient(b, slot)
         if self.spec.whole_matrices(b):
             grad = self._direction_shard(self.progress.directions[b])
         changed = (*self._updated(b, self._moments(b)), self._params(b))
@@ -449,42 +433,37 @@ class OpBuilder(Regions):
             workspace=self.spec.update_workspace,
         )
 
-    def measure(self, i: int, b: int, host_slot: int | None) -> Op:
-        """Measure this rank's part of the parameters of bucket `b` that lie in several slices, in round `i`."""
-        grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
-        return self._measure("measure", i, b, grad)
-
-    def measure_on_device(self, i: int, b: int, slot: int | None) -> Op:
-        """`measure` where the state is on the device."""
-        grad = self._waiting(b) if slot is None else self._grad_slot(slot)
-        return self._measure("measure_on_device", i, b, grad)
-
-    def _measure(self, verb: str, i: int, b: int, grad: Region) -> Op:
+    def measure(self, i: int, b: int, slot: int | None) -> Op:
+        """Measure this rank's part of the parameters of bucket `b` that lie in several slices, in round `i`, on the
+        host or, as `measure_on_device`, where the state is there."""
         if i == 0:
             self.progress.measured[b] = len(self.progress.measured) % self.spec.updates_ahead
         k, on_device = self.progress.measured[b], b in self.spec.resident
         kept = (self._measuring(k, on_device),)
+        joined = self._joined_of(b, i)
         return Op(
-            verb,
+            "measure_on_device" if on_device else "measure",
             (i, b),
             "compute" if on_device else "host",
-            (self._decision(), grad, *self._updated(b), *self._joined_of(b, i), *(kept if i else ())),
-            (self._measured(i, k, on_device), *kept),
-            nbytes=self._measured_bytes(b) // len(self.spec.rounds(b)),
+            (self._decision(), self._gradient(b, slot), *self._updated(b), *joined, *(kept if i else ())),
+            (self._measures("measured", i, k, on_device), *kept),
+            nbytes=self._bytes_to_measure(b) // len(self.spec.rounds(b)),
             workspace=self.spec.update_workspace if on_device else 0,
         )
+
+    measure_on_device = measure
 
     def join_measures(self, i: int, b: int) -> Op:
         """Join what all ranks have measured in round `i`."""
         k, on_device = self.progress.measured[b], b in self.spec.resident
         nbytes = 2 * self.spec.update_work[b].measured[i] * (self.spec.world - 1) // self.spec.world
-        reads, writes = (self._decision(), self._measured(i, k, on_device)), (self._joined(i, k, on_device),)
-        return Op("join_measures", (i, b), "network", reads, writes, nbytes=nbytes)
+        own, joined = (self._measures(x, i, k, on_device) for x in ("measured", "joined"))
+        return Op("join_measures", (i, b), "network", (self._decision(), own), (joined,), nbytes=nbytes)
 
     def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
         """What all ranks know of bucket `b` after so many rounds, or all."""
         ended, on_device = self.spec.rounds(b)[:rounds], b in self.spec.resident
-        return tuple(self._joined(i, self.progress.measured[b], on_device) for i in ended)
+        return tuple(self._measures("joined", i, self.progress.measured[b], on_device) for i in ended)
 
     def average(self, b: int) -> Op:
         """Move the average of the weights of bucket `b` towards the new ones."""
@@ -545,7 +524,7 @@ class OpBuilder(Regions):
         copied = 0 if self.spec.sends_high_half(b) else self._shard_bytes(b, self.spec.element_bytes)
         if self.spec.whole_matrices(b):
             return 2 * (state - self._moment_bytes(b)) + self._shard_bytes(b, BF16) + copied
-        measured = self._bytes_to_measure(b) - self._measured_bytes(b)
+        measured = 0 if self.spec.rounds(b) else self._bytes_to_measure(b)
         return measured + 2 * state + self._waiting_bytes(b) + copied
 
     def _bytes_to_measure(self, b: int) -> int:
@@ -555,14 +534,6 @@ class OpBuilder(Regions):
         if not any(x.whole for x in kinds):
             return 0
         return 3 * self._waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
-
-    def _measured_bytes(self, b: int) -> int:
-        """Of these bytes those of parameters that lie in several slices, which `measure` reads."""
-        if not self.spec.rounds(b):
-            return 0
-        bucket = self.spec.layout.buckets[b]
-        cut = sum(x.stop - x.start for x in bucket.cut_by(self.spec.world))
-        return self._bytes_to_measure(b) * cut // bucket.numel
 
     def _moment_bytes(self, b: int) -> int:
         numel = self.spec.layout.buckets[b].numel // self.spec.world
@@ -580,7 +551,7 @@ class OpBuilder(Regions):
         """Gather the new slices of bucket `b` from all ranks."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
-        reads = (self._params(b), *((self._decision(),) if self.spec.keeps_gradient else ()))
+        reads = (self._params(b), *((self._decision(),) if self.spec.deferred else ()))
         return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:

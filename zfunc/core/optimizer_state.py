@@ -25,12 +25,14 @@ class StateBuffer:
     """A buffer of the optimizer state: its dtype, and how many parameters share an element.
 
     A `whole` one is of an optimizer whose update needs all of a parameter (`zfunc.optim.base.MeasuringOptimizer`).
+    A moment without a sign is never below 0, as a mean of squares.
     """
 
     name: str
     dtype: Dtype
     shared: int = 1
     whole: bool = False
+    signed: bool = True
 
     def numel(self, parameters: int) -> int:
         """The number of elements for `parameters`."""
@@ -46,16 +48,23 @@ _SPLIT = (StateBuffer("master_high", "bf16"), StateBuffer("master_low", "int16")
 _MASTER = (StateBuffer("master", "fp32"),)
 
 
-def _of_one_buffer(kind: str, name: str) -> dict[str, tuple[StateBuffer, ...]]:
-    """The formats of an optimizer with one buffer beside the weights: 8, 6 and 5.03 bytes a parameter."""
+def formats_of(
+    kind: str, moments: tuple[str, ...], unsigned: tuple[str, ...] = ()
+) -> dict[str, tuple[StateBuffer, ...]]:
+    """The formats of an optimizer with these moments beside the weights, each 4, 2 or 1.03 bytes a parameter.
+
+    >>> [x.name for x in formats_of("sgd", ("momentum_buffer",))["sgd-8bit"]]
+    ['master_high', 'master_low', 'momentum_buffer', 'momentum_buffer_scale']
+    """
+
+    def buffers(dtype: Dtype) -> list[StateBuffer]:
+        return [StateBuffer(x, dtype, signed=x not in unsigned) for x in moments]
+
+    scales = (StateBuffer(f"{x}_scale", "int16", shared=ALIGNMENT) for x in moments)
     return {
-        f"{kind}-fp32": (*_MASTER, StateBuffer(name, "fp32")),
-        f"{kind}-16bit": (*_SPLIT, StateBuffer(name, "bf16")),
-        f"{kind}-8bit": (
-            *_SPLIT,
-            StateBuffer(name, "uint8"),
-            StateBuffer(f"{name}_scale", "int16", shared=ALIGNMENT),
-        ),
+        f"{kind}-fp32": (*_MASTER, *buffers("fp32")),
+        f"{kind}-16bit": (*_SPLIT, *buffers("bf16")),
+        f"{kind}-8bit": (*_SPLIT, *(x for pair in zip(buffers("uint8"), scales, strict=True) for x in pair)),
     }
 
 
@@ -73,34 +82,25 @@ def _of_adafactor() -> dict[str, tuple[StateBuffer, ...]]:
     return formats
 
 
-MATRIX_FORMATS = _of_one_buffer("muon", "momentum_buffer")
+MATRIX_FORMATS = formats_of("muon", ("momentum_buffer",))
 """The formats of optimizers whose update of a matrix needs all of it."""
 
+
+def _adams(dtype: Dtype) -> tuple[StateBuffer, StateBuffer]:
+    return StateBuffer("exp_avg", dtype), StateBuffer("exp_avg_sq", dtype, signed=False)
+
+
 STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
-    "fp32": (
-        StateBuffer("master", "fp32"),
-        StateBuffer("exp_avg", "fp32"),
-        StateBuffer("exp_avg_sq", "fp32"),
-    ),
-    "fp32-split": (*_SPLIT, StateBuffer("exp_avg", "fp32"), StateBuffer("exp_avg_sq", "fp32")),
-    "16bit": (*_SPLIT, StateBuffer("exp_avg", "bf16"), StateBuffer("exp_avg_sq", "bf16")),
-    "8bit": (
-        *_SPLIT,
-        StateBuffer("exp_avg", "uint8"),
-        StateBuffer("exp_avg_sq", "uint8"),
-        StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
-    ),
-    "weights-fp32": _MASTER,
-    "weights-16bit": _SPLIT,
-    "weights-8bit": _SPLIT,
-    **_of_one_buffer("sgd", "momentum_buffer"),
-    **_of_one_buffer("lion", "exp_avg"),
-    **_of_one_buffer("adagrad", "sum"),
+    "fp32": (*_MASTER, *_adams("fp32")),
+    "fp32-split": (*_SPLIT, *_adams("fp32")),
+    "16bit": (*_SPLIT, *_adams("bf16")),
+    "8bit": (*_SPLIT, *_adams("uint8"), StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT)),
+    **formats_of("weights", ()),
     **_of_adafactor(),
     **MATRIX_FORMATS,
 }
 """The formats by name. The first four are Adam's: 12, 12, 8 and 6.03 bytes a parameter. SGD without momentum keeps
-the weights alone: 4 bytes.
+the weights alone: 4 bytes. The class of an element-wise optimizer adds its own (`zfunc.optim.elementwise`).
 
 "fp32-split" has the bits of "fp32" and needs no bf16 copy beside it. Its high half is rounded as that copy is, ties
 to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq does
@@ -109,9 +109,7 @@ to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq doe
 
 FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "8bit-1": (
-        *_SPLIT,
-        StateBuffer("exp_avg", "uint8"),
-        StateBuffer("exp_avg_sq", "uint8"),
+        *(*_SPLIT, *_adams("uint8")),
         StateBuffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
         StateBuffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
     ),
@@ -137,11 +135,6 @@ def format_with(name: str, moments: Moments) -> str:
     return f"{optimizer}{dash}{moments}"
 
 
-def needs_whole_parameters(name: str) -> bool:
-    """Whether an update of this state needs numbers of all of a parameter to change any of it."""
-    return any(x.whole for x in STATE_FORMATS[name])
-
-
 def measuring_room(start: int, stop: int) -> slice:
     """Where a rank keeps what it measured of elements `start` (a multiple of 64) to `stop` of its slice, from round
     to round: two fp64 for every 64 elements."""
@@ -150,7 +143,7 @@ def measuring_room(start: int, stop: int) -> slice:
 
 def updates_each_parameter(name: str) -> bool:
     """Whether this state is updated one parameter after the other, because an update depends on its shape."""
-    return name in MATRIX_FORMATS or needs_whole_parameters(name)
+    return name in MATRIX_FORMATS or any(x.whole for x in STATE_FORMATS[name])
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:
@@ -187,3 +180,6 @@ EMA = StateBuffer("ema", "fp32")
 
 HIGH_HALF = _SPLIT[0].name
 """The bf16 half of a split master, which is also the device's copy when that computes in bf16."""
+
+MASTER = _MASTER[0].name
+"""The fp32 weights in one buffer; also of frozen parameters, where they are kept beside rounded ones."""

@@ -19,6 +19,14 @@ from zfunc.core.display import counted, in_notebook
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.errors import PlanError
 
+WORKS = (
+    "flops",
+    "attention_flops",
+    "nbytes",
+    "workspace",
+    "launches",
+)  # of an operation, as a plan prints them
+
 # For each lane, the position of the last operation known to have finished; -1 if none.
 Clock = tuple[int, ...]
 
@@ -366,7 +374,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         kept = [*(["kept"] if r.kept else []), *([str(r.dtype)] if r.dtype and shown else [])]
         yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
     for op in plan.graph.ops:
-        work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace", "launches") if (v := getattr(op, k))]
+        work = [f"{k}={v}" for k in WORKS if (v := getattr(op, k))]
         yield " ".join(["op", op.name, op.kind, *work, ":", *map(str, op.reads), "->", *map(str, op.writes)])
     yield from _lane_lines(plan)
 

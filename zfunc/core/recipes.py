@@ -17,8 +17,6 @@ Recipe = Callable[[StepSpec], Iterable[Op]]
 
 def recipe_of(spec: StepSpec) -> Recipe:
     """The recipe of most steps of a spec."""
-    if spec.delayed:
-        return steadily_delayed
     return deferred if spec.deferred else zero_offload
 
 
@@ -33,9 +31,6 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
 
     Micro-batches pass the segments in groups of `spec.group_size`. Where parameters are not on the device (ZeRO-3
     Offload), or not whole (stage 3), a segment's are fetched and gathered into slots before each pass of a group.
-
-    With a barrier, the buckets in `spec.shadowed` are updated into shadows before the norm is known, as if nothing
-    were clipped or skipped. Afterwards the shadow is swapped in, or the update is made again.
 
     Sources: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5;
     Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
@@ -56,32 +51,6 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
         yield emit.publish(last=True)
 
 
-def delayed(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload with one-step delayed updates: the host applies the gradient of the previous step.
-
-    Adam overlaps with all of forward and backward; only the copy of the new parameters waits for backward. No
-    update waits for a norm, which is known from the previous step. In the first delayed step no gradient is pending
-    (`spec.pending` is False). Buckets in `spec.resident` are not delayed.
-
-    Source: Ren et al. (2021), section 5.2, "One-step delayed parameter update".
-    """
-    spec = evolve(spec, delayed=True, barrier=True, shadows=0)
-    emit = OpBuilder(spec)
-    if spec.save:
-        yield from _write(spec, emit)
-    if spec.pending:
-        yield from _update_all(spec, emit, reversed(spec.offloaded), send=False)
-    yield from _passes(spec, emit, update=False)
-    for b in reversed(spec.offloaded if spec.pending else ()):
-        yield from _send(spec, emit, b)
-    yield from _decide(spec, emit)
-
-
-def steadily_delayed(spec: StepSpec) -> Iterator[Op]:
-    """A delayed step like all but the first: with a pending gradient."""
-    return delayed(evolve(spec, pending=True))
-
-
 def deferred(spec: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload with a barrier, whose updates open the next step: its forward hides the host.
 
@@ -89,7 +58,7 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     the first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the
     step before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
     """
-    spec = evolve(spec, defer=True, barrier=True, shadows=0)
+    spec = evolve(spec, defer=True, barrier=True)
     emit = OpBuilder(spec)
     passes = _passes(spec, emit, update=False)
     for _ in spec.micro_batch_groups[0]:
@@ -134,8 +103,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
 
 
 def flush_recipe(spec: StepSpec) -> Iterator[Op]:
-    """Apply the pending gradient of delayed or deferred updates."""
-    spec = evolve(spec, delayed=not spec.deferred, shadows=0)
+    """Make the deferred updates."""
     yield from _update_offloaded(spec, OpBuilder(spec))
 
 
@@ -279,8 +247,6 @@ def _deliver(
         if added:
             yield emit.square_sum(b, None)
         yield emit.squares_to_host(b)
-    if complete and b in spec.shadowed:
-        yield emit.speculate(b)
     if complete and update:
         yield from _update(spec, emit, b, None if waits else slot)
 
@@ -292,16 +258,14 @@ def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
     return spec.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
 
 
-def _update_all(
-    spec: StepSpec, emit: OpBuilder, buckets: Iterable[int], *, send: bool = True
-) -> Iterator[Op]:
-    """Update buckets whose gradients wait; without `send` their new parameters wait too."""
+def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
+    """Update buckets whose gradients wait."""
     for b in buckets:
-        yield from _update(spec, emit, b, None, send=send)
-    yield from _end_updates(spec, emit, send=send)
+        yield from _update(spec, emit, b, None)
+    yield from _end_updates(spec, emit)
 
 
-def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None, *, send: bool = True) -> Iterator[Op]:
+def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
     """Update a bucket and its parameters on all devices. `slot` has the gradient; None if it waits.
 
     One in parts only begins: the device makes matrices orthogonal, or the ranks join what they have measured, while
@@ -309,7 +273,7 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None, *, send: 
     """
     in_parts = spec.updated_in_parts(b)
     if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
-        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0, send=send)
+        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
     if spec.spilled(b):
         yield emit.unspill(b)
     if b in spec.paged:
@@ -318,25 +282,20 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None, *, send: 
         emit.progress.begun[b] = slot
         yield from _begin_update(spec, emit, b, slot)
         if spec.rounds(b) and (slot is not None or spec.spilled(b)):  # the slot of its gradient is used again
-            yield from _end_updates(spec, emit, send=send)
+            yield from _end_updates(spec, emit)
         return
-    if b in spec.shadowed:
-        yield emit.confirm(b)
-    else:
-        yield _last_part(spec, emit, b, slot)
-    yield from _end_update(spec, emit, b, send=send)
+    yield _last_part(spec, emit, b, slot)
+    yield from _end_update(spec, emit, b)
 
 
 def _begin_update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
     """Make the direction of whole matrices, or measure whole parameters."""
     if spec.whole_matrices(b):
-        if b in spec.resident:
-            yield emit.momentum_on_device(b, slot)
-        else:
-            yield emit.momentum(b, slot)
+        yield emit.momentum(b, slot)
+        if b not in spec.resident:
             yield emit.direction_to_device(b)
     for i in spec.rounds(b):
-        yield emit.measure_on_device(i, b, slot) if b in spec.resident else emit.measure(i, b, slot)
+        yield emit.measure(i, b, slot)
         yield emit.join_measures(i, b)
 
 
@@ -344,7 +303,7 @@ def _last_part(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Op:
     return emit.adam_on_device(b, slot) if b in spec.resident else emit.adam(b, slot)
 
 
-def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0, send: bool = True) -> Iterator[Op]:
+def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[Op]:
     """End the updates in parts that have begun, but for so many of the last ones."""
     begun = emit.progress.begun
     while len(begun) > left:
@@ -357,12 +316,11 @@ def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0, send: bool =
             if b not in spec.resident:
                 yield emit.direction_to_host(b)
         yield _last_part(spec, emit, b, slot)
-        yield from _end_update(spec, emit, b, send=send)
+        yield from _end_update(spec, emit, b)
 
 
-def _end_update(spec: StepSpec, emit: OpBuilder, b: int, *, send: bool) -> Iterator[Op]:
-    if send:
-        yield from _send(spec, emit, b)
+def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
+    yield from _send(spec, emit, b)
     if spec.ema:
         yield emit.average(b)
     if b in spec.paged or (spec.swaps and spec.commit):

@@ -16,7 +16,6 @@ from zfunc.core.spec import ALLOCATION, StepSpec
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
 ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
-SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
@@ -119,7 +118,7 @@ class Regions:
     @_once
     def _spilled(self, b: int) -> Region:
         """A gradient that waits on the disk for its update."""
-        lifetime = "state" if self.spec.keeps_gradient else "program"
+        lifetime = "state" if self.spec.deferred else "program"
         return Region("spilled", (b,), self.spec.spilled_bytes(b), "disk", lifetime, "uint8")
 
     @_once
@@ -191,12 +190,6 @@ class Regions:
         if not kept or s < self.spec.layout.first_trainable:
             return ()
         return (Region("residuals", (m, s), self.spec.costs[s].residual_bytes),)
-
-    @_once
-    def _graphs(self, s: int) -> tuple[Region, ...]:
-        """The memory that device graphs share, if the passes of segment `s` are some: one runs at a time."""
-        nbytes = sum(self.spec.graph_bytes)
-        return (Region("graphs", (), nbytes, lifetime="value"),) if s in self.spec.graphed else ()
 
     @_once
     def _kept_output(self, m: int, s: int) -> tuple[Region, ...]:
@@ -275,11 +268,6 @@ class Regions:
         return Region("direction_slot", (k,), nbytes, "device", "program", "bf16", role)
 
     @_once
-    def _whole_direction(self, b: int) -> Region:
-        """Empty; a slot has all of a bucket's direction once this is written."""
-        return Region("whole_direction", (b,))
-
-    @_once
     def _direction_shard(self, k: int) -> Region:
         """This rank's slice of a direction, on the device."""
         if self.spec.world == 1:
@@ -294,27 +282,16 @@ class Regions:
         return self._staging("host_direction", k, nbytes, "pinned", role="grad_shard", dtype="bf16")
 
     @_once
-    def _measured(self, i: int, k: int, on_device: bool) -> Region:
-        """What this rank has measured in round `i`: in slot `k`, which the buckets have in turn."""
-        return self._of_measures("measured", (i, k), self._most_measured(i), on_device)
-
-    @_once
-    def _joined(self, i: int, k: int, on_device: bool) -> Region:
-        """What the ranks have made of it together, the same on each."""
-        return self._of_measures("joined", (i, k), self._most_measured(i), on_device)
+    def _measures(self, buffer: str, i: int, k: int, on_device: bool) -> Region:
+        """In slot `k`, which buckets have in turn: what a rank "measured" in round `i`, or all "joined"."""
+        nbytes = max(work.measured[i] for work in self.spec.update_work if work.measured)
+        return self._of_measures(buffer, (i, k), nbytes, on_device)
 
     @_once
     def _measuring(self, k: int, on_device: bool) -> Region:
         """What this rank keeps from one round to the next."""
-        largest = max(
-            self._shard_bytes(b, 1) for b, work in enumerate(self.spec.update_work) if work.measured
-        )
-        nbytes = measuring_room(0, largest).stop * FP64
-        return self._of_measures("measuring", (k,), nbytes, on_device)
-
-    @_once
-    def _most_measured(self, i: int) -> int:
-        return max(work.measured[i] for work in self.spec.update_work if work.measured)
+        largest = max(self._shard_bytes(b, 1) for b, x in enumerate(self.spec.update_work) if x.measured)
+        return self._of_measures("measuring", (k,), measuring_room(0, largest).stop * FP64, on_device)
 
     def _of_measures(self, buffer: str, index: tuple[int, ...], nbytes: int, on_device: bool) -> Region:
         buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
@@ -322,13 +299,7 @@ class Regions:
 
     @_once
     def _param_slot(self, b: int) -> Region:
-        """The new parameters of a bucket, before their copy to the device.
-
-        They have a buffer of their own where they wait long: for the decision, or for backward with the old ones.
-        """
-        if self.spec.delayed or b in self.spec.shadowed:
-            nbytes = self._shard_bytes(b, self.spec.element_bytes)
-            return self._staging("param_copy", b, nbytes, "pinned", role="copy")
+        """The new parameters of a bucket, before their copy to the device."""
         slots = self._copy_slots()
         k = slots.of(b)
         nbytes = slots.numels[k] // self.spec.world * self.spec.element_bytes
@@ -352,7 +323,7 @@ class Regions:
             return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
         buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
         # It waits for the next step, or in this one.
-        lifetime = "state" if self.spec.keeps_gradient else "program"
+        lifetime = "state" if self.spec.deferred else "program"
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
     def _waiting_bytes(self, b: int) -> int:
@@ -384,11 +355,9 @@ class Regions:
             yield from self._state(b)
             if self.spec.swaps:
                 yield self._extent(b)
-            if b in self.spec.shadowed:
-                yield from self._shadow(b)
             if self.spec.ema:
                 yield self._ema(b)
-            if self.spec.keeps_gradient and b not in self.spec.resident:
+            if self.spec.deferred and b not in self.spec.resident:
                 yield self._spilled(b) if self.spec.spilled(b) else self._waiting(b)
 
     @_once
@@ -405,10 +374,6 @@ class Regions:
         nbytes = EMA.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
         where: Tier = "device" if b in self.spec.resident else "host"
         return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema")
-
-    def _shadow(self, b: int) -> tuple[Region, ...]:
-        """The buffers that a speculative update of a bucket writes."""
-        return tuple(evolve(r, buffer=SHADOW + r.buffer, role="shadow") for r in self._state(b))
 
     def _kept(self, b: int, kind: StateBuffer) -> Region:
         """One buffer of a bucket's optimizer state."""
@@ -471,13 +436,10 @@ class Regions:
         return Region("checkpoint", (), 0, "disk", "value")
 
     def _saved(self, b: int) -> tuple[Region, ...]:
-        """What a checkpoint contains of a bucket in memory: its state and averages, and the gradient of a delayed
-        update that waits; of a frozen one its parameters."""
+        """What a checkpoint contains of a bucket in memory: state and averages; of a frozen one its parameters."""
         if b >= len(self.spec.layout.buckets):
             return () if self.spec.on_disk(b) else (self._params(b),)
-        waits = self.spec.delayed and self.spec.pending and b not in self.spec.resident
-        averages = (self._ema(b),) if self.spec.ema else ()
-        return (*self._state(b), *averages, *((self._waiting(b),) if waits else ()))
+        return (*self._state(b), *((self._ema(b),) if self.spec.ema else ()))
 
     def _written(self, b: int) -> Region:
         slice_ = self._shard_bytes(b, self.spec.element_bytes)

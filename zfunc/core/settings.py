@@ -49,6 +49,13 @@ SHARES = "Several with commas are each for an equal share of the segments, from 
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP = "option", "check", "help"  # keys of a field's metadata
 
+# Settings that are gone, and what to use instead.
+GONE = {
+    "delay_from": "pass defer, which hides the host with the same bits; examples/delayed_update.py is the other",
+    "speculate": "pass defer, which hides the host with the same bits and no shadow",
+}
+GONE["delayed"] = GONE["delay_from"]
+
 _names = ", ".join
 _count = partial(whole, least=1)
 
@@ -100,6 +107,10 @@ def _stage(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2, 3):
         raise ValueError(f"{name}: got {value!r}, expected 1, 2 or 3: pass a stage of ZeRO")
     return value
+
+
+def _compile_segments(name: str, value: Any) -> bool | str:
+    return value if value == "reduce-overhead" else truth(name, value)
 
 
 def _accumulate(name: str, value: Any) -> str | int:
@@ -165,8 +176,8 @@ def _clip_as_typed(typed: float) -> float | None:
 class StepSettings:
     """The settings of a step; `zfunc.compile` documents each. Raises TypeError or ValueError for a bad value.
 
-    >>> StepSettings(micro_batches=2).bucket_size
-    50000000
+    >>> StepSettings(micro_batches=2).grad_slots
+    2
     >>> StepSettings(micro_batches=0)
     Traceback (most recent call last):
     ValueError: micro_batches: got 0, expected a whole number of at least 1 and at most 65536: pass 1 or more
@@ -197,8 +208,14 @@ class StepSettings:
         '"auto", with `example`: min-cut if it fits, else all; `zfunc.plan` tries shares of the segments, too.',
         typed=SeveralOf(RECOMPUTE),
     )
-    compile_segments: bool = _setting(
-        False, truth, "how it runs", "compile the blocks with torch.compile", note="; needs a compiler"
+    compile_segments: bool | Literal["reduce-overhead"] = _setting(
+        False,
+        _compile_segments,
+        "how it runs",
+        "compile the blocks with torch.compile",
+        '"reduce-overhead" is torch\'s mode that launches each pass as one CUDA graph: docs/devices.md.',
+        typed=truth,
+        note="; needs a compiler",
     )
     deterministic: bool = _setting(
         False,
@@ -207,14 +224,6 @@ class StepSettings:
         "the same bits in every run on a GPU; slower attention",
         "An operation without a deterministic kernel is an error that names its segment. Costs, and what holds "
         "without it: docs/devices.md.",
-    )
-    device_graphs: bool = _setting(
-        False,
-        truth,
-        "how it runs",
-        "launch forward and backward of a segment as one device graph",
-        "The same result with fewer launches, for small segments, and more memory. A segment that cannot be one, "
-        "such as one that draws random numbers, runs as before: docs/devices.md.",
     )
     micro_batches: int = _setting(
         1,
@@ -322,8 +331,14 @@ class StepSettings:
         f"format of Adam's moments on the host: {_names(MOMENTS)}; smaller is faster",
         "Set it here or in `zfunc.AdamW`.",
     )
-    bucket_size: int = _setting(
-        50_000_000, _count, "offload", "elements that are moved and updated as a unit"
+    bucket_size: int | None = _setting(
+        None,
+        _count,
+        "offload",
+        "elements that are moved and updated as a unit",
+        "Without it 50,000,000; among more than 16 ranks so many times as there are 16, up to 500,000,000, because "
+        "a collective takes longer to start the more ranks there are.",
+        note=" (default: 50,000,000, and up to 500,000,000 among more than 16 ranks)",
     )
     grad_slots: int = _setting(
         2,
@@ -348,13 +363,6 @@ class StepSettings:
         typed=ratio,
         read=read_ratio,
         metavar=f"X|{AUTO}",
-    )
-    speculate: int = _setting(
-        0,
-        partial(whole, least=0),
-        "offload",
-        "buckets updated before the norm is known, with clipping or fp16; same result, more memory",
-        "The update goes into a shadow, as if nothing were clipped or skipped, and is made again if that is wrong.",
     )
     state_on: Literal["host", "disk", "auto"] = _setting(
         "host",
@@ -410,14 +418,6 @@ class StepSettings:
         "`params`, `apply`, `evaluate`, `save` and `zfunc.flush` make an update that is left, so with several "
         "ranks all of them have to call these.",
     )
-    delay_from: int | None = _setting(
-        None,
-        _count,
-        "offload",
-        "from this step on, the host applies each gradient one step late, during the next; changes the result",
-        "`zfunc.flush` applies the last one. Buckets that stay on the device are not delayed.",
-        note=" (default: never)",
-    )
 
     def __repr__(self) -> str:
         return brief(self)
@@ -430,93 +430,10 @@ class StepSettings:
                 value = f.default
             if value is not None or f.default is not None:
                 object.__setattr__(self, f.name, f.metadata[CHECK](f.name, value))
-        if self.compile_segments and self.keeps_all:
-            raise ValueError(
-                f"compile_segments: got True with recompute={self.recompute!r}, expected 'all' or 'min-cut': leave "
-                "one out"
-            )
-        if self.defer and self.speculate:
-            raise ValueError(
-                f"speculate: got {self.speculate} with defer=True, expected one of the two: leave speculate out, a "
-                "deferred update hides the host without a shadow"
-            )
-        if self.defer and self.delayed:
-            raise ValueError(
-                f"delay_from: got {self.delay_from} with defer=True, expected one of the two: leave delay_from "
-                "out, a deferred update hides the host with the plain result"
-            )
-        if self.device_graphs and self.keeps_all:
-            raise ValueError(
-                f"device_graphs: got True with recompute={self.recompute!r}, whose residuals no graph can return, "
-                "expected 'all' or 'min-cut': leave one out"
-            )
-        if self.speculate and self.delayed:
-            raise ValueError(
-                f"speculate: got {self.speculate} with delay_from={self.delay_from}, expected one of the two: "
-                "leave speculate out, a delayed update waits for no norm"
-            )
-
-        self._check_streaming()
-        self._check_disk()
-
-    def _check_streaming(self) -> None:
-        """Raise ValueError where parameters or activations cannot live where they should."""
-        for name, streams in (("params_on", self.params_on in ("host", DISK)), ("stage", self.stage == 3)):
-            chosen = f"{name}: got {getattr(self, name)!r} with"
-            if streams and self.keeps_all:
-                raise ValueError(
-                    f"{chosen} recompute={self.recompute!r}, expected 'all' or 'min-cut': what backward keeps "
-                    "would be the parameters of forward, which have left the device by then"
-                )
-            if streams and self.delayed:
-                raise ValueError(
-                    f"{chosen} delay_from={self.delay_from}, expected one of the two: forward and backward of a "
-                    "delayed step need the old parameters while the host makes the new ones"
-                )
-        if self.params_on in ("host", DISK) and self.speculate:
-            raise ValueError(
-                f"params_on: got {self.params_on!r} with speculate={self.speculate}, expected one of the two: "
-                "leave speculate out"
-            )
-        if self.stashes and self.keeps_all:
-            raise ValueError(
-                f"activations_on: got {self.activations_on!r} with recompute={self.recompute!r}, expected 'all' or "
-                "'min-cut': what autograd keeps cannot be moved"
-            )
-        off_device = self.params_on in ("host", DISK)
-        if self.stage == 1 and (off_device or self.group_size > 1):
-            other = f"params_on={self.params_on!r}" if off_device else f"accumulate={self.accumulate!r}"
-            raise ValueError(
-                f"stage: got 1 with {other}, expected 2 or 3: pass one of them, or leave stage out"
-            )
-
-    def _check_disk(self) -> None:
-        """Raise ValueError where the state cannot be on the disk, or something needs it there."""
-        needs = {
-            "params_on": self.params_on == DISK,
-            "grads_on": self.grads_on == DISK,
-            "swap": bool(self.swap) and not self.spills_activations and self.activations_on != AUTO,
-            "disk_ratio": self.disk_ratio != 1.0,
-        }
-        for name in (x for x, needed in needs.items() if needed and self.state_on not in (DISK, AUTO)):
-            expected = "state_on='disk'" + (" or activations_on='disk'" if name == "swap" else "")
-            raise ValueError(
-                f"{name}: got {getattr(self, name)!r} with state_on={self.state_on!r}, expected {expected}: pass "
-                f"that, or leave {name} out"
-            )
-        excluded = {
-            "ema": (self.ema is not None, "a swap space has no averages"),
-            "offload_ratio": (self.offload_ratio != 1.0, "disk_ratio keeps a part of the state on the host"),
-            "speculate": (bool(self.speculate), "a shadow of the state would be on the disk, too"),
-            "delay_from": (self.delayed, "pass defer, which hides the host with the plain result"),
-        }
-        on_disk = next((x for x in ("state_on", "params_on", "grads_on") if getattr(self, x) == DISK), None)
-        for name, (given, instead) in excluded.items():
-            if given and on_disk is not None:
-                raise ValueError(
-                    f"{on_disk}: got 'disk' with {name}={getattr(self, name)!r}, expected one of the two: leave "
-                    f"{name} out; {instead}"
-                )
+        for name, given, other, present, expected in _exclusions(self):
+            if given and present:
+                got = f"{name}: got {getattr(self, name)!r} with {other}={getattr(self, other)!r}"
+                raise ValueError(f"{got}, expected {expected}")
 
     @property
     def streams(self) -> bool:
@@ -626,11 +543,6 @@ class StepSettings:
         return self.micro_batches if vertical else 1
 
     @property
-    def delayed(self) -> bool:
-        """Whether gradients are applied one step late, from some step on."""
-        return self.delay_from is not None
-
-    @property
     def waits_for_norm(self) -> bool:
         """Whether updates wait for the norm of the whole gradient."""
         return self.clip_norm is not None or self.precision == "fp16"
@@ -656,3 +568,48 @@ class StepSettings:
     def schedule_name(self) -> str:
         """The name of the schedule, or of its class."""
         return self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__
+
+
+def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
+    """Settings that exclude each other: one, whether it is given, another, whether it is, what is expected."""
+    off_device, in_memory = s.params_on in ("host", DISK), s.state_on not in (DISK, AUTO)
+    all_or = "'all' or 'min-cut': "
+    left = all_or + "what backward keeps would be parameters of forward, which have left the device by then"
+    yield "compile_segments", s.compile_segments, "recompute", s.keeps_all, f"{all_or}leave one out"
+    yield "params_on", off_device, "recompute", s.keeps_all, left
+    yield "stage", s.stage == 3, "recompute", s.keeps_all, left
+    yield (
+        "activations_on",
+        s.stashes,
+        "recompute",
+        s.keeps_all,
+        f"{all_or}what autograd keeps cannot be moved",
+    )
+    sliced = "2 or 3: pass one of them, or leave stage out"
+    yield "stage", s.stage == 1, "params_on", off_device, sliced
+    yield "stage", s.stage == 1, "accumulate", s.group_size > 1, sliced
+    swaps = s.swap and not s.spills_activations and s.activations_on != AUTO
+    for name, given in (
+        ("params_on", s.params_on == DISK),
+        ("grads_on", s.grads_on == DISK),
+        ("swap", swaps),
+    ):
+        expected = "state_on='disk'" + " or activations_on='disk'" * (name == "swap")
+        yield name, given, "state_on", in_memory, f"{expected}: pass that, or leave {name} out"
+    yield (
+        "disk_ratio",
+        s.disk_ratio != 1,
+        "state_on",
+        in_memory,
+        "state_on='disk': pass that, or leave it out",
+    )
+    for place in ("state_on", "params_on", "grads_on"):
+        there, one = getattr(s, place) == DISK, "one of the two: leave the other out; "
+        yield place, there, "ema", s.ema is not None, f"{one}a swap space has no averages"
+        yield (
+            place,
+            there,
+            "offload_ratio",
+            s.offload_ratio != 1,
+            f"{one}disk_ratio keeps a part of it on the host",
+        )

@@ -15,7 +15,6 @@ from zfunc.values import of_type
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
-GRAPH_LAUNCHES = 3  # of a pass that is a device graph: a copy in, the replay, a copy out
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
 T = TypeVar("T")
 
@@ -43,11 +42,12 @@ def _each(name: str, given: Any) -> tuple[Any, ...]:
 class SegmentCost:
     """The cost of one segment for one micro-batch, in FLOPs and bytes.
 
-    `flops` is that of forward, `backward_flops` that of backward and its recomputation. `residual_bytes` is kept
+    `flops` is that of forward, `backward_flops` that of backward and its recomputation, `attention_flops` what of
+    it is fused attention. `moved_bytes` is what the kernels of a pass read and write. `residual_bytes` is kept
     between them beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs
     of forward: the input, the residuals, and what of the output is one, if `keeps_output`. A workspace is the peak
     that a pass allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in
-    a pass. `copied_bytes` is what a device graph of a pass copies in and out; 0 if it cannot be one.
+    a pass.
     """
 
     flops: int = 0
@@ -60,7 +60,10 @@ class SegmentCost:
     backward_launches: int = 0
     stash_bytes: int = 0
     keeps_output: bool = False
-    copied_bytes: int = 0
+    attention_flops: int = 0
+    backward_attention_flops: int = 0
+    moved_bytes: int = 0
+    backward_moved_bytes: int = 0
 
 
 @frozen
@@ -92,9 +95,6 @@ class StepSpec:
       written.
     - `grads_on`: where gradients wait for the norm.
     - `ema`: a State has a moving average of the weights.
-    - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
-    - `graphed`: the segments of which forward and backward are device graphs.
-    - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
     - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
     - `norms`: the norm of every parameter's gradient is reported, beside that of all.
 
@@ -135,10 +135,6 @@ class StepSpec:
     grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
     ema: bool = False
-    shadows: int = field(default=0, validator=validators.ge(0))
-    graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
-    delayed: bool = False
-    pending: bool = False
     defer: bool = False
     norms: bool = False
 
@@ -270,25 +266,8 @@ class StepSpec:
 
     @property
     def deferred(self) -> bool:
-        """Whether updates are deferred to the next step."""
+        """Whether updates are deferred to the next step, so that a State has the gradient of the step before."""
         return self.defer and self.barrier
-
-    @property
-    def keeps_gradient(self) -> bool:
-        """Whether a State has the gradient of the step before: its update is delayed or deferred."""
-        return self.delayed or self.deferred
-
-    @cached_property
-    def shadowed(self) -> frozenset[int]:
-        """The buckets that are updated before the norm is known: the first that backward completes.
-
-        None whose parameters or state are off the device or the host: they would be changed before the decision.
-        None whose update has other parts: to repeat it, the device would have to make matrices orthogonal again, or
-        the ranks to measure parameters again.
-        """
-        ahead = self.barrier and self.params_on == "device" and not self.paged
-        alone = [b for b in self.offloaded[::-1] if not self.updated_in_parts(b)]
-        return frozenset(alone[: self.shadows] if ahead else ())
 
     def rounds(self, b: int) -> range:
         """The rounds in which the ranks measure bucket `b` before they update it."""
@@ -340,14 +319,6 @@ class StepSpec:
             return sum(round_up((x.stop - x.start) * self.element_bytes, ALLOCATION) for x in spans)
 
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
-
-    @cached_property
-    def graph_bytes(self) -> tuple[int, int]:
-        """Device memory that all device graphs share: what one pass allocates, and what it copies in and out."""
-        costs, outputs = self.costs, [*(c.input_bytes for c in self.costs[1:]), ALLOCATION + self.aux_bytes]
-        forward = [costs[s].forward_workspace + costs[s].residual_bytes + outputs[s] for s in self.graphed]
-        backward = [costs[s].backward_workspace + self.result_bytes(s) for s in self.graphed]
-        return max([0, *forward, *backward]), max([0, *(costs[s].copied_bytes for s in self.graphed)])
 
     def num_deliveries(self, bucket: Bucket) -> int:
         """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""

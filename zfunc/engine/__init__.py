@@ -5,7 +5,6 @@
     closure_facts           the Python values that a segment depends on
     purity                  refuses segments with hidden state
     vjp                     forward and backward of a segment, with or without recomputation
-    device_graphs           a segment's passes recorded on a device, and replayed
     tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data
     batches                 a batch, and its equal parts
@@ -18,18 +17,17 @@
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
     disk_memory             what lives on the disk: a state in a slot at a time, spilled gradients
+    ownership               which State may use the buffers, and which deferred updates they lack
     state                   `State`, and the allocation of its memory
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State
     stage_context           the arguments of a stage function
     stages                  what each operation of a recipe does: `{verb: function}`
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
-    matrix_stages           up to what whole matrices move along
-    measure_stages          up to what several ranks know of whole parameters
     update_stages           stages that update parameters
     disk_stages             stages that read and write the disk
     train_step              `train_step`
-    flush                   `flush`: the update that the last step left; running a plan on a State
+    flush                   `flush`: the update that the last step deferred; running a plan on a State
     evaluate                loss, outputs and parameters without a step
     rank_agreement          checks that all ranks make the same step
     save_load               `zfunc.save`, `zfunc.load`

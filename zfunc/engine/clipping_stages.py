@@ -45,9 +45,9 @@ def decide(op: Op, mem: Memory, step: StepContext) -> None:
     loss, *aux = _means(op, mem)
     norm = mem[op.read("norm")] if op.touches("norm") else 0.0
     finite = math.isfinite(loss) and math.isfinite(norm)
-    if not finite and not step.skip_overflow:
+    if not finite and step.settings.precision != "fp16":
         _refuse_step(step, loss, norm)
-    factor = clip_factor(norm, step.clip_norm) if finite else 1.0
+    factor = clip_factor(norm, step.settings.clip_norm) if finite else 1.0
     mem[op.write("decision")] = step.decision(skip=not finite, factor=factor, loss=loss, aux=aux)
 
 
@@ -69,12 +69,9 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
     what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
-    done = "nothing was updated and the state is unharmed"
-    if step.applies_pending:
-        done = "nothing was updated with it, and the delayed update before it was made: go on from its .state"
     raise NonFiniteError(
-        f"step {step.number}: got {what}, expected finite numbers; {done}. Look at this batch, lower the "
-        "learning rate, or clip"
+        f"step {step.number}: got {what}, expected finite numbers; nothing was updated and the state is unharmed. "
+        "Look at this batch, lower the learning rate, or clip"
     )
 
 

@@ -1,11 +1,9 @@
-"""The Python values that a function or a module can reach: attributes, closures, globals, random generators.
+"""The Python values that a function or a module depends on: attributes, closures, globals, random generators.
 
-The walk changes nothing and calls no code of the user. Equal facts mean equal values.
+Looking at them changes nothing and calls no code of the user. Equal facts mean equal values.
 """
 
 import functools
-import inspect
-import itertools
 import operator
 import random
 import reprlib
@@ -14,7 +12,9 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -22,58 +22,19 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-MAX_FACTS = 20_000  # of one walk; values beyond are ignored
-MAX_DEPTH = 40
+MAX_ITEMS = 20_000  # of a container; those beyond are ignored
+MAX_DEPTH = 6  # of containers and objects in each other
 MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
-_PLAIN = (bool, int, complex, str, bytes, type(None), Enum, range, slice)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, slice, np.generic)
 _PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.Size)
-_EXACT = frozenset(_PLAIN)  # looked up faster
-_NUMBERS = (float, np.generic)
-_GENERATORS = (np.random.Generator, np.random.RandomState)
-_CONTAINERS: Any = (dict, list, tuple, deque, Mapping)
-_LIBRARIES = {"torch", "numpy", "functorch", "attr", "attrs", *sys.stdlib_module_names} - {"__main__"}
-
-
-@define(eq=False)
-class CapturedFacts:
-    """The values of a walk, by names that the user knows.
-
-    `reads` has a function to look up each value outside of the module (closures, globals, classes) again, which
-    checks in microseconds that nothing has changed.
-    """
-
-    values: dict[str, Any] = field(factory=dict[str, Any])
-    reads: list[tuple[str, Callable[[], Any], Any]] = field(factory=list[tuple[str, Callable[[], Any], Any]])
-
-    def change(self, after: "CapturedFacts") -> str:
-        """A description of the first difference to a later walk, or ""."""
-        for name in {**self.values, **after.values}:
-            old, new = (x.values.get(name, _Absent) for x in (self, after))
-            if old != new:
-                return _describe(name, old, new)
-        return ""
-
-    def moved(self) -> str:
-        """A description of the first of `reads` that has changed, or ""."""
-        for name, read, old in self.reads:
-            try:
-                new = read()
-            except (LookupError, ValueError, AttributeError):  # a key, or a closure's value, is gone
-                new = _Absent
-            if new is not old and not (isinstance(old, _PLAIN) and new == old):
-                return _describe(name, old, new)
-        return ""
-
-
-class _Absent:
-    """Stands for a missing value."""
-
-
-@define
-class _Hidden:
-    """A value that is compared but not shown."""
-
-    value: Any
+_FIXED = (*_PLAIN, Tensor, types.FunctionType, type)  # compared by identity
+_DATA = (*_PLAIN, np.ndarray, Tensor, list, tuple, dict, set, deque, count, functools.partial)
+_DATA = (*_DATA, random.Random, np.random.Generator, np.random.RandomState)
+_LIBRARIES = {"torch", "numpy", "functorch", "attr", "attrs", "transformers", "peft"}
+_LIBRARIES |= {*sys.stdlib_module_names} - {"__main__"}
+_TENSORS = "_parameters", "_buffers"  # attributes of a module
+_ABSENT = object()
+Read = Callable[[], Any]
 
 
 class _Same:
@@ -90,188 +51,156 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+@define(eq=False)
+class CapturedFacts:
+    """Values by names that the user knows, each with what looks it up again; `outside` are those of no module."""
+
+    reads: dict[str, Read]
+    values: dict[str, Any]
+    outside: dict[str, tuple[Any, Any]] = field(factory=dict[str, tuple[Any, Any]])
+
+    def change(self, after: "CapturedFacts") -> str:
+        """A description of the first difference to later facts, or ""."""
+        names = {**self.values, **after.values}
+        return _difference((x, self.values.get(x, _ABSENT), after.values.get(x, _ABSENT)) for x in names)
+
+    def moved(self) -> str:
+        """A description of the first value outside of modules that is another one now, or ""."""
+        # What cannot change while it is the same object is most of them.
+        moved = (
+            x
+            for x, (was, _) in self.outside.items()
+            if not isinstance(was, _FIXED) or was is not _of(self.reads[x])
+        )
+        return _difference((x, self.outside[x][1], _fact(self.reads[x], id)) for x in moved)
+
+
 def captured(root: Any, *, tensors: bool = False) -> CapturedFacts:
-    """All plain values that `root`, a module or a function, can reach; with `tensors` also the tensors."""
-    walk = _Walk(tensors)
-    walk.visit(root, "", 0)
-    return walk.facts
+    """What `root`, a module or a function, depends on; with `tensors` which tensors, too."""
+    reads = dict(_found(root, "", {}))
+    own = {x: read for x, read in reads.items() if not x.startswith("attribute ")}
+    outside = {x: (_of(read), _fact(read, id)) for x, read in own.items()}
+    return CapturedFacts(
+        reads, {x: _fact(read, _Same if tensors else type) for x, read in reads.items()}, outside
+    )
 
 
 def held(module: nn.Module) -> CapturedFacts:
     """The values and tensors of a module that a copy has for itself: none of classes, closures and globals."""
-    walk = _Walk(tensors=True, code=False)
-    walk.visit(module, "", 0)
-    return walk.facts
+    reads = dict(_attributes(module, tensors=True))
+    return CapturedFacts(reads, {x: _fact(read, _Same) for x, read in reads.items()})
 
 
 def path_of(root: Any, t: Tensor) -> str:
     """The name of a tensor that `root` can reach, or ""."""
-    facts = captured(root, tensors=True).values
-    return next((name for name, x in facts.items() if isinstance(x, _Same) and x.ref() is t), "")
+    found = chain(
+        _attributes(root, tensors=True) if isinstance(root, nn.Module) else (), _found(root, "", {})
+    )
+    for name, read in found:
+        with suppress(LookupError, ValueError, AttributeError):
+            if read() is t:
+                return name
+    return ""
 
 
-class _Walk:
-    def __init__(self, tensors: bool, code: bool = True) -> None:
-        self.facts = CapturedFacts()
-        self._tensors, self._code = tensors, code
-        self._seen: dict[int, Any] = {}  # holds the values, so that ids stay unique
-        self._classes: set[type] = set()
-
-    def visit(self, value: Any, path: str, depth: int) -> None:
-        """Record a plain value, or visit the parts of any other, each once."""
-        values = self.facts.values
-        if type(value) in _EXACT or isinstance(value, _PLAIN):
-            values[path] = value
-        elif isinstance(value, _NUMBERS):
-            values[path] = repr(value)  # so that a NaN equals itself
-        elif isinstance(value, Tensor):
-            if self._tensors:
-                values[path] = _Same(value)
-        elif id(value) not in self._seen and depth < MAX_DEPTH and len(values) < MAX_FACTS:
-            self._seen[id(value)] = value
-            self._visit_parts(value, path, depth + 1)
-
-    def _visit_parts(self, value: Any, path: str, depth: int) -> None:
-        if isinstance(value, types.FunctionType):  # most are functions or containers
-            self.facts.values[path] = _Hidden(value.__code__)
-            if self._code:
-                self._visit_function(value, path, depth)
-        elif isinstance(value, nn.Module):
-            self._visit_module(value, path, depth)
-        elif isinstance(value, _CONTAINERS):
-            self._visit_container(value, path, depth)
-        elif isinstance(value, np.ndarray):
-            by_value = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
-            self.facts.values[path] = _Hidden((value.shape, hash(value.tobytes()) if by_value else id(value)))
-        elif isinstance(value, random.Random):
-            self.facts.values[path] = _Hidden(hash(value.getstate()))
-        elif isinstance(value, np.random.BitGenerator):
-            self.visit(value.state, path, depth)
-        elif isinstance(value, _GENERATORS):
-            self.visit(getattr(value, "bit_generator", None) or value._bit_generator, path, depth)
-        elif isinstance(value, types.BuiltinFunctionType):
-            self.facts.values[path] = value.__qualname__
-        elif isinstance(value, types.MethodType):
-            self._visit_all([("", value.__func__), ("", value.__self__)], path, depth)
-        elif isinstance(value, functools.partial):
-            parts = [("", value.func), *_items(value.args), *_items(value.keywords)]
-            self._visit_all(parts, path, depth)
-        elif isinstance(value, (set, frozenset)):
-            self.facts.values[path] = _Hidden(frozenset(x for x in value if isinstance(x, _PLAIN)))
-        elif isinstance(value, types.GeneratorType):
-            self.visit(inspect.getgeneratorlocals(value), path, depth)
-        elif isinstance(value, itertools.count):
-            self.facts.values[path] = repr(value)
-        elif isinstance(value, Iterator):
-            self.facts.values[path] = operator.length_hint(value, -1)
-        elif isinstance(value, type):
-            self._visit_class(value, depth)
-        elif not _is_library(type(value)) and not isinstance(value, types.ModuleType):
-            self._visit_class(type(value), depth)
-            self._visit_all(_attributes(value), path, depth)
-
-    def _visit_all(self, parts: Iterable[tuple[str, Any]], path: str, depth: int) -> None:
-        for name, part in parts:
-            self.visit(part, _joined(path, name), depth)
-
-    def _visit_container(self, value: Any, path: str, depth: int) -> None:
-        if len(value) > MAX_FACTS:
-            self.facts.values[path] = f"{len(value)} items"
-            return
-        self._visit_all(_items(value), path, depth)
-
-    def _visit_module(self, module: nn.Module, path: str, depth: int) -> None:
-        kinds = ("_parameters", "_buffers", "_modules")
-        self.facts.values[f"{path} (its type)" if path else "the module's type"] = type(module)
-        own = [(name, x) for name, x in vars(module).items() if name not in kinds]
-        self._visit_all(own, path, depth)
-        for kind in kinds:
-            self._visit_all(getattr(module, kind).items(), path, depth)
-        self._visit_class(type(module), depth)
-
-    def _visit_class(self, kind: type, depth: int) -> None:
-        for base in kind.__mro__ if self._code else ():
-            if _is_library(base) or base in self._classes:
-                continue
-            self._classes.add(base)
-            for name, value in [*vars(base).items()]:
-                value = getattr(value, "__func__", value)  # of a static or class method
-                path = f"class attribute {base.__name__}.{name}"
-                if isinstance(value, types.FunctionType):
-                    self.visit(value, path, depth)
-                elif not name.startswith("__") and isinstance(value, _DATA):
-                    self._watch(functools.partial(getattr, base, name), value, path, depth)
-
-    def _visit_function(self, f: types.FunctionType, path: str, depth: int) -> None:
-        if _is_library(f):
-            return
-        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-            if _filled(cell):
-                read = functools.partial(getattr, cell, "cell_contents")
-                self._watch(read, cell.cell_contents, f"closure variable {name}", depth)
-        for defaults in filter(None, (f.__defaults__, f.__kwdefaults__)):
-            self.visit(defaults, path, depth)
-        scope = f.__globals__
-        for name in _names(f.__code__):
-            if name not in scope:
-                continue
-            value = scope[name]
-            if isinstance(value, types.ModuleType):
-                self._visit_named(f, value, depth)
-            elif isinstance(value, _DATA) or getattr(value, "__module__", None) == f.__module__:
-                self._watch(functools.partial(operator.getitem, scope, name), value, f"global {name}", depth)
-
-    def _visit_named(self, f: types.FunctionType, module: types.ModuleType, depth: int) -> None:
-        """Visit the values that a function uses from another file of the user."""
-        if _is_library(module):
-            return
-        for name in _names(f.__code__):
-            value = vars(module).get(name, module)
-            if isinstance(value, _DATA):
-                read = functools.partial(operator.getitem, vars(module), name)
-                self._watch(read, value, f"global {module.__name__}.{name}", depth)
-
-    def _watch(self, read: Callable[[], Any], value: Any, path: str, depth: int) -> None:
-        self.facts.reads.append((path, read, value))
-        self.visit(value, path, depth)
-        if isinstance(value, (list, dict)) and len(value) <= MAX_FACTS:  # its items can change too
-            keys = range(len(value)) if isinstance(value, list) else [*value]
-            for key, (name, item) in zip(keys, _items(value), strict=True):
-                if isinstance(item, (*_PLAIN, float)):
-                    self.facts.reads.append(
-                        (path + name, functools.partial(operator.getitem, value, key), item)
-                    )
+def _of(read: Read) -> Any:
+    try:
+        return read()
+    except (LookupError, ValueError, AttributeError):  # a key, or a closure's value, is gone
+        return _ABSENT
 
 
-_DATA = (*_PLAIN, float, np.generic, np.ndarray, Tensor, list, tuple, dict, set, deque, Iterator)
-_DATA = (*_DATA, random.Random, np.random.Generator, np.random.RandomState, functools.partial)
+def _fact(read: Read, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """What is compared of a value that is looked up."""
+    value = _of(read)
+    return value if value is _ABSENT else _compared(value, of_tensor, 0)
 
 
-def _joined(path: str, name: str) -> str:
-    if not name:
-        return path
-    if name.startswith("["):
-        return path + name
-    return f"{path}.{name}" if path else f"attribute {name}"
+def _compared(value: Any, of_tensor: Callable[[Tensor], Any], depth: int) -> Any:
+    of = functools.partial(_compared, of_tensor=of_tensor, depth=depth + 1)
+    if isinstance(value, float | np.generic):
+        return repr(value)  # so that a NaN equals itself
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
+        return value.shape, hash(value.tobytes()) if small else id(value)
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        return of(getattr(value, "bit_generator", None) or value._bit_generator)
+    if isinstance(value, np.random.BitGenerator | count):
+        return repr(getattr(value, "state", value))
+    if depth == MAX_DEPTH:
+        return type(value)
+    if isinstance(value, functools.partial):
+        return of((value.args, value.keywords))
+    if isinstance(value, Mapping):
+        return [(repr(key), of(x)) for key, x in islice([*value.items()], MAX_ITEMS)]
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return [of(x) for x in islice([*value], MAX_ITEMS)]
+    if hasattr(value, "__dict__") and not _is_library(type(value)) and not callable(value):
+        return of(vars(value))
+    return type(value)
 
 
-def _items(value: Any) -> list[tuple[str, Any]]:
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return [(f"[{repr(key) if type(key) is int else reprlib.repr(key)}]", item) for key, item in [*pairs]]
+def _attributes(module: nn.Module, *, tensors: bool) -> Iterator[tuple[str, Read]]:
+    """The attributes of a module and of those in it, and the type of each."""
+    for path, m in module.named_modules():
+        yield f"attribute {path}" if path else "the module", lambda m=m: type(m).__qualname__
+        before = f"attribute {path}." if path else "attribute "
+        for name in vars(m):
+            if name not in (*_TENSORS, "_modules"):
+                yield before + name, functools.partial(operator.getitem, vars(m), name)
+        for name, t in chain(*(vars(m)[kind].items() for kind in _TENSORS)) if tensors else ():
+            yield before + name, lambda t=t: t
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    slots = [
-        (name, getattr(value, name))
-        for kind in type(value).__mro__
-        for name in _listed(vars(kind).get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-    ]
-    return [*getattr(value, "__dict__", {}).items(), *slots]
+def _found(x: Any, name: str, seen: dict[int, Any]) -> Iterator[tuple[str, Read]]:
+    """What a function, a module or an object depends on, by name."""
+    if id(x) in seen or (_is_library(x) and not isinstance(x, types.MethodType | functools.partial)):
+        return
+    seen[id(x)] = x
+    if isinstance(x, types.MethodType):
+        yield from chain(_found(x.__func__, name, seen), _found(x.__self__, name, seen))
+    elif isinstance(x, functools.partial):
+        yield from _found(x.func, name, seen)
+    elif isinstance(x, types.FunctionType):
+        for name, read in _used(x):
+            yield name, read
+            with suppress(ValueError, LookupError):
+                yield from _found(read(), name, seen)
+    elif isinstance(x, type):
+        for base, (name, value) in (
+            (b, pair) for b in x.__mro__ if not _is_library(b) for pair in [*vars(b).items()]
+        ):
+            value = getattr(value, "__func__", value)  # of a static or class method
+            if isinstance(value, types.FunctionType):
+                yield from _found(value, name, seen)
+            elif not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+                yield f"class attribute {base.__name__}.{name}", functools.partial(getattr, base, name)
+    elif isinstance(x, nn.Module):
+        yield from _attributes(x, tensors=False)
+        for kind in dict.fromkeys(type(m) for m in x.modules()):
+            yield from _found(kind, name, seen)
+    elif callable(x):
+        yield from _found(type(x), name, seen)
 
 
-def _listed(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
+def _used(f: types.FunctionType) -> Iterator[tuple[str, Read]]:
+    """What a function uses of its closure, its file, and the user's other files."""
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        yield f"closure variable {name}", functools.partial(getattr, cell, "cell_contents")
+    names = _names(f.__code__)
+    for name in (x for x in names if x in f.__globals__):
+        value = f.__globals__[name]
+        if isinstance(value, _DATA) or getattr(value, "__module__", None) == f.__module__:
+            yield f"global {name}", functools.partial(operator.getitem, f.__globals__, name)
+        elif isinstance(value, types.ModuleType) and not _is_library(value):
+            for x in (x for x in names if isinstance(vars(value).get(x, value), _DATA)):
+                yield f"global {name}.{x}", functools.partial(operator.getitem, vars(value), x)
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -280,26 +209,14 @@ def _names(code: types.CodeType) -> list[str]:
     return [*code.co_names, *(name for x in inner for name in _names(x))]
 
 
-def _filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not _Absent
-    except ValueError:  # not assigned yet
-        return False
-
-
 def _is_library(x: Any) -> bool:
-    """Whether `x` belongs to torch, NumPy or Python, whose values are no part of a model."""
+    """Whether `x` belongs to torch, transformers or Python, whose values are no part of a model."""
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or ""
-    return name.partition(".")[0] in _LIBRARIES
+    return str(name).partition(".")[0] in _LIBRARIES  # not always a text: psutil's constants have a module
 
 
-def _describe(name: str, *values: Any) -> str:
-    if any(isinstance(x, (*_PLAIN, float)) for x in values):
-        return f"{name} ({', then '.join(map(_shown, values))})"
-    return name
-
-
-def _shown(value: Any) -> str:
-    if value is _Absent:
-        return "absent"
-    return value if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
+def _difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:
+    name, *values = next((x for x in pairs if x[1] != x[2]), ("",))
+    plain = any(isinstance(x, _PLAIN) for x in values)
+    shown = ("absent" if x is _ABSENT else x if isinstance(x, str) else reprlib.repr(x) for x in values)
+    return f"{name} ({', then '.join(shown)})" if plain else name

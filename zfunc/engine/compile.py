@@ -34,13 +34,12 @@ from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
 from zfunc.engine.state import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
-from zfunc.engine.vjp import Detached, SegmentVJP, make_vjp
+from zfunc.engine.vjp import Detached, Joints, SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import (
     best_precision,
-    has_graphs,
     on_accelerator,
     pick_device,
     prepare_deterministic,
@@ -90,57 +89,34 @@ def compile(
     refuse_inference_mode("compile")
     segments = _checked_segments(segments)
     example = None if example is None else unpacked(example, segments[-1])
-    given, settings = settings, settings_with(settings, changes)
-    optimizer, settings = choose_optimizer(optimizer, settings)
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
-    ranks = _ranks(group)
-    if recipe is not None and (not callable(recipe) or isinstance(recipe, type)):
-        raise TypeError(
-            f"recipe: got {recipe!r}, expected a function StepSpec -> operations: pass such as "
-            "zfunc.core.recipes.zero_offload"
-        )
-    if recipe is not None and (settings.delayed or settings.defer):
-        name = "delay_from" if settings.delayed else "defer"
-        raise ValueError(
-            f"recipe: got one with {name}, expected one of the two: such a step has a recipe of its own"
-        )
-    if settings.offload_ratio == AUTO and example is None:
-        raise ValueError(
-            "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
-        )
-    settings.check_folders()
-    device = pick_device(device)
+    ranks, device = _ranks(group), pick_device(device)
     refuse_global_modes("compile", device)
-    if "precision" not in changes and given is None and on_accelerator(device):
+
+    # Settings: by name, of the device, and what is "auto".
+    by_default = settings is None and "precision" not in changes
+    optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
+    settings.check_folders()
+    if by_default and on_accelerator(device):
         settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
-    if settings.automatic:
-        if example is None:
-            raise ValueError(
-                f"{', '.join(settings.automatic)}: got 'auto' without an example, expected one: pass a batch to "
-                "plan memory"
-            )
-        make = partial(
-            compile,
-            segments,
-            optimizer=optimizer,
-            device=device,
-            group=group,
-            recipe=recipe,
-            example=example,
-            stages=stages,
-            patience=patience,
+    automatic = [*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])]
+    if automatic and example is None:
+        raise ValueError(
+            f"{', '.join(automatic)}: got 'auto' without an example, expected one: pass a batch to plan memory"
         )
+    if settings.automatic:
+        same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
+        make = partial(compile, segments, **same, example=example, patience=patience)
         ways = settings.placed(ranks.world, disk=bool(settings.swap))
         program = first_that_fits((partial(make, way) for way in ways), example)
         chosen = ", ".join(f"{name}={getattr(program.settings, name)!r}" for name in settings.automatic)
         log.info("chosen where the settings say auto: %s", chosen)
         return program
     optimizer = with_moments(optimizer, settings)
-    if settings.deterministic:
-        prepare_deterministic(device)
     settings = settings.scheduled(on_cpu=not on_accelerator(device))
-    default_threads()  # chosen and logged before any lane runs
+
+    # Spec: the layout of the parameters, and what a recipe asks of the settings.
     spec = spec_of(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
     if spec.stateful and spec.swaps:
         raise ValueError(
@@ -148,32 +124,37 @@ def compile(
             f"{segments[spec.stateful[0]].name!r} (running statistics), which a swap space does not have: expected "
             "state_on='host'; activations_on='disk' works"
         )
-    if spec.graphed and not has_graphs(device):
-        spec = evolve(spec, graphed=())
+
+    # Graph and plan: the recipe's operations, scheduled and verified.
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, spec, functions)
     recipe = recipe or recipe_of(spec)
+    plan = make_plan(spec, schedule, recipe)
+
+    # Program: the passes of the segments, and the lanes that run them.
+    if settings.deterministic:
+        prepare_deterministic(device)
+    default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=_calls(segments, spec.layout, settings, device),
+        calls=segment_calls(segments, spec.layout, settings, device),
         settings=settings,
         optimizer=optimizer,
         schedule=schedule,
         device=device,
         spec=spec,
-        plan=make_plan(spec, schedule, recipe),
+        plan=plan,
         stages=functions,
         executor=Executor(device, patience=patience, deterministic=settings.deterministic),
         cache=ProgramCache(),
         ranks=ranks,
         recipe=recipe,
     )
-    if example is None:
-        return log_offload(program)
-    if settings.offload_ratio == AUTO:
-        program = fit_to_memory(program, example)
-    return log_offload(evolve(program, plan=specialize(program, example).plan))
+    if example is not None:
+        program = fit_to_memory(program, example) if settings.offload_ratio == AUTO else program
+        program = evolve(program, plan=specialize(program, example).plan)
+    return log_offload(program)
 
 
 def spec_of(
@@ -181,11 +162,17 @@ def spec_of(
 ) -> StepSpec:
     """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
     spec = make_spec([s.parameters for s in segments], optimizer, settings, world=world, on_gpu=on_gpu)
-    return evolve(
-        spec,
-        constant_bytes=sum(nbytes(s.constants) for s in segments),
-        buffer_bytes=[buffers_nbytes(s.buffers) for s in segments],
-    )
+    return evolve(spec, constant_bytes=constant_bytes(segments), buffer_bytes=buffer_bytes(segments))
+
+
+def constant_bytes(segments: Sequence[Segment]) -> int:
+    """Device memory of what the segments read and never train, beside parameters."""
+    return sum(nbytes(s.constants) for s in segments)
+
+
+def buffer_bytes(segments: Sequence[Segment]) -> list[int]:
+    """Device memory of what the forward of each segment changes."""
+    return [buffers_nbytes(s.buffers) for s in segments]
 
 
 def _checked_segments(segments: Sequence[Segment] | nn.Sequential) -> tuple[Segment, ...]:
@@ -258,10 +245,15 @@ def _owned(segment: Segment) -> dict[str, Parameter]:
     return {p.name: p for p in segment.parameters if p.name not in segment.shared}
 
 
-def _calls(
-    segments: Sequence[Segment], layout: Layout, settings: StepSettings, device: torch.device
+def segment_calls(
+    segments: Sequence[Segment],
+    layout: Layout,
+    settings: StepSettings,
+    device: torch.device,
+    joints: dict[str, Joints] | None = None,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their forward and backward; equal segments share these, to be traced or compiled once."""
+    """The segments with their forward and backward; equal segments share these, to be traced or compiled once; with
+    the same `joints` also those that recompute otherwise."""
     compiled = settings.compile_segments
     trainable = {span.name for span in layout.spans}
     pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
@@ -270,7 +262,7 @@ def _calls(
     for s, segment in enumerate(segments):
         keep: Recompute = settings.recompute_of(s, len(segments))
         if s == last and keep == "all":
-            keep = "min-cut" if compiled or settings.device_graphs else "none"
+            keep = "min-cut" if compiled else "none"
         options = (keep, s > layout.first_trainable, s == last)
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
@@ -283,6 +275,7 @@ def _calls(
                 last=s == last,
                 moving=settings.moves,
                 name=segment.name,
+                joints=None if joints is None else joints.setdefault(segment.name, {}),
             )
             eager = make()
             pair = make(compiled=True) if compiled else eager, eager

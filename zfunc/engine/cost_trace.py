@@ -5,28 +5,28 @@ known before it runs.
 """
 
 import logging
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import fields, frozen
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
+from zfunc.core.traffic import Traffic
+from zfunc.engine.tensor_memory import FakeTensors
 from zfunc.engine.vjp import differentiated
 from zfunc.runtime.rng import is_draw
-
-T = TypeVar("T")
 
 # They allocate, or look at memory in another shape, though their schemas do not say so.
 UNLAUNCHED = {
@@ -42,6 +42,24 @@ PRODUCTS = {  # matrix products, and which argument is their first factor
     torch.ops.aten.bmm: 0,
     torch.ops.aten.addmm: 1,
     torch.ops.aten.baddbmm: 1,
+}
+
+
+LOOKED_UP = {  # they read some rows or elements of their first argument
+    torch.ops.aten.embedding,
+    torch.ops.aten.gather,
+    torch.ops.aten.index,
+    torch.ops.aten.index_select,
+    torch.ops.aten.nll_loss_forward,
+}
+UNFUSED = {  # by a compiler with their neighbours, as products are not
+    torch.ops.aten.cumsum,
+    torch.ops.aten.embedding_dense_backward,
+    torch.ops.aten.histc,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten.sort,
+    torch.ops.aten.topk,
 }
 
 
@@ -66,13 +84,14 @@ class AllocationTracker(TorchDispatchMode):
 
     `random` records whether an operation drew random numbers. With `pure`, a write into a tensor allocated
     elsewhere raises InPlaceError. What the CPU's kernels allocate themselves counts too, unless this is a model of
-    the operations `of_accelerator`.
+    the operations `of_accelerator`. `compiled` is as in `Traffic`.
     """
 
-    def __init__(self, *, pure: bool = False, of_accelerator: bool = False) -> None:
+    def __init__(self, *, pure: bool = False, of_accelerator: bool = False, compiled: bool = False) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = self.launches = 0
+        self.live = self.peak = self.flops = self.attention_flops = self.launches = 0
         self.random = False
+        self._traffic = Traffic(compiled)
         self._pure, self._of_accelerator = pure, of_accelerator
         self._sizes: dict[int, int] = {}
 
@@ -80,8 +99,9 @@ class AllocationTracker(TorchDispatchMode):
         if self._pure:
             self._check_pure(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        flops = flops_of(func, args, kwargs or {}, out)
+        self.flops += flops
+        self.attention_flops += flops if formula(func._overloadpacket) is _attention_flops else 0
         self.launches += is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
         # A view, or an argument returned, allocates nothing.
@@ -89,9 +109,23 @@ class AllocationTracker(TorchDispatchMode):
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
                     self._count(t)
+        if is_launched(func):
+            self._move(func, (args, kwargs), out)
         if not self._of_accelerator:
             self.peak = max(self.peak, self.live + cpu_kernel_bytes(func, args, out))
         return out
+
+    @property
+    def moved_bytes(self) -> int:
+        """What all kernels read and wrote, what is alive among it."""
+        return self._traffic.ended(self._sizes)
+
+    def _move(self, func: Any, given: Any, out: Any) -> None:
+        reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (given, out))
+        packet = func._overloadpacket
+        if packet in LOOKED_UP:  # as much of the first argument as there is of the result
+            reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
+        self._traffic.add(reads, writes, fusable=formula(packet) is None and packet not in UNFUSED)
 
     def _count(self, t: Tensor) -> None:
         storage = t.untyped_storage()
@@ -106,6 +140,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
+        self._traffic.freed(key)
 
     def holds(self, t: Tensor) -> bool:
         """Whether the storage of `t` was allocated under this tracker."""
@@ -153,6 +188,79 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
     return 4 * out.shape[-2] * out.shape[-1] if rows == 1 and columns != 1 else 0
 
 
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """The FLOPs of the matrix products of an operation; element-wise arithmetic counts as none.
+
+    >>> q = torch.ones(1, 2, 8, 4)
+    >>> attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    >>> [flops_of(attend, (q, q, q, 0.0, causal), {}, ()) for causal in (False, True)]
+    [2048, 1024]
+    """
+    count = formula(func._overloadpacket)
+    if count is None:
+        return 0
+    if count in (_attention_flops, _recurrent_flops):
+        return count(func, {x.name: y for x, y in zip(func._schema.arguments, args, strict=False)} | kwargs)
+    return count(*args, **kwargs, out_val=out)
+
+
+@cache
+def formula(packet: Any) -> Callable[..., int] | None:
+    """The function that counts the FLOPs of an operation, None where no matrices are multiplied.
+
+    It is one of this file, or of torch's registry, which lacks some and counts causal attention whole.
+    """
+    name = packet.__name__
+    if name.startswith("_scaled_dot_product_"):
+        return _attention_flops
+    if name.startswith(RECURRENT):
+        return _recurrent_flops
+    functional = getattr(torch.ops.aten, name.rstrip("_"), packet)  # of one that writes in place
+    return OWN_FLOPS.get(functional) or flop_registry.get(functional) or flop_registry.get(packet)
+
+
+def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
+    """Two products forward; five backward, which makes the scores again. A kernel skips what no position sees if it
+    knows that attention is causal; what a mask hides it computes."""
+    (*batch, tokens, size), (*_, seen, _), value = (
+        given["query"].shape,
+        given["key"].shape,
+        given["value"].shape,
+    )
+    backward = func._schema.arguments[0].name.startswith("grad")
+    each = 3 * size + 2 * value[-1] if backward else size + value[-1]
+    return 2 * math.prod(batch) * tokens * seen * each // (2 if given.get("is_causal") else 1)
+
+
+def _recurrent_flops(func: Any, given: Mapping[str, Any]) -> int:
+    """Of a layer: each row is multiplied by every matrix; backward twice."""
+    rows = given["input"].shape[:-1]
+    matrices = [w.shape for name, x in given.items() if "weight" in name for w in tree_leaves(x)]
+    times = 2 if "backward" in func._overloadpacket.__name__ else 1
+    return times * 2 * math.prod(rows) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
+
+
+def _vector_flops(*tensors: Any, **_: Any) -> int:
+    """Two for each element of the matrix, the largest of them, or of a vector."""
+    return 2 * max(t.numel() for t in tensors if isinstance(t, Tensor))
+
+
+def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
+    """Each row is multiplied by one matrix, or groups of columns by groups of rows; without groups, in pairs."""
+    pairs = len(rows) if rows.dim() == matrices.dim() == 3 else 1
+    return 2 * pairs * math.prod(rows.shape[-2:]) * matrices.shape[-1]
+
+
+RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+OWN_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: _grouped_flops,
+    torch.ops.aten.mv: _vector_flops,
+    torch.ops.aten.dot: _vector_flops,
+    torch.ops.aten.vdot: _vector_flops,
+    torch.ops.aten.addmv: _vector_flops,
+}
+
+
 @cache
 def is_launched(func: Any) -> bool:
     """Whether an accelerator computes something for this operation: not for views, memory alone, or questions of
@@ -166,86 +274,76 @@ def is_launched(func: Any) -> bool:
 
 
 @frozen
-class Trace:
-    """The cost of a segment for one micro-batch, in FLOPs and bytes, and its output (`out`, on meta).
+class PassCost:
+    """What forward or backward of a segment costs; the `peak` is in bytes, results included."""
 
-    The peaks are those of each pass, results included, and so are the launches. `residual_bytes` is alive between
-    them beside the output, `stash_bytes` with the input and what of the output is a residual, if it
-    `keeps_output`. `random` is whether one of them draws random numbers. `copied_bytes` is as in `SegmentCost`.
+    flops: int = 0
+    attention_flops: int = 0
+    launches: int = 0
+    moved_bytes: int = 0
+    peak: int = 0
+    random: bool = False  # whether it draws random numbers
+
+    @classmethod
+    def of(cls, tracker: AllocationTracker) -> "PassCost":
+        """What a tracker has counted."""
+        return cls(*(getattr(tracker, f.name) for f in fields(cls)))
+
+
+@frozen
+class Trace:
+    """The cost of a segment for one micro-batch, and its output (`out`, on meta).
+
+    `residual_bytes` is alive between the passes beside the output, `stash_bytes` with the input and what of the
+    output is a residual, if it `keeps_output`.
     """
 
     out: Any
-    forward_flops: int
-    backward_flops: int
-    forward_launches: int
-    backward_launches: int
+    forward: PassCost
+    backward: PassCost
     output_bytes: int
     residual_bytes: int
     stash_bytes: int
     keeps_output: bool
-    forward_peak: int
-    backward_peak: int
-    random: bool
-    copied_bytes: int = 0
-
-
-Forward = Callable[..., tuple[Any, Any]]
-Backward = Callable[..., Any]
-
-
-def run_on_fake_tensors(function: Callable[..., T], *args: Any, device: torch.device) -> T:
-    """`function(*args)` with fake tensors for those in `args`."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return function(*_faked(args, device))
 
 
 def trace(
-    forward: Forward,
-    backward: Backward | None,
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., Any] | None,
     *args: Any,
     device: torch.device,
     prepare: Callable[..., None] = lambda *_: None,
     of_accelerator: bool = False,
+    compiled: bool = False,
+    fake: FakeTensors | None = None,
 ) -> Trace:
     """Trace one segment: `forward(*args)` returns `(y, residuals)`; `backward(*args, residuals, cotangents)` is
     None if nothing below is trained. `prepare(*args)` runs first, to leave out of the costs what happens only once.
-    `of_accelerator` is whether a trace on the CPU is for an accelerator.
+    `of_accelerator` is whether a trace on the CPU is for an accelerator, `compiled` as in `Traffic`.
 
-    `args` are pytrees of tensors, of which only shape, strides and dtype matter.
+    `args` are pytrees of tensors, of which only shape, strides and dtype matter; graphs are of one `fake`.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        args = _faked(args, device)
+    with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
+        args = tree_map_only(Tensor, lambda t: empty_like_strided(t, device), args)
         prepare(*args)
-        with AllocationTracker(of_accelerator=of_accelerator) as tracker:
+        with AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) as tracker:
             y, residuals = forward(*args)
-            forward_flops, forward_launches = tracker.flops, tracker.launches
-            forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
+            first, after = PassCost.of(tracker), tracker.live
             output_bytes = _storage_bytes(y)
             out = tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y)
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and tracker.holds(t)]
-            cotangents, own_bytes, before = _cotangents(y), _storage_bytes(own), tracker.live
+            cotangents = [torch.empty_like(t) for t in differentiated(y)]
+            own_bytes, before = _storage_bytes(own), tracker.live
             del y, own
             keeps_output = before - tracker.live < own_bytes
-        backward_peak = backward_flops = backward_launches = 0
+        second = PassCost()
         if backward is not None:
-            with AllocationTracker(of_accelerator=of_accelerator) as tracker:
-                backward(*args, residuals, cotangents)
-            backward_peak, backward_flops, backward_launches = tracker.peak, tracker.flops, tracker.launches
-            random_numbers = random_numbers or tracker.random
-        return Trace(
-            out=out,
-            forward_flops=forward_flops,
-            backward_flops=backward_flops,
-            forward_launches=forward_launches,
-            backward_launches=backward_launches,
-            output_bytes=output_bytes,
-            residual_bytes=max(0, after - output_bytes),
-            stash_bytes=_storage_bytes((args[-1][0], residuals)),
-            keeps_output=keeps_output,
-            forward_peak=forward_peak,
-            backward_peak=backward_peak,
-            random=random_numbers,
-        )
+            with AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) as tracker:
+                results = backward(*args, residuals, cotangents)
+                second = PassCost.of(tracker)
+                del results
+        stash = _storage_bytes((args[-1][0], residuals))
+        return Trace(out, first, second, output_bytes, max(0, after - output_bytes), stash, keeps_output)
 
 
 @contextmanager
@@ -253,27 +351,22 @@ def silence_fake_errors() -> Iterator[None]:
     """Mute torch's log of errors in this thread's fake tensors, which are raised as well."""
     logger, thread = logging.getLogger(fake_tensor.__name__), threading.get_ident()
 
-    def others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger.addFilter(others)
+    logger.addFilter(others := lambda record: record.thread != thread)
     try:
         yield
     finally:
         logger.removeFilter(others)
 
 
-def _faked(args: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda t: empty_like_strided(t, device), args)
-
-
-def _cotangents(y: Any) -> list[Tensor]:
-    return [torch.empty_like(t) for t in differentiated(y)]
-
-
 def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:
     """An empty tensor of the same shape, strides and dtype, all of which a trace depends on."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
+def _moved(t: Tensor) -> tuple[int, int]:
+    """Which memory a tensor is in, and its bytes; an expanded one has no more than its memory."""
+    storage = t.untyped_storage()
+    return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
 
 
 def _storage_bytes(tree: Any) -> int:

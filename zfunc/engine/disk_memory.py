@@ -1,6 +1,6 @@
 """What lives on the disk: the state of every bucket, which a slot holds in turn; waiting gradients; activations."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region
-from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.errors import CheckpointError, DiskError
 from zfunc.runtime.direct_io import DirectFile
-from zfunc.runtime.drive_speed import drive_shares
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -63,7 +62,10 @@ class StateOnDisk:
 
     def read_weights(self, page: Tensor | None = None) -> Tensor:
         """Read the parameters, or this rank's slice of them, into the beginning of `page`, or into new memory."""
-        name = next(x for x in (PARAMS, FROZEN, HIGH_HALF) if x in self.all)
+        return self.read_part(next(x for x in (PARAMS, FROZEN, HIGH_HALF) if x in self.all), page)
+
+    def read_part(self, name: str, page: Tensor | None = None) -> Tensor:
+        """Read one part into the beginning of `page`, or into new memory."""
         (part,) = (x for x in self.extent.parts if x.name == name)
         size = part.stop - part.start
         page = alloc_host(size, torch.uint8) if page is None else page
@@ -94,10 +96,24 @@ class StateOnDisk:
         return [as_bytes(flat[x.start : x.stop]) for x in self.extent.parts if x.name in names]
 
 
-def extents_of(spec: StepSpec) -> dict[int, Extent]:
-    """The extents of a rank by bucket; those of frozen ones have its slice of the parameters."""
+def extents_of(spec: StepSpec, masters: Collection[int] = ()) -> dict[int, Extent]:
+    """The extents of a rank by bucket; those of frozen ones have its slice of the parameters.
+
+    Those of the frozen buckets in `masters` begin with its fp32 values.
+    """
     frozen_ones = (bucket.index for bucket in spec.layout.frozen_buckets)
-    return {b: spec.extent(b) for b in (*spec.offloaded, *frozen_ones)}
+    extents = {b: spec.extent(b) for b in (*spec.offloaded, *frozen_ones)}
+    for b in masters:
+        parts = [(x.name, x.nbytes) for x in extents[b].parts]
+        master = (MASTER, 4 * spec.layout.weights(b).numel // spec.world)
+        moved, others = [master, *parts[: extents[b].moved]], parts[extents[b].moved :]
+        extents[b] = Extent.of(moved, others, generations=1)
+    return extents
+
+
+def masters_in(extents: Mapping[int, Extent], first: int) -> frozenset[int]:
+    """The frozen buckets, those from number `first` on, of which a swap space has fp32 values too."""
+    return frozenset(b for b, x in extents.items() if b >= first and any(p.name == MASTER for p in x.parts))
 
 
 def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:
@@ -105,9 +121,11 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[
 
     def dtypes(b: int) -> dict[str, torch.dtype]:
         kinds = spec.state_buffers(b) if b < len(spec.layout.buckets) else ()
-        return {x.name: TORCH_DTYPES[x.dtype] for x in kinds} | {PARAMS: dtype, FROZEN: dtype}
+        own = {PARAMS: dtype, FROZEN: dtype, MASTER: torch.float32}
+        return own | {x.name: TORCH_DTYPES[x.dtype] for x in kinds}
 
-    return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in extents_of(spec).items()}
+    masters = masters_in(swap.header.extents, len(spec.layout.buckets))
+    return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in extents_of(spec, masters).items()}
 
 
 @define(eq=False)
@@ -141,7 +159,7 @@ class SpilledBytes:
 
 
 def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Region, SpilledBytes]:
-    """Room on the disk for these regions, each striped over all folders.
+    """Room on the disk for these regions, each in equal parts on all folders.
 
     Raises DiskError where there is none, and CheckpointError for a folder that is missing or in memory.
     """
@@ -149,7 +167,6 @@ def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Regio
         return {}
     paths, ends = [Path(folder).expanduser() for folder in folders], [0] * len(folders)
     check_folders(paths)
-    shares = drive_shares(paths)
-    stripes = [lay_stripes(r.nbytes, shares, ends) for r in regions]
+    stripes = [lay_stripes(r.nbytes, [1] * len(paths), ends) for r in regions]
     files = [DirectFile.unnamed(path, max(end, BLOCK)) for path, end in zip(paths, ends, strict=True)]
     return {r: SpilledBytes(files, x, r.nbytes, str(r)) for r, x in zip(regions, stripes, strict=True)}

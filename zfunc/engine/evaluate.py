@@ -101,7 +101,7 @@ def outputs(
 ) -> Iterator[Any]:
     """The outputs of the segments, one by one, computed on demand; the last is that of `apply`.
 
-    `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.kv_cache.KVCache` to
+    `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.sequences.KVCache` to
     generate token by token. With `defer` and several ranks, the first call after a step is a collective.
     """
     _check_ema(program, ema, "apply")

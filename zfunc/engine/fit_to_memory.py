@@ -135,16 +135,7 @@ def log_offload(program: Program) -> Program:
             len(spec.resident),
             len(spec.layout.buckets),
         )
-    if spec.shadows and not spec.shadowed:
-        reason = (
-            "without clipping or fp16 nothing waits for the norm"
-            if spec.offloaded
-            else "nothing is on the host"
-        )
-        log.info("speculate: %s: there is nothing to speculate on", reason)
     if program.settings.defer and not (spec.deferred and spec.offloaded):
         reason = "without clipping or fp16 no update waits" if spec.offloaded else "nothing is on the host"
         log.info("defer: %s: there is nothing to defer", reason)
-    if spec.delayed and not spec.offloaded:
-        log.info("delay_from: nothing is on the host, so nothing is delayed")
     return program

@@ -6,6 +6,7 @@ Initial values depend on the seed, the segments and `params`, never on the layou
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
@@ -74,7 +75,7 @@ def _initialized(
         _fill(program, buffers, segment, spans, fold_seed(seed, "init", s), params)
     begin_averages(buffers, program.layout)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
-    return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
+    return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
 
 
 def _fill(
@@ -103,16 +104,23 @@ def _fill(
         put_weights(buffers, program.layout, spans[p.name], value, program.ranks)
 
 
-def allocate_state(program: Program, action: str, swap: SwapSpace | None = None) -> Buffers:
-    """Zeroed buffers for a State, if a step fits too. A collective. Raises OutOfMemory before any allocation.
+def allocate_state(
+    program: Program, action: str, swap: SwapSpace | None = None, masters: frozenset[int] = frozenset()
+) -> Buffers:
+    """Zeroed buffers for a State, if a step fits too; with fp32 values of the frozen buckets in `masters`. A
+    collective. Raises OutOfMemory before any allocation.
 
     If its state is on the disk, it is in a new swap space, unless one is passed.
     """
-    check_memory(program, peak_memory(program.plan), action=action)
-    swap = swap or create_swap(program)
+    peaks, spec = peak_memory(program.plan), program.spec
+    if not spec.swaps:
+        nbytes = sum(4 * spec.layout.weights(b).numel // spec.world for b in masters)
+        peaks["host"] = evolve(peaks["host"], kept=peaks["host"].kept + nbytes)
+    check_memory(program, peaks, action=action)
+    swap = swap or create_swap(program, masters)
     if swap is not None:
         give_back_freed()
-    make = partial(allocate, program.spec, program.dtype, program.device, swap, program.settings.swap)
+    make = partial(allocate, spec, program.dtype, program.device, swap, program.settings.swap, masters)
     return allocate_on_all(program, make)
 
 

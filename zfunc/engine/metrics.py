@@ -15,9 +15,8 @@ class Metrics:
     before clipping, unscaled, and so are `norms`, those of each parameter by full name, where they are asked for.
     `step` is the number of the step, from 1; `skipped` is set by an overflow at this `loss_scale`. `host_seconds`
     is the part of `seconds` in host operations. `sent_bytes` went to other ranks (see `zfunc.runtime.collectives`).
-    `redone` counts the buckets whose speculative update was made again because the gradient was clipped. `timeline`
-    and its `plan` are there with `trace=True`, and `saved`, the checkpoint's path or the reason of its failure,
-    with `save=`.
+    `timeline` and its `plan` are there with `trace=True`, and `saved`, the checkpoint's path or the reason of its
+    failure, with `save=`.
     """
 
     loss: float
@@ -29,7 +28,6 @@ class Metrics:
     seconds: float
     host_seconds: float
     sent_bytes: int = 0
-    redone: int = 0
     aux: dict[str, float] = field(factory=dict[str, float])
     norms: dict[str, float] = field(factory=dict[str, float])
     timeline: Timeline | None = None

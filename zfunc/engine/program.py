@@ -21,17 +21,18 @@ from zfunc.core.graph import Graph, Region, Role, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
 from zfunc.core.plan import Plan
-from zfunc.core.recipes import Recipe, zero_offload
+from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with
 from zfunc.engine.closure_facts import CapturedFacts
-from zfunc.engine.device_graphs import DeviceGraphs, storages_of
 from zfunc.engine.disk_memory import SpilledBytes, StateSlot, spill_files
 from zfunc.engine.module_buffers import buffer_views
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
+from zfunc.engine.tensor_memory import FakeTensors
+from zfunc.engine.vjp import Joints
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
@@ -84,12 +85,6 @@ class Program:
         """The dtype of parameters and gradients on the device."""
         return TORCH_DTYPES[self.settings.precision]
 
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """The recipes of its steps, that of `plan` first; each may use staging buffers that others do not."""
-        delayed_later = (self.settings.delay_from or 0) > 1
-        return (self.recipe, *((zero_offload,) if delayed_later else ()))
-
 
 @frozen(eq=False)
 class ShapedProgram:
@@ -109,12 +104,13 @@ class ProgramCache:
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
     facts: dict[int, tuple[str, CapturedFacts]] = field(factory=dict)  # Python values that traces depend on
+    checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input
+    fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
+    joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Any] | None = None
     # of the largest batch so far
     activations: dict[Region, ActivationSlot | SpilledBytes] = field(factory=dict)
-    graphs: DeviceGraphs | None = None
-    graphs_of: Any = None  # the shapes and the weights that they are for
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -163,20 +159,16 @@ def staging_buffers(program: Program) -> dict[Region, Any]:
     """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
-        graphs = [Graph(recipe(spec)) for recipe in program.recipes]
-        regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
-        regions = [r for r in regions if r.role != "act"]
+        recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
+        regions = dict.fromkeys(r for recipe in recipes for r in Graph(recipe(spec)).regions)
+        regions = [r for r in regions if r.lifetime == "program" and r.role != "act"]
         in_memory = (r for r in regions if r.tier != "disk")
         memory = allocate_regions(in_memory, program.dtype, program.device)
         slots: dict[Role | None, Callable[[Tensor], Any]] = {"params": WeightSlot, "paged": StateSlot}
-        staging: dict[Region, Any] = {r: slots.get(r.role, _as_it_is)(x) for r, x in memory.items()}
+        staging: dict[Region, Any] = {r: slots.get(r.role, lambda x: x)(x) for r, x in memory.items()}
         spilled = (r for r in regions if r.tier == "disk")
         program.cache.staging = staging | spill_files(spilled, program.settings.swap)
     return program.cache.staging
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
@@ -224,21 +216,6 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
         for r, slot in program.cache.activations.items():  # freed before
             allocated[r.tier] += slot.nbytes
     return allocated
-
-
-def graphs_for(program: Program, spec: StepSpec, shapes: Any, buffers: Buffers) -> DeviceGraphs:
-    """The device graphs of steps with these shapes and these weights. Those of others are dropped."""
-    cache = program.cache
-    fixed = [*buffers.params(), *(t for call in program.calls for t in call.constants.values())]
-    constants = storages_of(fixed)
-    these = shapes, constants, tuple(t.data_ptr() for t in fixed)
-    if cache.graphs is None or cache.graphs_of != these:
-        cache.graphs = None  # its memory, first
-        cache.graphs = DeviceGraphs(program.device, constants, spec.graph_bytes[1])
-        cache.graphs_of = these
-    else:
-        cache.graphs.warm = True
-    return cache.graphs
 
 
 def on_compute_stream(program: Program) -> AbstractContextManager[None]:

@@ -43,8 +43,8 @@ def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Ba
     optimizer, number = program.optimizer, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
-        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}, "
-        f"deferred {state.buffers.deferred}",
+        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
+        f"deferred {state.buffers.owner.deferred}",
         f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
         f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
         f"clip_norm {program.settings.clip_norm}",

@@ -12,13 +12,13 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import BUFFER, PENDING
+from zfunc.checkpoint.manifest import BUFFER, PENDING, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.dtypes import Dtype
+from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, stored_buffers, weight_buffers
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, stored_buffers, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import begin_averages, send_weights
@@ -60,6 +60,10 @@ def fill_state(
     other = {x for x in own if x not in trained or manifest.format_of(manifest.by_name[x]) != own[x]}
     changed = [x for x in state if x.parameter in other and x.kind not in BESIDE]
     frozen = [*_frozen_slices(buffers, layout, ranks)]
+    converted = [x for x in frozen if x.parameter in trained]
+    for b in buffers.masters:
+        rounded = frozen_slices(layout, layout.weights(b), "fp32", ranks.rank, world)
+        converted += [evolve(x, kind=MASTER) for x in rounded]
     equal = [x for x in state if (x.parameter not in other and x.kind != EMA.name) or x.kind == PENDING]
     equal += [x for x in frozen if x.parameter not in trained]
     begun: list[str] = []
@@ -70,8 +74,8 @@ def fill_state(
                 continue
             _begin(reader, by_kind, buffers)
             begun.append(name)
-        for x in frozen:
-            for start, stop in _parts(x) if x.parameter in trained else ():
+        for x in sorted(converted, key=lambda x: x.bucket):
+            for start, stop in _parts(x):
                 part = slice_memory(buffers, x)[start - x.start : stop - x.start]
                 part.copy_(_weights(reader, x.parameter, start, stop))
         for _, slices in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
@@ -98,6 +102,19 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
                 values = torch.empty(into.numel(), dtype=into.dtype, device="cpu")
                 reader.read([(WantedSlice(BUFFER, name, 0, into.numel()), as_bytes(values))])
                 into.copy_(values.view(into.shape))
+
+
+def rounded_buckets(manifest: Manifest, layout: Layout, precision: Dtype) -> frozenset[int]:
+    """The frozen buckets with weights that the checkpoint has in another type than `precision`, if that rounds."""
+
+    def rounded(entry: ParameterEntry) -> bool:
+        pieces = entry.pieces.get(FROZEN, ())
+        return entry.trainable or any(
+            manifest.tensor(x).dtype != DTYPES[precision].safetensors for x in pieces
+        )
+
+    buckets = layout.frozen_buckets if precision != "fp32" else ()
+    return frozenset(x.index for x in buckets if any(rounded(manifest.by_name[s.name]) for s in x.spans))
 
 
 def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:

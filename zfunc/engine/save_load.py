@@ -17,7 +17,7 @@ from attrs import frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import PENDING, Manifest, check_model
+from zfunc.checkpoint.manifest import Manifest, check_model
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
@@ -36,7 +36,7 @@ from zfunc.engine.program import (
     module_buffers,
     staging_buffers,
 )
-from zfunc.engine.restore import fill_buffers, fill_state, send_parameters
+from zfunc.engine.restore import fill_buffers, fill_state, rounded_buckets, send_parameters
 from zfunc.engine.segment import Segment
 from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
@@ -87,7 +87,7 @@ def save(
             commit_state(program, state, dict(extra or {}))
             return path
         request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
-        special = specialize_without_batch(program, checkpoint, pending=state.pending is not None)
+        special = specialize_without_batch(program, checkpoint)
         writer = begin_save(program, state, request)
         step = step_context(program, special, state, max(1, state.step))
         mem = state_memory(program, state) | {Region("checkpoint"): writer}
@@ -108,13 +108,14 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
             f"save: got extra_after for {save.folder}, expected it for a folder of the swap space: pass extra"
         )
     precision: Dtype = program.settings.precision
-    gradients = state.buffers.waiting() if state.pending is not None else {}
+    masters = state.buffers.masters
     snapshot = Snapshot(
         layout=program.layout,
-        frozen_dtype=precision,
+        frozen_dtypes={
+            x.index: "fp32" if x.index in masters else precision for x in program.layout.frozen_buckets
+        },
         position=position_of(state),
         optimizer=optimizer_settings(program, state.step),
-        pending={b: "fp32" if x.dtype == torch.float32 else precision for b, x in gradients.items()},
         buffers=[
             TensorInfo(f"{segment.name}.{short}", SAFETENSORS_TYPES[t.dtype], t.shape)
             for segment in program.segments
@@ -122,17 +123,17 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         ],
         ema=program.spec.ema,
     )
-    return begin_writing(snapshot, save, program.ranks)
+    return begin_writing(snapshot, save, program.ranks, state.buffers.frozen_master)
 
 
 def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> State:
     """Load the State of a checkpoint. `path` is its folder, or a folder of checkpoints, whose newest is loaded.
 
     It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or state format;
-    each rank reads only the slices it keeps. (A checkpoint of delayed updates, with a gradient that is still to be
-    applied, needs a program that delays the same parameters.) The optimizer's settings are the program's; if they
-    differ from the saved ones, a warning is logged. If the newest checkpoint of a folder is damaged, the one before
-    it is loaded, with a warning. With several ranks all of them have to call this.
+    each rank reads only the slices it keeps. Frozen parameters that the precision rounds are kept in fp32 too, on
+    the host or in the swap space: later checkpoints have these values. The optimizer's settings are the program's;
+    if they differ from the saved ones, a warning is logged. If the newest checkpoint of a folder is damaged, the
+    one before it is loaded, with a warning. With several ranks all of them have to call this.
 
     Unless `strict`, the program may train other parameters of the same model, and with another optimizer: where a
     parameter is trained in both and its optimizer can read the saved moments, they are kept. Others begin with
@@ -172,7 +173,10 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
         return _resume_swap(program)
     for folder in _folders(path, ranks):
         checkpoint = all_or_none(ranks, partial(_open, folder, program, strict=strict))
-        buffers = buffers or all_or_none(ranks, partial(allocate_state, program, "load"))
+        masters = rounded_buckets(checkpoint.manifest, program.layout, program.settings.precision)
+        if buffers is None or buffers.masters != masters:
+            buffers = None  # before others are allocated
+            buffers = all_or_none(ranks, partial(allocate_state, program, "load", masters=masters))
         fill = partial(_fill, program, buffers, checkpoint, strict=strict)
         try:
             begun = all_or_none(ranks, fill)
@@ -273,30 +277,15 @@ def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
 
 
 def _check_pending(manifest: Manifest, program: Program) -> None:
-    """The program delays the updates that are pending, and keeps their gradients in a type that holds them."""
-    if manifest.position.pending is None:
-        return
+    """A gradient that waits, of the delayed updates of earlier versions, has a place in the State."""
     layout, spec = program.layout, program.spec
-    buckets = [layout.buckets[b] for b in spec.offloaded] if spec.delayed else []
-    delayed = {x.name for bucket in buckets for x in bucket.spans if x.start < x.stop}
-    narrow = {
-        x.name
-        for bucket in buckets
-        for x in bucket.spans
-        if program.settings.precision == "fp16" and spec.num_deliveries(bucket) == 1
-    }
-    for name in narrow & manifest.pending:
-        piece = manifest.by_name[name].pieces[PENDING][0]
-        if (stored := manifest.tensor(piece).dtype) != "F16":
-            raise CheckpointError(
-                f"{name!r}: got a pending gradient in {stored}, expected F16, whose range is smaller. Load it with "
-                "the precision and micro_batches it was saved with, then zfunc.flush and save it again"
-            )
-    if delayed != manifest.pending:
+    waiting = [layout.buckets[b] for b in spec.offloaded if spec.deferred and not spec.spilled(b)]
+    held = {x.name for bucket in waiting for x in bucket.spans if x.start < x.stop}
+    if manifest.position.pending is not None and held != manifest.pending:
         raise CheckpointError(
-            f"got a pending gradient of {len(manifest.pending)} parameters, from delayed updates, expected one of "
-            f"the {len(delayed)} parameters that this program delays. Load it with the delay_from, offload_ratio, "
-            "bucket_size and number of ranks it was saved with, then zfunc.flush and save it again"
+            f"got a gradient of {len(manifest.pending)} parameters that is still to be applied, from delayed "
+            f"updates, expected a program that defers the updates of these, not of {len(held)}: load it with "
+            "defer=True, clip_norm, and the offload_ratio, bucket_size and number of ranks it was saved with"
         )
 
 

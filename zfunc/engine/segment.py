@@ -148,7 +148,7 @@ class Segment:
         if self.module is None or other.module is None:
             tensors = (self.constants, other.constants, self.buffers, other.buffers)
             return self.function is other.function and not any(tensors)
-        return _same(self.module, other.module)
+        return same_modules(self.module, other.module)
 
 
 def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = None) -> Segment:
@@ -375,21 +375,23 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
     return _slots(real, "_parameters"), _slots(real, "_buffers")
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_modules(a: Any, b: Any) -> bool:
     """Whether two modules, or two attributes, certainly behave alike; False if in doubt."""
+    if a is b:
+        return True
     if isinstance(a, nn.Module) and type(a) is type(b):
         # Buffers are passed to the function by name, so their values do not matter here.
         skip = {"_parameters", "_buffers", "_modules"}
         mine, theirs = ({k: v for k, v in vars(x).items() if k not in skip} for x in (a, b))
-        children = _same(dict(a._modules), dict(b._modules))
-        return children and _same(mine, theirs) and a._buffers.keys() == b._buffers.keys()
+        children = same_modules(dict(a._modules), dict(b._modules))
+        return children and same_modules(mine, theirs) and a._buffers.keys() == b._buffers.keys()
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+        return list(a) == list(b) and all(same_modules(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same_modules, a, b))
     if isinstance(a, (set, frozenset)) and type(a) is type(b):
         return a == b
-    return a is b or (type(a) is type(b) and _is_value(a) and a == b)
+    return type(a) is type(b) and _is_value(a) and a == b
 
 
 def _is_value(a: Any) -> bool:

@@ -15,8 +15,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
-from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
-from zfunc.engine.device_graphs import CopiedBytes
+from zfunc.engine.cost_trace import Trace, nbytes, silence_fake_errors, trace
 from zfunc.engine.loss_outputs import aux_names, check_aux_names, with_detached_aux
 from zfunc.engine.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
 from zfunc.engine.program import Program, ShapedProgram, make_plan
@@ -30,6 +29,24 @@ from zfunc.runtime.executor import prepare_plan
 T = TypeVar("T")
 
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
+NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what to use instead
+    "does not require grad and does not have a grad_fn": (
+        "torch.autograd.grad or backward()",
+        "use torch.func.grad, which nests",
+    ),
+    "saved tensor hooks": (
+        "torch.utils.checkpoint or other hooks of saved tensors",
+        "leave it out, and set recompute, which is 'all' unless set",
+    ),
+    "must override the setup_context staticmethod": (
+        "a torch.autograd.Function without setup_context, as reentrant torch.utils.checkpoint is one",
+        "give it setup_context, or in place of a checkpoint set recompute, which is 'all' unless set",
+    ),
+    "call Tensor.requires_grad_()": (
+        "requires_grad_()",
+        "leave it out; for a gradient in forward use torch.func.grad",
+    ),
+}
 log = logging.getLogger("zfunc")
 
 
@@ -39,16 +56,13 @@ def specialize(
     *,
     save: bool = False,
     commit: bool = False,
-    recipe: Recipe | None = None,
 ) -> ShapedProgram:
     """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    `recipe` is that of the step, by default the program's; with `save` the step also writes a checkpoint, with
-    `commit` it leaves one on the disk. Raises ValueError where a segment cannot take its input or the
-    last one returns no scalar.
+    With `save` the step also writes a checkpoint, with `commit` it leaves one on the disk. Raises ValueError where
+    a segment cannot take its input or the last one returns no scalar.
     """
     key, costs = batch_key(program, batch), program.cache.costs
-    recipe = recipe or program.recipe
     _check_facts(program)
     if not costs:
         _warn_of_changes(program.segments)
@@ -60,23 +74,19 @@ def specialize(
             SHAPES,
         )
     micro = split_batch(batch, program.settings.micro_batches)[0]
-    first = not costs
     spec, random = _cached(costs, key, lambda: _traced_alike(program, micro), most=SHAPES)
-    if first and program.settings.device_graphs:
-        _tell_without_graphs(program, spec)
     return _cached(
         program.cache.specialized,
-        (key, recipe, save, commit),
-        lambda: _plan(program, evolve(spec, save=save, commit=commit), random, recipe),
+        (key, save, commit),
+        lambda: _plan(program, evolve(spec, save=save, commit=commit), random, program.recipe),
         most=2 * SHAPES,
     )
 
 
-def specialize_without_batch(program: Program, recipe: Recipe, *, pending: bool) -> ShapedProgram:
+def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
     """The plan of a recipe that needs a State alone, such as a checkpoint; planned at first use."""
-    spec = evolve(program.spec, pending=pending)
-    make = partial(_plan, program, spec, frozenset[int](), recipe)
-    return _cached(program.cache.specialized, (recipe, pending), make, most=2 * SHAPES)
+    make = partial(_plan, program, program.spec, frozenset[int](), recipe)
+    return _cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
 
 
 def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
@@ -103,18 +113,6 @@ def _warn_of_changes(segments: Iterable[Segment]) -> None:
                 segment.name,
                 change,
             )
-
-
-def _tell_without_graphs(program: Program, spec: StepSpec) -> None:
-    """Log which segments have no device graphs."""
-    if not program.spec.graphed:
-        log.info("device_graphs: torch has none on %s: what it queues is launched one by one", program.device)
-    elif others := [s.name for i, s in enumerate(program.segments) if i not in spec.graphed]:
-        log.info(
-            "device_graphs: none for %s%s (random numbers, no trace, or streamed weights)",
-            ", ".join(map(repr, others[:3])),
-            f" and {len(others) - 3} more segments" if others[3:] else "",
-        )
 
 
 def _check_facts(program: Program) -> None:
@@ -154,18 +152,11 @@ def traced_spec(
     first = program.layout.first_trainable
     results = (program.spec.grad_bytes(s) + (size if s > first else 0) for s, size in enumerate(inputs))
     costs = tuple(
-        _cost(t, size, returned, call, program.settings.compile_segments)
+        _cost(t, size, returned, call, bool(program.settings.compile_segments))
         for t, size, returned, call in zip(traces, inputs, results, program.calls, strict=True)
     )
-    fixed = {s for s in program.spec.graphed if not _weights_move(program.spec, s)}
-    graphed = {s for s in fixed if costs[s].copied_bytes and s not in random}
     aux = aux_names(traces[-1].out)
-    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), graphed=graphed, aux=aux), random
-
-
-def _weights_move(spec: StepSpec, s: int) -> bool:
-    """Whether segment `s` has weights in slots."""
-    return any(spec.streamed(b) for b in spec.layout.weights_of(s))
+    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux), random
 
 
 def _cost(t: Trace, input_bytes: int, returned: int, call: CompiledSegment, compiled: bool) -> SegmentCost:
@@ -174,17 +165,20 @@ def _cost(t: Trace, input_bytes: int, returned: int, call: CompiledSegment, comp
     keeps, read = call.passes.keeps, buffers_nbytes(call.buffers)
     kept = t.residual_bytes if keeps else 0
     return SegmentCost(
-        flops=t.forward_flops,
-        backward_flops=t.backward_flops,
+        flops=t.forward.flops,
+        backward_flops=t.backward.flops,
         input_bytes=input_bytes,
         residual_bytes=kept + read,
         stash_bytes=t.stash_bytes + read,
         keeps_output=keeps and t.keeps_output,
-        forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
-        backward_workspace=max(0, t.backward_peak - returned),
-        forward_launches=0 if compiled else t.forward_launches,
-        backward_launches=0 if compiled else t.backward_launches,
-        copied_bytes=t.copied_bytes,
+        forward_workspace=max(0, t.forward.peak - t.output_bytes - kept),
+        backward_workspace=max(0, t.backward.peak - returned),
+        forward_launches=0 if compiled else t.forward.launches,
+        backward_launches=0 if compiled else t.backward.launches,
+        attention_flops=t.forward.attention_flops,
+        backward_attention_flops=t.backward.attention_flops,
+        moved_bytes=t.forward.moved_bytes,
+        backward_moved_bytes=t.backward.moved_bytes,
     )
 
 
@@ -203,7 +197,7 @@ def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[li
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
         traces.append(seen[key])
-        random |= {s} if seen[key].random else set()
+        random |= {s} if seen[key].forward.random or seen[key].backward.random else set()
         x = seen[key].out
     return traces, frozenset(random)
 
@@ -236,37 +230,34 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     }
     weights = (
         {short: values[short] for short in call.trained},
-        {**{short: values[short] for short in call.fixed}, **call.constants},
-        call.buffers,
+        {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers},
     )
 
-    def check(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> Any:
-        y, facts = check_deterministic(segment, {**trained, **fixed, **buffers}, inputs)
+    def check(trained: Any, others: Any, inputs: Any) -> Any:
+        y, facts = check_deterministic(segment, {**trained, **others}, inputs)
         program.cache.facts.setdefault(id(call.passes), (segment.name, facts))
-        if buffers:
+        if call.buffers:
             y, after = y
-            copy_buffers(clone_buffers(buffers), after)
+            copy_buffers(clone_buffers({short: others[short] for short in call.buffers}), after)
         return with_detached_aux(segment.name, y) if s == len(program.segments) - 1 else y
 
-    def prepare(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> None:
-        call.plain.prepare(SegmentWeights(trained, {**fixed, **buffers}), inputs, y)
+    def prepare(trained: Any, others: Any, inputs: Any) -> None:
+        known, key = program.cache.checked, (segment.name, program.dtype, layouts(tree_leaves(inputs)))
+        if key not in known:
+            known[key] = check(trained, others, inputs)
+        call.plain.prepare(SegmentWeights(trained, others), inputs, known[key])
 
-    def forward(trained: Any, fixed: Any, buffers: Any, inputs: Any) -> Any:
-        launch = copied.launcher(trained, fixed)
-        result = call.plain.forward(SegmentWeights(trained, {**fixed, **buffers}), inputs, launch)
-        return (result[0][0], result[1]) if buffers else result
+    def forward(trained: Any, others: Any, inputs: Any) -> Any:
+        result = call.plain.forward(SegmentWeights(trained, others), inputs)
+        return (result[0][0], result[1]) if call.buffers else result
 
-    def backward(trained: Any, fixed: Any, buffers: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
-        weights, launch = SegmentWeights(trained, {**fixed, **buffers}), copied.launcher(trained, fixed)
-        return call.plain.backward(weights, inputs, residuals, cotangents, launch)
-
-    copied = CopiedBytes()
+    def backward(trained: Any, others: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
+        return call.plain.backward(SegmentWeights(trained, others), inputs, residuals, cotangents)
 
     try:
         with name_nondeterminism(segment.name):
-            y = run_on_fake_tensors(check, *weights, inputs, device=device)
             pullback = backward if s >= program.layout.first_trainable else None
-            costs = trace(
+            return trace(
                 forward,
                 pullback,
                 *weights,
@@ -274,8 +265,9 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
                 device=device,
                 prepare=prepare,
                 of_accelerator=of_accelerator,
+                compiled=bool(program.settings.compile_segments),
+                fake=program.cache.fake,
             )
-            return evolve(costs, copied_bytes=copied.most)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise
@@ -286,7 +278,13 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
             "on shapes alone: write it with torch.where, or move it between segments"
         ) from error
     except Exception as error:
-        shapes = [tuple(t.shape) for t in tree_leaves(inputs)]
+        for says, (got, action) in NOT_FUNCTIONAL.items():
+            if says in str(error):
+                raise ValueError(
+                    f"segment {segment.name!r}: got {got} in forward, expected what torch.func can differentiate: "
+                    f"{action}"
+                ) from error
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(inputs)]
         raise ValueError(
             f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
             f"{type(error).__name__}: {error}"

@@ -11,9 +11,9 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
-from zfunc.core.settings import SyncBuffers
+from zfunc.core.settings import StepSettings
 from zfunc.engine.vjp import SegmentVJP
-from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, Optimizer
+from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 
 Memory = MutableMapping[Region, Any]
@@ -57,16 +57,11 @@ class StepContext:
     number: int  # of the update with this step's gradient, from 1
     factors: Mapping[str, Any]  # of the optimizer, for that update
     loss_scale: float
-    clip_norm: float | None
-    ema: float | None  # the decay of the moving average of the weights
-    skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
-    micro_batches: int
+    settings: StepSettings
     dtype: torch.dtype  # of parameters and gradients on the device
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
-    sync_buffers: SyncBuffers  # whose values of the buffers that forward changes are kept
-    applies_pending: bool  # whether this step applies the gradient of the previous one
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
@@ -78,18 +73,6 @@ class StepContext:
         """The decision that skips this step, or clips its gradient by `factor`."""
         named = dict(zip(self.aux, aux, strict=True)) if aux else {}
         return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss, named)
-
-    @property
-    def measuring(self) -> MeasuringOptimizer:
-        """The optimizer, for parameters whose update needs numbers of all of them."""
-        assert isinstance(self.optimizer, MeasuringOptimizer)
-        return self.optimizer
-
-    @property
-    def matrices(self) -> MatrixOptimizer:
-        """The optimizer, for parameters whose update needs whole matrices."""
-        assert isinstance(self.optimizer, MatrixOptimizer)
-        return self.optimizer
 
     def slice_of(self, b: int) -> slice:
         """This rank's slice of a bucket's elements."""

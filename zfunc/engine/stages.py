@@ -15,7 +15,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc.checkpoint.manifest import BUFFER, PENDING
+from zfunc.checkpoint.manifest import BUFFER
 from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
@@ -23,7 +23,6 @@ from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
-from zfunc.engine.device_graphs import DeviceGraphs
 from zfunc.engine.disk_stages import (
     commit,
     page_in,
@@ -35,14 +34,6 @@ from zfunc.engine.disk_stages import (
     unspill_act,
 )
 from zfunc.engine.loss_outputs import aux_names, check_aux_names
-from zfunc.engine.matrix_stages import (
-    direction_to_device,
-    direction_to_host,
-    gather_direction,
-    momentum,
-    orthogonalize,
-)
-from zfunc.engine.measure_stages import join_measures, measure
 from zfunc.engine.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import (
@@ -50,14 +41,18 @@ from zfunc.engine.update_stages import (
     adam_on_device,
     all_gather,
     average,
-    confirm,
-    speculate,
+    copy_direction,
+    gather_direction,
+    join_measures,
+    measure,
+    momentum,
+    orthogonalize,
     state_of,
     to_device,
 )
-from zfunc.engine.vjp import Launch, SegmentWeights, launch_now
-from zfunc.optim.device_adam import exact_parts
-from zfunc.optim.host_adam import accumulate_, square_sum
+from zfunc.engine.vjp import SegmentWeights
+from zfunc.optim.device_update import exact_parts
+from zfunc.optim.host_update import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
 
@@ -73,12 +68,12 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     with step.randomness(m, s), name_nondeterminism(call.name):
-        x, launch = mem[_input(op)], _launch(op, mem, call)
+        x = mem[_input(op)]
         before = (
             clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
         )
         weights = _weights(op, mem, call, before)
-        y, residuals = call.passes.forward(weights, _with_targets(x, op, mem), launch)
+        y, residuals = call.passes.forward(weights, _with_targets(x, op, mem))
         if call.buffers:
             y, after = y
             copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
@@ -104,7 +99,6 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
             _with_targets(x, op, mem),
             residuals,
             _cotangents(op, mem, step),
-            _launch(op, mem, call),
         )
     if op.touches("grads"):
         mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
@@ -261,7 +255,7 @@ def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
 def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
     """Give all ranks the buffers of rank 0, or the mean of those that are not whole numbers."""
     views = buffer_views(flat, step.calls[s].buffers).values()
-    floating = [t for t in views if t.is_floating_point()] if step.sync_buffers == "mean" else []
+    floating = [t for t in views if t.is_floating_point()] if step.settings.sync_buffers == "mean" else []
     if floating:
         total = torch.cat([t.flatten().double() for t in floating])
         step.ranks.all_reduce(total)
@@ -288,8 +282,6 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
         state[FROZEN] = step.ranks.own_slice(step.layout.weights(b), mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
         state[FROZEN] = _in_page(mem[op.read("weight_page")], step, b)
-    if op.touches("grad_shard"):
-        state[PENDING] = mem[op.read("grad_shard")]
     if op.touches("ema"):
         state[EMA.name] = mem[op.read("ema")]
     checkpoint.write(b, state)
@@ -335,16 +327,14 @@ STAGES: dict[str, Stage] = {
     "keep_buffers": keep_buffers,
     "momentum": momentum,
     "momentum_on_device": momentum,
-    "direction_to_device": direction_to_device,
+    "direction_to_device": copy_direction,
     "gather_direction": gather_direction,
     "orthogonalize": orthogonalize,
-    "direction_to_host": direction_to_host,
+    "direction_to_host": copy_direction,
     "measure": measure,
     "measure_on_device": measure,
     "join_measures": join_measures,
     "adam": adam,
-    "speculate": speculate,
-    "confirm": confirm,
     "adam_on_device": adam_on_device,
     "average": average,
     "to_device": to_device,
@@ -404,16 +394,10 @@ def _input(op: Op) -> Region:
     return Region("act", op.index)
 
 
-def _launch(op: Op, mem: Memory, call: CompiledSegment) -> Launch:
-    """What calls the pass: a device graph where the operation has one, which debug mode has not."""
-    graphs: DeviceGraphs | None = mem[op.write("graphs")] if op.touches("graphs") else None
-    return launch_now if graphs is None else graphs.launcher(op.verb, op.index[1], call.name)
-
-
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
     """Those from the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
     if op.touches("targets"):
-        seed = step.loss_scale / (step.micro_batches * step.ranks.world)
+        seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.device)]
     return mem[op.read("grad_act")]
 

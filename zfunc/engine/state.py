@@ -4,7 +4,7 @@ There is one copy of the buffers, and one State that may use them. `train_step` 
 the one it took is donated, and using it again raises DonatedStateError.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.layout import Bucket, round_up
-from zfunc.core.optimizer_state import EMA, HIGH_HALF
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
-from zfunc.engine.disk_memory import StateOnDisk, spill_files, states_on_disk
+from zfunc.engine.disk_memory import StateOnDisk, masters_in, spill_files, states_on_disk
+from zfunc.engine.ownership import Ownership
 from zfunc.engine.tensor_memory import byte_range, storage_of
-from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import alloc_host
@@ -134,21 +133,17 @@ class OpenedState:
 class Buffers:
     """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
-    Only the State of this `generation` may use it. `deferred` is the decision of an update that is still to be made
-    of all but the `updated` buckets, and of the moving averages of all but the `averaged` ones (see
-    `zfunc.engine.flush`).
+    Only the State that is its `owner` may use it.
     """
 
     memory: dict[Region, Any] = field(repr=False)
     # Parameters where they live, by bucket.
     weights: dict[int, Flat] = field(factory=dict[int, Flat], repr=False)
-    generation: int = 0
-    lost: str = ""  # why no State can use it, or ""
+    owner: Ownership = field(factory=Ownership)
     compared: bool = False  # whether the weights have been compared with the other ranks'
-    deferred: StepDecision | None = None
-    updated: frozenset[int] = frozenset()
-    averaged: frozenset[int] = frozenset()
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
+    # Frozen buckets that were rounded from other values: their state has these as its master.
+    masters: frozenset[int] = frozenset()
     _opened: "OpenedState | None" = None
 
     @cached_property
@@ -164,12 +159,6 @@ class Buffers:
         for r in self._by_role.get("state", ()):
             by_bucket.setdefault(r.index[0], []).append(r)
         return by_bucket
-
-    @cached_property
-    def _swaps(self) -> tuple[Region, ...]:
-        """The shadows, and the states that a step may swap with them."""
-        shadows = self._by_role.get("shadow", ())
-        return (*shadows, *(r for b in sorted({r.index[0] for r in shadows}) for r in self._state[b]))
 
     def params(self) -> list[Tensor]:
         """The flat parameters: of each bucket, and the frozen ones."""
@@ -201,6 +190,13 @@ class Buffers:
         self.close()
         return Flat(self.on_disk[b].read_weights(), {})
 
+    def frozen_master(self, b: int) -> Tensor | None:
+        """This rank's slice of a frozen bucket as it was loaded, in fp32, if that is kept; read from the disk if it
+        is there."""
+        if b not in self.masters:
+            return None
+        return self.on_disk[b].read_part(MASTER) if b in self.on_disk else self.memory[Region(MASTER, (b,))]
+
     def ema(self, b: int) -> Tensor | None:
         """This rank's slice of the moving average of a bucket's weights, if there is one."""
         return self.memory.get(Region(EMA.name, (b,)))
@@ -212,12 +208,8 @@ class Buffers:
             opened.on_disk.write(opened.flat, opened.on_disk.moved)
 
     def waiting(self) -> dict[int, Tensor]:
-        """The buffers of pending gradients by bucket; empty unless updates are delayed or deferred."""
+        """The gradients of deferred updates by bucket; empty unless updates are deferred."""
         return {r.index[0]: self.memory[r] for r in self._by_role.get("grad_shard", ())}
-
-    def settle(self, mem: Mapping[Region, Any]) -> None:
-        """Record which shadows a step has swapped in."""
-        self.memory.update((r, mem[r]) for r in self._swaps)
 
 
 @frozen(eq=False)
@@ -225,8 +217,7 @@ class State:
     """Everything that training continues from: buffers, counters, loss scale, seed, data position.
 
     `step` counts updates, `batches` calls of train_step (skipped steps too), `sequences` the rows of all batches so
-    far: the data position. All randomness derives from `seed`. With delayed updates the last gradient is pending in
-    the buffers, with its decision in `pending`; `step` counts its update already.
+    far: the data position. All randomness derives from `seed`.
     """
 
     buffers: Buffers = field(repr=False)
@@ -237,7 +228,6 @@ class State:
     sequences: int = 0
     loss_scale: LossScale = field(factory=LossScale)
     seed: int = 0
-    pending: StepDecision | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -253,13 +243,7 @@ class State:
                 "program, because programs lay out their buffers differently: pass zfunc.params of the other to "
                 "init(program, params=...)"
             )
-        if self.buffers.lost:
-            raise DonatedStateError(f"{action}: this state is gone: {self.buffers.lost}")
-        if self.generation != self.buffers.generation:
-            raise DonatedStateError(
-                f"{action}: got a state that an earlier train_step or flush consumed (step {self.step}), expected "
-                "the one it returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
-            )
+        self.buffers.owner.check(self.generation, self.step, action)
 
 
 def refuse_inference_mode(action: str) -> None:
@@ -288,10 +272,24 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
 
 
 def allocate(
-    spec: StepSpec, dtype: torch.dtype, device: torch.device, swap: SwapSpace | None, folders: Sequence[str]
+    spec: StepSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    swap: SwapSpace | None,
+    folders: Sequence[str],
+    masters: frozenset[int] = frozenset(),
 ) -> Buffers:
-    """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`."""
+    """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`.
+
+    There are fp32 values of the frozen buckets in `masters`, or of those of which `swap` has them.
+    """
     layout, regions = spec.layout, [*Regions(spec).state()]
+    if swap is not None:
+        masters = masters_in(swap.header.extents, len(layout.buckets))
+    else:
+        for b in masters:
+            nbytes = 4 * layout.weights(b).numel // spec.world
+            regions.append(Region(MASTER, (b,), nbytes, "host", "state", "fp32", "state"))
     memory = dict[Region, Any](allocate_regions((r for r in regions if r.tier != "disk"), dtype, device))
     on_disk = {} if swap is None else states_on_disk(spec, swap, dtype)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
@@ -305,7 +303,7 @@ def allocate(
         if bucket.index not in weights and not spec.on_disk(bucket.index):
             high = memory[Region(HIGH_HALF, (bucket.index,))]
             weights[bucket.index] = Flat.of(high, bucket)
-    return Buffers(memory, weights, on_disk=on_disk)
+    return Buffers(memory, weights, on_disk=on_disk, masters=masters)
 
 
 def allocate_regions(
@@ -320,16 +318,16 @@ def allocate_regions(
         first, *_ = group = sorted(group, key=lambda r: r.index)
         element = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
         ends = [0, *accumulate(r.nbytes // element.itemsize for r in group)]
-        flat = _allocate_flat(first, ends, element, device)
+        flat = _allocate_flat(first, ends[-1], element, device)
         memory |= {r: flat[start:stop] for r, (start, stop) in zip(group, pairwise(ends), strict=True)}
     return memory
 
 
-def _allocate_flat(r: Region, ends: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One allocation for regions like `r`, at these offsets."""
+def _allocate_flat(r: Region, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One allocation for regions like `r`."""
     # Updated by the host kernel.
     on_host = r.tier != "device" or (r.role == "state" and not on_accelerator(device))
     if not on_host:
-        return torch.zeros(ends[-1], dtype=dtype, device=device)
+        return torch.zeros(numel, dtype=dtype, device=device)
     pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None
-    return alloc_host(ends[-1], dtype, pinned_for=pinned_for, sweeps=[*pairwise(ends)])
+    return alloc_host(numel, dtype, pinned_for=pinned_for)

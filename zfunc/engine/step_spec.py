@@ -1,6 +1,7 @@
 """From parameters and settings to a `StepSpec`, and the checks of a recipe of your own. No torch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 
 from attrs import evolve, fields
 
@@ -8,8 +9,8 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
-from zfunc.core.layout import ELEMENTWISE, Parameter, UpdateWork
-from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, needs_whole_parameters
+from zfunc.core.layout import ELEMENTWISE, Parameter
+from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, updates_each_parameter
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings
@@ -17,9 +18,9 @@ from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer
+from zfunc.optim.by_name import CLASSES
 from zfunc.optim.groups import GroupedOptimizer
 from zfunc.optim.workspaces import ema_workspace
-from zfunc.values import of_type
 
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
@@ -41,7 +42,6 @@ def make_spec(
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for own in segments for p in own)
     parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
-    _check_matrices(p for own in parameters for p in own)
     settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
     last = len(segments) - 1
@@ -57,7 +57,6 @@ def make_spec(
         barrier=settings.waits_for_norm,
         world=world,
         send_high_half=settings.precision == "bf16",
-        graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=max(optimizer.device_workspace(largest), ema_workspace(largest)) if on_gpu else 0,
         **in_buckets(layout, settings),
     )
@@ -67,25 +66,16 @@ def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
     """The parameter with what its optimizer says of it."""
     group = optimizer.group(p.name, p.shape)
     state_format, work = optimizer.state_format(group), ELEMENTWISE
-    if p.trainable and state_format in MATRIX_FORMATS and len(p.shape) == 2:
-        assert isinstance(optimizer, MatrixOptimizer)
-        work = optimizer.matrix_work(p.shape, group=group)
-    if p.trainable and needs_whole_parameters(state_format):
-        assert isinstance(optimizer, MeasuringOptimizer)
-        numbers = optimizer.num_measures(p.shape, group=group)
-        work = UpdateWork(measured=tuple(DTYPES["fp64"].nbytes * x for x in numbers))
-    return evolve(p, group=group, state_format=state_format, work=work)
-
-
-def _check_matrices(parameters: Iterable[Parameter]) -> None:
-    """Raise ValueError where an optimizer of whole matrices has a parameter that is none."""
-    for p in parameters:
-        if p.trainable and p.state_format in MATRIX_FORMATS and len(p.shape) != 2:
+    if p.trainable and updates_each_parameter(state_format):
+        if state_format in MATRIX_FORMATS and len(p.shape) != 2:
             raise ValueError(
-                f"optimizer: got {p.state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}, "
+                f"optimizer: got {state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}, "
                 "expected matrices alone: pass "
                 "zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not match it"
             )
+        assert isinstance(optimizer, MatrixOptimizer | MeasuringOptimizer)
+        work = optimizer.update_work(p.shape, group=group)
+    return evolve(p, group=group, state_format=state_format, work=work)
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
@@ -95,10 +85,15 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
     """
     optimizer = AdamW() if optimizer is None else optimizer
     if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
-        expected = "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)"
-        if any(kind.__module__ == "torch.optim.optimizer" for kind in type(optimizer).__mro__):
-            raise TypeError(f"optimizer: got a torch.optim.{type(optimizer).__name__}, expected {expected}")
-        of_type("optimizer", optimizer, AdamW, expected)
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        (nearest,) = get_close_matches(
+            kind.__name__, [x.__name__ for x in CLASSES.values()], n=1, cutoff=0.5
+        ) or ["AdamW"]
+        of_torch = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
+        raise TypeError(
+            f"optimizer: got {'the class' if kind is optimizer else 'a'} {of_torch}{kind.__name__}, expected the "
+            f"methods of zfunc.optim.base.Optimizer: pass zfunc.{nearest}(lr=...), or an optimizer that has them"
+        )
     if isinstance(optimizer, HasMoments) and settings.moments == DEFAULT_MOMENTS:
         settings = evolve(settings, moments=optimizer.moments)
     if isinstance(optimizer, HasMoments) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
@@ -129,7 +124,12 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
-    """Raise PlanError unless steps of this recipe can be run, reported and saved."""
+    """Raise TypeError for what is no recipe, PlanError unless its steps can be run, reported and saved."""
+    if not callable(recipe) or isinstance(recipe, type):
+        raise TypeError(
+            f"recipe: got {recipe!r}, expected a function StepSpec -> operations: pass such as "
+            "zfunc.core.recipes.zero_offload"
+        )
     for name, variant in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
         graph = Graph(recipe(variant))
         written = {r.buffer for op in graph for r in op.writes}
@@ -147,7 +147,8 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
                 f"recipe: got operations {unknown} without a stage, expected a function for each{hint}: pass them "
                 "in stages"
             )
-        _check_pending_gradients(graph)
+        if not spec.deferred:
+            _check_gradients(graph)
         for op in ops_unguarded_by_decision(graph):
             raise PlanError(
                 f"recipe: got {op}, whose effect leaves the step, and which does not depend on the decision "
@@ -161,20 +162,20 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
             )
 
 
-def _check_pending_gradients(graph: Graph) -> None:
-    """Raise PlanError for a recipe that reads or leaves a pending gradient: delayed steps have their own."""
+def _check_gradients(graph: Graph) -> None:
+    """Raise PlanError for a recipe that reads the gradient of the step before, or leaves one, without `defer`."""
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:
             if (r.role == "grad_shard" or r.buffer == "decision") and r not in written:
                 raise PlanError(
                     f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
-                    "begins without a gradient: for delayed updates pass delay_from"
+                    "begins without a gradient: pass defer=True and clip_norm for one that waits"
                 )
         written.update(op.writes)
     read = {r for op in graph for r in op.reads}
     if unused := sorted(str(r) for r in written - read if r.role == "grad_shard"):
         raise PlanError(
             f"recipe: got gradients in {', '.join(unused)} that no operation reads, expected every one to be used: "
-            "for delayed updates pass delay_from"
+            "pass defer=True and clip_norm for one that waits for the next step"
         )

@@ -1,8 +1,7 @@
 """A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from zfunc.engine.state import Buffers, State
 from zfunc.engine.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.cpu_topology import boot_id
-from zfunc.runtime.drive_speed import drive_shares, drive_speeds, remember_speeds
 from zfunc.runtime.host_memory import alloc_host
 
 
@@ -39,8 +36,9 @@ def _folders(program: Program) -> list[Path]:
     return [Path(folder).expanduser().absolute() for folder in program.settings.swap]
 
 
-def create_swap(program: Program) -> SwapSpace | None:
-    """A new swap space on every rank, if the program's state is on the disk. A collective.
+def create_swap(program: Program, masters: Collection[int] = ()) -> SwapSpace | None:
+    """A new swap space on every rank, if the program's state is on the disk; with fp32 values of the frozen buckets
+    in `masters`. A collective.
 
     Where that is refused, because the program's own has a commit, this stays in use. Raises CheckpointError for
     folders in which nothing can be, also if they are for activations alone.
@@ -48,38 +46,16 @@ def create_swap(program: Program) -> SwapSpace | None:
     ranks, former = program.ranks, program.cache.swap
     if not program.spec.swaps:
         if program.spec.uses_disk:
-            measure_drives(program)
+            all_or_none(ranks, partial(check_folders, _folders(program)))
         return None
     if former is not None and not former.number:
         close_swap(program)  # it makes room
-    measure_drives(program)
     run = ranks.texts(os.urandom(8).hex())[0]
-
-    def make() -> SwapSpace:
-        folders = swap_folders(program)
-        return SwapSpace.create(folders, run=run, shares=drive_shares(folders), **_contents(program))
-
+    make = partial(SwapSpace.create, swap_folders(program), run=run, **_contents(program, masters))
     swap = all_or_none(ranks, make)
     close_swap(program)
     program.cache.swap = swap
     return swap
-
-
-def measure_drives(program: Program) -> None:
-    """Measure the drives of the program's folders: on each host one rank, for all of its ranks. A collective.
-
-    Raises CheckpointError for folders in which nothing can be.
-    """
-    ranks, folders = program.ranks, _folders(program)
-    all_or_none(ranks, partial(check_folders, folders))
-    if len(folders) < 2:
-        return
-    devices = [folder.stat().st_dev for folder in folders]
-    hosts = ranks.texts(f"{boot_id()} {devices}")
-    first = hosts.index(hosts[ranks.rank])
-    speeds = all_or_none(ranks, partial(drive_speeds, folders if ranks.rank == first else ()))
-    of_hosts = ranks.texts(json.dumps([*speeds.items()]))
-    remember_speeds(dict(json.loads(of_hosts[first])))
 
 
 def open_swap(program: Program) -> SwapSpace:
@@ -89,9 +65,9 @@ def open_swap(program: Program) -> SwapSpace:
     """
     ranks = program.ranks
     close_swap(program)
-    if program.spec.grads_on == "disk" or "disk" in program.spec.activations_on:  # files of this life
-        measure_drives(program)
-    make = partial(SwapSpace.open, swap_folders(program), **_contents(program))
+    frozen_ones = [bucket.index for bucket in program.layout.frozen_buckets]
+    instead = extents_of(program.spec, frozen_ones)
+    make = partial(SwapSpace.open, swap_folders(program), instead=instead, **_contents(program))
     swap = all_or_none(ranks, make)
     common = min(int(number) for number in ranks.texts(str(swap.number)))
     try:
@@ -177,13 +153,13 @@ def close_swap(program: Program) -> None:
     program.cache.swap = None
 
 
-def _contents(program: Program) -> dict[str, Any]:
+def _contents(program: Program, masters: Collection[int] = ()) -> dict[str, Any]:
     """What a rank's swap space is of."""
     identity = swap_identity(program.layout, program.settings.precision)
     ranks = program.ranks
     return {
         "identity": identity,
-        "extents": extents_of(program.spec),
+        "extents": extents_of(program.spec, masters),
         "rank": ranks.rank,
         "world": ranks.world,
     }

@@ -1,6 +1,62 @@
-"""Where a tensor lies in memory: its storage, and the part of that from its first element to its last."""
+"""Where a tensor lies in memory: its storage, the part of that from its first element to its last, its strides."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, run_fallback_kernel
+from torch.utils._pytree import tree_flatten
+
+aten = torch.ops.aten
+OWN_STRIDES = {  # operations whose kernels return other strides than torch's fake ones
+    aten._batch_norm_with_update.default,
+    aten._log_softmax_backward_data.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten.batch_norm_backward.default,
+    aten.copysign.Tensor,
+    aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.huber_loss_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.logaddexp.default,
+    aten.max_unpool2d.default,
+    aten.mse_loss_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten.native_dropout_backward.default,
+    aten.native_layer_norm_backward.default,
+    aten.normal.Tensor_Tensor,
+    aten.pow.Scalar,
+    aten.rrelu_with_noise.default,
+    aten.rrelu_with_noise_backward.default,
+    aten.rrelu_with_noise_functional.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.special_xlog1py.default,
+    aten.xlogy.Tensor,
+}
+MOST_RUN = 1 << 22  # elements of what a kernel is run on while a segment is traced
+
+
+class FakeTensors(FakeTensorMode):
+    """Fake tensors with the strides and types of real ones, as far as those are cheap to know.
+
+    A kernel of `OWN_STRIDES` is run, on zeros, where what it takes is small and is not contiguous or of one type.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The fake results of an operation."""
+        flat, spec = tree_flatten((args, kwargs or {})) if func in OWN_STRIDES else ([], None)
+        tensors = [t for t in flat if isinstance(t, Tensor)]
+        small = sum(t.numel() for t in tensors) <= MOST_RUN
+        plain = all(t.is_contiguous() for t in tensors) and len({t.dtype for t in tensors}) == 1
+        if spec is None or not small or plain:
+            return super().dispatch(func, types, args, kwargs)
+        names = [a.name for a in func._schema.arguments]
+        if "generator" in names:  # torch's own is not advanced
+            given = {**(kwargs or {}), "generator": torch.Generator(tensors[0].device)}
+            flat, spec = tree_flatten((args[: names.index("generator")], given))
+        return run_fallback_kernel(self, func, flat, spec, NotImplementedError(f"{func} has no kernel"))
 
 
 def storage_of(t: Tensor) -> int:

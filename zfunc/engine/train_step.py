@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve
@@ -16,7 +15,6 @@ from attrs import evolve
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
-from zfunc.core.recipes import Recipe, delayed, steadily_delayed, zero_offload
 from zfunc.engine.batches import Batch, rows_in, split_batch, unpacked
 from zfunc.engine.flush import run_on_state, state_memory, step_context
 from zfunc.engine.metrics import Metrics
@@ -25,17 +23,15 @@ from zfunc.engine.program import (
     activation_slots,
     allocated_for,
     check_state,
-    graphs_for,
     lock_staging,
     memory_shortage,
 )
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
-from zfunc.engine.specialize import batch_key, specialize
+from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.engine.swap_state import commit_metadata, swap_folders
 from zfunc.errors import NonFiniteError
-from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
 from zfunc.values import of_type, truth
@@ -70,8 +66,7 @@ def train_step(
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state, NonFiniteError
     for a non-finite loss or gradient without loss scaling, and ExecutionError if a stage fails. If nothing was
     updated, `state` can be used again: always after a non-finite loss, and after a non-finite gradient if clipping
-    makes the updates wait for its norm. With delayed updates, the previous update has been made by then: go on from
-    the `state` of the error.
+    makes the updates wait for its norm.
 
     >>> import torch, zfunc
     >>> class Loss(torch.nn.Linear):
@@ -105,20 +100,14 @@ def train_step(
 def _train_step(
     program: Program, state: State, batch: Batch, options: RunOptions, save: Save | None
 ) -> tuple[State, Metrics]:
-    number, ranks, buffers = state.step + 1, program.ranks, state.buffers
-    committed, save = (save, None) if save is not None and _is_swap(program, save.folder) else (None, save)
-    recipe, commit = _recipe(program, state), commits(program, state) or committed is not None
-    shaped = specialize(program, batch, save=save is not None, commit=commit, recipe=recipe)
+    number, ranks, owner = state.step + 1, program.ranks, state.buffers.owner
+    swaps = save is not None and save.folder.absolute() in swap_folders(program)
+    committed, save = (save, None) if swaps else (None, save)
+    commit = commits(program, state) or committed is not None
+    shaped = specialize(program, batch, save=save is not None, commit=commit)
     # Of all ranks: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.plan)
-    graphs = None
-    if options.debug:
-        program.cache.graphs = None  # their memory is needed
-    elif shaped.spec.graphed:
-        graphs = graphs_for(program, shaped.spec, batch_key(program, batch), buffers)
     allocated = allocated_for(program, shaped)
-    # The graphs' pool counts as free wherever it is not in use, and their buffer comes with the first of them.
-    allocated["device"] -= sum(shaped.spec.graph_bytes) - (graphs.buffer_bytes if graphs else 0)
     shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
     check_ranks_agree(program, shaped, state, batch, shortage)
     activations = activation_slots(program, shaped)
@@ -129,43 +118,32 @@ def _train_step(
     for m, micro in enumerate(split_batch(batch, program.settings.micro_batches)):
         mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)
-    mem[Region("checkpoint")], mem[Region("graphs")] = writer, graphs
+    mem[Region("checkpoint")] = writer
     mem[Region("position")] = partial(
         _commit_record, program, state, batch, committed, deferred=shaped.spec.deferred
     )
     sent = ranks.sent
     try:
         run = run_on_state(program, shaped, state, mem, step, options, f"step {number}")
-    except NonFiniteError as error:  # raised by `decide` on all ranks alike, with no collective under way
-        if state.pending is not None:
-            buffers.lost = ""
-            error.state = _without_update(program, state, batch)
-        raise
-    except BaseException as error:
-        ranks.leave(f"step {number} failed with {type(error).__name__}: {error}")
-        raise
     finally:
         if writer is not None:
             writer.abandon()  # no effect on a published checkpoint
-    buffers.settle(mem)
     decision: StepDecision = mem[Region("decision")]
     norm: float = mem[Region("norm")]
     if not math.isfinite(norm) and not decision.skip:
-        buffers.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
+        owner.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
         raise NonFiniteError(
             f"step {number}: got a gradient norm of {norm} with a loss of {decision.loss}, expected finite "
             "numbers; without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
             "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
         )
+    try:
+        after = _after(program, state, batch, decision)
+    except NonFiniteError:  # an overflow at the smallest loss scale
+        owner.take_back()  # the step was skipped
+        raise
     if shaped.spec.deferred and shaped.spec.offloaded and not decision.skip:
-        buffers.deferred = decision
-    after = evolve(
-        _without_update(program, state, batch),
-        step=state.step if decision.skip else number,
-        loss_scale=_next_scale(program, state, batch, decision),
-        pending=decision if _is_delayed(program, state) else None,
-    )
-    redone = not decision.skip and decision.grad_scale != 1 / step.loss_scale
+        owner.deferred = decision
     names = [span.name for span in program.layout.spans]
     metrics = Metrics(
         loss=decision.loss,
@@ -177,7 +155,6 @@ def _train_step(
         seconds=run.seconds,
         host_seconds=run.host_seconds,
         sent_bytes=ranks.sent - sent,
-        redone=len(shaped.spec.shadowed) if redone else 0,
         aux=dict(decision.aux),
         norms=dict(zip(names, mem.get(Region("norms"), ()), strict=False)),
         timeline=run.timeline if options.trace else None,
@@ -187,14 +164,15 @@ def _train_step(
     return after, metrics
 
 
-def _without_update(program: Program, state: State, batch: Batch) -> State:
-    """The state after a step that makes no update of its own: the batch is consumed, and no gradient is pending."""
+def _after(program: Program, state: State, batch: Batch, decision: StepDecision) -> State:
+    """The State after a step. Raises NonFiniteError for an overflow at the smallest loss scale."""
     return evolve(
         state,
-        generation=state.buffers.generation,
+        generation=state.buffers.owner.generation,
+        step=state.step + (not decision.skip),
         batches=state.batches + 1,
         sequences=state.sequences + rows_in(batch) * program.ranks.world,
-        pending=None,
+        loss_scale=state.loss_scale.update(overflow=decision.skip),
     )
 
 
@@ -202,10 +180,6 @@ def commits(program: Program, state: State) -> bool:
     """Whether the next step commits by the settings: itself, or the step before, whose deferred update it makes."""
     step = state.step if program.spec.deferred else state.step + 1
     return program.spec.swaps and step % program.settings.commit_every == 0
-
-
-def _is_swap(program: Program, folder: Path) -> bool:
-    return folder.absolute() in swap_folders(program)
 
 
 def _commit_record(
@@ -223,39 +197,7 @@ def _commit_record(
         extra = save.extra_after(None if deferred else decision)
     if not deferred:
         try:
-            scale = state.loss_scale.update(overflow=decision.skip)
+            state = _after(program, state, batch, decision)
         except NonFiniteError:
             return None
-        step = state.step + (not decision.skip)
-        state = evolve(_without_update(program, state, batch), step=step, loss_scale=scale)
     return commit_metadata(program, state, extra)
-
-
-def _next_scale(program: Program, state: State, batch: Batch, decision: StepDecision) -> LossScale:
-    """The loss scale after this step. Raises NonFiniteError for an overflow when it is at its minimum."""
-    try:
-        return state.loss_scale.update(overflow=decision.skip)
-    except NonFiniteError as error:
-        if state.pending is None:
-            state.buffers.generation -= 1  # the step was skipped, so `state` is as before
-        else:
-            error.state = _without_update(program, state, batch)
-            error.args = (
-                str(error).replace(UNHARMED, "with the delayed update made, go on from its .state"),
-            )
-        raise
-
-
-def _is_delayed(program: Program, state: State) -> bool:
-    """Whether the host applies the next step's gradient one step late; once it does, it always does."""
-    delay_from = program.settings.delay_from
-    if delay_from is None or not program.spec.offloaded:
-        return False
-    return state.pending is not None or state.step + 1 >= delay_from
-
-
-def _recipe(program: Program, state: State) -> Recipe:
-    """The recipe of the next step."""
-    if _is_delayed(program, state):
-        return delayed if state.pending is None else steadily_delayed
-    return zero_offload if program.settings.delayed and program.spec.offloaded else program.recipe

@@ -12,28 +12,29 @@ from zfunc.optim.loss_scale import UNSCALED, LossScale
 
 def position_of(state: State) -> TrainingPosition:
     """The counters of a State."""
-    return TrainingPosition(
-        state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
-    )
+    return TrainingPosition(state.step, state.batches, state.sequences, state.seed, state.loss_scale)
 
 
 def state_at(
     position: TrainingPosition, saved: Mapping[str, Any], buffers: Buffers, program: Program
 ) -> State:
-    """The State that was at this position, with these saved `optimizer_settings`."""
+    """The State that was at this position, with these saved `optimizer_settings`.
+
+    An update that is pending there, of the delayed updates of earlier versions, is a deferred one here.
+    """
+    buffers.owner.deferred = position.pending
     scale, scaled = position.loss_scale, program.settings.precision == "fp16"
     if scaled != (saved.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
     return State(
         buffers,
         program.identity,
-        buffers.generation,
+        buffers.owner.generation,
         step=position.step,
         batches=position.batches,
         sequences=position.sequences,
         loss_scale=scale,
         seed=position.seed,
-        pending=position.pending,
     )
 
 

@@ -1,28 +1,29 @@
 """The stages that update parameters: the optimizer on host or device, and the new parameters to every device.
 
 A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
+
+Some updates need whole parameters, of which a rank's slice has parts. The ranks gather the direction of whole
+matrices, and each makes those orthogonal that its own slice has a part of: equal inputs, so equal bits. Or they
+measure their parts in rounds, and join what they have after each.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from attrs import evolve
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.graph import Op, Role
+from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket, Span
-from zfunc.core.optimizer_state import (
-    HIGH_HALF,
-    needs_whole_parameters,
-    state_slice,
-    updates_each_parameter,
-)
-from zfunc.core.regions import SHADOW
+from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
+from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
-from zfunc.optim.base import ParameterPart
+from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, ParameterPart
 from zfunc.optim.compact import master_weights
 from zfunc.optim.ema import average_
 from zfunc.runtime.accelerator import on_accelerator
@@ -42,23 +43,6 @@ def adam(op: Op, mem: Memory, step: StepContext) -> None:
         mem[op.write("copy")][:numel].copy_(master_weights(state, 0, numel))
 
 
-def speculate(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update into the shadow as if nothing were clipped or skipped; the state stays as it is."""
-    _update(op, mem, step, step.decision(), into="shadow")
-
-
-def confirm(op: Op, mem: Memory, step: StepContext) -> None:
-    """Swap state and shadow if the speculative update was right; else update the state again."""
-    decision: StepDecision = mem[op.read("decision")]
-    if decision.skip:
-        return
-    if decision.grad_scale != 1.0 / step.loss_scale:
-        _update(op, mem, step, decision)
-        return
-    for old, new in zip(op.operands("state"), op.operands("shadow"), strict=True):
-        mem[old], mem[new] = mem[new], mem[old]
-
-
 def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket and of its parameters, with the state on the device."""
     decision: StepDecision = mem[op.read("decision")]
@@ -76,8 +60,8 @@ def average(op: Op, mem: Memory, step: StepContext) -> None:
     """Move the average of a bucket's weights towards the new ones, unless the step is skipped."""
     (b,) = op.index
     if not mem[op.read("decision")].skip and b not in step.averaged:
-        assert step.ema is not None
-        average_(mem[op.write("ema")], state_of(op, mem), step.ema)
+        assert step.settings.ema is not None
+        average_(mem[op.write("ema")], state_of(op, mem), step.settings.ema)
 
 
 def _update(
@@ -86,14 +70,12 @@ def _update(
     step: StepContext,
     decision: StepDecision,
     *,
-    into: Role = "state",
     copy: Tensor | None = None,
 ) -> None:
-    """Update the state, or `into` its shadow, with the gradient that the operation reads; and `copy`."""
+    """Update the state with the gradient that the operation reads; and `copy`."""
     (b,) = op.index
     optimizer, shard = step.optimizer, step.slice_of(b)
     grad, state = gradient_of(op, mem, shard), state_of(op, mem)
-    new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
     elif copy is None and op.touches("params"):
@@ -103,20 +85,17 @@ def _update(
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
     by_parameter = updates_each_parameter(bucket.state_format)
-    joined = joined_measures(op, mem, bucket, step)
-    for start, stop, given in _parameters(bucket, shard, joined) if by_parameter else _runs(bucket, shard):
+    parts = _parameters(op, mem, bucket, step) if by_parameter else _runs(bucket, shard)
+    for start, stop, given in parts:
         update(
             state_slice(bucket.state_format, state, start, stop),
             grad[start:stop],
             decision,
             out=None if copy is None else copy[start:stop],
             **given,
-            **({} if new is None else {"into": state_slice(bucket.state_format, new, start, stop)}),
         )
-    for start, stop in _gaps(bucket, shard) if by_parameter else ():
-        padding = [] if new is None else [*state_slice(bucket.state_format, new, start, stop).values()]
-        for x in (*padding, *(() if copy is None else (copy[start:stop],))):
-            x.zero_()
+    for start, stop in _gaps(bucket, shard) if by_parameter and copy is not None else ():
+        copy[start:stop].zero_()
 
 
 def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -126,46 +105,122 @@ def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, An
 
 
 def _parameters(
-    bucket: Bucket, shard: slice, joined: Mapping[str, tuple[Tensor, ...]]
+    op: Op, mem: Memory, bucket: Bucket, step: StepContext
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The same of single parameters, or of what this rank has of them."""
+    joined = _joined_measures(op, mem, bucket, step)
+    for start, stop, span, part in _parts(bucket, step.slice_of(bucket.index)):
+        yield start, stop, {"group": span.group, "part": evolve(part, measures=joined.get(span.name, ()))}
+
+
+def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, ParameterPart]]:
+    """What this rank has of each parameter, as elements of its slice."""
     for first, last, span in bucket.spans_within(shard.start, shard.stop):
-        part = part_of(bucket, span, first, last, joined.get(span.name, ()))
-        yield first - shard.start, last - shard.start, {"group": span.group, "part": part}
+        before = bucket.start - span.start
+        part = ParameterPart(span.shape, first + before, last + before)
+        yield first - shard.start, last - shard.start, span, part
 
 
-def part_of(
-    bucket: Bucket,
-    span: Span,
-    first: int,
-    last: int,
-    measures: tuple[Tensor, ...],
-    room: Tensor | None = None,
-) -> ParameterPart:
-    """Elements `first` to `last` of a bucket, which are of one parameter."""
-    before = bucket.start - span.start
-    return ParameterPart(span.shape, first + before, last + before, measures, room)
-
-
-def measured_places(bucket: Bucket, step: StepContext) -> dict[str, list[slice]]:
+def _measured_places(bucket: Bucket, world: int) -> dict[str, list[slice]]:
     """Where the ranks' measures of each parameter lie in each round; of those that lie in several slices."""
-    whole = needs_whole_parameters(bucket.state_format)
     places: dict[str, list[slice]] = {}
-    ends: Iterable[int] = itertools.repeat(0)
-    for span in bucket.cut_by(step.ranks.world) if whole else ():
-        counts = step.measuring.num_measures(span.shape, group=span.group)
-        places[span.name] = [slice(start, start + n) for start, n in zip(ends, counts, strict=False)]
-        ends = [x.stop for x in places[span.name]]
+    ends = Counter[int]()  # of the rounds
+    for span in bucket.cut_by(world):
+        places[span.name] = []
+        for i, nbytes in enumerate(span.work.measured):
+            places[span.name].append(slice(ends[i], ends[i] + nbytes // FP64))
+            ends[i] += nbytes // FP64
     return places
 
 
-def joined_measures(op: Op, mem: Memory, bucket: Bucket, step: StepContext) -> dict[str, tuple[Tensor, ...]]:
+def _joined_measures(op: Op, mem: Memory, bucket: Bucket, step: StepContext) -> dict[str, tuple[Tensor, ...]]:
     """What all ranks have measured of these parameters in the rounds that the operation reads."""
     rounds = [mem[r] for r in op.operands("measures") if r not in op.writes]
     return {
         name: tuple(x[at] for x, at in zip(rounds, places, strict=False))
-        for name, places in measured_places(bucket, step).items()
+        for name, places in _measured_places(bucket, step.ranks.world).items()
     }
+
+
+def measure(op: Op, mem: Memory, step: StepContext) -> None:
+    """Measure this rank's part of each parameter of a bucket that lies in several slices."""
+    i, b = op.index
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip:
+        return
+    bucket, shard, optimizer = step.layout.buckets[b], step.slice_of(b), step.optimizer
+    assert isinstance(optimizer, MeasuringOptimizer)  # by the format of its state
+    grad, state = gradient_of(op, mem, shard), state_of(op, mem)
+    places, joined = _measured_places(bucket, step.ranks.world), _joined_measures(op, mem, bucket, step)
+    measured, room = (mem[r] for r in op.writes)
+    measured.zero_()
+    for start, stop, span, part in _parts(bucket, shard):
+        if span.name in places:
+            own = optimizer.measure(
+                state_slice(bucket.state_format, state, start, stop),
+                grad[start:stop],
+                decision,
+                group=span.group,
+                part=evolve(part, measures=joined[span.name], room=room[measuring_room(start, stop)]),
+            )
+            measured[places[span.name][i]].copy_(own)
+
+
+def join_measures(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make the largest of every number that ranks have measured known to all, or the sum."""
+    i, b = op.index
+    if mem[op.read("decision")].skip:
+        return
+    numel = step.layout.buckets[b].work(step.ranks.world).measured[i] // FP64
+    joined = mem[op.write("measures")][:numel]
+    joined.copy_(mem[op.read("measures")][:numel])
+    if i % 2 == 0:  # as integers, of which NaN is the largest: a MAX of floats may lose it, as gloo's does
+        step.ranks.all_reduce(joined.abs_().view(torch.int64), largest=True)
+    else:
+        step.ranks.all_reduce(joined)
+
+
+def momentum(op: Op, mem: Memory, step: StepContext) -> None:
+    """Update the momentum of this rank's slice of a bucket, and write its direction in bf16."""
+    (b,) = op.index
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip or b in step.updated:
+        return
+    shard, bucket, optimizer = step.slice_of(b), step.layout.buckets[b], step.optimizer
+    assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
+    grad, state, out = gradient_of(op, mem, shard), state_of(op, mem), mem[op.write("grad_shard")]
+    for start, stop, given in _runs(bucket, shard):
+        slices = state_slice(bucket.state_format, state, start, stop)
+        optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)
+
+
+def copy_direction(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy this rank's slice of a direction to the device, or to the host when it is orthogonal."""
+    (source,), target = op.reads, op.write("grad_shard")
+    shard = step.slice_of(op.index[0])
+    numel = shard.stop - shard.start
+    mem[target][:numel].copy_(mem[source][:numel], non_blocking=True)
+
+
+def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
+    """Gather a direction from the slices of all ranks."""
+    shard = step.slice_of(op.index[0])
+    whole = mem[op.write("direction_slot")][: step.layout.buckets[op.index[0]].numel]
+    step.ranks.all_gather(whole, mem[op.read("direction_shard")][: shard.stop - shard.start])
+
+
+def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make the matrices orthogonal that this rank's slice has a part of, whole, and keep the part."""
+    (b,) = op.index
+    if mem[op.read("decision")].skip:
+        return
+    bucket, optimizer = step.layout.buckets[b], step.optimizer
+    assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
+    whole, own = mem[op.write("direction_slot")], mem[op.write("grad_shard")]
+    for start, stop, span, part in _parts(bucket, step.slice_of(b)):
+        direction = whole[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
+        matrix = optimizer.orthogonalize(direction, group=span.group)
+        own[start:stop].copy_(matrix.reshape(-1)[part.start : part.stop])
 
 
 def _gaps(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int]]:

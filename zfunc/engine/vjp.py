@@ -12,11 +12,13 @@ be traced runs `vjp` itself. The last segment never recomputes, because its back
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.func import functionalize, vjp
 from torch.fx import Graph, GraphModule, Node
@@ -24,9 +26,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
-from zfunc.engine.tensor_memory import extent, storage_of
+from zfunc.engine.tensor_memory import FakeTensors, extent, storage_of
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
+Compiled = bool | Literal["reduce-overhead"]
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
@@ -57,14 +60,6 @@ def differentiated(y: Any) -> list[Tensor]:
     return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
 
 
-Launch = Callable[[Callable[..., Sequence[Any]], Sequence[Tensor]], Sequence[Any]]
-
-
-def launch_now(function: Callable[..., Sequence[Any]], tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """`function(*tensors)`, its operations one by one."""
-    return function(*tensors)
-
-
 Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
 
 
@@ -76,7 +71,6 @@ class SegmentVJP:
       buffers that it changes, `y` is `(y, Detached buffers)`.
     - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
       those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
-    - Both take `launch`, by which a traced pass is called: a pure function of tensors.
     - `keeps` is False if residuals are always None, because backward recomputes.
     - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
     """
@@ -93,21 +87,23 @@ def make_vjp(
     recompute: Recompute,
     wrt_input: bool,
     last: bool = False,
-    compiled: bool = False,
+    compiled: Compiled = False,
     moving: bool = False,
     name: str = "",
+    joints: "Joints | None" = None,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
     With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
     then: a result that is a view of one is copied, and a residual made again.
 
-    `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut", or is `moving` and
-    has residuals whose size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot
-    be traced for "all" runs eagerly. Both are logged with its `name`.
+    `compiled` compiles both with `torch.compile`, in its mode if it names one. A segment that cannot be traced for
+    "min-cut", or is `moving` and has residuals whose size a trace does not know, recomputes all, or nothing if it
+    is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`. Passes of one
+    function that share `joints` are cut from the same graphs.
     """
     cut = _sized_cut if moving else _min_cut
-    passes = _make_vjp(function, recompute, wrt_input, last, compiled, name, cut)
+    passes = _make_vjp(function, recompute, wrt_input, last, compiled, name, cut, joints)
     return _moving(passes) if moving else passes
 
 
@@ -116,23 +112,23 @@ def _make_vjp(
     recompute: Recompute,
     wrt_input: bool,
     last: bool,
-    compiled: bool,
+    compiled: Compiled,
     name: str,
     cut: "Cut",
+    joints: "Joints | None",
 ) -> SegmentVJP:
     pull = _pull(function, wrt_input, last)
-    keeping = SegmentVJP(
-        lambda w, i, _=None: pull(w, i), lambda _w, _i, residuals, c, _=None: residuals(c), keeps=True
-    )
+    joint = partial(_joint, pull, joints)
+    keeping = SegmentVJP(lambda w, i: pull(w, i), lambda _w, _i, residuals, c: residuals(c), keeps=True)
     untraced = f"segment {name!r} runs without being traced"
     if recompute == "none":
-        return _traced(pull, compiled, keeping, untraced, _cut_as_autograd)
+        return _traced(joint, compiled, keeping, untraced, _cut_as_autograd)
     if recompute == "all":
-        return _traced(pull, compiled, _recomputing(pull), untraced, _split, keeps=False)
+        return _traced(joint, compiled, _recomputing(pull), untraced, _split, keeps=False)
     if last:
-        return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
-    fallback = _make_vjp(function, "all", wrt_input, last, compiled, name, cut)
-    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'", cut)
+        return _traced(joint, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
+    fallback = _make_vjp(function, "all", wrt_input, last, compiled, name, cut, joints)
+    return _traced(joint, compiled, fallback, f"segment {name!r} runs with recompute='all'", cut)
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -143,12 +139,11 @@ def _recomputing(pull: Pull) -> SegmentVJP:
         inputs: tuple[Any, ...],
         _: Any,
         cotangents: Sequence[Tensor],
-        _launch: Launch = launch_now,
     ) -> Grads:
         _, pullback = pull(weights, inputs)
         return pullback(cotangents)
 
-    return SegmentVJP(lambda w, i, _=None: (pull(w, i)[0], None), backward, keeps=False)
+    return SegmentVJP(lambda w, i: (pull(w, i)[0], None), backward, keeps=False)
 
 
 def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
@@ -242,12 +237,13 @@ class _Joint:
     strides: list[tuple[int, ...]]  # of the cotangents
 
 
+Joints = dict[Any, _Joint]
 Cut = Callable[[_Joint], tuple[GraphModule, GraphModule]]
 
 
 def _traced(
-    pull: Pull,
-    compiled: bool,
+    joint_of: Callable[..., _Joint],
+    compiled: Compiled,
     fallback: SegmentVJP,
     fallback_note: str,
     cut: Cut,
@@ -282,9 +278,9 @@ def _traced(
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
-                joint = _joint(pull, leaves, spec, _cotangents_of(guess))
+                joint = joint_of(leaves, spec, _cotangents_of(guess))
             except _OtherOutputError as error:
-                joint = _joint(pull, leaves, spec, error.cotangents)
+                joint = joint_of(leaves, spec, error.cotangents)
             forward, backward = cut(joint)
             return joint, _runnable(forward, compiled), _runnable(backward, compiled)
         except (torch.OutOfMemoryError, _NoGradientError):
@@ -293,15 +289,13 @@ def _traced(
             log.warning("%s, because it cannot be traced: %s", fallback_note, str(error).partition("\n")[0])
             return None
 
-    def forward(
-        weights: SegmentWeights, inputs: tuple[Any, ...], launch: Launch = launch_now
-    ) -> tuple[Any, Any]:
+    def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
             return fallback.forward(weights, inputs)
         joint, run, _ = graphs
         with torch.enable_grad():  # grad mode as in the trace
-            flat = launch(run, leaves)
+            flat = run(*leaves)
         residuals = list(flat[joint.num_out :]) if keeps else None
         return tree_unflatten(list(flat[: joint.num_out]), joint.out_spec), residuals
 
@@ -310,7 +304,6 @@ def _traced(
         inputs: tuple[Any, ...],
         residuals: Any,
         cotangents: Sequence[Tensor],
-        launch: Launch = launch_now,
     ) -> Grads:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
@@ -318,7 +311,7 @@ def _traced(
         joint, _, run = graphs
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
-            grads = launch(run, [*(residuals if keeps else leaves), *laid_out])
+            grads = run(*(residuals if keeps else leaves), *laid_out)
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 
@@ -347,10 +340,11 @@ class _LeafView:
 def _moving(passes: SegmentVJP) -> SegmentVJP:
     """The same passes, whose results share no memory that is filled anew: of weights, inputs or residuals."""
 
-    def forward(
-        weights: SegmentWeights, inputs: tuple[Any, ...], launch: Launch = launch_now
-    ) -> tuple[Any, Any]:
-        y, residuals = passes.forward(weights, inputs, launch)
+    def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        # Slots hold bytes, which do not say that they are meant conjugated or negated.
+        y, residuals = tree_map_only(
+            Tensor, lambda t: t.resolve_conj().resolve_neg(), passes.forward(weights, inputs)
+        )
         held = [*weights.trained.values(), *weights.fixed.values()]
         if isinstance(residuals, list):  # else they are a pullback, which is used at once
             leaves = _leaves(weights, inputs)
@@ -362,12 +356,11 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
         inputs: tuple[Any, ...],
         residuals: Any,
         cotangents: Sequence[Tensor],
-        launch: Launch = launch_now,
     ) -> Grads:
         leaves = _leaves(weights, inputs)
         if isinstance(residuals, list):
             residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
-        grads = passes.backward(weights, inputs, residuals, cotangents, launch)
+        grads = passes.backward(weights, inputs, residuals, cotangents)
         # The gradient of an unused parameter is a residual, of zeros.
         return _apart_from([*leaves, *tree_leaves(residuals)], grads)
 
@@ -425,8 +418,13 @@ def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
     return [(t.shape, _strides(t), t.dtype, t.device) for t in differentiated(y)]
 
 
-def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]) -> _Joint:
+def _joint(
+    pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
+) -> _Joint:
     """Trace the joint graph. Raises _OtherOutputError if `cotangents` are not those of the segment's output."""
+    key = layouts(leaves), spec, tuple(cotangents)
+    if joints is not None and key in joints:
+        return joints[key]
     num_forward = forward_draws = num_out = 0
     out_spec: Any = None
 
@@ -448,7 +446,7 @@ def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any,
         grads, below = pullback(tangents)
         return [*out, *grads.values(), *below]
 
-    with seeded(None):
+    with seeded(None), detect_fake_mode(leaves) or FakeTensors():
         tangents = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in cotangents
@@ -456,7 +454,8 @@ def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any,
         module = make_fx(joint, tracing_mode="fake")(leaves, tangents)
     number_draws(module.graph, forward_draws)
     strides = [t.stride() for t in tangents]
-    return _Joint(module, len(leaves), num_forward, forward_draws, out_spec, num_out, strides)
+    traced = _Joint(module, len(leaves), num_forward, forward_draws, out_spec, num_out, strides)
+    return traced if joints is None else joints.setdefault(key, traced)
 
 
 def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
@@ -465,7 +464,29 @@ def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     forward = _copied(
         joint.module, [*range(joint.num_leaves), *range(num, joint.num_forward)], slice(joint.num_out)
     )
-    return forward, _copied(joint.module, None, slice(joint.num_out, None))
+    backward = _copied(joint.module, None, slice(joint.num_out, None))
+    _cast_again(backward.graph, joint.num_forward)
+    return forward, backward
+
+
+def _cast_again(graph: Graph, num_forward: int) -> None:
+    """Cast to a wider dtype once more where backward first reads the result: until then it holds the narrow tensor.
+
+    The first `num_forward` nodes are the forward's. What is written meanwhile keeps its first cast.
+    """
+    nodes, written = list(graph.nodes), _of_written_memory(graph)
+    for node in nodes[:num_forward]:
+        source = node.args[0] if node.target is torch.ops.aten._to_copy.default else node
+        if source is node or written & {node, source}:
+            continue
+        if node.meta["val"].element_size() <= source.meta["val"].element_size():
+            continue
+        late = [x for x in nodes[num_forward:-1] if x in node.users]
+        if late:
+            with graph.inserting_before(late[0]):
+                again = graph.node_copy(node)
+            for user in late:
+                user.replace_input_with(node, again)
 
 
 def _cut_as_autograd(joint: _Joint) -> tuple[GraphModule, GraphModule]:
@@ -486,6 +507,8 @@ def _cut_as_autograd(joint: _Joint) -> tuple[GraphModule, GraphModule]:
         copies[node] = forward.node_copy(node, copies.__getitem__)
     forward.output([copies.get(x, x) for x in (*outputs[: joint.num_out], *residuals)])
     copies = {x: backward.placeholder(x.name) for x in residuals}
+    for x, copy in copies.items():
+        copy.meta = x.meta
     for node in (*nodes[joint.num_leaves : num], *nodes[first:-1]):
         copies[node] = backward.node_copy(node, copies.__getitem__)
     backward.output([copies.get(x, x) for x in outputs[joint.num_out :]])
@@ -507,9 +530,9 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     module = joint.module
     changes = [node for node in module.graph.nodes if _mutates(node.target)]
     for node in changes:
-        changed = node.meta["val"]
-        if changed.stride() != _strides(changed):  # vectorized kernels differ for views
-            raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
+        for changed in tree_leaves([x.meta["val"] for x in _written(node)]):
+            if changed.stride() != _strides(changed):  # vectorized kernels differ for views
+                raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
     if changes:
         pure = functionalize(module)
         placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -517,12 +540,14 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
         number_draws(module.graph, joint.forward_draws)
+        if _output_strides(module) != _output_strides(joint.module):
+            raise ValueError("an operation in place gives other strides out of place")
     import torch._functorch.config as partitioning
-    from functorch.compile import min_cut_rematerialization_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    # The pass that merges equal nodes imports the lowerings of a compiler, which takes a second.
-    with partitioning.patch(cse=partitioning.cse and _has_equal_nodes(module)):
-        return min_cut_rematerialization_partition(module, None, num_fwd_outputs=joint.num_out)
+    with partitioning.patch(cse=False):  # its own imports the lowerings of a compiler, which takes a second
+        merged = _with_equal_nodes_merged(module)
+        return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=joint.num_out)
 
 
 def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
@@ -536,25 +561,84 @@ def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     return forward, backward
 
 
-def _has_equal_nodes(module: GraphModule) -> bool:
-    """Whether two nodes call the same function with the same arguments."""
-    calls = [
-        (node.target, *tree_leaves((node.args, node.kwargs)))
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    ]
-    return len(set(calls)) < len(calls)
+def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
+    """A copy of a pure graph where nodes that call one function with the same arguments are one node, but for draws
+    and for what shares memory with a result: in eager code those are apart."""
+    merged, known = _copied(module, None, slice(None)), dict[Any, Node]()
+    merged.graph.eliminate_dead_code()
+    results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in _memory(node)}
+    for node in merged.graph.nodes:
+        apart = node.target is torch.ops.aten.empty.memory_format or "draw" in node.meta
+        if node.op != "call_function" or apart or _memory(node) & results:
+            continue
+        leaves, structure = tree_flatten((node.args, node.kwargs))
+        first = known.setdefault((node.target, structure, *((type(x), x) for x in leaves)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            merged.graph.erase_node(node)
+    return merged
+
+
+def _memory(node: Node) -> set[int]:
+    x = node.meta.get("val")
+    return {storage_of(x)} if isinstance(x, Tensor) and x.layout is torch.strided else set()
 
 
 def _mutates(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
-def _runnable(graph: GraphModule, compiled: bool) -> Callable[..., Any]:
+def _written(node: Node) -> list[Node]:
+    """The nodes of a graph that an operation writes into."""
+    target: Any = node.target
+    declared = target._schema.arguments
+    given = dict(zip((a.name for a in declared), node.args, strict=False)) | node.kwargs
+    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in tree_leaves([given.get(name) for name in written]) if isinstance(x, Node)]
+
+
+def _of_written_memory(graph: Graph) -> set[Node]:
+    """The nodes of a graph that share memory with what one of its operations writes into."""
+    memory: dict[Node, set[int]] = {}
+    for node in graph.nodes:
+        values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        memory[node] = {storage_of(t) for t in values if t.layout is torch.strided}
+    changed = {m for node in graph.nodes if _mutates(node.target) for x in _written(node) for m in memory[x]}
+    return {node for node, own in memory.items() if own & changed}
+
+
+def _output_strides(module: GraphModule) -> list[Any]:
+    outputs = list(module.graph.nodes)[-1].args[0]
+    return [
+        x.meta["val"].stride() for x in outputs if isinstance(x, Node) and isinstance(x.meta["val"], Tensor)
+    ]
+
+
+def _runnable(graph: GraphModule, compiled: Compiled) -> Callable[..., Any]:
     """The graph without dead code, with random numbers from the pass that runs it; compiled on request."""
-    redirect_draws(graph.graph, compiled=compiled)
+    # What writes into an argument is never dead, which is known of an operation until its draws are redirected.
     graph.graph.eliminate_dead_code(
         lambda node: node.op in ("placeholder", "output") or _mutates(node.target)
     )
+    # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
+    # code makes one, but not of what is written: that would lose the writes, so it fails instead.
+    written = _of_written_memory(graph.graph)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if node not in written:
+            node.target = torch.ops.aten.reshape.default
+    redirect_draws(graph.graph, compiled=compiled)
     graph.recompile()
+    if compiled == "reduce-overhead":
+        return _as_device_graph(torch.compile(graph, dynamic=False, mode=compiled))
     return torch.compile(graph, dynamic=False) if compiled else graph
+
+
+def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass that a CUDA graph may launch. Its results are copied out of the graph's memory, which the next launch
+    fills."""
+
+    def call(*tensors: Any) -> list[Any]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return [x.clone() if isinstance(x, Tensor) else x for x in run(*tensors)]
+
+    return call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.engine.state import Buffers, Flat
 from zfunc.optim.compact import initial_state, master_weights
@@ -21,13 +21,13 @@ PART = 1 << 20  # elements
 def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: bool = False) -> Tensor:
     """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
 
-    With `ema` they are the weights' moving average. Those of a frozen bucket are its parameters. Read only: on one
-    rank the result may be the master itself.
+    With `ema` they are the weights' moving average. Those of a frozen bucket are its parameters, or what these were
+    rounded from if that is kept. Read only: on one rank the result may be the master itself.
     """
     state, average = buffers.state(bucket.index), buffers.ema(bucket.index) if ema else None
     if average is not None:
         shard = average.cpu()
-    elif FROZEN in state:
+    elif FROZEN in state and MASTER not in state:
         shard = state[FROZEN].float()
     elif state:
         shard = master_weights(state, 0, bucket.numel // ranks.world)

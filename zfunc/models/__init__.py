@@ -3,8 +3,7 @@
     gpt             GPT-2: its modules and segments
     gpt_config      its size, without torch
     gpt_costs       what its segments cost, without torch
-    document_mask   sequences of several documents, which do not attend to each other
-    kv_cache        keys and values of past tokens, for sampling
+    sequences       several documents in one, and the keys and values of past tokens
     loss            next-token loss: ignored labels, and weights that make the mean exact over parts of a batch
     loss_pieces     how many logits exist at once, without torch
     config_file     where a model of Hugging Face has its config, without torch

@@ -1,6 +1,7 @@
 """Where the config of a Hugging Face model is. No torch: a path with a typo is told before a missing package."""
 
 from pathlib import Path
+from typing import Any
 
 from zfunc.errors import CheckpointError
 
@@ -15,6 +16,19 @@ def check_config_file(place: Path) -> None:
     if not is_file and not (place / "config.json").is_file():
         raise CheckpointError(
             f"{place}: got no config.json in it, expected a local folder with one: {_advice(place)}"
+        )
+
+
+def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -> None:
+    """Raise ValueError for flags of other sizes than the config in `place`."""
+    if longest is not None and flags.seq_length > longest:
+        raise ValueError(
+            f"seq_length: got {flags.seq_length} for {place}, expected at most the {longest} positions it "
+            f"has: pass seq_length={longest}"
+        )
+    if flags.vocab_size not in (None, vocab_size):
+        raise ValueError(
+            f"vocab_size: got {flags.vocab_size} for {place}, expected its {vocab_size}: leave it out"
         )
 
 

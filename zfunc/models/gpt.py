@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment, segment
-from zfunc.models.document_mask import document_mask
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import linear_next_token_loss
+from zfunc.models.sequences import KVCache, document_mask
 
 _INIT_STD = 0.02
 Passed = Tensor | tuple[Tensor, Tensor]

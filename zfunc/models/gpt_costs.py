@@ -1,17 +1,21 @@
 """What the segments of a GPT-2 cost, from its size alone: their parameters, and the costs of their passes.
 
-A pass is the list of operations that torch runs, each with the memory that it reads and allocates. So `zfunc plan`
-and `zfunc draw` need no torch, nor wait until it is imported and has traced a model. The invariant: these costs
-equal those that `zfunc.engine.cost_trace` finds.
+A pass is the list of operations that torch runs, each with the memory that it reads and allocates; a layer is a
+function that runs its forward and leaves its backward. So `zfunc plan` and `zfunc draw` need no torch, nor wait
+until it has traced a model. The invariant: these costs equal those that `zfunc.engine.cost_trace` finds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from zfunc.core.layout import Parameter, round_up
-from zfunc.core.settings import Recompute, StepSettings
+from zfunc.core.settings import StepSettings
 from zfunc.core.spec import ALLOCATION, SegmentCost, StepSpec
+from zfunc.core.traffic import Traffic
 from zfunc.engine.step_spec import make_spec, with_moments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss_pieces import LOGITS_BYTES, piece
@@ -30,11 +34,11 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
     vocab, hidden = config.vocab_size, config.hidden_size
     block = {
         **_vectors("ln_1", hidden),
-        **_linear("qkv", 3 * hidden, hidden),
-        **_linear("attn_out", hidden, hidden),
+        **_matrix("qkv", 3 * hidden, hidden),
+        **_matrix("attn_out", hidden, hidden),
         **_vectors("ln_2", hidden),
-        **_linear("up", 4 * hidden, hidden),
-        **_linear("down", hidden, 4 * hidden),
+        **_matrix("up", 4 * hidden, hidden),
+        **_matrix("down", hidden, 4 * hidden),
     }
     out = "embed.tok.weight" if config.tied else "head.out.weight"
     return [
@@ -57,49 +61,8 @@ def _vectors(name: str, features: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (features,), f"{name}.bias": (features,)}
 
 
-def _linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+def _matrix(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-
-@frozen
-class GPTBatch:
-    """A micro-batch of `rows` sequences as long as the GPT's, in a precision of `element_bytes`.
-
-    On the host, unless `of_accelerator`, a product of 16-bit matrices whose first one is transposed takes memory.
-    """
-
-    config: GPTConfig
-    rows: int
-    element_bytes: int
-    of_accelerator: bool
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of a micro-batch."""
-        return self.rows * self.config.seq_length
-
-
-def gpt_costs(
-    batch: GPTBatch, recompute: Recompute, *, graphs: bool, moving: bool, grad_bytes: Callable[[int], int]
-) -> tuple[SegmentCost, ...]:
-    """The costs of the segments, all of which `recompute` the same; but the last, whose backward is next, keeps.
-
-    `graphs` and `moving` say whether passes are device graphs, and whether residuals leave the device.
-    `grad_bytes(s)` are the bytes of the gradients of segment `s`. Raises ValueError for a GPT with dropout.
-    """
-    if batch.config.dropout:
-        raise ValueError(f"dropout: got {batch.config.dropout}, expected 0: pass the segments to zfunc.plan")
-    last = recompute if recompute != "all" else "min-cut" if graphs else "none"
-    block, count = _block(batch), batch.config.num_layers
-    segments = [_embed(batch), *[block] * count, _head(batch, functional=last == "min-cut")]
-    repeats = [recompute == "all"] * (count + 1) + [False]
-    costs: dict[tuple[int, int], SegmentCost] = {}  # by the passes and what they return: blocks are alike
-    inputs = [passes.inputs[0].memory.nbytes for passes in segments]
-    returned = [grad_bytes(s) + (nbytes if s else 0) for s, nbytes in enumerate(inputs)]
-    for passes, repeat, size in zip(segments, repeats, returned, strict=True):
-        if (id(passes), size) not in costs:
-            costs[id(passes), size] = passes.cost(repeat, moving, size)
-    return tuple(costs[id(passes), size] for passes, size in zip(segments, returned, strict=True))
 
 
 @frozen(eq=False)
@@ -121,16 +84,48 @@ class GPTCosts:
         optimizer = with_moments(self.optimizer, settings)
         return make_spec(gpt_parameters(self.config), optimizer, settings, world=self.world, on_gpu=on_gpu)
 
-    def traced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
-        """The same with the costs of a micro-batch, known without a trace."""
+    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:  # noqa: ARG002
+        """The same with the costs of a micro-batch, known without a trace. The last segment, whose backward comes
+        next, never recomputes. Raises ValueError for a GPT with dropout."""
+        if self.config.dropout:
+            got = f"dropout: got {self.config.dropout}, expected 0"
+            raise ValueError(f"{got}: pass the segments to zfunc.plan")
         spec = self.untraced(settings, on_gpu=on_gpu)
-        recompute, _, graphs, moving = passes_key(settings)
+        recompute, compiled, moving = passes_key(settings)
         rows = self.rows // settings.micro_batches
-        batch = GPTBatch(self.config, rows, spec.element_bytes, of_accelerator=on_gpu)
-        costs = gpt_costs(batch, recompute, graphs=graphs, moving=moving, grad_bytes=spec.grad_bytes)
-        fixed = {s for s in spec.graphed if not any(spec.streamed(b) for b in spec.layout.weights_of(s))}
-        target_bytes = round_up(INT64 * batch.tokens, ALLOCATION)
-        return evolve(spec, costs=costs, target_bytes=target_bytes, graphed=fixed)
+        batch = _Batch(self.config, rows, spec.element_bytes, of_accelerator=on_gpu)
+        head = _head(batch, functional=recompute == "min-cut")
+        segments = [_embed(batch), *[_block(batch)] * self.config.num_layers, head]
+        inputs = [passes.inputs[0].memory.nbytes for passes in segments]
+        cost = cache(_Passes.cost)  # blocks are alike
+        return evolve(
+            spec,
+            costs=[
+                cost(
+                    x,
+                    recompute == "all" and x is not head,
+                    moving,
+                    spec.grad_bytes(s) + nbytes * (s > 0),
+                    bool(compiled),
+                )
+                for s, (x, nbytes) in enumerate(zip(segments, inputs, strict=True))
+            ],
+            target_bytes=round_up(INT64 * batch.tokens, ALLOCATION),
+        )
+
+
+@frozen
+class _Batch:
+    """A micro-batch of `rows` sequences, in a precision of `element_bytes`, on the host unless `of_accelerator`."""
+
+    config: GPTConfig
+    rows: int
+    element_bytes: int
+    of_accelerator: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.config.seq_length
 
 
 # --- operations on memory --------------------------------------------------------------------------------
@@ -138,55 +133,66 @@ class GPTCosts:
 
 @define(eq=False)
 class _Memory:
-    """An allocation; `fixed` is a weight, `given` an input of the segment or a weight."""
+    """An allocation; `given` is an input of the segment or a weight."""
 
     nbytes: int
     given: bool = False
-    fixed: bool = False
 
 
 @frozen(eq=False)
 class _Tensor:
-    """A view of memory that reaches over `extent` bytes of it."""
+    """A view of memory that reaches over `extent` bytes of it, and has `nbytes` of them."""
 
     memory: _Memory
     extent: int
+    nbytes: int = field(default=Factory(lambda self: self.extent, takes_self=True))
 
 
 @frozen(eq=False)
 class _Operation:
     reads: tuple[_Tensor, ...]
-    writes: tuple[_Memory, ...]
-    flops: int
-    launches: int
-    kernel_bytes: int  # that its kernel allocates beside what it writes
+    writes: tuple[_Tensor, ...]
+    flops: int = 0
+    launches: int = 1
+    kernel_bytes: int = 0  # that its kernel allocates beside what it writes
+    attends: bool = False  # its FLOPs are of attention
+    looks_up: bool = False  # as much of the first tensor as it writes
+    changes: tuple[_Tensor, ...] = ()  # in place
+    alone: bool = False  # no compiler fuses it
+
+    @property
+    def moves(self) -> tuple[list[tuple[_Memory, int]], list[tuple[_Memory, int]]]:
+        """What its kernel reads and writes."""
+        reads = [(t.memory, t.nbytes) for t in self.reads]
+        writes = [(t.memory, t.nbytes) for t in self.writes]
+        if self.looks_up:
+            reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
+        return reads, [*writes, *((t.memory, t.nbytes) for t in self.changes)]
 
 
-def _given(nbytes: int, *, fixed: bool = False) -> _Tensor:
-    return _Tensor(_Memory(round_up(nbytes, ALLOCATION), given=True, fixed=fixed), nbytes)
+def _given(nbytes: int) -> _Tensor:
+    return _Tensor(_Memory(round_up(nbytes, ALLOCATION), given=True), nbytes)
 
 
 @define(eq=False)
 class _Passes:
-    """Forward and backward of a segment in the order of torch."""
+    """Forward and backward of a segment in the order of torch. A layer of forward leaves its backward in `tape`."""
 
-    batch: GPTBatch
+    batch: _Batch
     inputs: tuple[_Tensor, ...]
     functional: bool = False  # the partitioner of min-cut makes what is written in place anew
     output: _Tensor | None = None
-    gradients: tuple[_Tensor, ...] = ()
     forward: list[_Operation] = field(factory=list["_Operation"])
     backward: list[_Operation] = field(factory=list["_Operation"])
-    cotangent: _Tensor | None = None
+    tape: list[Callable[[], None]] = field(factory=list[Callable[[], None]])
+    grads: dict[_Tensor, _Tensor] = field(factory=dict[_Tensor, _Tensor])
+    results: set[_Memory] = field(factory=set[_Memory])
 
-    def run(
-        self, reads: Iterable[_Tensor], *sizes: int, flops: int = 0, launches: int = 1, kernel_bytes: int = 0
-    ) -> list[_Tensor]:
-        """An operation that allocates tensors of so many bytes."""
-        made = [_Tensor(_Memory(round_up(n, ALLOCATION)), n) for n in sizes]
-        operation = _Operation(tuple(reads), tuple(t.memory for t in made), flops, launches, kernel_bytes)
-        (self.backward if self.cotangent else self.forward).append(operation)
-        return made
+    def run(self, reads: Iterable[_Tensor], *sizes: int, **of: Any) -> list[_Tensor]:
+        """An operation that allocates tensors of so many bytes; `of` are other fields of it."""
+        made = tuple(_Tensor(_Memory(round_up(n, ALLOCATION)), n) for n in sizes)
+        (self.backward if self.output else self.forward).append(_Operation(tuple(reads), made, **of))
+        return [*made]
 
     def one(self, reads: Iterable[_Tensor], size: int) -> _Tensor:
         """An operation that allocates one tensor."""
@@ -196,10 +202,8 @@ class _Passes:
         self, a: _Tensor, b: _Tensor, m: int, k: int, n: int, *also: _Tensor, transposed: bool = False
     ) -> _Tensor:
         """The product of matrices [m, k] and [k, n], plus a bias among what it reads `also`."""
-        size = self.batch.element_bytes
-        return self.run(
-            (a, b, *also), m * n * size, flops=2 * m * k * n, kernel_bytes=self.kernel_bytes(m, n, transposed)
-        )[0]
+        own, size = self.kernel_bytes(m, n, transposed), m * n * self.batch.element_bytes
+        return self.run((a, b, *also), size, flops=2 * m * k * n, kernel_bytes=own)[0]
 
     def kernel_bytes(self, m: int, n: int, transposed: bool) -> int:
         """What the host's kernel of a product [m, n] allocates (`zfunc.engine.cost_trace.cpu_kernel_bytes`)."""
@@ -208,47 +212,50 @@ class _Passes:
 
     def changed(self, t: _Tensor, *reads: _Tensor) -> _Tensor:
         """`t`, written in place, or a new one."""
-        return next(iter(self.run((t, *reads), *[t.extent] * self.functional)), t)
+        if self.functional:
+            return self.one((t, *reads), t.extent)
+        self.run((t, *reads), changes=(t,))
+        return t
 
-    def layer_norm(self, x: _Tensor, weight: _Tensor, bias: _Tensor) -> list[_Tensor]:
-        """What is normalised, and mean and deviation of each token."""
-        size = self.batch.tokens * self.batch.element_bytes
-        return self.run((x, weight, bias), size * self.batch.config.hidden_size, size, size)
+    def pulled(self, leaves: Iterable[_Tensor], grads: Iterable[_Tensor]) -> None:
+        """Gradients, added to those that `leaves` have."""
+        for leaf, grad in zip(leaves, grads, strict=True):
+            known = self.grads.get(leaf)
+            self.grads[leaf] = self.one((known, grad), leaf.extent) if known else grad
 
-    def end_forward(self, output: _Tensor) -> _Tensor:
-        """The cotangent of the output, with which backward begins."""
-        self.output, self.cotangent = output, _given(output.extent)
-        return self.cotangent
+    def ended(self, output: _Tensor, *leaves: _Tensor) -> "_Passes":
+        """With backward, from the cotangent of the output to the gradients of `leaves`."""
+        self.output, self.grads[output] = output, _given(output.extent)
+        for pull in reversed(self.tape):
+            pull()
+        self.results = {self.grads[leaf].memory for leaf in leaves}
+        return self
 
-    def cost(self, repeats: bool, moving: bool, returned: int) -> SegmentCost:
+    def cost(self, repeats: bool, moving: bool, returned: int, compiled: bool) -> SegmentCost:
         """The cost of a micro-batch (`zfunc.engine.cost_trace.Trace`, `zfunc.engine.specialize`)."""
         assert self.output
-        assert self.cotangent
-        own = {x for operation in self.forward for x in operation.writes}
-        read = dict.fromkeys(t for op in self.backward for t in op.reads if t.memory in own or t.memory.given)
-        read.pop(self.cotangent, None)
-        residuals = [t for t in read if not repeats]
-        kept = {t.memory for t in residuals if not t.memory.given}
+        own = {t.memory for operation in self.forward for t in operation.writes}
+        read = {t.memory for op in self.backward for t in op.reads if t.memory in own or t.memory.given}
+        residuals = set[_Memory]() if repeats else read - {self.grads[self.output].memory}
+        kept = {x for x in residuals if not x.given}
+        stashed = {x for x in residuals if not (moving and x.given)} | {self.inputs[0].memory}
         backward = [*self._needed_of_forward(), *self.backward] if repeats else self.backward
-        results = {t.memory for t in self.gradients}
-        forward_peak = _peak(self.forward, kept | {self.output.memory})
-        stashed = {t.memory for t in residuals if not (moving and t.memory.given)} | {self.inputs[0].memory}
+        ends = kept | {self.output.memory}
         residual_bytes = sum(x.nbytes for x in kept)
-        copied = (
-            _copied(self.inputs, kept | {self.output.memory}),
-            _copied((*(self.inputs if repeats else residuals), self.cotangent), results),
-        )
         return SegmentCost(
             flops=sum(x.flops for x in self.forward),
             backward_flops=sum(x.flops for x in backward),
+            attention_flops=sum(x.flops for x in self.forward if x.attends),
+            backward_attention_flops=sum(x.flops for x in backward if x.attends),
+            moved_bytes=_moved(self.forward, ends, compiled),
+            backward_moved_bytes=_moved(backward, self.results, compiled),
             input_bytes=self.inputs[0].memory.nbytes,
             residual_bytes=residual_bytes,
             stash_bytes=sum(x.nbytes for x in stashed),
-            forward_workspace=max(0, forward_peak - self.output.memory.nbytes - residual_bytes),
-            backward_workspace=max(0, _peak(backward, results) - returned),
-            forward_launches=sum(x.launches for x in self.forward),
-            backward_launches=sum(x.launches for x in backward),
-            copied_bytes=max(copied),
+            forward_workspace=max(0, _peak(self.forward, ends) - self.output.memory.nbytes - residual_bytes),
+            backward_workspace=max(0, _peak(backward, self.results) - returned),
+            forward_launches=0 if compiled else sum(x.launches for x in self.forward),
+            backward_launches=0 if compiled else sum(x.launches for x in backward),
         )
 
     def _needed_of_forward(self) -> list[_Operation]:
@@ -256,172 +263,174 @@ class _Passes:
         needed = {t.memory for op in self.backward for t in op.reads}
         kept: list[_Operation] = []
         for operation in reversed(self.forward):
-            if needed & {*operation.writes}:
+            if needed & {t.memory for t in operation.writes}:
                 kept.append(operation)
                 needed |= {t.memory for t in operation.reads}
         return kept[::-1]
 
 
-def _copied(arguments: Iterable[_Tensor], results: Iterable[_Memory]) -> int:
-    """What a device graph copies in, but for weights, and out."""
-    moved = (round_up(t.extent, ALLOCATION) for t in arguments if not t.memory.fixed)
-    return sum(moved) + sum(x.nbytes for x in results)
+def _moved(operations: Iterable[_Operation], results: Iterable[_Memory], compiled: bool) -> int:
+    """The bytes that the kernels of a pass move."""
+    traffic = Traffic(compiled)
+    for operation in operations:
+        if operation.launches:
+            traffic.add(*operation.moves, fusable=not (operation.flops or operation.alone))
+    return traffic.ended(results)
 
 
 def _peak(operations: Sequence[_Operation], results: set[_Memory]) -> int:
     """The most that is allocated at once; what no later operation reads is freed, but for the `results`."""
-    last = {x: n for n, operation in enumerate(operations) for x in operation.writes}
+    last = {t.memory: n for n, operation in enumerate(operations) for t in operation.writes}
     own = set(last)
     last |= {t.memory: n for n, op in enumerate(operations) for t in op.reads if t.memory in own}
     live = peak = 0
     for n, operation in enumerate(operations):
-        live += sum(x.nbytes for x in operation.writes)
+        live += sum(t.memory.nbytes for t in operation.writes)
         peak = max(peak, live + operation.kernel_bytes)
-        touched = {*operation.writes, *(t.memory for t in operation.reads)} & own
+        touched = {t.memory for t in (*operation.writes, *operation.reads)} & own
         live -= sum(x.nbytes for x in touched if last[x] == n and x not in results)
     return peak
 
 
-# --- the segments of zfunc.models.gpt --------------------------------------------------------------------
+# --- layers: what forward runs, and what backward runs for it -----------------------------------------------
 
 
-def _embed(batch: GPTBatch) -> _Passes:
-    """Embed, the first segment: nothing below it is trained."""
-    config, size = batch.config, batch.element_bytes
-    tokens, out = _given(INT64 * batch.tokens), batch.tokens * config.hidden_size * size
-    tok = _given(config.vocab_size * config.hidden_size * size, fixed=True)
-    pos = _given(config.seq_length * config.hidden_size * size, fixed=True)
-    p = _Passes(batch, (tokens,))
-    grad = p.end_forward(p.one((p.one((tok, tokens), out), pos), out))
-    summed, grad_tok = p.one((grad,), pos.extent), p.one((grad, tokens), tok.extent)
-    p.gradients = grad_tok, p.one((summed,), pos.extent)
-    return p
+def _add(p: _Passes, a: _Tensor, b: _Tensor) -> _Tensor:
+    y = p.one((a, b), a.extent)
+    p.tape.append(lambda: p.pulled((a, b), [p.grads[y]] * 2))
+    return y
 
 
-def _block(batch: GPTBatch) -> _Passes:
-    """Block: attention, then MLP, each behind a norm and added to its input."""
-    hidden, tokens, size = batch.config.hidden_size, batch.tokens, batch.element_bytes
-    stream = tokens * hidden * size  # bytes of the residual stream
-    x = _given(stream)
-    p = _Passes(batch, (x,))
-    weights = {
-        q.name.partition(".")[2]: _given(_numel(q) * size, fixed=True)
-        for q in gpt_parameters(batch.config)[1]
-    }
+def _norm(p: _Passes, x: _Tensor, weight: _Tensor, bias: _Tensor) -> _Tensor:
+    """A layer norm, which keeps the mean and deviation of each token."""
+    size = p.batch.tokens * p.batch.element_bytes
+    y, *stats = p.run((x, weight, bias), x.extent, size, size)
 
-    def norm(t: _Tensor, name: str) -> list[_Tensor]:
-        return p.layer_norm(t, weights[f"{name}.weight"], weights[f"{name}.bias"])
+    def pull() -> None:
+        reads = p.grads[y], x, *stats, weight, bias
+        p.pulled((x, weight, bias), p.run(reads, x.extent, weight.extent, bias.extent))
 
-    def linear(t: _Tensor, name: str, inputs: int, outputs: int) -> _Tensor:
-        return p.product(t, weights[f"{name}.weight"], tokens, inputs, outputs, weights[f"{name}.bias"])
-
-    def linear_backward(grad: _Tensor, t: _Tensor, name: str, inputs: int, outputs: int) -> list[_Tensor]:
-        """The gradients of input, weight and bias."""
-        return [
-            p.product(grad, weights[f"{name}.weight"], tokens, outputs, inputs),
-            p.product(grad, t, outputs, tokens, inputs, transposed=True),
-            p.one((grad,), outputs * size),
-        ]
-
-    def norm_backward(grad: _Tensor, t: _Tensor, stats: list[_Tensor], name: str) -> list[_Tensor]:
-        reads = grad, t, *stats, weights[f"{name}.weight"], weights[f"{name}.bias"]
-        return p.run(reads, stream, hidden * size, hidden * size)
-
-    normed, *stats = norm(x, "ln_1")
-    qkv = linear(normed, "qkv", hidden, 3 * hidden)
-    heads = [_Tensor(qkv.memory, (3 * hidden * (tokens - 1) + hidden) * size) for _ in range(3)]
-    mixed, log_sums = p.run(heads, stream, FP32 * tokens * batch.config.num_attention_heads)
-    flat = _Tensor(mixed.memory, stream)  # the same, with the heads side by side
-    middle = p.one((x, linear(flat, "attn_out", hidden, hidden)), stream)
-    normed_2, *stats_2 = norm(middle, "ln_2")
-    up = linear(normed_2, "up", hidden, 4 * hidden)
-    active = p.one((up,), 4 * stream)
-    y = p.one((middle, linear(active, "down", 4 * hidden, hidden)), stream)
-
-    grad_y = p.end_forward(y)
-    grad_active, *grads_down = linear_backward(grad_y, active, "down", 4 * hidden, hidden)
-    grad_up = p.one((grad_active, up), 4 * stream)
-    del grad_active
-    grad_normed, *grads_up = linear_backward(grad_up, normed_2, "up", hidden, 4 * hidden)
-    grad_branch, *grads_ln_2 = norm_backward(grad_normed, middle, stats_2, "ln_2")
-    grad_middle = p.one((grad_y, grad_branch), stream)
-    grad_flat, *grads_out = linear_backward(grad_middle, flat, "attn_out", hidden, hidden)
-    grad_heads = p.run((grad_flat, *heads, mixed, log_sums), stream, stream, stream)
-    grad_qkv = p.one(grad_heads, 3 * stream)
-    grad_normed, *grads_qkv = linear_backward(grad_qkv, normed, "qkv", hidden, 3 * hidden)
-    grad_branch, *grads_ln_1 = norm_backward(grad_normed, x, stats, "ln_1")
-    grad_x = p.one((grad_middle, grad_branch), stream)
-    p.gradients = *grads_ln_1, *grads_qkv, *grads_out, *grads_ln_2, *grads_up, *grads_down, grad_x
-    return p
+    p.tape.append(pull)
+    return y
 
 
-def _numel(parameter: Parameter) -> int:
-    result = 1
-    for n in parameter.shape:
-        result *= n
-    return result
+def _linear(p: _Passes, x: _Tensor, weight: _Tensor, bias: _Tensor) -> _Tensor:
+    outputs = bias.extent // p.batch.element_bytes
+    tokens, inputs = p.batch.tokens, weight.extent // bias.extent
+    y = p.product(x, weight, tokens, inputs, outputs, bias)
+
+    def pull() -> None:
+        grad = p.grads[y]
+        grad_x = p.product(grad, weight, tokens, outputs, inputs)
+        grad_weight = p.product(grad, x, outputs, tokens, inputs, transposed=True)
+        p.pulled((x, weight, bias), (grad_x, grad_weight, p.one((grad,), bias.extent)))
+
+    p.tape.append(pull)
+    return y
 
 
-def _head(batch: GPTBatch, *, functional: bool) -> _Passes:
-    """Head: the logits at once, or in pieces where they are many (`zfunc.models.loss`)."""
-    hidden, size = batch.config.hidden_size, batch.element_bytes
-    x, targets = _given(batch.tokens * hidden * size), _given(INT64 * batch.tokens)
-    p = _Passes(batch, (x, targets), functional)
-    ln = [_given(hidden * size, fixed=True) for _ in range(2)]
-    weight = _given(batch.config.vocab_size * hidden * size, fixed=True)
-    normed, *stats = p.layer_norm(x, *ln)
-    whole = FP32 * batch.tokens * batch.config.vocab_size <= LOGITS_BYTES
-    grad, grad_weight = (_loss if whole else _loss_in_pieces)(p, normed, weight, targets)
-    p.gradients = *p.run((grad, x, *stats, *ln), x.extent, hidden * size, hidden * size), grad_weight
-    return p
+def _gelu(p: _Passes, x: _Tensor) -> _Tensor:
+    y = p.one((x,), x.extent)
+    p.tape.append(lambda: p.pulled((x,), (p.one((p.grads[y], x), x.extent),)))
+    return y
 
 
-def _loss(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> tuple[_Tensor, _Tensor]:
-    """Cross entropy of the whole; the gradients of `x` and of the weight."""
+def _attention(p: _Passes, qkv: _Tensor) -> _Tensor:
+    """Causal attention of queries, keys and values side by side, which keeps a number for each token and head."""
+    config, tokens, stream = p.batch.config, p.batch.tokens, qkv.extent // 3
+    row = config.hidden_size * p.batch.element_bytes
+    heads = [_Tensor(qkv.memory, 3 * row * (tokens - 1) + row, stream) for _ in range(3)]
+    pairs = p.batch.rows * config.seq_length**2 * config.hidden_size  # FLOPs of a causal product
+    sums = FP32 * tokens * config.num_attention_heads
+    mixed, log_sums = p.run(heads, stream, sums, flops=2 * pairs, attends=True)
+    y = _Tensor(mixed.memory, stream)  # the same, with the heads side by side
+
+    def pull() -> None:
+        reads = (p.grads[y], *heads, mixed, log_sums)
+        grads = p.run(reads, stream, stream, stream, flops=5 * pairs, attends=True)
+        p.pulled((qkv,), (p.one(grads, qkv.extent),))
+
+    p.tape.append(pull)
+    return y
+
+
+def _lookup(p: _Passes, tokens: _Tensor, tok: _Tensor, pos: _Tensor) -> _Tensor:
+    """The embeddings of tokens and of their positions, added."""
+    size = p.batch.tokens * p.batch.config.hidden_size * p.batch.element_bytes
+    y = p.one((*p.run((tok, tokens), size, looks_up=True), pos), size)
+
+    def pull() -> None:
+        summed = p.one((p.grads[y],), pos.extent)
+        (grad_tok,) = p.run((p.grads[y], tokens), tok.extent, alone=True)
+        p.pulled((tok, pos), (grad_tok, p.one((summed,), pos.extent)))
+
+    p.tape.append(pull)
+    return y
+
+
+def _loss(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
+    """Cross entropy of all logits at once."""
     tokens, vocab, hidden = p.batch.tokens, p.batch.config.vocab_size, p.batch.config.hidden_size
     logits = FP32 * tokens * vocab
-    y = _in_fp32(p, p.product(x, weight, tokens, hidden, vocab), tokens * vocab)
+    y = _cast(p, p.product(x, weight, tokens, hidden, vocab), logits)
     log_softmax = p.one((y,), logits)
-    loss, counted = p.run((log_softmax, targets), FP32, FP32)
-    grad = p.one((p.end_forward(loss), log_softmax, targets, counted), logits)
-    grad = _from_fp32(p, p.one((grad, log_softmax), logits), tokens * vocab)
-    grad_weight = p.product(grad, x, vocab, tokens, hidden, transposed=True)
-    return p.product(grad, weight, tokens, vocab, hidden), grad_weight
+    loss, counted = p.run((log_softmax, targets), FP32, FP32, looks_up=True)
+
+    def pull() -> None:
+        grad = p.one((p.grads[loss], log_softmax, targets, counted), logits)
+        grad = _cast(p, p.one((grad, log_softmax), logits), tokens * vocab * p.batch.element_bytes)
+        grad_weight = p.product(grad, x, vocab, tokens, hidden, transposed=True)
+        p.pulled((x, weight), (p.product(grad, weight, tokens, vocab, hidden), grad_weight))
+
+    p.tape.append(pull)
+    return loss
 
 
-def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> tuple[_Tensor, _Tensor]:
+def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
     """The same in pieces: forward of some tokens at a time, backward of some of the vocabulary."""
     tokens, vocab, hidden = p.batch.tokens, p.batch.config.vocab_size, p.batch.config.hidden_size
     losses: list[_Tensor] = []
     log_sums: list[_Tensor] = []
+    row = hidden * p.batch.element_bytes
     for rows in _pieces(tokens, vocab):
-        y = _in_fp32(p, p.product(x, weight, rows, hidden, vocab), rows * vocab)
-        own, _ = p.run((p.one((y,), FP32 * rows * vocab), targets), FP32 * rows, FP32)
-        ignored = p.one((targets,), BOOL * rows)
-        labels = p.one((targets, ignored), INT64 * rows)
-        at_label = p.one((p.one((y, labels), FP32 * rows), own), FP32 * rows)
+        some = evolve(targets, nbytes=INT64 * rows)
+        y = _cast(
+            p, p.product(evolve(x, nbytes=rows * row), weight, rows, hidden, vocab), FP32 * rows * vocab
+        )
+        own, _ = p.run((p.one((y,), FP32 * rows * vocab), some), FP32 * rows, FP32, looks_up=True)
+        ignored = p.one((some,), BOOL * rows)
+        labels = p.one((some, ignored), INT64 * rows)
+        (at_label,) = p.run((y, labels), FP32 * rows, looks_up=True)
+        at_label = p.one((at_label, own), FP32 * rows)
         losses.append(own)
         log_sums.append(p.one((at_label, ignored), FP32 * rows))
     joined, joined_sums = p.one(losses, FP32 * tokens), p.one(log_sums, FP32 * tokens)
     total = p.one((joined,), FP32)
     counted = p.one((p.one((targets,), BOOL * tokens),), INT64)
-    grad = p.one((p.end_forward(p.one((total, counted), FP32)), counted), FP32)
-    (grad_x,) = p.run((x,), FP32 * tokens * hidden)
-    (grad_weight,) = p.run((weight,), weight.extent, launches=0)
-    for columns in _pieces(vocab, tokens):
-        at_label = p.one((targets, p.one((), INT64 * columns)), BOOL * tokens * columns)
-        y = _in_fp32(p, p.product(x, weight, tokens, hidden, columns), tokens * columns)
-        # minus the log-sum-exp, exponential, minus 1 at the label, times the gradient
-        y = p.changed(p.changed(p.changed(p.changed(y, joined_sums)), at_label), grad)
-        part = _from_fp32(p, y, tokens * columns)
-        grad_x = p.changed(grad_x, p.product(part, weight, tokens, columns, hidden))
-        if p.functional:
-            grad_part = p.product(part, x, columns, tokens, hidden, transposed=True)
-            grad_weight = p.one((grad_weight, grad_part), weight.extent)
-        else:
-            kernel = p.kernel_bytes(columns, hidden, transposed=True)
-            p.run((part, x, grad_weight), flops=2 * columns * tokens * hidden, kernel_bytes=kernel)
-    return _from_fp32(p, grad_x, tokens * hidden), grad_weight
+    loss = p.one((total, counted), FP32)
+
+    def pull() -> None:
+        grad = p.one((p.grads[loss], counted), FP32)
+        (grad_x,) = p.run((x,), FP32 * tokens * hidden)
+        (grad_weight,) = p.run((weight,), weight.extent, launches=0)
+        for columns in _pieces(vocab, tokens):
+            some, grad_some = (evolve(t, nbytes=columns * row) for t in (weight, grad_weight))
+            at_label = p.one((targets, p.one((), INT64 * columns)), BOOL * tokens * columns)
+            y = _cast(p, p.product(x, some, tokens, hidden, columns), FP32 * tokens * columns)
+            # minus the log-sum-exp, exponential, minus 1 at the label, times the gradient
+            y = p.changed(p.changed(p.changed(p.changed(y, joined_sums)), at_label), grad)
+            part = _cast(p, y, tokens * columns * p.batch.element_bytes)
+            grad_x = p.changed(grad_x, p.product(part, some, tokens, columns, hidden))
+            if p.functional:
+                grad_part = p.product(part, x, columns, tokens, hidden, transposed=True)
+                grad_weight = p.one((grad_weight, grad_part), weight.extent)
+            else:
+                own, flops = p.kernel_bytes(columns, hidden, transposed=True), 2 * columns * tokens * hidden
+                p.run((part, x, grad_some), flops=flops, kernel_bytes=own, changes=(grad_some,))
+        p.pulled((x, weight), (_cast(p, grad_x, tokens * row), grad_weight))
+
+    p.tape.append(pull)
+    return loss
 
 
 def _pieces(total: int, width: int) -> Iterable[int]:
@@ -430,9 +439,40 @@ def _pieces(total: int, width: int) -> Iterable[int]:
     return (min(size, total - start) for start in range(0, total, size))
 
 
-def _in_fp32(p: _Passes, t: _Tensor, numel: int) -> _Tensor:
-    return t if p.batch.element_bytes == FP32 else p.one((t,), FP32 * numel)
+def _cast(p: _Passes, t: _Tensor, nbytes: int) -> _Tensor:
+    """To fp32 or from it."""
+    return t if p.batch.element_bytes == FP32 else p.one((t,), nbytes)
 
 
-def _from_fp32(p: _Passes, t: _Tensor, numel: int) -> _Tensor:
-    return t if p.batch.element_bytes == FP32 else p.one((t,), p.batch.element_bytes * numel)
+# --- the segments of zfunc.models.gpt --------------------------------------------------------------------
+
+
+def _embed(batch: _Batch) -> _Passes:
+    """Embed, the first segment: nothing below it is trained."""
+    config, row = batch.config, batch.config.hidden_size * batch.element_bytes
+    p = _Passes(batch, (_given(INT64 * batch.tokens),))
+    weights = _given(config.vocab_size * row), _given(config.seq_length * row)
+    return p.ended(_lookup(p, *p.inputs, *weights), *weights)
+
+
+def _block(batch: _Batch) -> _Passes:
+    """Block: attention, then MLP, each behind a norm and added to its input."""
+    size = batch.element_bytes
+    x = _given(batch.tokens * batch.config.hidden_size * size)
+    p = _Passes(batch, (x,))
+    weights = [_given(prod(q.shape) * size) for q in gpt_parameters(batch.config)[1]]
+    ln_1, qkv, out, ln_2, up, down = zip(weights[::2], weights[1::2], strict=True)
+    middle = _add(p, x, _linear(p, _attention(p, _linear(p, _norm(p, x, *ln_1), *qkv)), *out))
+    y = _add(p, middle, _linear(p, _gelu(p, _linear(p, _norm(p, middle, *ln_2), *up)), *down))
+    return p.ended(y, *weights, x)
+
+
+def _head(batch: _Batch, *, functional: bool) -> _Passes:
+    """Head: the logits at once, or in pieces where they are many (`zfunc.models.loss`)."""
+    row = batch.config.hidden_size * batch.element_bytes
+    x, targets = _given(batch.tokens * row), _given(INT64 * batch.tokens)
+    p = _Passes(batch, (x, targets), functional)
+    weights = _given(row), _given(row), _given(batch.config.vocab_size * row)
+    whole = FP32 * batch.tokens * batch.config.vocab_size <= LOGITS_BYTES
+    loss = (_loss if whole else _loss_in_pieces)(p, _norm(p, x, *weights[:2]), weights[2], targets)
+    return p.ended(loss, x, *weights)

@@ -1,4 +1,4 @@
-"""Adafactor as a value with checked settings. `adafactor_reference` defines an update."""
+"""Adafactor as a value with checked settings. `adafactor_update` defines an update."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import evolve
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.layout import ALIGNMENT
-from zfunc.core.optimizer_state import HIGH_HALF, Moments, stored_buffers
-from zfunc.optim.adafactor_reference import AdafactorFactors, adafactor_factors, matrices_of, round_sizes
+from zfunc.core.layout import ALIGNMENT, UpdateWork
+from zfunc.core.optimizer_state import Moments
+from zfunc.optim.adafactor_matrices import PIECE, SUMMED, AdafactorFactors, matrices_of
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.compact_reference import join, split
 from zfunc.optim.kernel_optimizer import KernelOptimizer
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
-    at_least_0,
-    check_moments_and_decay,
-    decay_all,
-    lr_setting,
+    checked_finite,
+    decay_field,
+    lr_field,
+    moments_field,
+    number_field,
+    refuse,
 )
-from zfunc.optim.setting_checks import check_same_optimizer, checked_finite, refuse
-from zfunc.optim.workspaces import adafactor_workspace
+from zfunc.optim.rules import EXP_AVG_SQ_FLOOR, grad_floor_of
 from zfunc.values import FLOAT32_MAX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FP32_EPS = 2.0**-23
+FP64 = 8  # bytes
 
 
 def _eps(value: Any) -> tuple[float, float]:
@@ -63,13 +63,13 @@ class Adafactor(KernelOptimizer):
     'adafactor-16bit'
     """
 
-    lr: LearningRate = attrs.field(default=1e-2, converter=lr_setting)
+    lr: LearningRate = lr_field(1e-2)
     beta2_decay: float = attrs.field(default=-0.8, kw_only=True)
     eps: tuple[float, float] = attrs.field(default=(None, 1e-3), kw_only=True, converter=_eps)
     d: float = attrs.field(default=1.0, kw_only=True)
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
-    decay: Decay = attrs.field(default=decay_all, kw_only=True)
-    moments: Moments = attrs.field(default="fp32", kw_only=True)
+    weight_decay: float = number_field("weight_decay", 0.0)
+    decay: Decay = decay_field()
+    moments: Moments = moments_field()
 
     @beta2_decay.validator  # pyright: ignore
     def _check_beta2_decay(self, _: object, value: Any) -> None:
@@ -81,8 +81,7 @@ class Adafactor(KernelOptimizer):
         checked_finite("d", value, minimum=1.0)
 
     def __attrs_post_init__(self) -> None:
-        """Check what the fields do not check themselves; a schedule's values are checked at each step."""
-        check_moments_and_decay(self.moments, self.decay)
+        """Check what the fields make together; a schedule's values are checked at each step."""
         if not callable(self.lr):
             self._step_factors(StepDecision(False, 1.0, 1, self.factors(1)), 0)
 
@@ -97,46 +96,36 @@ class Adafactor(KernelOptimizer):
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         return f"adafactor-{'small-' if group & 2 else ''}{self.moments}"
 
-    def with_moments(self, moments: Moments, *, split_master: bool) -> Adafactor:
-        """The same optimizer with its weights in another format."""
-        del split_master
-        return evolve(self, moments=moments)
-
     def host_kernel(self, *args: Any, **arguments: Any) -> None:
-        """Adafactor in host memory (`zfunc.optim.host_adafactor`)."""
-        from zfunc.optim.host_adafactor import host_adafactor_
+        """Adafactor in host memory, by the compiled kernel."""
+        from zfunc.optim.adafactor_update import KernelAdafactor
 
-        host_adafactor_(*args, **arguments)
+        KernelAdafactor(*args, **arguments).finish()
 
     def device_kernel(self, *args: Any, **arguments: Any) -> None:
-        """Adafactor in torch operations (`zfunc.optim.device_adafactor`)."""
-        from zfunc.optim.device_adafactor import device_adafactor_
+        """Adafactor in torch operations."""
+        from zfunc.optim.adafactor_update import TorchAdafactor
 
-        device_adafactor_(*args, **arguments)
+        TorchAdafactor(*args, **arguments).finish()
 
     def device_workspace(self, numel: int) -> int:
-        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
-        return adafactor_workspace(numel)
+        """An upper bound of the bytes that `device_update` of a parameter of `numel` elements allocates.
 
-    def convert_state(
-        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
-    ) -> dict[str, Tensor]:
-        """From another format of Adafactor's, exactly; CheckpointError for one of another optimizer."""
-        from zfunc.optim.compact import as_array, as_state
+        It holds for matrices of at least 64 rows and columns, and for any other one below PIECE elements.
+        """
+        return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
-        del step
-        wanted = self.state_format(group)
-        check_same_optimizer(state_format, wanted)
-        arrays = {name: as_array(x) for name, x in state.items()}
-        p = arrays["master"] if "master" in state else join(arrays[HIGH_HALF], arrays["master_low"])
-        kinds = stored_buffers(wanted)
-        values = [*([p] if len(kinds) == 2 else split(p)), arrays[kinds[-1].name]]
-        return as_state(values, wanted)
+    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
+        """What each round of `adafactor_update` measures of a parameter.
 
-    def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
-        """How many numbers each round has (`zfunc.optim.adafactor_rounds`)."""
+        >>> Adafactor().update_work((8, 4), group=0).measured, Adafactor().update_work((8,), group=0).measured
+        ((192, 96, 16, 16), (0, 0, 16, 16))
+        """
         del group
-        return round_sizes(matrices_of(shape))
+        matrices = matrices_of(shape)
+        lines = matrices.num_lines if matrices.factored else 0
+        first = lines + sum(matrices.kept) if matrices.factored else 0
+        return UpdateWork(measured=tuple(FP64 * x for x in (first, lines, 2, 2)))
 
     def measure(
         self,
@@ -148,12 +137,11 @@ class Adafactor(KernelOptimizer):
         part: ParameterPart,
     ) -> Tensor:
         """What a part of a parameter has of the next round, where the tensors are."""
-        from zfunc.optim.device_adafactor import device_adafactor_round
-        from zfunc.optim.host_adafactor import host_adafactor_round
+        from zfunc.optim.adafactor_update import KernelAdafactor, TorchAdafactor
         from zfunc.runtime.accelerator import on_accelerator
 
-        measure = device_adafactor_round if on_accelerator(grad.device) else host_adafactor_round
-        return measure(state, grad, **self.arguments(decision, group, part))
+        update = TorchAdafactor if on_accelerator(grad.device) else KernelAdafactor
+        return update(state, grad, **self.arguments(decision, group, part)).measure()
 
     def arguments(
         self, decision: StepDecision, group: int, part: ParameterPart | None = None
@@ -168,14 +156,19 @@ class Adafactor(KernelOptimizer):
 
     def _step_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
         """The scalars of a step; ValueError for one that float32 cannot hold."""
-        factors = adafactor_factors(
-            step=decision.number,
-            lr=decision.factors["lr"],
-            beta2_decay=self.beta2_decay,
-            eps=self.eps,
-            d=self.d,
-            weight_decay=0.0 if group & 1 else self.weight_decay,
-            grad_scale=checked_finite("grad_scale", decision.grad_scale),
+        lr, add = decision.factors["lr"], decision.number**self.beta2_decay
+        grad_scale = checked_finite("grad_scale", decision.grad_scale)
+        decay = lr * (0.0 if group & 1 else self.weight_decay)
+        checked_finite("Adafactor's settings (as decay)", decay)
+        return AdafactorFactors(
+            grad_scale,
+            grad_floor_of(grad_scale),
+            1.0 - add,
+            add,
+            max(self.eps[0], EXP_AVG_SQ_FLOOR),
+            1.0 / max(self.eps[0], 1.0 / FLOAT32_MAX),
+            min(lr, 1.0 / decision.number**0.5),
+            self.eps[1],
+            self.d,
+            decay,
         )
-        checked_finite("Adafactor's settings (as decay)", factors.decay, minimum=-FLOAT32_MAX)
-        return factors

@@ -1,25 +1,25 @@
-"""Adagrad as a value with checked settings. `one_buffer_reference` defines an update."""
+"""Adagrad."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-import attrs
+from attrs import frozen
 
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.one_buffer import OneBufferOptimizer
-from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
+from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
-    at_least_0,
-    decay_all,
-    lr_setting,
+    decay_field,
+    eps_field,
+    lr_field,
+    moments_field,
+    number_field,
 )
-from zfunc.optim.setting_checks import checked_eps
+from zfunc.optim.rules import Factors, Operations
 
 
-@attrs.frozen
-class Adagrad(OneBufferOptimizer):
+@frozen
+class Adagrad(Elementwise):
     """Adagrad (Duchi et al. 2011) with L2 weight decay, as `torch.optim.Adagrad` has it.
 
     The state `sum` is that of the squared gradients alone: `initial_accumulator_value` is added when it is used, so
@@ -33,34 +33,24 @@ class Adagrad(OneBufferOptimizer):
     'adagrad-8bit'
     """
 
-    lr: LearningRate = attrs.field(default=1e-2, converter=lr_setting)
-    lr_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("lr_decay"))
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
-    initial_accumulator_value: float = attrs.field(
-        default=0.0, kw_only=True, converter=at_least_0("initial_accumulator_value")
-    )
-    eps: float = attrs.field(default=1e-10, kw_only=True, converter=checked_eps)
-    decay: Decay = attrs.field(default=decay_all, kw_only=True)
-    moments: Moments = attrs.field(default="fp32", kw_only=True)
+    state: ClassVar = ("sum",)
+    unsigned: ClassVar = ("sum",)
+    kernel: ClassVar = "adagrad"
 
-    @property
-    def kind(self) -> str:
-        """Of the formats of its state."""
-        return "adagrad"
+    lr: LearningRate = lr_field(1e-2)
+    lr_decay: float = number_field("lr_decay", 0.0)
+    weight_decay: float = number_field("weight_decay", 0.0)
+    initial_accumulator_value: float = number_field("initial_accumulator_value", 0.0)
+    eps: float = eps_field(1e-10)
+    decay: Decay = decay_field()
+    moments: Moments = moments_field()
 
-    @property
-    def rule(self) -> Rule:
-        """The update that the kernel makes."""
-        return "adagrad"
+    def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
+        """Over the root of the sum of all squares."""
+        m = m + g * g
+        return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 
-    def rule_factors(
-        self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float
-    ) -> RuleFactors:
-        """The scalars of step `step`."""
-        return rule_factors(
-            grad_scale=grad_scale,
-            rate=factors["lr"] / (1.0 + (step - 1) * self.lr_decay),
-            decay=weight_decay,
-            eps=self.eps,
-            initial=self.initial_accumulator_value,
-        )
+    def scalars(self, step: int, lr: float) -> dict[str, float]:
+        """Of step `step`."""
+        rate = lr / (1.0 + (step - 1) * self.lr_decay)
+        return {"rate": rate, "eps": self.eps, "initial": self.initial_accumulator_value}

@@ -1,39 +1,37 @@
-"""Adam and AdamW as a value with checked settings. `adam_reference` defines what an update computes."""
+"""Adam and AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
-from attrs import evolve
+from attrs import evolve, field, frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import AdamFormat, Moments
-from zfunc.optim.adam_reference import coefficients
-from zfunc.optim.base import ParameterPart
-from zfunc.optim.kernel_optimizer import KernelOptimizer
+from zfunc.core.optimizer_state import ADAM_FORMATS, Moments
+from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.optimizer_settings import (
     Betas,
     Decay,
     LearningRate,
-    at_least_0,
     betas_at_step,
-    betas_setting,
-    check_moments_and_decay,
-    decay_all,
-    lr_at_step,
-    lr_setting,
+    betas_field,
+    decay_field,
+    eps_field,
+    lr_field,
+    moments_field,
+    number_field,
+    refuse,
 )
-from zfunc.optim.setting_checks import check_factors, checked_eps, refuse
-from zfunc.optim.workspaces import adam_workspace
+from zfunc.optim.rules import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, Factors, Operations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attrs.frozen
-class AdamW(KernelOptimizer):
+@frozen
+class AdamW(Elementwise):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); `decoupled=False` is Adam with L2.
 
     `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says whether
@@ -42,7 +40,7 @@ class AdamW(KernelOptimizer):
 
     `moments` is the format of the optimizer state between steps, in bytes a parameter: "fp32", 12 (master, exp_avg,
     exp_avg_sq); "16bit", 8 (the master in two exact halves, both moments in bf16); "8bit", 6 (the same master, both
-    moments in 8 bits, with a scale for every 64 elements). Arithmetic is always fp32
+    moments in 8 bits, with a scale for every 64 elements). Operations is always fp32
     (`zfunc.optim.compact_reference`).
 
     With `split_master` the master of "fp32" is in two halves too, one of which is the bf16 copy for the device: the
@@ -56,35 +54,64 @@ class AdamW(KernelOptimizer):
     0.0003
     """
 
-    lr: LearningRate = attrs.field(default=1e-3, converter=lr_setting)
-    betas: Betas | Callable[[int], Betas] = attrs.field(
-        default=(0.9, 0.999), kw_only=True, converter=betas_setting
-    )
-    eps: float = attrs.field(default=1e-8, kw_only=True, converter=checked_eps)
-    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=at_least_0("weight_decay"))
-    decoupled: bool = attrs.field(default=True, kw_only=True)
-    decay: Decay = attrs.field(default=decay_all, kw_only=True)
-    moments: Moments = attrs.field(default="fp32", kw_only=True)
-    split_master: bool = attrs.field(default=False, kw_only=True, repr=False)
+    state: ClassVar = ("exp_avg", "exp_avg_sq")
+    kernel: ClassVar = "adam"
 
-    def __attrs_post_init__(self) -> None:
-        """Check every field."""
-        if not isinstance(self.decoupled, bool):
-            refuse(
-                TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
-            )
-        check_moments_and_decay(self.moments, self.decay)
-        if not callable(self.lr) and not callable(self.betas):
-            self._check_factors(1, self.lr, self.betas)  # of all steps the first has the largest
+    lr: LearningRate = lr_field(1e-3)
+    betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.999))
+    eps: float = eps_field(1e-8)
+    weight_decay: float = number_field("weight_decay", 0.01)
+    decoupled: bool = field(default=True, kw_only=True)
+    decay: Decay = decay_field()
+    moments: Moments = moments_field()
+    split_master: bool = field(default=False, kw_only=True, repr=False)
+
+    @decoupled.validator  # pyright: ignore
+    def _check_decoupled(self, _: object, value: Any) -> None:
+        if not isinstance(value, bool):
+            refuse(TypeError, "decoupled", repr(value), "True or False", "pass False for Adam with L2")
+
+    def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:
+        """Kingma & Ba 2015, algorithm 1."""
+        m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
+        v = o.flush(k.keep_sq * v + k.add_sq * (g * g), EXP_AVG_SQ_FLOOR)
+        return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
+
+    def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
+        """Of step `step`, bias corrections included (Kingma & Ba 2015, section 3)."""
+        beta1, beta2 = betas
+        return {
+            "rate": lr / (1.0 - beta1**step),
+            "keep": beta1,
+            "add": 1.0 - beta1,
+            "keep_sq": beta2,
+            "add_sq": 1.0 - beta2,
+            "root_scale": 1.0 / math.sqrt(1.0 - beta2**step),
+            "eps": self.eps,
+        }
+
+    @classmethod
+    def kind(cls) -> str:
+        """Adam's formats have none."""
+        return ""
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
-        lr = lr_at_step(self.lr, step)
+        lr = super().lr_at(step)
         if callable(self.lr) or callable(self.betas):
-            self._check_factors(step, lr, self.betas_at(step))
+            factors = {"lr": lr, "betas": self.betas_at(step)}
+            self.checked_factors(StepDecision(False, 1.0, step, factors), 0)
         return lr
 
-    def state_format(self, group: int = 0) -> AdamFormat:
+    def betas_at(self, step: int) -> Betas:
+        """The betas of a step, counted from 1; ValueError where one is not in [0, 1)."""
+        return betas_at_step(self.betas, step)
+
+    def factors(self, step: int) -> dict[str, Any]:
+        """The learning rate and the betas of step `step`, counted from 1."""
+        return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
+
+    def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
         return "fp32-split" if self.moments == "fp32" and self.split_master else self.moments
@@ -93,52 +120,62 @@ class AdamW(KernelOptimizer):
         """The same optimizer with its moments in another format, on a split master if they are fp32 or not."""
         return evolve(self, moments=moments, split_master=self.split_master or split_master)
 
-    def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate and the betas of step `step`, counted from 1."""
-        return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
+    def reads(self, state_format: str, wanted: str) -> bool:
+        """Whether a format is one of Adam's, also of the past."""
+        del wanted
+        return state_format in ADAM_FORMATS
 
-    def device_workspace(self, numel: int) -> int:
-        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
-        return adam_workspace(numel, self.state_format())
 
-    def convert_state(
-        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
-    ) -> dict[str, Tensor]:
-        """From any format of Adam's (`zfunc.optim.compact.convert_moments`); CheckpointError for another."""
-        from zfunc.optim.compact import convert_moments
+def adam_update_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    *,
+    out: Tensor | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    step: int,
+    lr: float,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """One Adam step over 1-D contiguous host buffers, in one pass over memory: in place, or `into` other buffers.
 
-        return convert_moments(state, state_format, self.state_format(group), step)
+    - `master`, `exp_avg`, `exp_avg_sq`: [n] fp32, updated. State in other formats: `AdamW(...).host_update`.
+    - `grad`: [n] fp32, bf16 or fp16, read only. It is multiplied by `grad_scale`: unscaling and clipping in one.
+    - `out`: [n] bf16, fp16 or fp32, receives the rounded new weights.
+    - `into`: (master, exp_avg, exp_avg_sq) of the same sizes. They receive the new state, with the same bits as in
+      place, and the first three buffers are read only.
+    - `step` counts from 1. `threads=None` is `default_threads()`; the thread count never changes a bit.
 
-    def host_kernel(self, *args: Any, **arguments: Any) -> None:
-        """Adam in host memory (`zfunc.optim.host_adam`)."""
-        from zfunc.optim.host_adam import host_adam_
+    Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
+    that overlap, memory whose ends are read-only, and factors out of range or not finite: skip a step with a norm
+    of inf or NaN. Gradients may hold inf and NaN, which propagate.
 
-        host_adam_(*args, **arguments)
+    >>> import torch
+    >>> weights, m, v = torch.ones(2), torch.zeros(2), torch.zeros(2)
+    >>> adam_update_(weights, m, v, torch.tensor([0.5, 0.0]), step=1, lr=0.25, eps=0.25)
+    >>> weights
+    tensor([0.8333, 1.0000])
+    >>> shadow = tuple(torch.empty(2) for _ in range(3))
+    >>> adam_update_(weights, m, v, torch.ones(2), into=shadow, step=2, lr=0.25, eps=0.25)
+    >>> weights, shadow[0]
+    (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
+    """
+    from zfunc.optim.argument_checks import checked_step
 
-    def device_kernel(self, *args: Any, **arguments: Any) -> None:
-        """Adam in torch operations (`zfunc.optim.device_adam`)."""
-        from zfunc.optim.device_adam import device_adam_
-
-        device_adam_(*args, **arguments)
-
-    def arguments(
-        self, decision: StepDecision, group: int, part: ParameterPart | None = None
-    ) -> dict[str, Any]:
-        """What both kernels take besides tensors."""
-        del part
-        return {
-            "step": decision.number,
-            "lr": decision.factors["lr"],
-            "betas": decision.factors["betas"],
-            "eps": self.eps,
-            "weight_decay": 0.0 if group else self.weight_decay,
-            "decoupled": self.decoupled,
-            "grad_scale": decision.grad_scale,
-        }
-
-    def _check_factors(self, step: int, lr: float, betas: Betas) -> None:
-        check_factors(coefficients(step, lr, betas, self.eps, self.weight_decay, self.decoupled, 1.0))
-
-    def betas_at(self, step: int) -> Betas:
-        """The betas of a step, counted from 1; ValueError where one is not in [0, 1)."""
-        return betas_at_step(self.betas, step)
+    adam = AdamW(lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+    decision = StepDecision(False, grad_scale, checked_step(step), adam.factors(step))
+    names = ("master", *AdamW.state)
+    adam.host_kernel(
+        dict(zip(names, (master, exp_avg, exp_avg_sq), strict=True)),
+        grad,
+        out=out,
+        into=None if into is None else dict(zip(names, into, strict=True)),
+        threads=threads,
+        **adam.arguments(decision, 0),
+    )

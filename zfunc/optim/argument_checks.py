@@ -1,4 +1,4 @@
-"""Checks of an update's arguments: buffers, before the kernel sees an address, and the factors of a step.
+"""Checks of an update's arguments: buffers, before the kernel sees an address, the step and the threads.
 
 A failed check raises TypeError or ValueError with what was got, what was expected and what to do, and has changed
 no buffer.
@@ -6,26 +6,23 @@ no buffer.
 
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
-from zfunc.optim.adam_reference import Coefficients, coefficients
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
-from zfunc.optim.setting_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
+from zfunc.optim.optimizer_settings import refuse
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 MAX_STEP = 2**53  # the largest float64 up to which every integer is exact
 Span = tuple[int, int, str]  # first address, address after the last byte, name for errors
-Decay = Literal["none", "decoupled", "l2"]
 CPU = torch.device("cpu")
 
 INTO = "into "  # prefix of the buffers that receive a new state
-_SHOWN = {"master_high": "master.high", "master_low": "master.low", "exp_avg_sq_scale": "exp_avg_sq.scales"}
 
 
 def checked_threads(threads: int | None) -> int:
@@ -61,12 +58,9 @@ def update_spans(
     spans: dict[str, Span] = {}
     for prefix, buffers, written in (("", state, into is None), (INTO, into or {}, True)):
         for x in formats if buffers else ():
-            shown = _SHOWN.get(x.name, x.name)
-            if x.name == "exp_avg_sq" and state_format == "8bit":
-                shown = "exp_avg_sq.codes"
-            size, dtypes = -(-n // x.shared), (TORCH_DTYPES[x.dtype],)
-            spans[prefix + x.name] = checked_span(
-                prefix + shown, buffers[x.name], size, dtypes, device=device, written=written
+            name, dtypes = prefix + x.name, (TORCH_DTYPES[x.dtype],)
+            spans[name] = checked_span(
+                name, buffers[x.name], x.numel(n), dtypes, device=device, written=written
             )
     spans["grad"] = checked_span("grad", grad, n, KERNEL_DTYPES, device=device, written=False)
     if out is not None:
@@ -90,45 +84,6 @@ def checked_span(
     written: bool = True,
 ) -> Span:
     """The memory of a 1-D contiguous tensor of `n` elements on `device`; raises for anything else."""
-    if (
-        not isinstance(tensor, Tensor)
-        or tensor.dtype not in dtypes
-        or tensor.device != device
-        or tensor.layout is not torch.strided
-        or tensor.dim() != 1
-        or tensor.numel() != n
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-    ):
-        _refuse_buffer(name, tensor, n, dtypes, device)
-    try:
-        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
-    except RuntimeError as error:  # a wrapper of torch.func
-        raise TypeError(
-            f"{name}: got {type(tensor).__name__} without memory of its own; expected a plain tensor; "
-            "call this outside torch.func transforms and torch.compile"
-        ) from error
-    end = address + n * tensor.element_size()
-    if n and (not address or _bytes_left(tensor) < end - address):
-        refuse(
-            ValueError, name, "a tensor whose memory is not allocated", "a plain tensor", "allocate it again"
-        )
-    on_cpu = device.type == "cpu"
-    if written and n and on_cpu and not (cpu_adam.writable(address) and cpu_adam.writable(end - 1)):
-        refuse(ValueError, name, "read-only memory", "memory that can be written", "clone it first")
-    return address, end, name
-
-
-def _bytes_left(tensor: Tensor) -> int:
-    """Bytes of the storage from the first element on: it can be resized under a tensor."""
-    return tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-
-
-def _refuse_buffer(
-    name: str, tensor: Any, n: int, dtypes: Collection[torch.dtype], device: torch.device
-) -> NoReturn:
-    if type(tensor).__module__ == "zfunc.optim.compact":
-        refuse(TypeError, name, type(tensor).__name__, "a torch.Tensor", "keep the master in a SplitMaster")
     if not isinstance(tensor, Tensor):
         refuse(TypeError, name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)")
     if tensor.dtype not in dtypes:
@@ -144,7 +99,24 @@ def _refuse_buffer(
     if tensor.dim() != 1 or tensor.numel() != n:
         got, expected = f"shape {list(tensor.shape)}", f"shape [{n}], as the first buffer"
         refuse(ValueError, name, got, expected if tensor.dim() == 1 else "one dimension", "pass a flat view")
-    refuse(ValueError, name, f"stride {tensor.stride()[0]}", "a contiguous buffer", "pass .contiguous()")
+    if not tensor.is_contiguous():
+        refuse(ValueError, name, f"stride {tensor.stride()[0]}", "a contiguous buffer", "pass .contiguous()")
+    try:
+        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper of torch.func
+        raise TypeError(
+            f"{name}: got {type(tensor).__name__} without memory of its own; expected a plain tensor; "
+            "call this outside torch.func transforms and torch.compile"
+        ) from error
+    end = address + n * tensor.element_size()
+    first = tensor.storage_offset() * tensor.element_size()  # a storage can be resized under a tensor
+    if n and (not address or tensor.untyped_storage().nbytes() - first < end - address):
+        got = "a tensor whose memory is not allocated"
+        refuse(ValueError, name, got, "a plain tensor", "allocate it again")
+    on_cpu = device.type == "cpu"
+    if written and n and on_cpu and not (cpu_adam.writable(address) and cpu_adam.writable(end - 1)):
+        refuse(ValueError, name, "read-only memory", "memory that can be written", "clone it first")
+    return address, end, name
 
 
 def check_disjoint(spans: Collection[Span]) -> None:
@@ -152,13 +124,8 @@ def check_disjoint(spans: Collection[Span]) -> None:
     end, last = 0, ""
     for start, stop, name in sorted(spans):
         if start < end:
-            refuse(
-                ValueError,
-                f"{last} and {name}",
-                f"memory that overlaps by {end - start} bytes",
-                "separate buffers",
-                "clone one of them",
-            )
+            got = f"memory that overlaps by {end - start} bytes"
+            refuse(ValueError, f"{last} and {name}", got, "separate buffers", "clone one of them")
         end, last = stop, name
 
 
@@ -174,31 +141,3 @@ def checked_step(step: Any) -> int:
         got = repr(step) if number.bit_length() < 64 else f"a number of {number.bit_length()} bits"
         refuse(ValueError, "step", got, f"1 to {MAX_STEP}", "count steps from 1, not 0")
     return number
-
-
-def checked_arguments(
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled: bool = True,
-    grad_scale: float = 1.0,
-) -> tuple[int, Coefficients, Decay]:
-    """An update's step number, its coefficients in double, and the kind of its weight decay.
-
-    Raises TypeError or ValueError for an argument out of range or a coefficient too large for float32.
-    """
-    step = checked_step(step)
-    factors = coefficients(
-        step,
-        checked_finite("lr", lr, minimum=0.0),
-        checked_betas(betas),
-        checked_eps(eps),
-        checked_finite("weight_decay", weight_decay, minimum=0.0),
-        decoupled,
-        checked_finite("grad_scale", grad_scale),
-    )
-    check_factors(factors)
-    return step, factors, "none" if not weight_decay else "decoupled" if decoupled else "l2"

@@ -49,19 +49,15 @@ class Optimizer(Protocol):
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """The number of the settings for a parameter, such as 0 with weight decay and 1 without."""
-        ...
 
     def state_format(self, group: int) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`. Every buffer but the weights starts at 0."""
-        ...
 
     def factors(self, step: int) -> Mapping[str, Any]:
         """What depends on the step, counted from 1: `lr`, and other numbers or tuples of numbers, by name."""
-        ...
 
     def describe(self) -> Mapping[str, Any]:
         """The settings that are constant over all steps, as JSON values."""
-        ...
 
     def host_update(
         self,
@@ -78,7 +74,6 @@ class Optimizer(Protocol):
         `out` receives the rounded new weights. `grad` (fp32 or 16-bit, read only) is to be multiplied by the
         decision's `grad_scale`.
         """
-        ...
 
     def device_update(
         self,
@@ -90,11 +85,9 @@ class Optimizer(Protocol):
         out: Tensor | None = None,
     ) -> None:
         """The same update, to the bit, in torch operations on the tensors' device."""
-        ...
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
-        ...
 
     def convert_state(
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
@@ -104,7 +97,6 @@ class Optimizer(Protocol):
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
         cannot convert.
         """
-        ...
 
 
 @runtime_checkable
@@ -115,9 +107,8 @@ class MeasuringOptimizer(Protocol):
     what they have: the largest of every number in rounds 0, 2 and so on, the sum in the others. The update follows.
     """
 
-    def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
-        """How many numbers of a parameter each round has."""
-        ...
+    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
+        """How many bytes of fp64 numbers of a parameter each round has."""
 
     def measure(
         self,
@@ -132,7 +123,6 @@ class MeasuringOptimizer(Protocol):
 
         Only the part's `room` changes.
         """
-        ...
 
 
 @runtime_checkable
@@ -143,25 +133,16 @@ class MatrixOptimizer(Protocol):
     of it; and `host_update` or `device_update` with that as the gradient, whatever the `grad_scale`.
     """
 
-    def host_direction(
+    def direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
-        """Update the momentum of parameters in host memory, and write the direction to `out`, in bf16."""
-        ...
-
-    def device_direction(
-        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
-    ) -> None:
-        """The same, to the bit, in torch operations on the tensors' device."""
-        ...
+        """Update the momentum of parameters, and write the direction to `out`, in bf16: the same bits anywhere."""
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
         """What a whole matrix [rows, columns] moves along, from its direction, which may be overwritten."""
-        ...
 
-    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
+    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
         """What `orthogonalize` of a matrix takes."""
-        ...
 
 
 @runtime_checkable
@@ -171,8 +152,6 @@ class HasMoments(Protocol):
     @property
     def moments(self) -> Moments:
         """That format."""
-        ...
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> Optimizer:
         """The same optimizer with another format; with `split_master`, on two halves if that changes no bit."""
-        ...

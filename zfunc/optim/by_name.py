@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from attrs import evolve
-
 from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.optim.adafactor import Adafactor
 from zfunc.optim.adagrad import Adagrad
@@ -11,7 +9,7 @@ from zfunc.optim.adamw import AdamW
 from zfunc.optim.groups import GroupedOptimizer, groups
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
-from zfunc.optim.optimizer_settings import Betas, LearningRate, hidden_matrices
+from zfunc.optim.optimizer_settings import Betas, hidden_matrices
 from zfunc.optim.sgd import SGD
 
 NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
@@ -31,14 +29,6 @@ def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
     return _MAKERS[name](**arguments)
 
 
-def with_lr(optimizer: NamedOptimizer, lr: LearningRate) -> NamedOptimizer:
-    """The same optimizer with another learning rate."""
-    if isinstance(optimizer, GroupedOptimizer):
-        members = (evolve(x, lr=lr) for x in optimizer.optimizers)  # pyright: ignore
-        return evolve(optimizer, optimizers=tuple(members))
-    return evolve(optimizer, lr=lr)
-
-
 def _muon(
     *,
     momentum: float = 0.95,
@@ -51,4 +41,5 @@ def _muon(
     return groups((hidden_matrices, muon), AdamW(betas=betas, eps=eps, **shared))
 
 
-_MAKERS = dict(zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor, _muon), strict=True))
+CLASSES = dict(zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor, Muon), strict=True))
+_MAKERS = {**CLASSES, "muon": _muon}

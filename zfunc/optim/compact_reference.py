@@ -1,6 +1,6 @@
-"""Compact optimizer state in NumPy: the definition of the kernel's formats, and of an update over them.
+"""Compact optimizer state in NumPy: the definition of the kernel's formats.
 
-A compact update is unpack, `adam_reference.reference_update`, pack. All arithmetic is float32; only the state
+A compact update is unpack, a rule, pack (`reference.reference_update`). All arithmetic is float32; only the state
 between two steps is rounded, and without bias. Rounding to nearest would freeze a moment that changes by less than
 half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %).
 
@@ -28,13 +28,16 @@ moments over seven decades, Dettmers et al., "8-bit Optimizers via Block-wise Qu
 for a block, the OCP Microscaling formats (2023).
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zfunc.optim.adam_reference import Array, reference_update
+from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, weight_buffers
 
+Array = NDArray[Any]
 BLOCK = 64  # elements that share a scale, and the period of the dither
 SPREAD = 0x9E3779B9  # between the dithers of neighbours: 2^32 / golden ratio
 EXP_AVG, EXP_AVG_SQ = 0, 1  # which moment: each has its own dithers
@@ -49,16 +52,6 @@ LIMIT = 0x7F600000  # 1.75 * 2^127: larger values count as infinite
 CUT = 19  # bits of a float32 below those mantissa bits
 SMALLEST_NORMAL, LARGEST = 125 << 23, 0x41F80000  # bits of 2^-2 and of 31
 ROOT, EXPONENT = 0x1FC00000, 0x7F800000  # half the bits of x, and this, are near those of its root
-
-
-class Compact(NamedTuple):
-    """The compact state of n elements; the scale is None but for 8-bit moments."""
-
-    high: Array  # [n] uint16, the bfloat16 half of the master
-    low: Array  # [n] int16, the remaining bits
-    exp_avg: Array  # [n] float32, uint16 holding bf16, or uint8 codes
-    exp_avg_sq: Array  # [n] as exp_avg
-    exp_avg_sq_scale: Array | None = None  # [ceil(n / 64)] int16
 
 
 def split(x: Array) -> tuple[Array, Array]:
@@ -120,13 +113,11 @@ def pack_bf16(x: Array, dither: Array) -> Array:
     return (np.where(np.isnan(x), np.uint32(0x7FC00000), rounded) >> np.uint32(16)).astype(np.uint16)
 
 
-def pack_exp_avg_sq(x: Array, dither: Array) -> tuple[Array, Array]:
-    """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks."""
-    return pack_floats(x, dither, signed=False)
-
-
 def pack_floats(x: Array, dither: Array, *, signed: bool) -> tuple[Array, Array]:
-    """The same of x of either sign: the highest bit of a code is its sign then, and 7 are left for the size."""
+    """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks.
+
+    Of a moment with a sign the highest bit of a code is that, and 7 are left for the size.
+    """
     infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
     coarsest = 1 << min_shift + NUM_SHIFTS - 1
     size = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
@@ -147,13 +138,8 @@ def pack_floats(x: Array, dither: Array, *, signed: bool) -> tuple[Array, Array]
     return code.astype(np.uint8), scale
 
 
-def unpack_exp_avg_sq(codes: Array, scale: Array) -> Array:
-    """The float32 values of codes [n], given the scales [ceil(n / 64)] of their blocks; exact."""
-    return unpack_floats(codes, scale, signed=False)
-
-
 def unpack_floats(codes: Array, scale: Array, *, signed: bool) -> Array:
-    """The same of codes that `pack_floats` made."""
+    """The float32 values of codes [n] that `pack_floats` made, given the scales of their blocks; exact."""
     infinite = np.uint8(INFINITE >> signed)
     sizes = codes & infinite
     bits = np.where(sizes == infinite, np.uint32(EXPONENT), _plain_bits(sizes, scale, MIN_SHIFT + signed))
@@ -222,39 +208,68 @@ def unpack_first_codes(
     return np.where(exp_avg < 128, m, -m), unpacked(exp_avg_sq, exp_avg_sq_exponent, 4, 26)
 
 
-def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step: int) -> Compact:
-    """Compact state (any but "fp32") of float32 buffers [n], its moments rounded as step `step` does."""
-    if moments == "fp32-split":
-        high, low, exp_avg_sq = split_to_even(master, exp_avg_sq)
-        return Compact(high, low, exp_avg, exp_avg_sq)
-    high, low = split(master)
-    first = dither(master.size, step, EXP_AVG)
-    second = dither(master.size, step, EXP_AVG_SQ)
-    if moments == "16bit":
-        return Compact(high, low, pack_bf16(exp_avg, first), pack_bf16(exp_avg_sq, second))
-    v, scale = pack_exp_avg_sq(exp_avg_sq, second)
-    return Compact(high, low, pack_exp_avg(exp_avg, first, v, scale), v, scale)
+def unpack_weights(state: Mapping[str, Array]) -> Array:
+    """The float32 weights of a state of any format, by the names of its buffers; exact."""
+    if "master" in state:
+        return state["master"]
+    signs = state.get("exp_avg_sq")
+    return join(state[HIGH_HALF], state["master_low"], signs if _is_float32(signs) else None)
 
 
-def unpack(state: Compact) -> tuple[Array, Array, Array]:
-    """The float32 master, exp_avg and exp_avg_sq of a compact state; exact."""
-    if state.exp_avg_sq.dtype == np.float32:
-        return join(state.high, state.low, state.exp_avg_sq), state.exp_avg, np.abs(state.exp_avg_sq)
-    master = join(state.high, state.low)
-    if state.exp_avg_sq_scale is None:
-        return master, *((x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in state[2:4])
-    packed = state.exp_avg_sq, state.exp_avg_sq_scale
-    return master, unpack_exp_avg(state.exp_avg, *packed), unpack_exp_avg_sq(*packed)
+def pack_weights(p: Array, state_format: str, moments: dict[str, Array]) -> dict[str, Array]:
+    """Float32 weights as the buffers of a format. Of "fp32-split" exp_avg_sq, in `moments`, gets its signs."""
+    names = weight_buffers(state_format)
+    if len(names) == 3:
+        *halves, moments["exp_avg_sq"] = split_to_even(p, moments["exp_avg_sq"])
+        return dict(zip(names, halves, strict=False))
+    return dict(zip(names, [p] if len(names) == 1 else split(p), strict=True))
 
 
-def reference_compact_update(
-    state: Compact, grad: Array, *, step: int, out: str | None = None, **settings: Any
-) -> tuple[Compact, Array | None]:
-    """One Adam step over compact state; arguments as `reference_update`. The inputs are not changed.
+def unpack_moments(state: Mapping[str, Array], state_format: str) -> list[Array]:
+    """The float32 moments of a state of any format, also a former one; exact."""
+    kinds = moment_buffers(state_format)
+    own = [state[x.name] for x in kinds]
+    if state_format == "8bit-1":
+        return [*unpack_first_codes(*own)]
+    if state_format == "8bit":
+        return [unpack_exp_avg(*own), unpack_floats(*own[1:], signed=False)]
+    if any(x.dtype == "uint8" for x in kinds):
+        pairs = zip(kinds[::2], own[::2], own[1::2], strict=True)
+        return [unpack_floats(codes, scale, signed=x.signed) for x, codes, scale in pairs]
+    return [np.abs(x) if state_format == "fp32-split" and x is own[1] else to_float32(x) for x in own]
 
-    Returns the next state, and the rounded copy of the weights with `out`.
-    """
-    fp32 = state.exp_avg.dtype == np.float32
-    moments = "fp32-split" if fp32 else "16bit" if state.exp_avg_sq_scale is None else "8bit"
-    new = reference_update(*unpack(state), grad, step=step, out=out, **settings)
-    return pack(new.master, new.exp_avg, new.exp_avg_sq, moments=moments, step=step), new.out
+
+def pack_moments(moments: Sequence[Array], state_format: str, step: int) -> dict[str, Array]:
+    """Float32 moments as the buffers of a format, rounded as step `step` does."""
+    kinds = moment_buffers(state_format)
+    spread = [dither(x.size, step, i) for i, x in enumerate(moments)]
+    if state_format == "8bit":
+        codes = pack_floats(moments[1], spread[1], signed=False)
+        packed = [pack_exp_avg(moments[0], spread[0], *codes), *codes]
+    elif any(x.dtype == "uint8" for x in kinds):
+        each = zip(kinds[::2], moments, spread, strict=True)
+        packed = [y for kind, x, d in each for y in pack_floats(x, d, signed=kind.signed)]
+    else:
+        each = zip(kinds, moments, spread, strict=True)
+        packed = [pack_bf16(x, d) if kind.dtype == "bf16" else x for kind, x, d in each]
+    return {kind.name: x for kind, x in zip(kinds, packed, strict=True)}
+
+
+def _is_float32(x: Array | None) -> bool:
+    return x is not None and x.dtype == np.float32
+
+
+def to_float32(x: Array) -> Array:
+    """Convert float16, or bf16 in uint16, to float32, exactly; float32 stays."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return x.astype(np.float32)
+
+
+def round_to(x: Array, kind: Dtype) -> Array:
+    """Round float32 to "fp32", "fp16" or "bf16" (in uint16): to nearest, ties to even; NaN stays NaN."""
+    if kind != "bf16":
+        return x.astype(DTYPES[kind].numpy)
+    bits = x.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (np.where(np.isnan(x), bits | np.uint32(0x400000), rounded) >> np.uint32(16)).astype(np.uint16)

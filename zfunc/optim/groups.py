@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
@@ -16,7 +17,7 @@ from attrs import evolve, field, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter, UpdateWork
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer, ParameterPart
+from zfunc.optim.base import HasMoments, Optimizer, ParameterPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,101 +171,46 @@ class GroupedOptimizer:
             ]
         }
 
-    def host_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        part: ParameterPart | None = None,
-        out: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """The update of the group's optimizer in host memory."""
-        n, own = self._of(group)
-        self.optimizers[n].host_update(
-            state, grad, _decision(decision, n), group=own, out=out, into=into, **_given(part)
-        )
-
-    def device_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        part: ParameterPart | None = None,
-        out: Tensor | None = None,
-    ) -> None:
-        """The update of the group's optimizer on the device."""
-        n, own = self._of(group)
-        self.optimizers[n].device_update(
-            state, grad, _decision(decision, n), group=own, out=out, **_given(part)
-        )
-
-    def host_direction(
-        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
-    ) -> None:
-        """The direction of a group's whole matrices, in host memory."""
-        n, own = self._of(group)
-        self._matrices(n).host_direction(state, grad, _decision(decision, n), group=own, out=out)
-
-    def device_direction(
-        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
-    ) -> None:
-        """The direction of a group's whole matrices, on the device."""
-        n, own = self._of(group)
-        self._matrices(n).device_direction(state, grad, _decision(decision, n), group=own, out=out)
-
-    def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
-        """What a group's whole matrix moves along."""
-        n, own = self._of(group)
-        return self._matrices(n).orthogonalize(direction, group=own)
-
-    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """What that takes."""
-        n, own = self._of(group)
-        return self._matrices(n).matrix_work(shape, group=own)
-
-    def _matrices(self, n: int) -> MatrixOptimizer:
-        optimizer = self.optimizers[n]
-        assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
-        return optimizer
-
-    def num_measures(self, shape: tuple[int, ...], *, group: int) -> tuple[int, ...]:
-        """How many numbers of a group's parameter each round has."""
-        n, own = self._of(group)
-        return self._measuring(n).num_measures(shape, group=own)
-
-    def measure(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        part: ParameterPart,
-    ) -> Tensor:
-        """What a part of a group's parameter has of the next round."""
-        n, own = self._of(group)
-        return self._measuring(n).measure(state, grad, _decision(decision, n), group=own, part=part)
-
-    def _measuring(self, n: int) -> MeasuringOptimizer:
-        optimizer = self.optimizers[n]
-        assert isinstance(optimizer, MeasuringOptimizer)  # by the format of its state
-        return optimizer
-
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         return max(x.device_workspace(numel) for x in self.optimizers)
 
-    def convert_state(
-        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
-    ) -> Mapping[str, Tensor]:
-        """A checkpoint's state in the format of the group's optimizer, which says what it can convert."""
+    # The rest is up to the group's optimizer, with its own groups, and its own factors of a decision.
+
+    def host_update(self, *args: Any, group: int, **given: Any) -> None:
+        """The update in host memory."""
+        self._call("host_update", group, args, given)
+
+    def device_update(self, *args: Any, group: int, **given: Any) -> None:
+        """The update on the device."""
+        self._call("device_update", group, args, given)
+
+    def direction(self, *args: Any, group: int, out: Tensor) -> None:
+        """The direction of whole matrices."""
+        self._call("direction", group, args, {"out": out})
+
+    def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
+        """What a whole matrix moves along."""
+        return self._call("orthogonalize", group, (direction,))
+
+    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
+        """What the update of a parameter takes beside its element-wise pass."""
+        return self._call("update_work", group, (shape,))
+
+    def measure(self, *args: Any, group: int, part: ParameterPart) -> Tensor:
+        """What a part of a parameter has of the next round."""
+        return self._call("measure", group, args, {"part": part})
+
+    def convert_state(self, *args: Any, group: int) -> Mapping[str, Tensor]:
+        """A checkpoint's state in the format of the optimizer, which says what it can convert."""
+        return self._call("convert_state", group, args)
+
+    def _call(
+        self, method: str, group: int, args: tuple[Any, ...], given: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
         n, own = self._of(group)
-        return self.optimizers[n].convert_state(state, state_format, step, group=own)
+        args = tuple(_decision(x, n) if isinstance(x, StepDecision) else x for x in args)
+        return getattr(self.optimizers[n], method)(*args, group=own, **given)
 
 
 def _matches(rule: Rule, name: str, shape: tuple[int, ...]) -> bool:
@@ -276,8 +222,3 @@ def _decision(decision: StepDecision, n: int) -> StepDecision:
     prefix = f"{n}."
     own = {name.removeprefix(prefix): x for name, x in decision.factors.items() if name.startswith(prefix)}
     return evolve(decision, factors=own)
-
-
-def _given(part: ParameterPart | None) -> dict[str, Any]:
-    """What an optimizer is told that updates parameters one by one."""
-    return {} if part is None else {"part": part}

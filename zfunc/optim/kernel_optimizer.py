@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from attrs import fields
+from attrs import evolve, fields
 
 from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import Moments, stored_buffers
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.optimizer_settings import Decay, LearningRate, lr_at_step
+from zfunc.optim.optimizer_settings import Decay, LearningRate, another_optimizer, lr_at_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,11 @@ class KernelOptimizer(ABC):
 
     lr: LearningRate
     decay: Decay
+    moments: Moments
+
+    @abstractmethod
+    def state_format(self, group: int = 0) -> str:
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
 
     @abstractmethod
     def host_kernel(self, *args: Any, **arguments: Any) -> None:
@@ -60,6 +66,36 @@ class KernelOptimizer(ABC):
         """0 for a parameter with weight decay, 1 for one without."""
         return int(not self.decay(name, shape))
 
+    def with_moments(self, moments: Moments, *, split_master: bool) -> Self:
+        """The same optimizer with its state in another format; beside fp32 the master is not split.
+
+        A split that rounds as a copy does needs a bit beside the 32, and no bit of a momentum is free.
+        """
+        del split_master
+        return evolve(self, moments=moments)  # pyright: ignore
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
+    ) -> dict[str, Tensor]:
+        """From another format of the same optimizer, through fp32; CheckpointError for one of another optimizer.
+
+        Weights stay exact, moments are rounded as update `step` would have rounded them.
+        """
+        from zfunc.optim.compact import as_array, as_state
+        from zfunc.optim.compact_reference import pack_moments, pack_weights, unpack_moments, unpack_weights
+
+        wanted = self.state_format(group)
+        if not self.reads(state_format, wanted):
+            raise another_optimizer(state_format, wanted)
+        arrays = {x.name: as_array(state[x.name]) for x in stored_buffers(state_format)}
+        moments = pack_moments(unpack_moments(arrays, state_format), wanted, step)
+        packed = pack_weights(unpack_weights(arrays), wanted, moments) | moments
+        return as_state((packed[x.name] for x in stored_buffers(wanted)), wanted)
+
+    def reads(self, state_format: str, wanted: str) -> bool:
+        """Whether state of a format can be converted to `wanted`: they differ in their moments alone."""
+        return state_format.rpartition("-")[0] == wanted.rpartition("-")[0]
+
     def host_update(
         self,
         state: Mapping[str, Tensor],
@@ -68,11 +104,10 @@ class KernelOptimizer(ABC):
         *,
         group: int,
         part: ParameterPart | None = None,
-        out: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
+        **given: Any,
     ) -> None:
-        """The update by the compiled kernel."""
-        self.host_kernel(state, grad, out=out, into=into, **self.arguments(decision, group, part))
+        """The update by the compiled kernel; `given` are `out` and `into`."""
+        self.host_kernel(state, grad, **given, **self.arguments(decision, group, part))
 
     def device_update(
         self,
@@ -82,7 +117,7 @@ class KernelOptimizer(ABC):
         *,
         group: int,
         part: ParameterPart | None = None,
-        out: Tensor | None = None,
+        **given: Any,
     ) -> None:
-        """The same update, to the bit, in torch operations on the tensors' device."""
-        self.device_kernel(state, grad, out=out, **self.arguments(decision, group, part))
+        """The same update, to the bit, in torch operations on the tensors' device; `given` is `out`."""
+        self.device_kernel(state, grad, **given, **self.arguments(decision, group, part))

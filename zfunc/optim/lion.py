@@ -1,27 +1,28 @@
-"""Lion as a value with checked settings. `one_buffer_reference` defines an update."""
+"""Lion."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-import attrs
+from attrs import frozen
 
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.one_buffer import OneBufferOptimizer
-from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
+from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.optimizer_settings import (
     Betas,
     Decay,
     LearningRate,
-    at_least_0,
     betas_at_step,
-    betas_setting,
-    decay_all,
-    lr_setting,
+    betas_field,
+    decay_field,
+    lr_field,
+    moments_field,
+    number_field,
 )
+from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 
-@attrs.frozen
-class Lion(OneBufferOptimizer):
+@frozen
+class Lion(Elementwise):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), with decoupled decay.
 
     Every weight moves by `lr` in the direction of the sign of beta1 * exp_avg + (1 - beta1) * gradient, and not at
@@ -37,46 +38,27 @@ class Lion(OneBufferOptimizer):
     {'lr': 0.0001, 'betas': (0.9, 0.99)}
     """
 
-    decoupled: ClassVar[bool] = True
+    state: ClassVar = ("exp_avg",)
+    kernel: ClassVar = "lion"
+    decoupled: ClassVar = True
 
-    lr: LearningRate = attrs.field(default=1e-4, converter=lr_setting)
-    betas: Betas | Callable[[int], Betas] = attrs.field(
-        default=(0.9, 0.99), kw_only=True, converter=betas_setting
-    )
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
-    decay: Decay = attrs.field(default=decay_all, kw_only=True)
-    moments: Moments = attrs.field(default="fp32", kw_only=True)
+    lr: LearningRate = lr_field(1e-4)
+    betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
+    weight_decay: float = number_field("weight_decay", 0.0)
+    decay: Decay = decay_field()
+    moments: Moments = moments_field()
 
-    @property
-    def kind(self) -> str:
-        """Of the formats of its state."""
-        return "lion"
+    def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
+        """The sign of one mean; the other one is kept."""
+        change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
+        return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 
-    @property
-    def rule(self) -> Rule:
-        """The update that the kernel makes."""
-        return "lion"
-
-    def betas_at(self, step: int) -> Betas:
-        """The betas of a step, counted from 1; ValueError where one is not in [0, 1)."""
-        return betas_at_step(self.betas, step)
+    def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
+        """Of step `step`."""
+        del step
+        look, keep = betas
+        return {"rate": lr, "keep": keep, "add": 1.0 - keep, "look_keep": look, "look_add": 1.0 - look}
 
     def factors(self, step: int) -> dict[str, Any]:
         """The learning rate and the betas of step `step`, counted from 1."""
-        return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
-
-    def rule_factors(
-        self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float
-    ) -> RuleFactors:
-        """The scalars of step `step`."""
-        del step
-        lr, (beta1, beta2) = factors["lr"], factors["betas"]
-        return rule_factors(
-            grad_scale=grad_scale,
-            rate=lr,
-            decay=lr * weight_decay,
-            keep=beta2,
-            add=1.0 - beta2,
-            look_keep=beta1,
-            look_add=1.0 - beta1,
-        )
+        return {"lr": self.lr_at(step), "betas": betas_at_step(self.betas, step)}

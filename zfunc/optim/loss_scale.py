@@ -12,8 +12,6 @@ from attrs import evolve, field, frozen
 from zfunc.errors import NonFiniteError
 from zfunc.values import number, truth, whole
 
-UNHARMED = "the state is unharmed"
-
 
 def _above_0(name: str) -> Any:
     return partial(number, f"LossScale: {name}", positive=True)
@@ -63,7 +61,7 @@ class LossScale:
         if self.scale <= self.minimum:
             raise NonFiniteError(
                 f"got a gradient overflow with the loss scale already at its minimum of {self.minimum:g}, "
-                f"expected finite gradients at this scale: {UNHARMED}. Lower the learning rate, "
+                f"expected finite gradients at this scale: the state is unharmed. Lower the learning rate, "
                 "look for a division or a logarithm that leaves fp16's range, or train in bf16"
             )
         return evolve(self, scale=max(self.scale / 2, self.minimum), steps=steps, last_overflow=self.steps)

@@ -1,6 +1,8 @@
 """Muon as a value with checked settings.
 
-`one_buffer_reference` defines the direction and the update along it, `newton_schulz` what is between them.
+Its rules are the direction and the update along it, `Muon.orthogonalize` is what is between them.
+How a library adds up a product is its own affair, so equal bits need the same library, device and number of
+threads, as those of forward do.
 """
 
 from __future__ import annotations
@@ -10,22 +12,35 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import attrs
+from attrs import evolve
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.layout import UpdateWork
+from zfunc.core.layout import UpdateWork, round_up
 from zfunc.core.optimizer_state import Moments
+from zfunc.core.spec import ALLOCATION
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.one_buffer import OneBufferOptimizer
-from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
-from zfunc.optim.optimizer_settings import Decay, LearningRate, at_least_0, decay_all, lr_setting
-from zfunc.optim.setting_checks import checked_finite, refuse
-from zfunc.optim.workspaces import QUINTIC, Quintic, newton_schulz_work
+from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.optimizer_settings import (
+    Decay,
+    LearningRate,
+    checked_finite,
+    decay_field,
+    lr_field,
+    moments_field,
+    number_field,
+    refuse,
+)
+from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, grad_floor_of
 from zfunc.values import number, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 AdjustLr = Literal["original", "match_rms_adamw"]
+Quintic = tuple[float, float, float]
+QUINTIC: Quintic = (3.4445, -4.7750, 2.0315)
+"""Coefficients of x, x^3 and x^5: steep at 0, so that singular values come near 1 in few steps (Jordan et al. 2024,
+"Muon: An optimizer for hidden layers in neural networks")."""
 
 
 def _momentum_setting(value: Any) -> float:
@@ -45,7 +60,7 @@ def _quintic_setting(value: Any) -> Quintic:
 
 
 @attrs.frozen
-class Muon(OneBufferOptimizer):
+class Muon(Elementwise):
     """Muon for matrices (Jordan et al. 2024), as `torch.optim.Muon` has it; other parameters take another one.
 
     The momentum is the running mean momentum * momentum_buffer + (1 - momentum) * gradient; the direction is that,
@@ -66,18 +81,20 @@ class Muon(OneBufferOptimizer):
     2.0
     """
 
-    decoupled: ClassVar[bool] = True
+    state: ClassVar = ("momentum_buffer",)
+    kernel: ClassVar = "sgd"
+    decoupled: ClassVar = True
 
-    lr: LearningRate = attrs.field(default=1e-3, converter=lr_setting)
+    lr: LearningRate = lr_field(1e-3)
     momentum: float = attrs.field(default=0.95, kw_only=True, converter=_momentum_setting)
     nesterov: bool = attrs.field(default=True, kw_only=True)
-    weight_decay: float = attrs.field(default=0.1, kw_only=True, converter=at_least_0("weight_decay"))
+    weight_decay: float = number_field("weight_decay", 0.1)
     adjust_lr_fn: AdjustLr = attrs.field(default="original", kw_only=True)
     ns_steps: int = attrs.field(default=5, kw_only=True, converter=_steps_setting)
     ns_coefficients: Quintic = attrs.field(default=QUINTIC, kw_only=True, converter=_quintic_setting)
-    eps: float = attrs.field(default=1e-7, kw_only=True, converter=at_least_0("eps"))
-    decay: Decay = attrs.field(default=decay_all, kw_only=True)
-    moments: Moments = attrs.field(default="fp32", kw_only=True)
+    eps: float = number_field("eps", 1e-7)
+    decay: Decay = decay_field()
+    moments: Moments = moments_field()
 
     def __attrs_post_init__(self) -> None:
         """Check every field."""
@@ -85,22 +102,19 @@ class Muon(OneBufferOptimizer):
             refuse(ValueError, "adjust_lr_fn", repr(self.adjust_lr_fn), " or ".join(known), "choose one")
         super().__attrs_post_init__()
 
-    @property
-    def kind(self) -> str:
-        """Of the formats of its state."""
-        return "muon"
+    def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
+        """Along the orthogonal direction, which is the gradient here."""
+        return (k.rate * o.flush(0.0 + g, EXP_AVG_FLOOR),)
 
-    @property
-    def rule(self) -> Rule:
-        """The update that the kernel makes, whose gradient is the orthogonal direction."""
-        return "sgd"
+    def look_ahead(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
+        """The direction that is made orthogonal, and the momentum."""
+        m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
+        return k.look_keep * m + k.look_add * g, m
 
-    def rule_factors(
-        self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float
-    ) -> RuleFactors:
-        """The scalars of step `step`. The direction has been scaled."""
-        del step, grad_scale
-        return rule_factors(grad_scale=1.0, rate=factors["lr"], decay=factors["lr"] * weight_decay)
+    def scalars(self, step: int, lr: float) -> dict[str, float]:
+        """Of step `step`."""
+        del step
+        return {"rate": lr}
 
     def lr_ratio(self, shape: tuple[int, ...]) -> float:
         """What the learning rate of a matrix is multiplied by."""
@@ -114,8 +128,9 @@ class Muon(OneBufferOptimizer):
     ) -> dict[str, Any]:
         """What both kernels take besides tensors to move the weights of a matrix along a direction."""
         assert part is not None  # by the format of its state
-        arguments = super().arguments(decision, group)
-        factors: RuleFactors = arguments["factors"]
+        # The direction has been scaled.
+        arguments = super().arguments(evolve(decision, grad_scale=1.0), group)
+        factors: Factors = arguments["factors"]
         rate = checked_finite("lr of a matrix", factors.rate * self.lr_ratio(part.shape))
         return {
             **arguments,
@@ -123,48 +138,59 @@ class Muon(OneBufferOptimizer):
             "factors": factors._replace(rate=rate),
         }
 
-    def host_direction(
+    def direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
-        """Update the momentum of parameters in host memory, and write the direction to `out`, in bf16."""
-        del group
-        self.host_kernel(state, grad, out=out, **self.direction_arguments(decision))
+        """Update the momentum of parameters, and write the direction to `out`, in bf16: the same bits anywhere."""
+        from zfunc.runtime.accelerator import on_accelerator
 
-    def device_direction(
-        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
-    ) -> None:
-        """The same, to the bit, in torch operations on the tensors' device."""
         del group
-        self.device_kernel(state, grad, out=out, **self.direction_arguments(decision))
+        update = self.device_kernel if on_accelerator(grad.device) else self.host_kernel
+        update(state, grad, out=out, **self.direction_arguments(decision))
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
-        """The orthogonal direction of a whole matrix [rows, columns] in bf16, which may be overwritten."""
-        del group
-        from zfunc.optim.newton_schulz import orthogonalize_
+        """The whole matrix [rows, columns] bf16 with its singular values near 1: Newton-Schulz, by products alone.
 
-        return orthogonalize_(direction, steps=self.ns_steps, coefficients=self.ns_coefficients, eps=self.eps)
-
-    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """What `orthogonalize` of a matrix takes."""
+        It is divided by its norm, at least `eps`, first. The argument may be overwritten.
+        """
         del group
-        return newton_schulz_work(shape, self.ns_steps)
+        from torch import addmm
+
+        a, b, c = self.ns_coefficients
+        wide = direction if direction.size(0) <= direction.size(1) else direction.T
+        wide.div_(wide.norm().clamp(min=self.eps))
+        for _ in range(self.ns_steps):
+            gram = wide @ wide.T
+            wide = addmm(wide, addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        return wide if direction.size(0) <= direction.size(1) else wide.T
+
+    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
+        """What `orthogonalize` of a matrix takes.
+
+        A step has 4 m m n + 2 m m m FLOPs with n the longer side: 6 h a parameter if square.
+
+        >>> Muon().update_work((1024, 1024), group=0).flops / 1024**2 / 1024
+        30.0
+        """
+        del group
+        m, n = sorted(shape)
+        two_wide, two_square = (2 * round_up(2 * x, ALLOCATION) for x in (m * n, m * m))
+        workspace = two_wide + two_square + 3 * ALLOCATION
+        return UpdateWork(self.ns_steps * (4 * m * m * n + 2 * m**3), workspace, 3 * self.ns_steps + 3)
 
     def direction_arguments(self, decision: StepDecision) -> dict[str, Any]:
         """What both kernels take besides tensors to make a direction."""
-        keep, add = self.momentum, 1.0 - self.momentum
-        ahead = (keep, add) if self.nesterov else (1.0, 0.0)
+        scale, keep, add = (
+            checked_finite("grad_scale", decision.grad_scale),
+            self.momentum,
+            1.0 - self.momentum,
+        )
+        look_keep, look_add = (keep, add) if self.nesterov else (1.0, 0.0)
+        look = {"keep": keep, "add": add, "look_keep": look_keep, "look_add": look_add}
         return {
+            "rule": Rule(self.look_ahead, "direction", weights=False),
             "state_format": self.state_format(),
-            "rule": "direction",
-            "factors": rule_factors(
-                grad_scale=checked_finite("grad_scale", decision.grad_scale),
-                rate=0.0,
-                decay=0.0,
-                keep=keep,
-                add=add,
-                look_keep=ahead[0],
-                look_add=ahead[1],
-            ),
-            "step": decision.number,
-            "decoupled": True,
+            "factors": Factors(scale, grad_floor_of(scale), 0.0, **look),
+            "number": decision.number,
+            "decay": "none",
         }

@@ -1,14 +1,18 @@
-"""Settings that every optimizer has: learning rate, betas, weight decay and who gets it, the format of the moments.
+"""Settings of optimizers and their checks: no torch.
 
-The converters of fields raise TypeError or ValueError for a value out of range. A schedule, a pure function of the
-step counted from 1, is checked at each step.
+A field's converter raises TypeError or ValueError, with what was got, what was expected and what to do. A
+schedule, a pure function of the step counted from 1, is checked at each step.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from attrs import field
 
 from zfunc.core.optimizer_state import MOMENTS
-from zfunc.optim.setting_checks import checked_betas, checked_finite, refuse
+from zfunc.errors import CheckpointError
+from zfunc.optim.rules import SMALLEST_NORMAL
+from zfunc.values import FLOAT32_MAX, number
 
 Betas = tuple[float, float]
 LearningRate = float | Callable[[int], float]
@@ -40,24 +44,66 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and not any(x in name for x in ("embed", "lm_head", "wte", "wpe"))
 
 
-def _is_schedule(x: Any) -> bool:
-    """Whether `x` is a function of the step: neither a tensor nor a class."""
-    return callable(x) and not isinstance(x, type)
+# ---- fields ---------------------------------------------------------------------------------------------
 
 
-def lr_setting(lr: Any) -> Any:
+def lr_field(default: float) -> Any:
     """A learning rate of at least 0, or a schedule."""
-    return lr if _is_schedule(lr) else checked_finite("lr", lr, minimum=0.0)
+    return _schedule_or(lambda x: checked_finite("lr", x, minimum=0.0), default, kw_only=False)
 
 
-def betas_setting(betas: Any) -> Any:
-    """Two betas, or a schedule of them."""
-    return betas if _is_schedule(betas) else checked_betas(betas)
+def betas_field(default: Betas) -> Any:
+    """Two decay rates in [0, 1), or a schedule of them."""
+    return _schedule_or(checked_betas, default, kw_only=True)
 
 
-def at_least_0(name: str) -> Callable[[Any], float]:
-    """The converter of a field with this name to a finite number of at least 0."""
-    return lambda value: checked_finite(name, value, minimum=0.0)
+def _schedule_or(check: Callable[[Any], Any], default: Any, *, kw_only: bool) -> Any:
+    """A schedule is a function of the step: neither a tensor nor a class."""
+
+    def converted(x: Any) -> Any:
+        return x if callable(x) and not isinstance(x, type) else check(x)
+
+    return field(default=default, converter=converted, kw_only=kw_only)
+
+
+def number_field(name: str, default: float) -> Any:
+    """A finite number of at least 0."""
+    return field(default=default, kw_only=True, converter=lambda x: checked_finite(name, x, minimum=0.0))
+
+
+def eps_field(default: float) -> Any:
+    """0 or a normal float32: the kernel flushes subnormal values to 0."""
+
+    def converted(value: Any) -> float:
+        eps = checked_finite("eps", value, minimum=0.0)
+        if 0.0 < eps < SMALLEST_NORMAL:
+            refuse(ValueError, "eps", repr(value), "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
+        return eps
+
+    return field(default=default, kw_only=True, converter=converted)
+
+
+def decay_field() -> Any:
+    """Which parameters weight decay applies to."""
+
+    def check(_: object, __: object, value: Any) -> None:
+        if not callable(value):
+            refuse(TypeError, "decay", repr(value), "(name, shape) -> bool", "pass such as matrices_only")
+
+    return field(default=decay_all, kw_only=True, validator=check)
+
+
+def moments_field() -> Any:
+    """The format of the moments between steps."""
+
+    def check(_: object, __: object, value: Any) -> None:
+        if not isinstance(value, str) or value not in MOMENTS:
+            refuse(ValueError, "moments", repr(value), f"one of {', '.join(MOMENTS)}", "choose one")
+
+    return field(default="fp32", kw_only=True, validator=check)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------
 
 
 def lr_at_step(lr: LearningRate, step: int) -> float:
@@ -70,9 +116,36 @@ def betas_at_step(betas: Betas | Callable[[int], Betas], step: int) -> Betas:
     return checked_betas(betas(step), f"betas at step {step}") if callable(betas) else betas
 
 
-def check_moments_and_decay(moments: Any, decay: Any) -> None:
-    """Raise ValueError for an unknown format, TypeError for a `decay` that is no function."""
-    if not isinstance(moments, str) or moments not in MOMENTS:
-        refuse(ValueError, "moments", repr(moments), f"one of {', '.join(MOMENTS)}", "choose one")
-    if not callable(decay):
-        refuse(TypeError, "decay", repr(decay), "(name, shape) -> bool", "pass such as matrices_only")
+def checked_betas(betas: Any, name: str = "betas") -> Betas:
+    """Two decay rates in [0, 1)."""
+    try:
+        beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
+        if max(beta1, beta2) < 1.0:
+            return beta1, beta2
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    refuse(ValueError, name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+
+
+def checked_finite(name: str, value: Any, minimum: float = -FLOAT32_MAX) -> float:
+    """A finite float32 number of at least `minimum`, as a float."""
+    try:
+        return number(name, value, least=minimum)
+    except TypeError:
+        refuse(TypeError, name, repr(value), "a number", "pass a float")
+    except ValueError:
+        floor = "" if minimum == -FLOAT32_MAX else f" at or above {minimum:g}"
+        refuse(ValueError, name, repr(value), f"a finite float32{floor}", "correct it, or skip this step")
+
+
+def refuse(kind: type[Exception], name: str, got: str, expected: str, action: str) -> NoReturn:
+    """Raise `kind` with what was got, what was expected, and what to do."""
+    raise kind(f"{name}: got {got}; expected {expected}; {action}")
+
+
+def another_optimizer(state_format: str, wanted: str) -> CheckpointError:
+    """The error of a state that this program's optimizer cannot read."""
+    return CheckpointError(
+        f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it with "
+        "the optimizer that saved it, or pass its parameters to init(program, params=...)"
+    )

@@ -1,25 +1,25 @@
-"""Stochastic gradient descent as a value with checked settings. `one_buffer_reference` defines an update."""
+"""Stochastic gradient descent."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-import attrs
+from attrs import field, frozen
 
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.one_buffer import OneBufferOptimizer
-from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
+from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
-    at_least_0,
-    decay_all,
-    lr_setting,
+    decay_field,
+    lr_field,
+    moments_field,
+    number_field,
+    refuse,
 )
-from zfunc.optim.setting_checks import refuse
+from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 
-@attrs.frozen
-class SGD(OneBufferOptimizer):
+@frozen
+class SGD(Elementwise):
     """SGD with momentum, dampening, Nesterov's variant and L2 weight decay, as `torch.optim.SGD` has them.
 
     `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
@@ -35,44 +35,43 @@ class SGD(OneBufferOptimizer):
     'sgd-fp32'
     """
 
-    lr: LearningRate = attrs.field(default=1e-3, converter=lr_setting)
-    momentum: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("momentum"))
-    dampening: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("dampening"))
-    nesterov: bool = attrs.field(default=False, kw_only=True)
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
-    decay: Decay = attrs.field(default=decay_all, kw_only=True)
-    moments: Moments = attrs.field(default="fp32", kw_only=True)
+    state: ClassVar = ("momentum_buffer",)
 
-    def __attrs_post_init__(self) -> None:
-        """Check every field."""
-        if self.nesterov and not (self.momentum and not self.dampening):
+    lr: LearningRate = lr_field(1e-3)
+    momentum: float = number_field("momentum", 0.0)
+    dampening: float = number_field("dampening", 0.0)
+    nesterov: bool = field(default=False, kw_only=True)
+    weight_decay: float = number_field("weight_decay", 0.0)
+    decay: Decay = decay_field()
+    moments: Moments = moments_field()
+
+    @nesterov.validator  # pyright: ignore
+    def _check_nesterov(self, _: object, value: Any) -> None:
+        if value and not (self.momentum and not self.dampening):
+            got = f"momentum={self.momentum} and dampening={self.dampening}"
             refuse(
                 ValueError,
                 "nesterov",
-                f"momentum={self.momentum} and dampening={self.dampening}",
+                got,
                 "a momentum above 0 and no dampening",
                 "pass such as momentum=0.9",
             )
-        super().__attrs_post_init__()
 
     @property
-    def kind(self) -> str:
-        """Of the formats of its state; without momentum it has the weights alone."""
-        return "sgd" if self.momentum else "weights"
-
-    @property
-    def rule(self) -> Rule:
-        """The update that the kernel makes."""
+    def kernel(self) -> str:  # pyright: ignore
+        """The rule's name in the compiled kernel."""
         return "nesterov" if self.nesterov else "sgd"
 
-    def rule_factors(
-        self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float
-    ) -> RuleFactors:
-        """The scalars of step `step`."""
-        return rule_factors(
-            grad_scale=grad_scale,
-            rate=factors["lr"],
-            decay=weight_decay,
-            keep=self.momentum,
-            add=1.0 - self.dampening if step > 1 and self.momentum else 1.0,
-        )
+    def update(self, o: Operations, k: Factors, g: Any, m: Any = 0.0) -> tuple[Any, ...]:
+        """With Nesterov's variant, one momentum step ahead."""
+        m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
+        return k.rate * (g + k.keep * m if self.nesterov else m), m
+
+    def scalars(self, step: int, lr: float) -> dict[str, float]:
+        """Of step `step`."""
+        add = 1.0 - self.dampening if step > 1 and self.momentum else 1.0
+        return {"rate": lr, "keep": self.momentum, "add": add}
+
+    def state_format(self, group: int = 0) -> str:
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`; without momentum the weights alone."""
+        return super().state_format(group) if self.momentum else f"weights-{self.moments}"

@@ -6,19 +6,18 @@
     disk_traffic         what a step asks of the drives, and how they wear
     cost_model           costs of a model under any settings
     traced_costs         those of any segments, traced
+    kept_costs           those of a Hugging Face model, kept on the disk
     candidate            one choice of settings, simulated
     steady_state         many micro-batches from a few
     search               the fastest settings that fit
     search_space         which settings are tried
     suggestions          what would help, each simulated
-    max_layers           the largest model of a family that fits
-    max_batch            the largest batch, or the longest sequences, that fit
+    largest              the most layers, sequences or tokens that fit
     planned              its result: figures, and the report as text or HTML
     memory_check         refuses, before training starts, a step that does not fit this machine
     calibrate            measures this machine by training on it
     bandwidth            measures the host's memory
-    fit_rates            rates and latencies from timed operations
-    calibrated_profile   the measured machine as a profile
+    calibrated_profile   the measured machine as a profile: rates and latencies from timed operations
 
 A new machine: one file in `profiles/`; `zfunc calibrate` writes one of the machine it runs on.
 """

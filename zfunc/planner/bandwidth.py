@@ -15,12 +15,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.optim.host_adam import adam_update_
+from zfunc.optim.adamw import adam_update_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.cpu_topology import busy_ticks, largest_cache, mapping_of
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
-from zfunc.runtime.team_binding import bind_default_team
-from zfunc.runtime.thread_budget import allowed_cpus, default_threads
+from zfunc.runtime.thread_budget import allowed_cpus, bind_to_nodes, default_threads
 
 BYTES = 28  # of a parameter, in a sweep
 MIN_BYTES, MAX_BYTES = 128 << 20, 2 << 30  # swept over
@@ -43,7 +42,7 @@ def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
     """Measure in a thread of its own, bound to CPUs as a lane's. Raises MemoryError where memory is short."""
 
     def run() -> Bandwidth:
-        bind_default_team()
+        bind_to_nodes()
         return _measure(seconds)
 
     with ThreadPoolExecutor(1, "zfunc bandwidth") as pool:

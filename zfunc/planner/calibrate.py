@@ -2,7 +2,7 @@
 
 Steps run under Serial, where each operation is timed alone, and in turns with them under Overlapped, to time the
 handoff between lanes. The operations are those of a training, in program and sizes. Their costs become the profile
-(`zfunc.planner.fit_rates`, `zfunc.planner.calibrated_profile`). The drive and launches are measured separately.
+(`zfunc.planner.calibrated_profile`). The drive and launches are measured separately.
 """
 
 import logging
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.functional import scaled_dot_product_attention
 
 from zfunc.core.graph import Kind
 from zfunc.core.timeline import Timeline
@@ -28,10 +29,24 @@ from zfunc.engine.specialize import specialize
 from zfunc.engine.train_step import train_step
 from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.planner.bandwidth import clocks, other_processes
-from zfunc.planner.calibrated_profile import MachineFacts, make_profile
-from zfunc.planner.fit_rates import LatencyBandwidth, MeasuredStep, fit_costs, handoff, middle_half
+from zfunc.planner.calibrated_profile import (
+    Arithmetic,
+    LatencyBandwidth,
+    MachineFacts,
+    MeasuredStep,
+    fit_costs,
+    handoff,
+    make_profile,
+    middle_half,
+)
 from zfunc.planner.profile import Profile
-from zfunc.runtime.accelerator import available_bytes, device_count, device_name, on_accelerator
+from zfunc.runtime.accelerator import (
+    available_bytes,
+    device_count,
+    device_name,
+    has_grouped_kernels,
+    on_accelerator,
+)
 from zfunc.runtime.cpu_topology import cpu_model, physical_cores
 from zfunc.runtime.direct_io import ALIGNED, DirectFile
 from zfunc.runtime.drive_speed import measure
@@ -63,6 +78,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     """
     machine = machine_facts(program, Path(folder))
     disk, launch = measure_disk(Path(folder)), measure_launch(program.device)
+    arithmetic = measure_arithmetic(program.device, program.dtype)
     before = clocks()
     serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
     busy = other_processes(before, clocks())
@@ -73,7 +89,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     steps = middle_half(serial)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
     seconds = handoff(middle_half(overlapped)) or 0.0
-    profile = make_profile(machine, fit_costs(steps), disk, how, handoff=seconds, launch=launch)
+    profile = make_profile(machine, fit_costs(steps), arithmetic, disk, how, handoff=seconds, launch=launch)
     log.info("%s: measured by %s, of %.3g s each", machine.title, how, steps[len(steps) // 2].seconds)
     if program.ranks.world == 1:
         log.info(
@@ -134,6 +150,31 @@ def _median_seconds(call: Callable[[], Any]) -> float:
     return median(seconds)
 
 
+def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
+    """FLOP/s of a product of large matrices and of causal attention in a long row, forward and backward."""
+    side, row = (8192, 8192) if on_accelerator(device) else (768, 768)
+    a = torch.zeros(side, side, device=device, dtype=dtype)
+    q = torch.zeros(1, 16, row, 128, device=device, dtype=dtype)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def both() -> None:
+        y, pull, *_ = torch.func.vjp(attend, q)
+        pull(y)
+
+    def seconds(call: Callable[[], Any]) -> float:
+        def run() -> None:
+            call()
+            if on_accelerator(device):
+                torch.accelerator.synchronize(device)
+
+        run()  # which loads the kernels
+        return _median_seconds(run)
+
+    return Arithmetic(2 * side**3 / seconds(lambda: a @ a), 7 * 16 * 128 * row**2 / seconds(both))
+
+
 def measure_launch(device: torch.device) -> float | None:
     """Seconds of the host for one launch on `device`: those of forward and backward of a block so small that the
     device waits for its host. None on the CPU, where nothing is launched."""
@@ -179,6 +220,7 @@ def machine_facts(program: Program, folder: Path) -> MachineFacts:
             "disk": shutil.disk_usage(folder).free,
         },
         unified=not has_own_memory,
+        grouped=not has_own_memory or has_grouped_kernels(device),
         threads={} if has_own_memory else _threads(),
         world=program.ranks.world,
         local_ranks=min(local_ranks(), program.ranks.world),

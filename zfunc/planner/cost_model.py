@@ -70,8 +70,8 @@ class SegmentCosts(Protocol):
         """The spec of these settings, with costs of 0."""
         ...
 
-    def traced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
-        """The same with the costs of a micro-batch. All segments recompute the same."""
+    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool) -> StepSpec:
+        """The same with the costs of a micro-batch, on `grouped` Hardware or not. Segments recompute alike."""
         ...
 
 
@@ -126,7 +126,6 @@ class CostModel:
             target_bytes=traced[0].target_bytes,
             aux=traced[0].aux,
             commit=spec.swaps and settings.commit_every == 1,  # a step like most
-            graphed=spec.graphed & {s for s, x in enumerate(traced) if s in x.graphed},
         )
 
     def _on_gpu(self, settings: StepSettings) -> bool:
@@ -136,11 +135,12 @@ class CostModel:
         """A spec with the costs of segments that all recompute the same."""
         key = (settings.precision, settings.micro_batches, *passes_key(settings))
         if key not in self._costs:
-            self._costs[key] = self.segments.traced(settings, on_gpu=self._on_gpu(settings))
+            on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
+            self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)
         return self._costs[key]
 
 
-def passes_key(settings: StepSettings) -> tuple[str, bool, bool, bool]:
+def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool]:
     """What forward and backward of the segments depend on; only residuals depend on whether these move."""
     moving = settings.recompute == "min-cut" and settings.moves
-    return settings.recompute, settings.compile_segments, settings.device_graphs, moving
+    return settings.recompute, settings.compile_segments, moving

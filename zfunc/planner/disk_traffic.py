@@ -1,6 +1,6 @@
 """What a step asks of the drives: bytes by direction, the rates that would hide them, space and wear.
 
-A step that commits also writes what memory has of the state, so both kinds of steps are counted.
+A step that commits also writes what memory has of the state, so where only some do, both kinds are counted.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ DRIVES: tuple[Kind, ...] = ("read", "write")
 class DiskTraffic:
     """What one rank's step moves between memory and its share of the drives.
 
-    - `step_bytes`, `commit_bytes`: bytes of a step by direction, "read" and "write": of one that does not commit,
-      and of one that does.
+    - `step_bytes`, `commit_bytes`: bytes of a step by direction, "read" and "write": of the planned one, which
+      commits if all do, and of one that commits.
     - `needed`, `available`: bytes a second by direction: what hides the planned step's transfers behind the
       busiest other kind of work, and what the hardware has. Directions share the drives, so a step whose `busy`,
       the sum of needed over available, is above 1 waits for them.
@@ -49,20 +49,17 @@ def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | No
     if not step.spec.uses_disk:
         return None
 
-    def graph(*, commit: bool) -> Graph:
-        return operations_of(evolve(step.spec, commit=commit and step.spec.swaps))
-
     def bytes_of(graph: Graph) -> dict[Kind, int]:
         return {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
 
-    plain, commits = bytes_of(graph(commit=False)), bytes_of(graph(commit=True))
+    planned = bytes_of(operations_of(step.spec))
+    commits = bytes_of(operations_of(evolve(step.spec, commit=step.spec.swaps)))
     busiest = max(seconds for kind, seconds in step.work.items() if kind not in DRIVES)
     every = step.settings.commit_every
-    written = plain["write"] + (commits["write"] - plain["write"]) / every
-    planned = commits if step.spec.commit else plain
+    written = planned["write"] + (commits["write"] - planned["write"]) / every
     capacity = step.hardware.memory.get("disk")
     return DiskTraffic(
-        plain,
+        planned,
         commits,
         every,
         {kind: planned[kind] / busiest for kind in DRIVES},

@@ -63,7 +63,7 @@ def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str
     effects = "; ".join(map(_effect, suggestions)) or "no single change that was tried helps"
     return (
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
-        f"{parts}; nothing was allocated. {effects}; or make the model smaller (--num-layers, --hidden-size)"
+        f"{parts}; nothing was allocated. {effects}; or make the model smaller (num_layers, hidden_size)"
     )
 
 

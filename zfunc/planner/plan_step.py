@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, fields
 
-from zfunc import schedules
+from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.hardware import Hardware
 from zfunc.core.keyword_settings import settings_with, takes_settings
 from zfunc.core.settings import BY_DEVICE, StepSettings
@@ -23,12 +23,13 @@ from zfunc.planner.planned import Planned
 from zfunc.planner.profile import Profile
 from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import suggest
+from zfunc.schedules import __all__ as SCHEDULES
 
 if TYPE_CHECKING:
     from zfunc.engine.segment import Segment
 
 # Settings that a search does not vary: only these are worth a suggestion after one.
-UNSEARCHED = ("precision", "micro_batches", "moments", "stage", "delay_from", "speculate")
+UNSEARCHED = ("precision", "micro_batches", "moments", "stage")
 
 
 @takes_settings(precision=AUTO)
@@ -53,7 +54,7 @@ def plan(
 
     The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
-    speculation, deferral, where parameters and activations live, what each share of the segments recomputes, and
+    deferral, where parameters and activations live, what each share of the segments recomputes, and
     the order of micro-batches. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the
     device is the host. `offload_ratio`, `recompute` and the places of "auto" are the fastest that fit; the disk is
     one where the host is full.
@@ -75,7 +76,7 @@ def plan(
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
     model = CostModel(TracedCosts(segments, example, optimizer, world), machine)
     if isinstance(settings.schedule, str):
-        one_of((BY_DEVICE, *schedules.__all__, AUTO))("schedule", settings.schedule)
+        one_of((BY_DEVICE, *SCHEDULES, AUTO))("schedule", settings.schedule)
     return plan_settings(model, settings, advice=advice)
 
 
@@ -84,7 +85,8 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     """Plan `settings`, of which some may be "auto", as in `plan`."""
     given, searched_all = settings, settings.schedule == AUTO
     space, result = _space(settings), None
-    settings = search_start(settings).scheduled(on_cpu=model.machine.unified)
+    size = settings.bucket_size or default_bucket_size(model.segments.world)
+    settings = evolve(search_start(settings).scheduled(on_cpu=model.machine.unified), bucket_size=size)
     if space is not None:
         result = model.search(settings, space)
         settings = result.step.settings
@@ -108,7 +110,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
 def _space(settings: StepSettings) -> SearchSpace | None:
     """What a search varies: every setting for `schedule` "auto", else those that are; None if nothing is."""
     if settings.schedule == AUTO:
-        return SearchSpace(delay=(settings.delayed,))
+        return SearchSpace()
     values: dict[str, tuple[str, ...] | None] = {}
     if settings.offload_ratio == AUTO:
         values["offload_ratios"] = None  # those that fit

@@ -87,14 +87,14 @@ class Planned:
 
     @property
     def tflops(self) -> float:
-        """The model's arithmetic on each GPU, in 1e12 FLOP/s: forward, and twice as much for backward.
+        """The model's products, attention among them, on each GPU in 1e12 FLOP/s: forward, and twice as much for
+        backward.
 
         For frozen parameters backward counts once: they have no gradient. Recomputation is not counted.
         """
         forward = sum(cost.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
         layout = self.step.spec.layout
-        num_frozen = sum(x.stop - x.start for x in layout.frozen)
-        times = 2 + layout.num_trainable / (layout.num_trainable + num_frozen)
+        times = 2 + layout.num_trainable / layout.num_parameters
         return times * forward / self.step.seconds / 1e12 if self.step.seconds else 0.0
 
     @property
@@ -254,13 +254,11 @@ def _plan(p: Planned) -> Iterator[str]:
         f"recompute {settings.recompute}",
         f"moments {settings.moments}",
         *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
-        *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
         *([f"ZeRO stage {settings.stage}"] if p.world > 1 and settings.stage != 2 else []),
         *([f"parameters on the {settings.params_on}"] if settings.params_on != "device" else []),
         *([_state(settings)] if settings.state_on == DISK else []),
         *([f"activations on the {settings.activations_on}"] if settings.stashes else []),
         *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
-        *(["updates delayed"] if settings.delayed else []),
         *(["updates deferred"] if p.step.spec.deferred else []),
     ]
     yield from _wrapped(f"plan       {', '.join(parts)}", 11)
@@ -331,12 +329,14 @@ def _disk(p: Planned) -> Iterator[str]:
     read, write = (
         f"{disk.needed[kind] / 1e9:,.3g} of {disk.available[kind] / 1e9:,.3g} GB/s" for kind in DRIVES
     )
-    commits = disk.commit_bytes["write"]
-    every = f"every {disk.commit_every:,} steps" if disk.commit_every > 1 else "every step"
+    every = "every step"
+    if disk.commit_every > 1:
+        writes = f"{disk.commit_bytes['write'] / 1e9:,.4g} GB"
+        every = f"every {disk.commit_every:,} steps; such a step writes {writes}"
     reads, writes = (f"{kind}s {disk.step_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
     yield f"the disk: a step {reads} and {writes}"
     if p.step.spec.swaps:
-        yield f"  commits  {every}; such a step writes {commits / 1e9:,.4g} GB"
+        yield f"  commits  {every}"
     yield f"  needed   to hide them: read {read}, write {write}; both, {disk.busy:.0%} of the time"
     wear = f"{disk.written / 1e12:,.3g} TB written a step"
     if disk.drive_writes is not None:
@@ -359,7 +359,7 @@ def _suggestions(p: Planned) -> Iterator[str]:
 def _assumptions(p: Planned) -> Iterator[str]:
     if p.profile is not None:
         shares = p.profile.figures["reached"]
-        rates = p.step.settings.precision, "d2h", "h2d", "host_memory", "device_memory"
+        rates = p.step.settings.precision, "attention", "d2h", "h2d", "host_memory", "device_memory"
         reached = ", ".join(f"{key} {shares[key].value:.0%}" for key in shares if key in rates)
         yield from _wrapped(
             f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; why is "
@@ -372,7 +372,7 @@ def _assumptions(p: Planned) -> Iterator[str]:
         )
     yield from _wrapped(
         "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
-        "attention is one of them; TFLOP/s counts forward, and twice as much for backward"
+        "attention is one of them; TFLOP/s counts forward with attention, and twice as much for backward"
         + (", but once for what is frozen" if p.step.spec.layout.frozen else "")
     )
 

@@ -7,7 +7,7 @@ The invariant: a Profile has every figure it needs, each of a plausible size in 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 from attrs import evolve, field, frozen
@@ -23,6 +23,9 @@ ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
 RATES = ("device_memory", "host_memory", "d2h", "h2d", "read", "write")
 NETWORKS = ("network_in_node", "network_between_nodes")
+LL128 = ("ll128", "ll128_in_node", "ll128_between_nodes")  # a protocol of NCCL's rings
+PAT = ("pat", "pat_rank", "pat_level")  # NCCL's algorithm of Parallel Aggregated Trees
+FP16_ACCUMULATE = "fp16_accumulate"
 # A table's name is the unit of its figures: first those that are required, then those that are optional.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of a node
@@ -30,15 +33,24 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor; of
     # the node's drives, what they are rated to write in their life
     "bytes": (("device", "host", "disk"), ("context", "endurance")),
-    # the peak of one device, without sparsity
-    "flops_per_s": ((), PRECISIONS),
+    # the peak of one device, without sparsity; of fp16 with sums in fp16 too, which torch has to be asked for
+    "flops_per_s": ((), (*PRECISIONS, FP16_ACCUMULATE)),
     # the peak, one way: host_memory, read and write (of its drives) of the node, all else of one device
     "bytes_per_s": (RATES, NETWORKS),
-    # to start an operation; of a network, a hop; to tell another lane that an operation has ended; of the host, to
-    # launch one piece of work on the device
-    "seconds": (("compute", "host", "d2h", "h2d", "read", "write", "handoff"), (*NETWORKS, "launch")),
-    # the share of the figure of that name that is counted on
-    "reached": (("device_bytes", "host_bytes", "disk_bytes", *RATES), (*PRECISIONS, *NETWORKS)),
+    # to start an operation; to tell another lane that an operation has ended; of a network, a hop of a ring, inside
+    # a node and between nodes; of the host, to launch one piece of work on the device; to start a collective; the
+    # same three of a ring with the protocol LL128; of trees (PAT), which need a node for each rank: to start them,
+    # a rank, a level
+    "seconds": (
+        ("compute", "host", "d2h", "h2d", "read", "write", "handoff"),
+        (*NETWORKS, "launch", "network", *LL128, *PAT),
+    ),
+    # the share of the figure of that name that is counted on: of FLOP/s, what large products reach, and what fused
+    # attention does of them; of LL128 and trees, the share of the network's rate
+    "reached": (
+        ("device_bytes", "host_bytes", "disk_bytes", *RATES),
+        (*PRECISIONS, FP16_ACCUMULATE, "attention", *NETWORKS, LL128[0], PAT[0]),
+    ),
 }
 # A figure outside has the wrong unit: GB/s instead of B/s, microseconds instead of seconds.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -72,10 +84,10 @@ class Profile:
     """A machine: `figures[table][key]`, in the unit that the table is named after (see TABLES).
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
-    device is the host. `shared` are the resources that kinds of operations compete for (see `Hardware`); where it
-    is empty and the device is not the host, copies compete with the host's work for host memory. Drives that read
-    and write at once are shared in proportion, unless `shared` has a "disk". `measured` are operations timed on the
-    machine.
+    device is the host; `grouped` is the Hardware's. `shared` are the resources that kinds of operations compete for
+    (see `Hardware`); where it is empty and the device is not the host, copies compete with the host's work for host
+    memory. Drives that read and write at once are shared in proportion, unless `shared` has a "disk". `measured`
+    are operations timed on the machine.
 
     Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.
     """
@@ -85,6 +97,7 @@ class Profile:
     figures: Mapping[str, Mapping[str, Figure]] = field(converter=_figures, hash=False)
     sources: Mapping[str, str] = field(factory=dict[str, str], converter=dict[str, str], hash=False)
     unified: bool = False
+    grouped: bool = True
     shared: Mapping[str, Mapping[str, Figure]] = field(
         factory=dict[str, dict[str, Figure]], converter=_figures, hash=False
     )
@@ -113,6 +126,11 @@ class Profile:
         for key in NETWORKS:
             if key in self.figures["bytes_per_s"]:
                 self._figure("seconds", key)
+        for keys in (LL128, PAT):
+            if keys[0] in self.figures["seconds"]:
+                self._figure("reached", keys[0])
+                for key in keys:
+                    self._figure("seconds", key)
         if self.device_bytes <= 0:
             got = f"{self.value('bytes', 'context'):g}"
             self._refuse("bytes", "context", got, "less than the device has: lower it")
@@ -151,7 +169,8 @@ class Profile:
 
         The ranks of a node share its host memory, bandwidth and disk evenly. Collectives run at the rate inside the
         node while all ranks are in one; between nodes at that of all ports of a node together, because rings enter
-        a node through every port, but never faster than inside. They take a latency for each of log2(world) hops.
+        a node through every port, but never faster than inside. Of the algorithms and protocols of NCCL that the
+        profile has, each takes the one that NCCL's own model (src/graph/tuning.cc) finds fastest for its bytes.
 
         Raises ValueError for a precision or a network whose figures are unknown, and for a `world` below 1.
         """
@@ -164,26 +183,54 @@ class Profile:
             raise ValueError(f"{self.name}: got a world of {world}, expected at least 1 rank: give a count")
         local = self._local(world)
         rates, latencies = self._rates(local), self._latencies()
-        if world > 1:
-            network = NETWORKS[world > local]
-            rates["network"] = self.reached("bytes_per_s", network)
-            if world > local > 1:
-                inside = self.reached("bytes_per_s", NETWORKS[0])
-                rates["network"] = min(inside, local * rates["network"])
-            latencies["network"] = self.value("seconds", network) * math.ceil(math.log2(world))
+        collectives = [*self._collectives(world, local)] if world > 1 else []
+        for latency, rate in collectives[:1]:
+            latencies["network"], rates["network"] = latency, rate
         of = f", one of {world} ranks" if world > 1 else ""
         return Hardware(
             f"{self.title}, {precision}{of}",
             flops=self.reached("flops_per_s", precision),
+            attention=self._attention(precision),
             rates=rates,
             handoff=self.value("seconds", "handoff"),
             launch=self.value("seconds", "launch") if "launch" in self.figures["seconds"] else 0.0,
             latencies=latencies,
             memory=self._memory(local),
             unified=self.unified,
+            grouped=self.grouped,
             shared=self._shared(rates),
+            collectives=collectives[1:],
             measured=self.measured,
         )
+
+    def _attention(self, precision: str) -> float:
+        """FLOP/s of fused attention; 0, as of products, where a file is older than that: its one share was of
+        whole steps."""
+        share = self.figures["reached"].get("attention")
+        return self.value("flops_per_s", precision) * share.value if share else 0.0
+
+    def _collectives(self, world: int, local: int) -> Iterator[tuple[float, float]]:
+        """Latency and rate of an all-gather or a reduce-scatter by each algorithm, the plain ring first.
+
+        A ring has world - 1 hops, of which one fewer than there are nodes are between nodes.
+        """
+        seconds, nodes = self.figures["seconds"], math.ceil(world / local)
+        rate = self.reached("bytes_per_s", NETWORKS[nodes > 1])
+        if nodes > 1 and local > 1:
+            rate = min(self.reached("bytes_per_s", NETWORKS[0]), local * rate)
+
+        def ring(start: str, *hops: str) -> float:
+            counts = zip(hops, (world - nodes, nodes - 1), strict=True)
+            passed = math.fsum(n * self.value("seconds", hop) for hop, n in counts if n)
+            return passed + (seconds[start].value if start in seconds else 0.0)
+
+        yield ring("network", *NETWORKS), rate
+        if LL128[0] in seconds:
+            yield ring(*LL128), rate * self.value("reached", LL128[0])
+        if PAT[0] in seconds and local == 1:
+            start, rank, level = (seconds[key].value for key in PAT)
+            trees = start + nodes * rank + math.floor(math.log2(nodes)) * level
+            yield trees, rate * self.value("reached", PAT[0])
 
     def _rates(self, local: int) -> dict[Kind, float]:
         return {

@@ -4,11 +4,13 @@ The invariant: a Profile that is written reads back as the same, and a file with
 """
 
 import json
+import logging
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from attrs import asdict, fields
 
@@ -16,8 +18,11 @@ from zfunc.core.hardware import Measured
 from zfunc.errors import did_you_mean
 from zfunc.planner.profile import ORIGINS, TABLES, Figure, Profile, check_names
 
+log = logging.getLogger("zfunc")
+T = TypeVar("T")
+
 FOLDER = Path(__file__).parent / "profiles"
-TOP = ("title", "unified", "sources", *TABLES, "shared", "measured")
+TOP = ("title", "unified", "grouped", "sources", *TABLES, "shared", "measured")
 
 
 def profile_names() -> tuple[str, ...]:
@@ -62,19 +67,61 @@ def parse_profile(text: str, name: str) -> Profile:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name}: got {error}, expected TOML: mend that place") from error
     check_names(name, "", top, TOP)
-    top, read = _both_ways(top), _Reader(name)
+    top = _both_ways(top)
+    if "attention" not in top.get("reached", ()):
+        log.info("%s: has no share of attention: that of products is taken; calibrate again", name)
+
+    def table(where: str, given: Any, read: Callable[[str, Any], T]) -> dict[str, T]:
+        found = _checked(f"{name}: [{where}]", given, dict)
+        return {key: read(f"{name}: [{where}] {key}", value) for key, value in found.items()}
+
+    shared = _checked(f"{name}: [shared]", top.get("shared", {}), dict)
     return Profile(
         name,
-        title=read.typed(top, "title", str, name),
-        figures={table: read.figures(table, top.get(table, {})) for table in TABLES if table in top},
-        sources=read.texts("sources", top.get("sources", {})),
-        unified=read.typed(top, "unified", bool, False),
-        shared={
-            resource: read.figures(f"shared.{resource}", of)
-            for resource, of in read.table("shared", top.get("shared", {})).items()
-        },
-        measured=read.measured(top.get("measured", [])),
+        title=_checked(f"{name}: title", top.get("title", name), str),
+        figures={x: table(x, top[x], _figure) for x in TABLES if x in top},
+        sources=table("sources", top.get("sources", {}), partial(_checked, kind=str)),
+        unified=_checked(f"{name}: unified", top.get("unified", False), bool),
+        grouped=_checked(f"{name}: grouped", top.get("grouped", True), bool),
+        shared={resource: table(f"shared.{resource}", of, _figure) for resource, of in shared.items()},
+        measured=[
+            _measured(f"{name}: [[measured]] {n}", x) for n, x in enumerate(top.get("measured", []), 1)
+        ],
     )
+
+
+def _checked(where: str, value: Any, kind: type) -> Any:
+    """The value, if it is of that kind; a float may be a whole number."""
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        called = {dict: "a table", str: "a text", bool: "a bool", float: "a number"}[kind]
+        _refuse(where, f"{value!r}", called)
+    return value
+
+
+def _refuse(where: str, got: str, expected: str) -> NoReturn:
+    raise ValueError(f"{where}: got {got}, expected {expected}: mend that line")
+
+
+def _figure(where: str, given: Any) -> Figure:
+    form = "{ value = 1e9, source = KEY }, or assumed = REASON, or measured = HOW"
+    if not isinstance(given, dict) or given.keys() - {"value", "note", *ORIGINS}:
+        _refuse(where, f"{given!r}", form)
+    origins = [origin for origin in ORIGINS if origin in given]
+    texts = [given.get(key, "") for key in (*origins, "note")]
+    if len(origins) != 1 or not all(isinstance(text, str) for text in texts):
+        _refuse(where, f"{given!r}", f"one origin, a text: {form}")
+    return Figure(_checked(where, given.get("value"), float), origins[0], *texts)
+
+
+def _measured(where: str, given: Any) -> Measured:
+    known = {f.name for f in fields(Measured)}
+    if not isinstance(given, dict) or given.keys() | {"attention_flops"} != known:  # which older files lack
+        _refuse(where, f"{given!r}", f"{', '.join(sorted(known))}, and nothing else")
+    seconds = _checked(where, given["seconds"], float)
+    try:
+        return Measured(**{**given, "seconds": seconds})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _both_ways(tables: dict[str, Any]) -> dict[str, Any]:
@@ -93,62 +140,6 @@ def _both_ways(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, **rates}
 
 
-class _Reader:
-    """Values of the types that a Profile has, or an error with the place."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def typed(self, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-        value = table.get(key, default)
-        if not isinstance(value, kind):
-            self._refuse(key, f"{value!r}", f"a {kind.__name__}")
-        return value
-
-    def table(self, where: str, given: Any) -> dict[str, Any]:
-        if not isinstance(given, dict):
-            self._refuse(f"[{where}]", f"{given!r}", "a table")
-        return given
-
-    def texts(self, where: str, given: Any) -> dict[str, str]:
-        for key, value in self.table(where, given).items():
-            if not isinstance(value, str):
-                self._refuse(f"[{where}] {key}", f"{value!r}", "a text")
-        return given
-
-    def figures(self, where: str, given: Any) -> dict[str, Figure]:
-        return {key: self._figure(f"[{where}] {key}", of) for key, of in self.table(where, given).items()}
-
-    def _figure(self, where: str, given: Any) -> Figure:
-        form = "{ value = 1e9, source = KEY }, or assumed = REASON, or measured = HOW"
-        if not isinstance(given, dict) or given.keys() - {"value", "note", *ORIGINS}:
-            self._refuse(where, f"{given!r}", form)
-        origins = [origin for origin in ORIGINS if origin in given]
-        texts = [given.get(key, "") for key in (*origins, "note")]
-        if len(origins) != 1 or not all(isinstance(text, str) for text in texts):
-            self._refuse(where, f"{given!r}", f"one origin, a text: {form}")
-        return Figure(self.number(where, given.get("value")), origins[0], *texts)
-
-    def number(self, where: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self._refuse(where, f"{value!r}", "a number")
-        return value
-
-    def measured(self, given: Any) -> Iterator[Measured]:
-        known = {f.name for f in fields(Measured)}
-        for n, entry in enumerate(given, start=1):
-            where = f"[[measured]] {n}"
-            if not isinstance(entry, dict) or entry.keys() != known:
-                self._refuse(where, f"{entry!r}", f"{', '.join(sorted(known))}, and nothing else")
-            try:
-                yield Measured(**{**entry, "seconds": self.number(where, entry["seconds"])})
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{self._name}: {where}: {error}") from error
-
-    def _refuse(self, where: str, got: str, expected: str) -> None:
-        raise ValueError(f"{self._name}: {where}: got {got}, expected {expected}: mend that line")
-
-
 def profile_text(profile: Profile) -> str:
     """The file of a profile; `parse_profile` reads it back."""
     return "\n".join(_lines(profile)) + "\n"
@@ -159,6 +150,8 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield f"title = {_quoted(profile.title)}"
     if profile.unified:
         yield "unified = true  # the device is the host"
+    if not profile.grouped:
+        yield "grouped = false  # keys and values are repeated for grouped queries, every expert sees every token"
     if profile.sources:
         yield from ["", "[sources]"]
         yield from (f"{_key(key)} = {_quoted(value)}" for key, value in profile.sources.items())

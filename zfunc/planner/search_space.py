@@ -17,6 +17,11 @@ from zfunc.planner.steady_state import Estimate
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ALMOST = 1e-9  # a share of the state in which there is no bucket
+# By the share of the state that is further away: where the rest is, and the tiers that share that memory.
+NEARER: dict[str, tuple[Tier, tuple[Tier, ...]]] = {
+    "offload_ratio": ("device", ("device",)),
+    "disk_ratio": ("host", ("host", "pinned")),
+}
 QUARTERS = 4  # shares of the segments, in the first of which activations go further away
 SEARCHED = (
     "schedule",
@@ -24,9 +29,7 @@ SEARCHED = (
     "grad_slots",
     "host_slots",
     "offload_ratio",
-    "speculate",
     "defer",
-    "delay_from",
     "params_on",
     "activations_on",
     "recompute",
@@ -39,12 +42,12 @@ SEARCHED = (
     "grads_on",
     "state_slots",
 )
-"""The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
+"""The settings that are varied: they change how a step runs not its result."""
 
 
 @frozen
 class SearchSpace:
-    """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
+    """The values to try. `offload_ratios` of None are those that fit.
 
     Shares of `recompute` and `activations_on` keep most in the last segments, whose backward comes first; of the
     best of `activations_on`, those of a quarter of the segments move on. `accumulate` and `stages` are tried where
@@ -58,9 +61,7 @@ class SearchSpace:
     grad_slots: tuple[int, ...] = (1, 2, 3, 4)
     host_slots: tuple[int, ...] = (1, 2, 3, 4)
     offload_ratios: tuple[float, ...] | None = None
-    speculate: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     defer: tuple[bool, ...] = (False, True)
-    delay: tuple[bool, ...] = (False,)
     params_on: tuple[str, ...] = (*PLACES, DISK)
     activations_on: tuple[str, ...] = (
         *("device", "host,device", "host,host,host,device", "host", "disk,host", "disk"),
@@ -83,6 +84,9 @@ class SearchSpace:
         return cls(**{f.name: () for f in fields(cls)} | values)
 
 
+Coordinate = Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]]
+
+
 def _places(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
     """Parameters and activations on the device, on the host, or on the disk."""
     settings = best.settings
@@ -92,7 +96,7 @@ def _places(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Step
                 continue
             changes: dict[str, Any] = {"params_on": params_on, "activations_on": activations_on}
             if params_on != "device":
-                changes |= {"speculate": 0, "stage": 3 if best.spec.world > 1 else settings.stage}
+                changes |= {"stage": 3 if best.spec.world > 1 else settings.stage}
             yield from _possible(settings, **changes)
 
 
@@ -171,7 +175,6 @@ def on_the_disk(settings: StepSettings, *, waits: bool, world: int) -> Iterator[
     """Changes that move state to the disk, then parameters, then gradients that wait, each beside those before."""
     changes: dict[str, Any] = {"state_on": DISK}
     changes |= {"offload_ratio": 1.0} if settings.offload_ratio != 1 else {}
-    changes |= {"speculate": 0} if settings.speculate else {}
     if settings.state_on != DISK:
         yield dict(changes)
     if settings.params_on != DISK:
@@ -179,16 +182,6 @@ def on_the_disk(settings: StepSettings, *, waits: bool, world: int) -> Iterator[
         yield dict(changes)
     if waits and settings.grads_on != DISK:
         yield {**changes, "grads_on": DISK}
-
-
-def _disk_ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
-    return _shares(best, "disk_ratio", space.disk_ratios, disk_ratios_that_fit, first)
-
-
-def _state_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.settings.state_on == DISK:
-        for count in _beside(space.state_slots, best.settings.state_slots):
-            yield evolve(best.settings, state_slots=count)
 
 
 def _recompute(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
@@ -217,10 +210,15 @@ def _accumulate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator
                 yield settings
 
 
-def _weight_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.settings.streams:
-        for count in _beside(space.weight_slots, best.settings.weight_slots):
-            yield evolve(best.settings, weight_slots=count)
+def _slots(name: str, useful: Callable[[PlannedStep], bool] = lambda _: True) -> Coordinate:
+    """One slot fewer and one more, of those in the space."""
+
+    def beside(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+        if useful(best):
+            for count in _beside(getattr(space, name), getattr(best.settings, name)):
+                yield evolve(best.settings, **{name: count})
+
+    return beside
 
 
 def _persistent(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
@@ -254,89 +252,60 @@ def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[
         yield evolve(best.settings, schedule=name)
 
 
-def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.spec.barrier and not best.settings.delayed and best.settings.params_on == "device":
-        count = len(best.spec.offloaded)
-        for share in space.speculate:
-            shadows = round(share * count)
-            yield from _possible(best.settings, speculate=shadows, defer=best.settings.defer and not shadows)
-
-
 def _defer(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.spec.barrier and not best.settings.delayed:
+    if best.spec.barrier:
         for defer in space.defer:
-            yield evolve(best.settings, defer=defer, speculate=0 if defer else best.settings.speculate)
+            yield evolve(best.settings, defer=defer)
 
 
-def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
-    return _shares(best, "offload_ratio", space.offload_ratios, ratios_that_fit, first)
+def _shares(name: str) -> Coordinate:
+    """The settings with each share in the space, or with those that fit; after the first round, the least."""
 
+    def shares(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
+        given: tuple[float, ...] | None = getattr(space, f"{name}s")
+        if given is None:
+            fitting = shares_that_fit(best, name) if first or (best.fits and may_gain(best)) else ()
+            given = fitting if first else fitting[-2:-1]
+        for share in given:
+            yield from _possible(best.settings, **{name: share})
 
-def _shares(
-    best: PlannedStep,
-    name: str,
-    given: tuple[float, ...] | None,
-    that_fit: Callable[[PlannedStep], tuple[float, ...]],
-    first: bool,
-) -> Iterator[StepSettings]:
-    """The settings with each share that is `given`, or with those that fit; after the first round, the least."""
-    if given is None:
-        given = that_fit(best) if first else that_fit(best)[-2:-1] if best.fits and may_gain(best) else ()
-    for share in given:
-        yield from _possible(best.settings, **{name: share})
-
-
-def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
-    """Offload ratios from 1 down to where the device is full, and half way.
-
-    Where the device is the host, a lower ratio gains nothing, and with state on the disk there is none.
-    """
-    if best.hardware.unified or best.settings.state_on == DISK:
-        return (1.0,)
-    return _down_to_full(best, "offload_ratio", "device", ("device",))
-
-
-def disk_ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
-    """Shares of the state on the disk from 1 down to where the host is full, and half way."""
-    if best.settings.state_on != DISK:
-        return (1.0,)
-    tiers: tuple[Tier, ...] = ("host", "pinned", "device") if best.hardware.unified else ("host", "pinned")
-    return _down_to_full(best, "disk_ratio", "host", tiers)
+    return shares
 
 
 def giving_way(step: PlannedStep, space: SearchSpace) -> Iterator[StepSettings]:
     """The settings of a step that does not fit, with as much more of the state further away as makes it fit."""
-    settings = step.settings
-    if may_give_way(settings, step.lacking, space):
-        name, that_fit, _ = _share_of_state(settings)
-        enough = that_fit(step)[-2:][0]
-        if enough > getattr(settings, name):
-            yield evolve(settings, **{name: enough})
+    name = share_of_state(step.settings)
+    if may_give_way(step.settings, step.lacking, space):
+        enough = shares_that_fit(step, name)[-2:][0]
+        if enough > getattr(step.settings, name):
+            yield evolve(step.settings, **{name: enough})
 
 
 def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: SearchSpace) -> bool:
     """Whether only that tier is full whose part of the state may be smaller."""
-    name, _, tier = _share_of_state(settings)
-    searched = (space.disk_ratios if name == "disk_ratio" else space.offload_ratios) is None
-    return searched and lacking.keys() == {tier} and getattr(settings, name) < 1
+    name = share_of_state(settings)
+    full = lacking.keys() == {NEARER[name][0]}
+    return full and getattr(space, f"{name}s") is None and getattr(settings, name) < 1
 
 
-def _share_of_state(settings: StepSettings) -> tuple[str, Callable[[PlannedStep], tuple[float, ...]], Tier]:
-    """The setting for the share of the state that is further away, its values that fit, and where the rest is."""
-    if settings.state_on == DISK:
-        return "disk_ratio", disk_ratios_that_fit, "host"
-    return "offload_ratio", ratios_that_fit, "device"
+def share_of_state(settings: StepSettings) -> str:
+    """The setting for the share of the state that is further away."""
+    return "disk_ratio" if settings.state_on == DISK else "offload_ratio"
 
 
-def _down_to_full(best: PlannedStep, name: str, memory: Tier, tiers: tuple[Tier, ...]) -> tuple[float, ...]:
-    """Values of the ratio `name` from 1 down to where `memory`, which all of `tiers` are in, is full, and half way.
+def shares_that_fit(best: PlannedStep, name: str) -> tuple[float, ...]:
+    """Values of the ratio `name` from 1 down to where the tier of the rest is full, and half way.
 
     What is kept there grows linearly from a ratio of 1 to one of 0. The last value is the lowest by arithmetic: it
-    may be too low by a bucket, by which the one before is higher.
+    may be too low by a bucket, by which the one before is higher. 1 alone where the rest is nowhere nearer.
     """
-    capacity = best.hardware.memory.get(memory)
+    nearer, tiers = NEARER[name]
+    unified, capacity = best.hardware.unified, best.hardware.memory.get(nearer)
+    if name != share_of_state(best.settings) or (unified and nearer == "device"):
+        return (1.0,)
     if capacity is None:
         return (1.0, 0.5, 0.0)
+    tiers = (*tiers, "device") if unified else tiers
     plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
 
     def kept(ratio: float) -> int:
@@ -359,10 +328,7 @@ def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Ste
     for size in sizes:
         if (cuts := cuts_of(best, size)) not in known:
             known.add(cuts)
-            count = len(best.spec.layout.buckets)
-            yield evolve(
-                best.settings, bucket_size=size, speculate=round(best.settings.speculate * len(cuts) / count)
-            )
+            yield evolve(best.settings, bucket_size=size)
 
 
 def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
@@ -372,40 +338,22 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     return tuple(b.stop for b in layout.buckets)
 
 
-def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    for count in _beside(space.host_slots, best.settings.host_slots):
-        yield evolve(best.settings, host_slots=count)
-
-
-def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.spec.stage > 1:  # in stage 1 every bucket has a slot
-        for count in _beside(space.grad_slots, best.settings.grad_slots):
-            yield evolve(best.settings, grad_slots=count)
-
-
-def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    for delay in space.delay:
-        if delay:
-            yield evolve(best.settings, delay_from=best.settings.delay_from or 1, speculate=0, defer=False)
-        else:
-            yield evolve(best.settings, delay_from=None)
-
-
-COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
+COORDINATES: tuple[Coordinate, ...] = (
     *(
         _schedules,
-        _delay,
         _places,
         _tiers,
         _nearer,
         _stages,
         _accumulate,
         _defer,
-        _speculate,
         _recompute,
-        _ratios,
+        _shares("offload_ratio"),
     ),
-    *(_buckets, _host_slots, _grad_slots, _weight_slots, _persistent, _disk_ratios, _state_slots),
+    *(_buckets, _slots("host_slots")),
+    _slots("grad_slots", lambda best: best.spec.stage > 1),  # in stage 1 every bucket has a slot
+    *(_slots("weight_slots", lambda best: best.settings.streams), _persistent, _shares("disk_ratio")),
+    _slots("state_slots", lambda best: best.settings.state_on == DISK),
 )
 
 

@@ -14,11 +14,11 @@ from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.search_space import (
     QUARTERS,
     cuts_of,
-    disk_ratios_that_fit,
     lacks_host,
     most_persistent,
     on_the_disk,
-    ratios_that_fit,
+    share_of_state,
+    shares_that_fit,
 )
 from zfunc.planner.steady_state import Estimate
 
@@ -28,11 +28,8 @@ REDUCTIONS = 6  # changes that are combined until a step fits
 
 NOTES = {
     "moments": "different rounding",
-    "delay_from": "applies every gradient a step late",
     "precision": "different rounding",
 }
-# Changes that leave the work as it is: a few micro-batches show what one gains.
-SAME_WORK = ("schedule", "grad_slots", "host_slots", "weight_slots", "state_slots")
 FOLDERS = "needs folders for it: swap"
 SMALLER_MOMENTS: dict[Moments, tuple[Moments, ...]] = {
     "fp32": ("16bit", "8bit"),
@@ -120,7 +117,7 @@ def _planned(
     for change in changes:
         try:
             estimate = replan(evolve(settings, **change))
-            if step.fits and not _may_be_faster(estimate, step, change):
+            if step.fits and not _may_be_faster(estimate, step):
                 continue
             new = estimate.step
         except ValueError:  # settings that exclude each other
@@ -128,10 +125,8 @@ def _planned(
         yield Suggestion(change, new, _effect(change, new, step))
 
 
-def _may_be_faster(estimate: Estimate, step: PlannedStep, change: Mapping[str, Any]) -> bool:
+def _may_be_faster(estimate: Estimate, step: PlannedStep) -> bool:
     """Whether a change may be worth it, by what is known before all micro-batches are simulated."""
-    if change.keys() <= {*SAME_WORK} and not estimate.starts_faster(step, WORTH / 2):
-        return False
     enough = step.seconds * (1 - WORTH)  # under no schedule is a step shorter than its work
     return max(*estimate.work.values(), estimate.unsettled_seconds) < enough
 
@@ -198,7 +193,7 @@ def _to_host(settings: StepSettings, world: int) -> Iterator[dict[str, Any]]:
         sliced = {"stage": 3} if world > 1 and settings.stage != 3 else {}
         if sliced:
             yield sliced
-        yield {"params_on": "host", **sliced, **({"speculate": 0} if settings.speculate else {})}
+        yield {"params_on": "host", **sliced}
 
 
 def _smaller_moments(settings: StepSettings, step: PlannedStep) -> list[dict[str, Any]]:
@@ -216,8 +211,6 @@ def _smaller_on_host(settings: StepSettings, step: PlannedStep) -> Iterator[dict
         yield {"precision": "bf16"}
     if settings.host_slots > 1:
         yield {"host_slots": 1}
-    if settings.speculate:
-        yield {"speculate": 0}
 
 
 def _together(
@@ -323,9 +316,8 @@ def _least_share(settings: StepSettings, step: PlannedStep, attempt: Attempt) ->
     """The least share of the state on the host, or on the disk, that fits."""
     if step.work["compute"] >= step.seconds * (1 - WORTH):
         return
-    on_disk = settings.state_on == DISK
-    name, shares = ("disk_ratio", disk_ratios_that_fit) if on_disk else ("offload_ratio", ratios_that_fit)
-    for share in sorted(x for x in shares(step) if x < getattr(settings, name)):
+    name = share_of_state(settings)
+    for share in sorted(x for x in shares_that_fit(step, name) if x < getattr(settings, name)):
         if found := [a for a in attempt(settings, [{name: share}]) if a.step.fits]:
             yield from found
             return
@@ -333,17 +325,11 @@ def _least_share(settings: StepSettings, step: PlannedStep, attempt: Attempt) ->
 
 def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
     """Changes of the updates on the host, where these may take long enough."""
-    postponed = settings.delayed or settings.defer
-    if step.spec.barrier and not postponed and step.total(_after_decision)["decide"] < WORTH * step.seconds:
-        return
-    alone = {"speculate": 0} if settings.speculate else {}
-    if step.spec.barrier and not postponed:
-        yield {"defer": True, **alone}
-        if settings.speculate < len(step.spec.offloaded):
-            yield {"speculate": len(step.spec.offloaded)}
+    if step.spec.barrier and not settings.defer:
+        if step.total(_after_decision)["decide"] < WORTH * step.seconds:
+            return
+        yield {"defer": True}
     yield from _smaller_moments(settings, step)[-1:]
-    if not postponed:
-        yield {"delay_from": 1, **alone}
 
 
 def _after_decision(step: PlannedStep) -> dict[str, float]:

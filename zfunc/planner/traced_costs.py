@@ -9,13 +9,14 @@ from torch.utils._pytree import tree_leaves
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.batches import Batch, split_batch
-from zfunc.engine.compile import compile, spec_of
-from zfunc.engine.program import Program, ProgramCache
+from zfunc.engine.compile import compile, segment_calls, spec_of
+from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.engine.specialize import traced_spec
 from zfunc.engine.step_spec import with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.planner.cost_model import passes_key
+from zfunc.runtime.accelerator import modelled
 
 
 @frozen(eq=False)
@@ -43,24 +44,28 @@ class TracedCosts:
         optimizer = with_moments(self.optimizer, settings)
         return spec_of(self.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
 
-    def traced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
+    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
         """The same with the costs of a micro-batch, traced for an accelerator if there is one."""
-        program, spec = self._program(settings), self.untraced(settings, on_gpu=on_gpu)
-        to_trace = evolve(program, settings=settings, spec=spec, cache=ProgramCache())
-        micro = split_batch(self.example, settings.micro_batches)[0]
-        return traced_spec(to_trace, micro, of_accelerator=on_gpu)[0]
+        kernels = grouped if on_gpu else None
+        with modelled(kernels):
+            program = self._program(settings, kernels)
+            program = evolve(program, settings=settings, spec=self.untraced(settings, on_gpu=on_gpu))
+            micro = split_batch(self.example, settings.micro_batches)[0]
+            return traced_spec(program, micro, of_accelerator=on_gpu)[0]
 
-    def _program(self, settings: StepSettings) -> Program:
-        """The segments, checked, and compiled with the settings that their forward and backward depend on."""
-        recompute, compiled, graphs, moving = key = passes_key(settings)
+    def _program(self, settings: StepSettings, kernels: bool | None) -> Program:
+        """The segments, checked, with the passes for what of the settings these depend on. All for the same kernels
+        share what is traced, however they recompute."""
+        recompute, compiled, moving = passes_key(settings)
+        key = kernels, recompute, compiled, moving
         if key not in self._programs:
-            self._programs[key] = compile(
-                self.segments,
+            known = (program for other, program in self._programs.items() if other[0] == kernels)
+            base = next(known, None) or compile(self.segments, schedule="Serial", device="cpu")
+            passes = StepSettings(
                 recompute=recompute,
                 compile_segments=compiled,
-                device_graphs=graphs,
                 activations_on="host" if moving else "device",
-                schedule="Serial",
-                device="cpu",
             )
+            calls = segment_calls(self.segments, base.layout, passes, base.device, base.cache.joints)
+            self._programs[key] = evolve(base, calls=calls)
         return self._programs[key]

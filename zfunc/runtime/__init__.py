@@ -6,14 +6,12 @@
     fault_injection     failures on purpose, at a rank, step and operation
     rng                 random numbers as a function of key, pass and draw
     cpu_topology        cores, quotas, caches and NUMA nodes, from /proc and /sys
-    numa_placement      which thread sweeps, and first touches, which pages, on which node
-    thread_budget       how many OpenMP threads the host kernel gets
-    team_binding        binds a team of OpenMP threads to its NUMA nodes
+    thread_budget       how many OpenMP threads the host kernel gets, and on which NUMA nodes
     host_memory         how much memory is free; allocates and pins host buffers
     host_pages          maps huge pages, and touches them first
     blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
     direct_io           files read and written past the page cache
-    drive_speed         how fast drives are, and the share of each of several in a buffer
+    drive_speed         how fast a drive is past the page cache
     torch_dtypes        torch's names for `core.dtypes`
     collectives         the ranks that train together, their collectives, and noticing that one failed
     failure_detection   which ranks are missing, once a collective has failed

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -112,20 +112,39 @@ def best_precision(device: torch.device) -> Precision:
     return "bf16" if supported is None or supported(including_emulation=False) else "fp16"
 
 
+_GROUPED: ContextVar[bool | None] = ContextVar(
+    "the device that is modelled has grouped kernels", default=None
+)
+
+
+@contextmanager
+def modelled(grouped: bool | None) -> Iterator[None]:
+    """Trace on the CPU what an accelerator with kernels of groups runs, or one without; None is the CPU itself."""
+    before = _GROUPED.set(grouped)
+    try:
+        yield
+    finally:
+        _GROUPED.reset(before)
+
+
+def has_grouped_kernels(device: torch.device) -> bool:
+    """Whether torch has fused attention of grouped queries there, and products of groups."""
+    if device.type != "cuda" or torch.version.hip:  # not known: what each can do is right everywhere
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether attention takes fewer key heads than query heads without making the product of all in memory."""
     if not on_accelerator(device):
-        return True
-    if device.type != "cuda" or torch.version.hip:  # not known: repeated keys are right everywhere
-        return False
-    return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+        return (grouped := _GROUPED.get()) is None or (grouped and dtype.itemsize == 2)
+    return dtype.itemsize == 2 and has_grouped_kernels(device)
 
 
 def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel multiplies groups of rows, whose sizes are data, by a matrix each."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    grouped = has_grouped_kernels(device) if on_accelerator(device) else _GROUPED.get()
+    return dtype == torch.bfloat16 and bool(grouped)
 
 
 # ---- streams and events ----------------------------------------------------------------------------
@@ -273,62 +292,6 @@ def unplanned_bytes(device: torch.device) -> int:
     return _vendor(device).unplanned if on_accelerator(device) else 0
 
 
-# ---- device graphs ---------------------------------------------------------------------------------
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Whether work on `device` can be recorded once and then launched as a whole."""
-    if not on_accelerator(device) or _vendor(device).graph:
-        return on_accelerator(device)
-    try:
-        torch.accelerator.Graph()
-    except (AttributeError, RuntimeError):  # of torch before 2.13, or of a type without
-        return False
-    return True
-
-
-class GraphPool:
-    """Records work on `device` as graphs. They share one pool of memory: one of them may run at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        handle = getattr(torch.get_device_module(device), "graph_pool_handle", None)
-        self._id = handle() if handle else None  # else the first graph makes one
-
-    def record(self, work: Callable[[], object]) -> Any:
-        """What `work()` queues on the current stream, as a graph with `replay()`; nothing of it is done yet.
-
-        The stream may not be the device's default. Other threads work on other streams meanwhile; nobody may ask
-        this one for its state. Raises RuntimeError for work that cannot be recorded, such as a wait for the device.
-        """
-        graph, begin = _new_graph(self._device, self._id)
-        try:
-            begin()
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the same again
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        except BaseException:
-            if abandon := _vendor(self._device).abandon_capture:
-                abandon(self._device, self._id)
-            raise
-        self._id = graph.pool()
-        return graph
-
-
-def _new_graph(device: torch.device, pool: Any) -> tuple[Any, Callable[[], None]]:
-    """A graph, and what begins its capture: of this thread's calls alone, as other lanes have theirs."""
-    mode = "thread_local"
-    if make := _vendor(device).graph:
-        graph = make()
-        return graph, partial(graph.capture_begin, pool, mode)
-    graph = torch.accelerator.Graph(pool=pool, capture_error_mode=mode)
-    return graph, graph.capture_begin
-
-
 # ---- what torch has no neutral call for ------------------------------------------------------------
 
 
@@ -343,8 +306,6 @@ class Vendor:
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
     prepare_deterministic: Callable[[torch.device], None] | None = None
     unplanned: int = LIBRARIES
-    graph: Callable[[], Any] | None = None  # None: torch.accelerator.Graph
-    abandon_capture: Callable[[torch.device, Any], None] | None = None  # after one that failed, with its pool
 
 
 def _vendor(device: torch.device) -> Vendor:
@@ -399,21 +360,10 @@ def _fix_cublas_workspace(device: torch.device) -> None:
         ) from error
 
 
-def _abandon_capture_cuda(device: torch.device, pool: Any) -> None:
-    """A capture that failed leaves its pool open, and while one is, the allocator reuses no memory that several
-    streams had."""
-    torch_c: Any = torch._C
-    with suppress(RuntimeError):  # it failed before or after
-        torch_c._cuda_endAllocateToPool(device.index, pool)
-        torch_c._cuda_releasePool(device.index, pool)
-
-
 VENDORS: dict[str, Vendor] = {
     "cuda": Vendor(
         pin=_pin_cuda,
         delay=_delay_cuda,
         prepare_deterministic=_fix_cublas_workspace,
-        graph=torch.cuda.CUDAGraph,  # in torch 2.13 as before, the neutral one does not know CUDA
-        abandon_capture=_abandon_capture_cuda,
     )
 }

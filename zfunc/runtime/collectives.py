@@ -6,9 +6,10 @@ which `zfunc.engine.rank_agreement` compares, and only the network lane issues c
 
 A collective that a rank does not come to fails on all others with RankError, which names it
 (`zfunc.runtime.failure_detection`): about LISTEN seconds after its process has ended or it has said that it leaves,
-else when the group's time-out is over. Finding them adds SETTLE seconds at most, after a time-out SETTLE_LATE, and
-a little if the store fails. A collective of tensors on an accelerator is only issued here; whoever waits for the
-device asks `RankGroup.watch`, which notices the same, and aborts the group so that the device gets free.
+else when ZFUNC_TIMEOUT is over, or the group's own time-out. Finding them adds SETTLE seconds at most, after a
+time-out SETTLE_LATE, and a little if the store fails. A collective of an accelerator's tensors is only issued here;
+whoever waits for the device asks `RankGroup.watch`, which notices the same, and aborts the group so that the device
+gets free.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from torch import Tensor
 from zfunc.core.layout import Bucket
 from zfunc.errors import OutOfMemory, RankError
 from zfunc.runtime.accelerator import on_accelerator
-from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom
+from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom, timeout
 
 log = logging.getLogger("zfunc")
 
@@ -74,11 +75,17 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Any = None) -> "RankGroup":
-        """The ranks of `group`; None is the default group, or this process alone if there is none."""
+        """The ranks of `group`; None is the default group, or this process alone if there is none.
+
+        Where ZFUNC_TIMEOUT is set, the group's collectives wait so many seconds from now on, whoever made it.
+        """
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls()
         members = tuple(dist.get_process_group_ranks(group))
         store = getattr(group or dist.group.WORLD, "get_group_store", lambda: None)()
+        if store is not None and timeout(default=store.timeout) != store.timeout:
+            dist.distributed_c10d._set_pg_timeout(timeout(), group)
+            store.set_timeout(timeout())
         return cls(group, dist.get_rank(group), len(members), members=members, store=store)
 
     @property
@@ -326,8 +333,8 @@ class RankGroup:
     def _give_up(self, what: str, begun: float, symptom: Symptom, error: Exception | None = None) -> NoReturn:
         """Find the missing ranks, and raise RankError with them. From now on every collective raises."""
         waited = time.monotonic() - begun
-        timeout = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
-        max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, timeout)
+        most = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
+        max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, most)
         late = symptom == "late"
         try:
             absent = self.detector.find_missing(symptom, min_wait=0.0 if late else LISTEN, max_wait=max_wait)

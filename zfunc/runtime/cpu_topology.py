@@ -103,11 +103,6 @@ def openmp_runtimes(root: Path = ROOT) -> tuple[str, ...] | None:
     return tuple(sorted(path for path in paths if Path(path).name.startswith(OPENMP)))
 
 
-def boot_id(root: Path = ROOT) -> str:
-    """What containers of one machine have in common, and no other machine has; "" if that is unknown."""
-    return read_text(root / "proc/sys/kernel/random/boot_id") or ""
-
-
 def cpu_model(root: Path = ROOT) -> str | None:
     """The name of the processor; None: unknown."""
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():

@@ -130,6 +130,11 @@ class DirectFile:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise DiskError(f"{path}: got something else than a regular file: name another")
+            if status.st_nlink > 1:
+                raise DiskError(
+                    f"{path}: got a file with {status.st_nlink} names (hard links), expected one, because what is "
+                    "written here would change under all of them: copy it, and name the copy"
+                )
             if status.st_size == 0 or status.st_size % ALIGNED:
                 raise DiskError(
                     f"{path}: got a file of {status.st_size} bytes, expected a positive multiple of {ALIGNED}: it "
@@ -322,13 +327,13 @@ class DirectFile:
                 time.sleep(PAUSE)
 
 
-def open_reserved(path: Path, nbytes: int, flags: int, *, named: bool = True) -> int:
+def open_reserved(path: Path, nbytes: int, flags: int, *, mode: int = 0o600, named: bool = True) -> int:
     """A descriptor of a new file with `nbytes` reserved, so that a full disk is noticed before anything is written.
 
-    One that is not `named` loses its name before it has any bytes. Raises OSError if the file exists or has no
-    room; no file is left then.
+    Only its owner may read it, unless `mode` says otherwise. One that is not `named` loses its name before it has
+    any bytes. Raises OSError if the file exists or has no room; no file is left then.
     """
-    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         if not named:
             path.unlink()

@@ -1,12 +1,9 @@
-"""How fast drives are past the page cache, and the share of each of several in a buffer.
-
-Files that measure have no name: nothing is left of a process that is killed meanwhile.
-"""
+"""How fast a drive is past the page cache, by a file without a name: a process that is killed leaves nothing."""
 
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -48,40 +45,6 @@ def measure(folder: Path) -> DriveSpeeds:
             return DriveSpeeds(_speed(file, file.read, data), write)
 
 
-def drive_shares(folders: Sequence[Path]) -> tuple[int, ...]:
-    """The share of each folder in a buffer, so that all drives take as long to write it and to read it.
-
-    Several drives are measured; folders on one drive share its speed. Raises as `measure`.
-    """
-    if not (of_drives := drive_speeds(folders)):
-        return (1,) * len(folders)
-    drives = [folder.stat().st_dev for folder in folders]
-    speeds = [of_drives[drive] / drives.count(drive) for drive in drives]
-    return tuple(max(1, round(1000 * x / sum(speeds))) for x in speeds)
-
-
-def drive_speeds(folders: Sequence[Path]) -> dict[int, float]:
-    """Bytes a second that are read and written again, by device; none for one drive, which is not measured.
-
-    A process measures each once, unless `remember_speeds` has told it before.
-    """
-    drives = dict[int, Path]()
-    for folder in folders:
-        drives.setdefault(folder.stat().st_dev, folder)
-    if len(drives) < 2:
-        return {}
-    for device, folder in drives.items():
-        if device not in _speeds:
-            read, write = measure(folder)
-            _speeds[device] = 1 / (1 / read + 1 / write)
-    return {device: _speeds[device] for device in drives}
-
-
-def remember_speeds(speeds: Mapping[int, float]) -> None:
-    """Those of `drive_speeds` in another process of this host."""
-    _speeds.update(speeds)
-
-
 def is_direct(folder: Path) -> bool:
     """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
     with explain_errors(folder, "trying O_DIRECT"), closing(DirectFile.unnamed(folder, ALIGNED)) as file:
@@ -99,9 +62,6 @@ def _sizes(folder: Path) -> tuple[int, int]:
     size = half // chunk * chunk
     log.info("%s: %s are free: its drive is measured with %s", folder, *map(format_bytes, (free, size)))
     return size, chunk
-
-
-_speeds: dict[int, float] = {}  # of drives by device
 
 
 def _speed(file: DirectFile, transfer: Callable[[memoryview, int], None], data: memoryview) -> float:

@@ -44,7 +44,7 @@ from zfunc.runtime.accelerator import (
 from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.blocking_calls import LEAVE_AFTER
 from zfunc.runtime.fault_injection import Fault
-from zfunc.runtime.team_binding import bind_default_team
+from zfunc.runtime.thread_budget import bind_to_nodes
 from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
@@ -352,7 +352,7 @@ class Executor:
         try:
             # The caller's thread is not ours to bind.
             if n in run.prepared.sweeping and n != run.prepared.main:
-                bind_default_team()
+                bind_to_nodes()
             with torch.no_grad(), work_on(stream):
                 for item in run.prepared.lanes[n]:
                     self._await(run, item, lane, stream)

@@ -9,9 +9,12 @@ may have hosted the store.
 """
 
 import json
+import math
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
 
@@ -22,8 +25,31 @@ Symptom = Literal["broken", "late", "notified"]  # a broken connection; a time-o
 
 POLL = 0.05  # seconds between two questions
 STORE_TIMEOUT = 3.0  # seconds for the store to answer one
+TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
+VARIABLE, LONGEST_TIMEOUT = "ZFUNC_TIMEOUT", 10**6  # seconds
 EXIT_GRACE = 1.0  # seconds that a rank stays for others that have reported and not read the verdict yet
 LONGEST = 1000  # characters of a reason
+
+
+def timeout(environment: Mapping[str, str] = os.environ, default: timedelta = TIMEOUT) -> timedelta:
+    """How long a collective waits: ZFUNC_TIMEOUT seconds, or `default`. Raises ValueError for what is no such time.
+
+    >>> timeout({"ZFUNC_TIMEOUT": "90"})
+    datetime.timedelta(seconds=90)
+    """
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.001 <= seconds <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"{VARIABLE}: got {text!r}, expected seconds from 0.001 to {LONGEST_TIMEOUT:,}: set it to 600, say, or "
+            "unset it"
+        )
+    return timedelta(seconds=seconds)
 
 
 class StoreLost(Exception):  # noqa: N818
@@ -93,7 +119,7 @@ class FailureDetector:
         answer.
         """
         return self._ask(
-            lambda: self._find_missing(symptom, min_wait, max_wait), max_wait + EXIT_GRACE + STORE_TIMEOUT
+            lambda: self._find_missing(symptom, min_wait, max_wait), 2 * max_wait + EXIT_GRACE + STORE_TIMEOUT
         )
 
     def _find_missing(self, symptom: Symptom, min_wait: float, max_wait: float) -> MissingRanks:
@@ -111,7 +137,7 @@ class FailureDetector:
             else:
                 time.sleep(POLL)
         verdict = json.loads(store.get(_key("verdict")))
-        self._wait_for_readers()
+        self._wait_for_readers(verdict["missing"], max_wait)
         return MissingRanks(tuple(verdict["missing"]), verdict["late"], verdict["why"])
 
     def _missing(self) -> MissingRanks:
@@ -122,11 +148,15 @@ class FailureDetector:
         late = any(self.store.get(_key("here", r)) == b"late" for r in here)
         return MissingRanks(tuple(r for r in range(self.world) if r not in here), late=late)
 
-    def _wait_for_readers(self) -> None:
-        """Stay until every rank that reported has read the verdict: the store may end with this process."""
-        until = time.monotonic() + EXIT_GRACE
+    def _wait_for_readers(self, missing: Sequence[int], max_wait: float) -> None:
+        """Stay until every rank that reported has read the verdict: the store may end with this process.
+
+        That of rank 0 usually has it, so rank 0 stays for those that compute and have not reported yet, too.
+        """
+        until = time.monotonic() + (EXIT_GRACE if self.rank else max_wait)
+        survivors = 0 if self.rank else self.world - len(missing)
         parted = self.store.add(_key("parted"), 1)
-        while parted < self.store.add(_key("calls"), 0) and time.monotonic() < until:
+        while parted < max(survivors, self.store.add(_key("calls"), 0)) and time.monotonic() < until:
             time.sleep(POLL)
             parted = self.store.add(_key("parted"), 0)
 

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NoReturn, get_args
+from typing import Literal, cast, get_args
 
 from attrs import field, frozen, validators
 
@@ -23,6 +23,7 @@ Action = Literal["kill", "hang", "raise", "terminate"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 VARIABLE = "ZFUNC_FAULTS"
 FORM = "rank=1,step=7,op=adam[3],do=kill"
+_FORM = re.compile(rf"rank=([0-9]{{1,18}}),step=([0-9]{{1,18}}),op=([^=\s]+),do=({'|'.join(ACTIONS)})")
 _whole = validators.and_(validators.instance_of(int), validators.ge(0))
 
 
@@ -63,7 +64,7 @@ class Fault:
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """Faults from text, joined by `;`. Raises ValueError for any other text.
 
-    >>> first, second = parse_faults("rank=0,step=2,op=pack[0,2,0],do=hang; do=kill,op=load[0],step=1,rank=1")
+    >>> first, second = parse_faults("rank=0,step=2,op=pack[0,2,0],do=hang; rank=1,step=1,op=load[0],do=kill")
     >>> first.op, second.action
     ('pack[0,2,0]', 'kill')
     """
@@ -96,21 +97,10 @@ def check_faults(faults: Iterable[Fault], plan: Plan) -> None:
 
 
 def _parse(text: str) -> Fault:
-    pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]  # not the commas of an index
-    given = {key.strip(): value.strip() for key, _, value in pairs}
-    if len(pairs) != 4 or given.keys() != {"rank", "step", "op", "do"} or not given["op"]:
-        _refuse(text, "expected rank, step, op and do, once each")
-    for key in ("rank", "step"):
-        if not re.fullmatch(r"[0-9]{1,18}", given[key]):
-            _refuse(text, f"expected a whole number for {key}, got {given[key]!r}")
-    action: Any = given["do"]
-    if action not in ACTIONS:
-        _refuse(
-            text,
-            f"expected one of {', '.join(ACTIONS)} for do, got {action!r}{did_you_mean(action, [*ACTIONS])}",
+    if (match := _FORM.fullmatch(text)) is None:
+        raise ValueError(
+            f"{VARIABLE}: got {text!r}, expected a fault such as {FORM}, with do one of {', '.join(ACTIONS)}: "
+            "write it so, and a ; between two"
         )
-    return Fault(int(given["rank"]), int(given["step"]), given["op"], action)
-
-
-def _refuse(text: str, why: str) -> NoReturn:
-    raise ValueError(f"{VARIABLE}: got {text!r}, {why}. Write it as {FORM}, and a ; between two")
+    rank, step, op, action = match.groups()
+    return Fault(int(rank), int(step), op, cast("Action", action))

@@ -2,7 +2,6 @@
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from zfunc.runtime.accelerator import pinning_of
 from zfunc.runtime.host_pages import PAGE, map_pages, touch
-from zfunc.runtime.numa_placement import first_touches
-from zfunc.runtime.thread_budget import default_numa_slots, default_threads
+from zfunc.runtime.thread_budget import default_nodes, default_threads
 
 _CGROUP = Path("/sys/fs/cgroup")
 LEAST_GIVEN_BACK = 1 << 20  # bytes
@@ -31,19 +29,12 @@ def available_host_bytes() -> int:
     return max(0, min(available, limit - used + int(cached.get("inactive_file", 0))))
 
 
-def alloc_host(
-    numel: int,
-    dtype: torch.dtype,
-    *,
-    pinned_for: torch.device | None = None,
-    sweeps: Sequence[tuple[int, int]] = (),
-) -> Tensor:
+def alloc_host(numel: int, dtype: torch.dtype, *, pinned_for: torch.device | None = None) -> Tensor:
     """A zeroed host tensor [numel] for what the host sweeps over, in pages of its own, at its exact size.
 
-    Its pages are there when it returns: each touched first from the NUMA node whose thread will sweep over it.
-    `sweeps` are the elements (start, stop) one call of the kernel covers, ascending; () is one over all. With
-    `pinned_for` an accelerator, the pages are locked in place for its copies. Where its driver has no call for
-    that, the memory is of torch's pinned allocator, which rounds up to a power of two and knows no NUMA nodes.
+    Its pages are there when it returns, on the NUMA nodes of this rank in turn. With `pinned_for` an accelerator,
+    the pages are locked in place for its copies. Where its driver has no call for that, the memory is of torch's
+    pinned allocator, which rounds up to a power of two and knows no NUMA nodes.
     Raises MemoryError where there is no room, RuntimeError if the driver refuses.
 
     >>> alloc_host(3, torch.float32)
@@ -57,9 +48,8 @@ def alloc_host(
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
     # One page more: an AMD core finds a line in L1 by bits 12 to 27 of its address too (Lipp et al., "Take A Way",
     # 2020). Buffers a multiple of 256 MiB apart push each other out of it: 1.7 times the time of a sweep.
-    pages, slots = map_pages(nbytes + PAGE), default_numa_slots()
-    threads = default_threads()
-    touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), slots)
+    pages = map_pages(nbytes + PAGE)
+    touch(pages, default_threads(), default_nodes())
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
     if pinned_for is not None and pin is not None:
         # A fork would leave this process copies of pages it writes to, and the device the ones it knows.

@@ -1,10 +1,8 @@
 """Host memory for large buffers: whole pages, huge ones asked for, touched in parallel before they are used.
 
-The invariant: a page is touched by a thread that runs where its part of a sweep will run, so it lies on that NUMA
-node. Nothing here needs a permission: memory is placed by first touch, which a container allows, not by mbind.
-
-On one node nothing is bound, and touching costs what the first sweep would have paid for the pages otherwise: less
-with huge ones, as there are fewer. Huge pages come as /sys/kernel/mm/transparent_hugepage/enabled allows: with
+A page lies on the NUMA node of the thread that touches it first, which needs no permission, as mbind does. Touching
+costs what the first sweep would have paid for the pages otherwise. Huge pages come as
+/sys/kernel/mm/transparent_hugepage/enabled allows: with
 "always" and "madvise" this memory gets them, with "never" it does not, and sweeps go on with small ones.
 """
 
@@ -14,14 +12,12 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from typing import Any
-
-from zfunc.runtime.numa_placement import FirstTouch, NumaSlot
 
 PAGE = mmap.PAGESIZE
 HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB
 PARALLEL_MIN = 8 << 20  # bytes from which on several threads touch faster than one
+TURN = 2 << 20  # bytes that a thread, and so a node, gets in turn: a huge page
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: touches without writing
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
@@ -57,30 +53,26 @@ def map_pages(nbytes: int) -> HostPages:
     return pages
 
 
-def touch(pages: HostPages, touches: Sequence[FirstTouch], slots: Sequence[NumaSlot] = ()) -> None:
-    """Give every page its physical memory, each rank's from a thread of its own, on its slot if it has one.
+def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = ()) -> None:
+    """Give every page its physical memory, from `threads` threads; from those on the CPUs of `nodes` in turn.
 
     Raises MemoryError where there is no room. The caller's thread stays where it is.
     """
-    base = pages.address
-    if not slots and len(pages) < PARALLEL_MIN:
-        _populate(base, len(pages))
+    base, size = pages.address, len(pages)
+    if not nodes and size < PARALLEL_MIN:
+        _populate(base, size)
         return
-    ranks = [list(group) for _, group in groupby(sorted(touches, key=_rank), key=_rank)]
+    threads = max(threads, len(nodes))
 
-    def touch_rank(mine: list[FirstTouch]) -> None:
-        if slots:
-            os.sched_setaffinity(0, slots[mine[0].rank].cpus)  # 0 is the thread that calls
-        for one in mine:
-            _populate(base + one.start, one.stop - one.start)
+    def touch_in_turn(n: int) -> None:
+        if nodes:
+            os.sched_setaffinity(0, nodes[n % len(nodes)])  # 0 is the thread that calls
+        for start in range(n * TURN, size, threads * TURN):
+            _populate(base + start, min(TURN, size - start))
 
-    with ThreadPoolExecutor(len(ranks), thread_name_prefix="zfunc first touch") as pool:
-        for _ in pool.map(touch_rank, ranks):
+    with ThreadPoolExecutor(threads, thread_name_prefix="zfunc first touch") as pool:
+        for _ in pool.map(touch_in_turn, range(threads)):
             pass
-
-
-def _rank(touch: FirstTouch) -> int:
-    return touch.rank
 
 
 def _populate(address: int, nbytes: int) -> None:

@@ -1,16 +1,12 @@
 """Joining the ranks that torchrun has started, and leaving them.
 
 The invariant: without torchrun nothing happens here, and this process trains alone.
-
-ZFUNC_TIMEOUT, in seconds, is how long a rank waits in a collective for the others before it says who is missing.
 """
 
 import logging
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,33 +14,11 @@ import torch.distributed as dist
 from zfunc.errors import RankError
 from zfunc.runtime.accelerator import accelerator_type
 from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.failure_detection import timeout
 from zfunc.runtime.rendezvous import fresh_store
 from zfunc.runtime.thread_budget import local_rank, world_size
 
 log = logging.getLogger("zfunc")
-TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
-LONGEST = 10**6  # seconds
-VARIABLE = "ZFUNC_TIMEOUT"
-
-
-def timeout(environment: Mapping[str, str] = os.environ) -> timedelta:
-    """How long a collective waits: ZFUNC_TIMEOUT seconds, or TIMEOUT. Raises ValueError for what is no such time.
-
-    >>> timeout({"ZFUNC_TIMEOUT": "90"})
-    datetime.timedelta(seconds=90)
-    """
-    text = environment.get(VARIABLE, "").strip()
-    if not text:
-        return TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.001 <= seconds <= LONGEST:
-        raise ValueError(
-            f"{VARIABLE}: got {text!r}, expected seconds from 0.001 to {LONGEST:,}: set it to 600, say, or unset it"
-        )
-    return timedelta(seconds=seconds)
 
 
 @contextmanager

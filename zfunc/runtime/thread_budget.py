@@ -1,18 +1,19 @@
-"""How many threads a sweep over host memory gets, and on which cores: chosen here and logged, never taken from
-OMP_NUM_THREADS."""
+"""How many threads a sweep over host memory gets, and on which NUMA nodes: chosen here and logged.
+
+A rank's sweeps run on its share of the NUMA nodes, and its host buffers lie on those in turn. Binding changes where
+a sweep runs, never what it computes; on one node nothing is bound.
+"""
 
 import functools
 import logging
 import math
 import os
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attrs import frozen
 
-from zfunc.runtime.cpu_topology import ROOT, cpu_quota, numa_nodes, physical_cores
-from zfunc.runtime.numa_placement import NumaSlot, numa_slots
+from zfunc.runtime.cpu_topology import ROOT, NumaNode, cpu_quota, numa_nodes, physical_cores
 
 log = logging.getLogger("zfunc")
 
@@ -27,7 +28,7 @@ class ThreadBudget:
     quota: float
     ranks: int
     launching: int  # cores left for the threads that launch an accelerator's work
-    overruled: str  # "" or the OMP_NUM_THREADS that does not count
+    requested: str  # what became of OMP_NUM_THREADS, or ""
 
     def __str__(self) -> str:
         """The line for the log."""
@@ -35,7 +36,7 @@ class ThreadBudget:
         return (
             f"{self.threads} threads: {self.cores} physical cores of {len(self.cpus)} CPUs, quota {quota}, "
             f"{self.ranks} local ranks{', one core left for launching' if self.launching else ''}"
-            f"{self.overruled and f'; {self.overruled}'}"
+            f"{self.requested and f'; {self.requested}'}"
         )
 
 
@@ -45,19 +46,23 @@ def choose_threads(
     """Threads for a sweep: the physical cores behind `cpus`, no more than the cgroup's quota, over the local ranks.
 
     With an accelerator one core is left for the thread that launches its work, if there is another. OMP_NUM_THREADS
-    does not count: torchrun sets it to 1 without being asked. Raises ValueError for a LOCAL_WORLD_SIZE that is no
-    whole number above 0.
+    is followed, up to the number of CPUs, but for the 1 that torchrun sets where it starts several processes.
+    Raises ValueError for a LOCAL_WORLD_SIZE that is no whole number above 0.
     """
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
     ranks = local_ranks(environment)
     available = max(1, int(min(cores, quota)) // ranks)
     launching = int(on_accelerator and available > 1)
     threads = available - launching
-    requested, overruled = environment.get("OMP_NUM_THREADS"), ""
-    if requested is not None and requested.strip() != str(threads):
-        torchrun = environment.keys() & {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"}
-        overruled = f"OMP_NUM_THREADS={requested}{', set by torchrun,' if torchrun else ''} is overruled"
-    return ThreadBudget(threads, cores, cpus, quota, ranks, launching, overruled)
+    said = environment.get("OMP_NUM_THREADS", "").strip()
+    first, requested = said.partition(",")[0], ""  # of nested teams the outer one
+    if said == "1" and ranks > 1 and "TORCHELASTIC_RUN_ID" in environment:
+        requested = "OMP_NUM_THREADS=1 is torchrun's, and does not count" if threads != 1 else ""
+    elif first.isdecimal() and int(first):
+        threads, requested = min(int(first), len(cpus)), f"OMP_NUM_THREADS={said} is followed"
+    elif said:
+        requested = f"OMP_NUM_THREADS={said} is no number of threads, and does not count"
+    return ThreadBudget(threads, cores, cpus, quota, ranks, launching, requested)
 
 
 def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
@@ -100,23 +105,44 @@ def allowed_cpus() -> frozenset[int]:
 @functools.cache
 def default_threads() -> int:
     """Threads for a sweep of this process, as `choose_threads` finds. Decided once, logged in one line."""
-    from zfunc.runtime.accelerator import accelerator_type  # torch, which `zfunc top` starts without
+    from zfunc.runtime.accelerator import accelerator_type  # torch, which help starts without
 
     decision = choose_threads(os.environ, allowed_cpus(), on_accelerator=accelerator_type() is not None)
     log.info("host Adam uses %s", decision)
     return decision.threads
 
 
+def share_of_nodes(
+    nodes: Sequence[NumaNode], cpus: frozenset[int], rank: int = 0, ranks: int = 1
+) -> tuple[frozenset[int], ...]:
+    """The CPUs of each node that is for this rank of a machine, of those in `cpus`; () if they are all on one node.
+
+    >>> two = NumaNode(0, frozenset({0, 1})), NumaNode(1, frozenset({2, 3}))
+    >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)))]
+    [[0, 1], [2, 3]]
+    >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)), rank=1, ranks=2)]
+    [[2, 3]]
+    """
+    usable = [x.cpus & cpus for x in nodes if x.cpus & cpus]
+    if len(usable) < 2:
+        return ()
+    first, last = (n * len(usable) // ranks for n in (rank % ranks, rank % ranks + 1))
+    return tuple(usable[first : max(last, first + 1)])
+
+
 @functools.cache
-def default_numa_slots() -> tuple[NumaSlot, ...]:
-    """Where those threads run: () on one NUMA node; on several, decided once and logged in one line."""
-    rank, ranks = local_rank(), local_ranks()
-    place = partial(numa_slots, numa_nodes(), allowed_cpus(), cores=physical_cores)
-    chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
+def default_nodes() -> tuple[frozenset[int], ...]:
+    """The CPUs of each NUMA node that this rank uses; () on one node. Decided once, logged in one line."""
+    chosen = share_of_nodes(numa_nodes(), allowed_cpus(), local_rank(), local_ranks())
     if chosen:
-        count = {slot.node: sum(x.node == slot.node for x in chosen) for slot in chosen}
-        log.info("host Adam on NUMA nodes: %s", ", ".join(f"{k} on node {n}" for n, k in count.items()))
+        log.info("host Adam runs on %d NUMA nodes: CPUs %s", len(chosen), [*map(sorted, chosen)])
     return chosen
+
+
+def bind_to_nodes() -> None:
+    """Keep the calling thread on `default_nodes`, and with it the OpenMP team that it opens from now on."""
+    if nodes := default_nodes():
+        os.sched_setaffinity(0, {cpu for node in nodes for cpu in node})  # 0 is the thread that calls
 
 
 @functools.cache

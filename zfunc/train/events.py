@@ -9,7 +9,6 @@ from attrs import field, frozen
 
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
-from zfunc.optim.loss_scale import LossScale
 from zfunc.train.settings import TrainSettings
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
@@ -23,7 +22,8 @@ class Started:
     settings: TrainSettings  # resolved
     data: tuple[str, ...]
     unit: str  # "byte" or "token"
-    parameters: int
+    parameters: int  # of the model, the frozen ones too
+    trained: int  # of them
     plan: Plan
     planned_bytes: dict[str, int]
     machine: dict[str, object]
@@ -33,7 +33,6 @@ class Started:
     architecture: str = ""  # of --hf, with its `sizes` by the names of the settings
     sizes: dict[str, int] = field(factory=dict[str, int])
     sequences: int = 0  # trained on before, by all ranks
-    skipped: int = 0  # steps skipped before, for an overflow
     seconds: float = 0.0  # trained before
 
 
@@ -50,7 +49,6 @@ class Stepped:
     """A step ended, and the evaluation after it, if there was one."""
 
     step: int
-    total: int | None  # steps of the training; None while that is not known
     loss: float
     lr: float
     grad_norm: float
@@ -79,13 +77,6 @@ class Saved:
 
 
 @frozen
-class Notice:
-    """A line for the log."""
-
-    line: str
-
-
-@frozen
 class Working:
     """Progress between steps."""
 
@@ -100,23 +91,6 @@ class Traced:
     step: int
     timeline: Timeline
     plan: Plan
-
-
-@frozen
-class Overflowed:
-    """The step of the next Stepped was skipped; its loss scale, and the next one."""
-
-    step: int
-    before: LossScale
-    after: LossScale
-
-
-@frozen
-class Timed:
-    """The timeline of a step, for the log."""
-
-    step: int
-    timeline: Timeline
 
 
 @frozen
@@ -144,16 +118,4 @@ class Sampled:
     prompt: str = ""  # that it answers, where the data has prompts
 
 
-Event = (
-    Started
-    | Evaluated
-    | Stepped
-    | Saved
-    | Notice
-    | Working
-    | Traced
-    | Overflowed
-    | Timed
-    | Finished
-    | Sampled
-)
+Event = Started | Evaluated | Stepped | Saved | Working | Traced | Finished | Sampled

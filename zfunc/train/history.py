@@ -1,32 +1,33 @@
 """Reads a run folder, also while the run is still writing it.
 
-`RunHistory` has settings, plan and summary of a run, and a row for every step, in ascending order. `LiveHistory`
-follows a run. `RecordedStep` is the measured step, a plan and its timeline. Files that zfunc did not write are
-refused with their path.
+`RunHistory` has settings, plan and summary of a run, and a row for every step, in ascending order. `RecordedStep`
+is the measured step, a plan and its timeline. Files that zfunc did not write are refused with their path.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from attrs import define, field, frozen, validators
+from attrs import field, frozen, validators
 
+from zfunc.checkpoint.strict_json import MAX_INT, TEXT, JsonNode, Within, parse_json
 from zfunc.core.bottleneck import events_of
 from zfunc.core.display import brief
 from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
+from zfunc.errors import CheckpointError
+from zfunc.units import format_parameters
 from zfunc.viz.chrome_trace import read_chrome_trace
 from zfunc.viz.notebook import curves_html
 
 CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-RECENT = 20  # steps that a speed is the median of
 Row = dict[str, Any]
-T = TypeVar("T")
 
 
 @frozen
@@ -58,8 +59,9 @@ class RunHistory:
     def model(self) -> str:
         """A short description of the model."""
         s, what = self.settings, self.config.get("architecture", "GPT")
-        parameters = finite_number(self.config.get("parameters")) or 0
-        return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {parameters:,.0f} parameters"
+        count, trained = (finite_number(self.config.get(x)) for x in ("parameters", "trained"))
+        of = format_parameters(count or 0, trained or count or 0)
+        return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {of}"
 
     @property
     def held_out(self) -> str:
@@ -97,18 +99,21 @@ class RunHistory:
         return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
 
 
-def read_history(run: Path, *, rows: bool = True) -> RunHistory:
-    """The run in a folder, on request without its `rows`. Raises ValueError for files that zfunc did not write."""
+def read_history(run: Path) -> RunHistory:
+    """The run in a folder. Raises ValueError for files that zfunc did not write."""
     config = read_json_object(run / CONFIG)
     if not all(isinstance(config.get(part), dict) for part in ("settings", "plan", "machine")):
         raise ValueError(
             f"{run / CONFIG}: got no settings, plan and machine of a run, expected what zfunc train wrote: name "
             "the folder of another run"
         )
-    metrics, summary = run / METRICS, run / SUMMARY
-    valid, bad_line = rows_of(metrics.read_bytes() if rows and metrics.exists() else b"")
+    metrics, end = run / METRICS, run / SUMMARY
+    summary = read_json_object(end) if end.exists() else {}
+    with _reading(run / CONFIG):
+        _check_types(JsonNode(config, str(run / CONFIG)), JsonNode(summary, str(end)))
+    valid, bad_line = rows_of(metrics.read_bytes() if metrics.exists() else b"")
     damage = f"{metrics}: line {bad_line} is not valid; the rest is not read" if bad_line else ""
-    return RunHistory(run, config, valid, read_json_object(summary) if summary.exists() else {}, damage)
+    return RunHistory(run, config, valid, summary, damage)
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
@@ -126,7 +131,7 @@ def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
         except (ValueError, RecursionError):
             return tuple(rows), n
         row = cast("Row", content) if isinstance(content, dict) else {}
-        if type(row.get("step")) is not int or row["step"] <= after:
+        if type(row.get("step")) is not int or not after < row["step"] <= MAX_INT:
             return tuple(rows), n
         rows.append(row)
         after = row["step"]
@@ -146,35 +151,50 @@ def numbers(values: Iterable[tuple[int, float | None]]) -> list[float]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run folder. Raises ValueError, naming the folder, if there is none."""
+    """The JSON object in a file of a run folder. Raises ValueError, naming file and line, if there is none."""
+    with _reading(path):
+        node = parse_json(path.read_bytes(), str(path))
+        node.entries()
+        return cast("dict[str, Any]", node.value)
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Whatever is wrong with a file of a run folder: its path, what is wrong, and to name another folder."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        yield
     except OSError as error:
-        raise _unreadable(path, error, "the folder of a run") from error
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
+        folder, what = path.parent, f"{path.parent}, whose {path.name} cannot be read ({error.strerror})"
+        if not os.path.lexists(folder):
+            what = f"{folder}, which does not exist"
+        elif not folder.is_dir():
+            what = f"{folder}, which is not a folder"
+        elif isinstance(error, FileNotFoundError):
+            what = f"{folder} without a {path.name}"
         raise ValueError(
-            f"{path}: got a damaged file, expected the JSON object that zfunc train wrote: name the folder of "
-            "another run"
-        )
-    return cast("dict[str, Any]", content)
+            f"got {what}, expected the folder of a run{' that measured a step' * (path.name in (PLAN, TRACE))}: "
+            "name one that `zfunc train` wrote, such as runs/DATE-TIME"
+        ) from error
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        what = str(error).partition(": the file is damaged")[0]
+        if isinstance(error, KeyError | TypeError):
+            what = f"got no settings of a run ({error!r})"
+        place = "" if what.startswith(str(path.parent)) else f"{path}: "
+        expected = "" if "expected" in what else ", expected what zfunc train wrote"
+        raise ValueError(f"{place}{what}{expected}: name the folder of another run") from error
 
 
-def _unreadable(path: Path, error: OSError, expected: str) -> ValueError:
-    """The error for a file of a run folder that cannot be read; the folder itself may be missing."""
-    folder = path.parent
-    if not os.path.lexists(folder):
-        what = f"{folder}, which does not exist"
-    elif not folder.is_dir():
-        what = f"{folder}, which is not a folder"
-    elif isinstance(error, FileNotFoundError):
-        what = f"{folder} without a {path.name}"
-    else:
-        what = f"{folder}, whose {path.name} cannot be read ({error.strerror})"
-    return ValueError(
-        f"got {what}, expected {expected}: name one that `zfunc train` wrote, such as runs/DATE-TIME"
-    )
+def _check_types(config: JsonNode, summary: JsonNode) -> None:
+    """Raise CheckpointError, with the place, for what readers take as it is."""
+    begun, ended, nothing = config.entries(), summary.entries(), JsonNode({}, "")
+    planned = begun["plan"].entries().get("planned_bytes", nothing)
+    for sizes in (planned, ended.get("peak_bytes", nothing)):
+        for size in sizes.entries().values():
+            size.read(float)
+    if "data" in begun:
+        begun["data"].read([Within(str, 0, sys.maxsize)])
+    if "ended" in ended:
+        ended["ended"].read(TEXT)
 
 
 # --- the measured step ------------------------------------------------------------------------------------
@@ -203,144 +223,13 @@ def read_recorded_step(run: Path) -> RecordedStep:
 
     Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan.
     """
-    plan, timeline = _read(run, PLAN, _plan), _read(run, TRACE, read_chrome_trace)
-    try:
+    with _reading(run / PLAN):
+        plan = parse((run / PLAN).read_text(encoding="utf-8"))
+    with _reading(run / TRACE):
+        timeline = read_chrome_trace((run / TRACE).read_text(encoding="utf-8"))
         events_of(plan, timeline)
-    except ValueError as error:
-        raise ValueError(f"{run / TRACE}, beside {PLAN}: {error}") from error
-    return RecordedStep(plan, timeline, _setting(run))
-
-
-def _plan(text: str) -> Plan:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; expected the plan that zfunc train wrote: name the folder of another run"
-        ) from error
-
-
-def _setting(run: Path) -> Setting:
     config = read_json_object(run / CONFIG)
-    try:
+    with _reading(run / CONFIG):
         settings = config["settings"]
-        return Setting(settings["schedule"], settings["precision"], config["machine"]["ranks"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{run / CONFIG}: got no settings of a run ({error!r}), expected what zfunc train wrote: name the "
-            "folder of another run"
-        ) from error
-
-
-def _read(run: Path, name: str, reader: Callable[[str], T]) -> T:
-    try:
-        text = (run / name).read_text(encoding="utf-8")
-        return reader(text)
-    except OSError as error:
-        raise _unreadable(run / name, error, "the folder of a run that measured a step") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{run / name}: got a damaged file, expected text: name the folder of another run"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{run / name}: {error}") from error
-
-
-# --- while it grows ---------------------------------------------------------------------------------------
-
-
-@define(eq=False)
-class LiveHistory:
-    """Follows a run folder: `update` reads what was added since the last call."""
-
-    path: Path
-    run: RunHistory = field(init=False)
-    losses: list[float] = field(factory=list[float])
-    recent: list[Row] = field(factory=list[Row])  # the last steps
-    held_out: float | None = None
-    skipped: int = 0
-    step: RecordedStep | None = None  # the measured one
-    latest: Row | None = None  # the last complete line, to which an evaluation may still be added
-    offset: int = 0  # in the metrics, of the line of `latest`
-    inode: int = 0
-    trace_time: float = 0.0  # when the trace of `step` was written
-
-    def __attrs_post_init__(self) -> None:
-        self.update()
-
-    @property
-    def rows(self) -> list[Row]:
-        """The last steps, including the newest."""
-        return [*self.recent, *([self.latest] if self.latest and "seconds" in self.latest else [])]
-
-    @property
-    def curve(self) -> list[float]:
-        """The losses of all steps up to now."""
-        newest = finite_number(self.latest.get("loss")) if self.latest else None
-        return self.losses if newest is None else [*self.losses, newest]
-
-    @property
-    def last_held_out(self) -> float | None:
-        """The newest evaluation."""
-        newest = finite_number(self.latest.get(self.run.held_out)) if self.latest else None
-        return self.held_out if newest is None else newest
-
-    @property
-    def overflows(self) -> int:
-        """Number of skipped steps."""
-        return self.skipped + bool(self.latest and self.latest.get("skipped") is True)
-
-    def update(self) -> None:
-        """Read what is new. Raises ValueError if the folder is not that of a run."""
-        self.run = read_history(self.path, rows=False)
-        path = self.path / METRICS
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())  # the path may name another file by now
-            if status.st_ino != self.inode or status.st_size < self.offset:
-                self._restart(status.st_ino)
-            file.seek(self.offset)
-            self._add_lines(file.read())
-        self._read_step()
-
-    def _restart(self, inode: int) -> None:
-        self.inode, self.offset, self.skipped, self.held_out, self.latest = inode, 0, 0, None, None
-        self.losses.clear()
-        self.recent.clear()
-
-    def _add_lines(self, text: bytes) -> None:
-        """Add all complete lines but the last one, which becomes `latest` and is read again by the next update."""
-        rows, _ = rows_of(text)
-        lines = text.splitlines(keepends=True)[: len(rows)]
-        for row, line in zip(rows[:-1], lines[:-1], strict=True):
-            self._add(row)
-            self.offset += len(line)
-        self.latest = rows[-1] if rows else None
-
-    def _add(self, row: Row) -> None:
-        value = finite_number(row.get(self.run.held_out))
-        self.held_out = self.held_out if value is None else value
-        if "seconds" not in row:
-            return
-        self.skipped += row.get("skipped") is True
-        loss = finite_number(row.get("loss"))
-        self.losses += [] if loss is None else [loss]
-        self.recent = [*self.recent[-RECENT:], row]
-
-    def _read_step(self) -> None:
-        trace = self.path / TRACE
-        if not (trace.exists() and (self.path / PLAN).exists()):
-            return
-        written = trace.stat().st_mtime
-        if written != self.trace_time:
-            try:
-                self.step, self.trace_time = read_recorded_step(self.path), written
-            except ValueError:  # the plan is written before the trace: for a moment they may not match
-                self.step = None
-
-
-def typical(rows: Sequence[Row], name: str) -> float | None:
-    """The median of a figure over the rows that have it; None if none has."""
-    values = [v for row in rows if (v := finite_number(row.get(name))) is not None]
-    return median(values) if values else None
+        setting = Setting(settings["schedule"], settings["precision"], config["machine"]["ranks"])
+    return RecordedStep(plan, timeline, setting)

@@ -1,7 +1,7 @@
 """The training loop: a job in, events out. It writes checkpoints and nothing else; the caller prints and records.
 
-Two jobs with equal settings give equal losses on one machine, however often one is stopped and resumed, unless
---seconds reduces the number of steps, which is an event.
+Two jobs with equal settings give equal losses on one machine, however often one is stopped and resumed. --seconds
+ends a training after the step in which they have passed, and changes none before it.
 """
 
 import logging
@@ -15,14 +15,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save
 from zfunc.core.decision import StepDecision
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.evaluate import outputs
-from zfunc.engine.flush import flush
 from zfunc.engine.init import init
 from zfunc.engine.loss_outputs import loss_and_aux
 from zfunc.engine.metrics import Metrics
@@ -32,7 +31,7 @@ from zfunc.engine.state import State
 from zfunc.engine.swap_state import close_swap, swap_folders
 from zfunc.engine.train_step import commits, train_step
 from zfunc.errors import CheckpointError
-from zfunc.models.kv_cache import KVCache
+from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
 from zfunc.train.deepspeed.convert import config_extras
@@ -43,22 +42,19 @@ from zfunc.train.events import (
     Evaluated,
     Event,
     Finished,
-    Notice,
-    Overflowed,
     Sampled,
     Saved,
     Started,
     Stepped,
-    Timed,
     Traced,
     Working,
 )
-from zfunc.train.pacing import StepBudget, TrainingClock, changed_settings, restored_clock
+from zfunc.train.pacing import TrainingClock, changed_settings, restored_clock
 from zfunc.train.resume import ResumePoint, with_run
-from zfunc.train.settings import LOG_EVERY
-from zfunc.train.setup import Batch, TrainingJob, machine_record, with_total_steps
+from zfunc.train.setup import Batch, TrainingJob, machine_record
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
+WARM_STEPS = 3  # of a session, which trace and compile and say nothing about its pace
 SAMPLE_TOKENS = 320
 Stop = Callable[[], str]  # INTERRUPT or TERMINATED to end, "" to continue
 FROM_THE_BEGINNING = ResumePoint()
@@ -93,11 +89,11 @@ class _Loop:
     job: TrainingJob
     stop: Stop
     start: ResumePoint
-    program: Program = field(init=False)
     state: State = field(init=False)
     progress: TrainingClock = field(init=False)
     first: int = field(init=False)  # steps of earlier sessions
     began: float = field(init=False)  # now, minus the seconds trained
+    warm_since: float = 0.0  # seconds trained when the session's WARM_STEPS ended
     faults: tuple[Fault, ...] = field(factory=from_environment)
     busy: float = 0.0  # seconds in steps of this session
     tokens: int = 0
@@ -118,6 +114,7 @@ class _Loop:
             settings,
             job.corpus.description,
             job.unit,
+            self.program.layout.num_parameters,
             self.program.layout.num_trainable,
             self.program.plan,
             self._planned(),
@@ -128,11 +125,10 @@ class _Loop:
             job.architecture,
             job.sizes,
             self.state.sequences,
-            self.progress.skipped,
             self.progress.elapsed,
         )
         self.began = time.perf_counter() - self.progress.elapsed
-        self.ended = self.progress.budget.end_reason(at, self.progress.elapsed)
+        self.ended = self.progress.end_reason(at)
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate(at)
         signal = self._elapsed_and_signal()[1]
@@ -140,26 +136,19 @@ class _Loop:
 
     def step(self) -> Iterator[Event]:
         """One step, and what follows it."""
-        settings, number, before = self.job.settings, self.state.batches + 1, self.progress.budget
-        traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
-        timed = (
-            settings.log_style == "deepspeed"
-            and number % (config_extras(settings).steps_per_print or LOG_EVERY) == 0
-        )
-        start, scale = time.perf_counter(), self.state.loss_scale
+        settings, number = self.job.settings, self.state.batches + 1
+        traced = number == min(self.first + TRACED_STEP, settings.steps or self.first + TRACED_STEP)
+        start = time.perf_counter()
         batch = self.job.batch(self.state.sequences)
-        metrics, saved = self._train_step(batch, traced=traced or timed)
+        metrics, saved = self._train_step(batch, traced=traced)
         seconds = time.perf_counter() - start
         if saved is not None:
             yield saved
         self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
         self.progress = self.progress.stepped(metrics.loss, skipped=metrics.skipped)
-        elapsed = yield from self._settle(number)
-        if metrics.skipped:
-            yield Overflowed(number, scale, self.state.loss_scale)
+        yield from self._settle(number)
         yield Stepped(
             step=number,
-            total=self.progress.budget.total,
             loss=metrics.loss,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
@@ -170,47 +159,43 @@ class _Loop:
             host_seconds=metrics.host_seconds,
             device_bytes=allocated_bytes(self.program.device),
             host_bytes=host_bytes(),
-            seconds_left=self.progress.budget.seconds_left(number, elapsed),
+            seconds_left=self._seconds_left(number),
             held_out=self.held_out,
             epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
             aux=metrics.aux,
             norms=metrics.norms,
         )
-        if timed and metrics.timeline is not None:
-            yield Timed(number, metrics.timeline)
         if traced and metrics.timeline is not None and metrics.plan is not None:
             yield Traced(number, metrics.timeline, metrics.plan)
-        if (after := self.progress.budget).total != before.total:
-            self.program = with_total_steps(self.program, settings, after.total)
-            if not self.ended:
-                yield Notice(_new_total(before, after, elapsed))
 
-    def _settle(self, number: int) -> Generator[Event, None, float]:
-        """After a step: whether it is the last, and the evaluation if one is due. Returns the seconds trained."""
-        before = self.progress
-        elapsed = self._stepped(before, number)
+    def _settle(self, number: int) -> Iterator[Event]:
+        """After a step: whether it is the last, and the evaluation if one is due."""
+        self._stepped(number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
             self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
             self.cut = self.held_out is None
-            elapsed = self._stepped(before, number)  # again: the evaluation's time belongs to this step
-        return elapsed
+            self._stepped(number)  # again: the evaluation's time belongs to this step
+        if number == self.first + WARM_STEPS:
+            self.warm_since = self.progress.elapsed
 
-    def _stepped(self, before: TrainingClock, number: int) -> float:
-        """Set progress after step `number`, and whether it was the last. Returns the seconds trained."""
+    def _stepped(self, number: int) -> None:
+        """Set the seconds trained after step `number`, and whether it was the last."""
         elapsed, signal = self._elapsed_and_signal()
-        self.progress = before.timed(number, elapsed)
-        ended = self.progress.budget.end_reason(number, elapsed, stopping=signal)
+        self.progress = evolve(self.progress, elapsed=elapsed)
+        ended = self.progress.end_reason(number, stopping=signal)
         self.ended = signal if signal == TERMINATED else ended
-        return elapsed
+
+    def _seconds_left(self, number: int) -> float | None:
+        """Until --seconds have passed, or all steps are taken at the pace of the warm ones."""
+        settings, elapsed = self.job.settings, self.progress.elapsed
+        left = [] if settings.seconds is None else [max(0.0, settings.seconds - elapsed)]
+        if settings.steps is not None and (warm := number - self.first - WARM_STEPS) > 0:
+            left.append((settings.steps - number) * (elapsed - self.warm_since) / warm)
+        return min(left, default=None)
 
     def end(self, host_before: int) -> Iterator[Event]:
-        """Save, evaluate, sample: in this order, nothing is lost if the process is killed on the way.
-
-        A pending gradient is applied first, unless the training was interrupted and may be resumed.
-        """
-        if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
-            self.state, self.saved_step = flush(self.program, self.state), None
+        """Save, evaluate, sample: in this order, nothing is lost if the process is killed on the way."""
         job, state, at = self.job, self.state, self.state.batches
         folder = self.swap or self.start.folder
         if folder is not None and job.settings.save_every != 0 and self.saved_step != at:
@@ -251,20 +236,18 @@ class _Loop:
             yield Evaluated(self.held_out, at)
 
     def _load(self) -> Path | None:
-        """Set program, state and progress. Returns the checkpoint that was loaded, if any."""
+        """Set state and progress. Returns the checkpoint that was loaded, if any."""
         job, start = self.job, self.start
         if start.origin is None:
-            self.program, self.progress = job.program, TrainingClock.new(job.settings)
+            self.progress = TrainingClock(job.settings)
             self.state = init(
                 self.program, seed=job.settings.seed, loss_scale=config_extras(job.settings).loss_scale
             )
             self._commit()
             return None
-        total = restored_clock(start.extra, job.settings, 0).budget.total
-        restored = restore(start.origin, with_total_steps(job.program, job.settings, total))
+        restored = restore(start.origin, self.program)
         self.state, extra = restored.state, restored.extra
-        self.progress = restored_clock(extra, job.settings, self.state.batches)
-        self.program = with_total_steps(job.program, job.settings, self.progress.budget.total)
+        self.progress = restored_clock(extra, job.settings)
         changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
@@ -272,6 +255,11 @@ class _Loop:
         if restored.path != self.swap or not start.own:
             self._commit()
         return restored.path
+
+    @property
+    def program(self) -> Program:
+        """That of the job."""
+        return self.job.program
 
     @property
     def swap(self) -> Path | None:
@@ -332,8 +320,7 @@ class _Loop:
         progress = self.progress
         if decision is not None:
             progress = progress.stepped(decision.loss, skipped=decision.skip)
-            progress = progress.timed(self.state.batches + 1, progress.elapsed)
-        extra = progress.extra(self.job.settings, self.job.corpus.description)
+        extra = progress.extra(self.job.corpus.description)
         return (
             extra
             if self.swap is None or self.start.folder is None
@@ -414,15 +401,6 @@ def host_bytes() -> int:
     """Resident memory of this process."""
     resident = int(Path("/proc/self/statm").read_text().split()[1])
     return resident * resource.getpagesize()
-
-
-def _new_total(old: StepBudget, new: StepBudget, elapsed: float) -> str:
-    before = "" if old.total is None else f" instead of {old.total:,}"
-    each = new.seconds_per_step(elapsed)
-    return (
-        f"time: {new.total:,} steps{before} fit into {new.settings.seconds:g} s ({each:.2g} s each); the learning "
-        "rate decays by then"
-    )
 
 
 def _peaks(program: Program, before: int) -> dict[str, int]:

@@ -11,9 +11,10 @@ from attrs import frozen
 
 from zfunc.engine.segment import Segment
 from zfunc.models import hf
+from zfunc.models.config_file import check_flags
 from zfunc.models.hf.adapters import lora_config
 from zfunc.options import flag
-from zfunc.train.data.packing import holds_tokens
+from zfunc.train.data.saved_dataset import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
 from zfunc.train.history import CONFIG, read_json_object
 from zfunc.train.settings import TrainSettings
@@ -50,6 +51,11 @@ class PretrainedModel:
         """The positions that it has, if they are limited."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    @property
+    def learned(self) -> bool:
+        """Whether these positions are learned; others, such as rotary ones, go on beyond."""
+        return getattr(self.segments[0].module, "longest", None) is not None
+
 
 def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
     """The model of `settings.hf`. Raises ValueError for settings that it cannot be trained with, and for a folder
@@ -78,15 +84,7 @@ def _opened(
             raise ValueError(f"--lora-targets: {str(error).removeprefix('lora: ')}") from error
         raise ValueError(f"{flag(name)}: {error}") from error
     model = PretrainedModel(place, config, segments)
-    if model.longest is not None and flags.seq_length > model.longest:
-        raise ValueError(
-            f"--seq-length: got {flags.seq_length} for {place}, expected at most the {model.longest} positions it "
-            f"has: pass --seq-length {model.longest}"
-        )
-    if flags.vocab_size not in (None, model.vocab_size):
-        raise ValueError(
-            f"--vocab-size: got {flags.vocab_size} for {place}, expected its {model.vocab_size}: leave it out"
-        )
+    check_flags(flags, place, model.longest, model.vocab_size)
     return model
 
 

@@ -152,8 +152,8 @@ def _open(path: Path) -> Checkpoint:
 def _over(run: Path, checkpoint: Checkpoint, settings: TrainSettings) -> bool:
     """Whether the run ended, with its summary, and the settings ask for no more steps."""
     step = checkpoint.manifest.position.batches
-    progress = restored_clock(checkpoint.manifest.extra, settings, step)
-    return _ended(run) in COMPLETE and progress.budget.end_reason(step, progress.elapsed) != ""
+    clock = restored_clock(checkpoint.manifest.extra, settings)
+    return _ended(run) in COMPLETE and clock.end_reason(step) != ""
 
 
 def _ended(run: Path) -> str:

@@ -32,7 +32,7 @@ from attrs import define
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
-from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, read_json_object
+from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, read_json_object, rows_of
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
@@ -90,24 +90,21 @@ class RunFolder:
 
         The checkpoint's own step loses its evaluation, which is repeated if it is due.
         """
-        path, last = self.path / METRICS, event.step if event.own else -1
-        nbytes, row = _last_line(path, last)
-        if event.own and row.get("step") != last:
+        path, last = self.path / METRICS, event.step if event.own else 0
+        read = rows_of(path.read_bytes() if last and path.exists() else b"")[0]
+        rows = [row for row in read if row["step"] <= last]
+        if event.own and (not rows or rows[-1]["step"] != last):
             log.warning(
                 "%s: got no line of step %d, after which the run resumes: lines are missing", path, last
             )
         elif event.own and event.checkpoint is not None:
-            row = {k: v for k, v in row.items() if k not in (held_out, "not_saved")}
-            row["saved"] = event.checkpoint.name
+            row = {k: v for k, v in rows[-1].items() if k not in (held_out, "not_saved")}
+            rows[-1] = {**row, "saved": event.checkpoint.name}
         with atomic_replace(path) as file:
-            if nbytes:
-                with path.open("rb") as old:
-                    _copy(old, file, nbytes)
-            if row:
-                file.write(_line(row))
+            file.writelines(map(_line, rows))
         self._metrics = path.open("r+b")
         self._metrics.seek(0, SEEK_END)
-        self.step = row.get("step", -1)
+        self.step = rows[-1]["step"] if rows else -1
 
     def close(self) -> None:
         """Close the files. A folder that this run created and wrote nothing to is removed."""
@@ -219,6 +216,7 @@ def _config(event: Started) -> dict[str, Any]:
         "data": event.data,
         "unit": event.unit,
         "parameters": event.parameters,
+        "trained": event.trained,
         "plan": {
             "digest": plan.digest,
             "operations": len(plan.graph.ops),
@@ -240,32 +238,6 @@ def _title(event: Traced, config: dict[str, Any]) -> str:
 
 def _line(fields: dict[str, Any]) -> bytes:
     return (json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n").encode()
-
-
-def _last_line(path: Path, last: int) -> tuple[int, dict[str, Any]]:
-    """The last line of the metrics up to step `last`, or {}, and the number of bytes before it.
-
-    Lines after an invalid one are not read.
-    """
-    start, row, end = 0, dict[str, Any](), 0
-    if last < 1 or not path.exists():
-        return start, row
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                fields = json.loads(line)
-                if not line.endswith(b"\n") or fields["step"] > last:
-                    break
-            except (ValueError, KeyError, TypeError):
-                break
-            start, row, end = end, fields, end + len(line)
-    return start, row
-
-
-def _copy(old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
-    while nbytes and (part := old.read(min(nbytes, 1 << 20))):
-        new.write(part)
-        nbytes -= len(part)
 
 
 def _is_run(path: Path) -> bool:

@@ -17,6 +17,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
+from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.settings import schedule_for
@@ -26,7 +27,7 @@ from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters
-from zfunc.optim.by_name import NamedOptimizer, make_optimizer, with_lr
+from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.lr import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
@@ -45,13 +46,12 @@ from zfunc.train.gpt_flags import GPT2_VOCAB_SIZE, gpt_config
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
-    GPU_BUCKET_SIZE,
+    FINAL_LR,
     TrainSettings,
     check_rows,
     step_settings,
 )
 
-FINAL_LR = 0.1  # of the peak
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
 FAR_TOO_LARGE = 100  # times the host's free memory: no suggestion would help
@@ -134,8 +134,15 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
     if model is None:
         check_size(settings, ranks)
-    for line in startup_notes(settings, ranks.world, learning_rate(settings, settings.steps)):
+    rate = learning_rate(settings, settings.steps)
+    for line in startup_notes(settings, ranks.world, rate):
         log.log(level, "%s", line)
+    if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
+        log.log(
+            level,
+            "learning rate: --seconds alone says no last step to fall to: it stays after the warm-up; "
+            "pass --steps or --epochs for --lr-schedule",
+        )
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
@@ -224,10 +231,14 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
     """The settings with the device, precision, schedule and bucket size for this machine."""
     device = pick_device(settings.device)
     precision = best_precision(device) if settings.precision == AUTO else settings.precision
-    bucket_size = settings.bucket_size or (GPU_BUCKET_SIZE if on_accelerator(device) else CPU_BUCKET_SIZE)
+    default = default_bucket_size(RankGroup.of().world) if on_accelerator(device) else CPU_BUCKET_SIZE
     schedule = schedule_for(settings.schedule, on_cpu=not on_accelerator(device))
     return evolve(
-        settings, device=str(device), precision=precision, schedule=schedule, bucket_size=bucket_size
+        settings,
+        device=str(device),
+        precision=precision,
+        schedule=schedule,
+        bucket_size=settings.bucket_size or default,
     )
 
 
@@ -256,7 +267,7 @@ def optimizer_of(settings: TrainSettings, lr: float | Callable[[int], float]) ->
 def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int], float]:
     """The configuration's scheduler if it has one; else warm-up, then what --lr-schedule says, until step `total`.
 
-    While `total` is not known, nothing decays.
+    Without a `total` nothing decays.
     """
     warmup = settings.warmup
     if warmup is None:
@@ -267,12 +278,6 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
         return linear_warmup(settings.lr, warmup)
     decaying = warmup_linear if settings.lr_schedule == "linear" else warmup_cosine
     return decaying(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
-
-
-def with_total_steps(program: Program, settings: TrainSettings, total: int | None) -> Program:
-    """The program with the learning rate for `total` steps; it takes the same State."""
-    rate = learning_rate(settings, total)
-    return evolve(program, optimizer=with_lr(program.optimizer, rate))  # pyright: ignore
 
 
 def machine_record(device: torch.device) -> dict[str, Any]:

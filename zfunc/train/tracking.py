@@ -1,28 +1,31 @@
-"""A training's metrics as scalars, for the sinks that flags or DeepSpeed's configuration ask for.
+"""A training's metrics as scalars, for the trackers that flags ask for: TensorBoard, Weights & Biases, trackio.
 
-A scalar is a finite number of metrics.jsonl. It is written once, however often the run is stopped and resumed. A
-sink that fails is closed with a warning, and the training goes on.
+A scalar is a finite number of metrics.jsonl. When a run resumes, what a tracker has of it in the run folder is
+deleted and written again from there, so no point comes twice. A tracker that fails is closed with a warning, and
+the training goes on.
 """
 
 import logging
+import os
+import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
-from attrs import define, field, frozen
 
 from zfunc.options import flag
-from zfunc.train.deepspeed.convert import config_extras
-from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.events import Evaluated, Event, Started, Stepped
-from zfunc.train.history import CONFIG, METRICS, Row, finite_number, rows_of
+from zfunc.train.history import METRICS, Row, finite_number, rows_of
 from zfunc.train.pacing import plain_settings
 from zfunc.train.settings import TrainSettings
-from zfunc.train.sinks import SINKS, RunInfo, Sink
 
+WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
+RUN_ID = "zfunc-run-id"  # in the run folder: the name of the run at W&B's server
 SCALARS: Mapping[str, str] = {
     "loss": "train/loss",
     "lr": "train/lr",
@@ -41,132 +44,171 @@ SCALARS: Mapping[str, str] = {
 """The metrics that are written, and the names of their scalars, against steps."""
 GROUPS: Mapping[str, str] = {"aux": "train", "norms": "grad_norm"}
 """The metrics that are several, each with a name, and what the names of their scalars begin with."""
-DEEPSPEED_SCALARS: Mapping[str, str] = {
-    **SCALARS,
-    "loss": "Train/Samples/train_loss",
-    "lr": "Train/Samples/lr",
-    "loss_scale": "Train/Samples/loss_scale",
-}
-"""The same for a block of DeepSpeed's configuration, with its names, against samples."""
 FP16_ONLY = ("loss_scale", "skipped")  # constant in other precisions
 log = logging.getLogger("zfunc")
 
 
-@frozen
-class SinkRequest:
-    """`label` is the flag, or the block of DeepSpeed's configuration, that asks for the sink; `block` its keys."""
+class Tracker(Protocol):
+    """Takes scalars by name, in the order of steps; what `log` was given is on the disk, or sent, after `close`."""
 
-    kind: str
-    label: str
-    block: Mapping[str, Any] | None = None
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
 
 
-def sink_requests(settings: TrainSettings) -> Iterator[SinkRequest]:
-    """The sinks that flags and configuration ask for."""
-    values = config_extras(settings).values
-    for kind in SINKS:
-        enabled = getattr(settings, kind, False)
-        if values is not None and values.has(kind):
-            if enabled or values[f"{kind}.enabled"]:
-                block = {key.last: values[key.name] for key in KEYS.values() if key.block == kind}
-                yield SinkRequest(kind, f"{values.source}: {kind}", block)
-        elif enabled:
-            yield SinkRequest(kind, flag(kind))
+class TensorBoard:
+    """A file of events in RUN/tensorboard."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:  # noqa: ARG002
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(_new_folder(run / "tensorboard")))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """An event for each."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE says otherwise; or of trackio, which has
+    the same calls, in RUN/trackio unless TRACKIO_DIR or TRACKIO_SPACE_ID say otherwise.
+
+    A server of W&B's ignores the steps that it has.
+    """
+
+    def __init__(self, run: Path, config: Mapping[str, Any], library: str = "wandb") -> None:
+        more = _wandb_arguments(run) if library == "wandb" else _trackio_arguments(run)
+        self._library = import_module(library)
+        self._run = self._library.init(project="zfunc", name=run.name, config=dict(config), **more)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add to the row of the step in the run's history."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run, and wait until W&B's file is complete: `finish` alone does not."""
+        try:
+            self._run.finish()
+        finally:
+            if getattr(self._library, "run", self) is None:  # else the calling program has a run of its own
+                self._library.teardown()
+
+
+def _wandb_arguments(run: Path) -> dict[str, Any]:
+    mode, place = os.environ.get(WANDB_MODE) or OFFLINE, run / RUN_ID
+    offline = mode in (OFFLINE, "dryrun", "disabled")
+    if offline:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # or it looks up its server's address even offline
+        _new_folder(run / "wandb")
+    if not place.is_file():
+        place.write_text(secrets.token_hex(4))
+    import wandb
+
+    name = place.read_text().strip()
+    upload = f"offline, nothing is sent; to upload: wandb sync {run}/wandb/offline-run-*-{name}"
+    log.info("Weights & Biases: %s", upload if offline else f"mode {mode}, run {name}")
+    settings = wandb.Settings(console="off", silent=True, disable_code=True)
+    kept = {
+        "id": name,
+        "resume": None if offline else "allow",
+        "reinit": "create_new",
+    }  # beside the caller's own
+    return {"dir": run, "mode": mode, "settings": settings, **kept}
+
+
+def _trackio_arguments(run: Path) -> dict[str, Any]:
+    folder = run / "trackio"
+    own = str(folder.absolute())
+    if "TRACKIO_SPACE_ID" not in os.environ and os.environ.setdefault("TRACKIO_DIR", own) == own:
+        _new_folder(folder)
+    return {"embed": False}
+
+
+def _new_folder(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    log.info("%s: %s", path.name, path)
+    return path
+
+
+TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": partial(WandB, library="trackio"),
+}
+"""By the name of the setting, and of the package and the extra that it needs."""
+
+
+def trackers_of(settings: TrainSettings) -> list[str]:
+    """The trackers that the settings ask for."""
+    return [kind for kind in TRACKERS if getattr(settings, kind)]
 
 
 def check_packages(settings: TrainSettings) -> None:
-    """Raises ValueError, with what to install, for a sink whose package is missing."""
-    for request in sink_requests(settings):
+    """Raises ValueError, with what to install, for a tracker whose package is missing."""
+    for kind in trackers_of(settings):
         try:
-            import_module(SINKS[request.kind].PACKAGE)
+            import_module(kind)
         except ImportError as error:
             raise ValueError(
-                f"{request.label}: {error}: pip install 'zfunc[{request.kind}]', or leave it out"
+                f"{flag(kind)}: {error}: pip install 'zfunc[{kind}]', or leave it out"
             ) from error
 
 
 @contextmanager
 def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], None]]:
-    """A function that writes the scalars of an event; call it after the event is recorded in the run folder.
-
-    Enter this before the first event: if the folder has a configuration by then, the run is being resumed.
-    """
-    resumed = (run / CONFIG).exists()
-    tracks, failed = [_Track(request, run, resumed) for request in sink_requests(settings)], True
+    """A function that writes the scalars of an event; call it after the event is recorded in the run folder."""
+    begun: list[Started] = []
+    trackers: dict[str, Tracker] = {}
 
     def write(event: Event) -> None:
-        for track in tracks:
-            track.write(event)
+        if isinstance(event, Started):
+            begun[:] = [event]
+        for kind in trackers_of(settings):
+            try:
+                if isinstance(event, Started):
+                    trackers[kind] = TRACKERS[kind](run, _config(event))
+                    for row in rows_of((run / METRICS).read_bytes())[0]:
+                        _log_row(trackers[kind], begun[0], row)
+                elif isinstance(event, Evaluated | Stepped) and kind in trackers:
+                    held_out = f"held_out_bits_per_{begun[0].unit}"
+                    _log_row(trackers[kind], begun[0], {**attrs.asdict(event), held_out: event.held_out})
+            except Exception as error:  # of any kind: W&B and the disk have their own
+                message = f"{type(error).__name__}: {error}"
+                log.warning("%s: %s: this tracker is closed, training goes on", flag(kind), message)
+                _close(trackers.pop(kind, None))
 
     try:
         yield write
-        failed = False
     finally:
-        for track in tracks:
-            track.close(failed=failed)
+        for tracker in trackers.values():
+            _close(tracker)
 
 
-@define(eq=False)
-class _Track:
-    """One sink, opened by the first event. `resumed`: an earlier session of the run may have written to it."""
-
-    request: SinkRequest
-    run: Path
-    resumed: bool
-    sink: Sink | None = None
-    started: Started = field(init=False)
-
-    def write(self, event: Event) -> None:
-        """Write the metrics of the event. An error is logged, and closes the sink for good."""
-        try:
-            if isinstance(event, Started):
-                self._open(event)
-            elif isinstance(event, Evaluated | Stepped) and self.sink is not None:
-                held_out = f"held_out_bits_per_{self.started.unit}"
-                self._write_row(self.sink, {**attrs.asdict(event), held_out: event.held_out})
-        except Exception as error:  # of any kind: W&B and the disk have their own
-            message = f"{type(error).__name__}: {error}"
-            log.warning("%s: %s: this sink is closed, training goes on", self.request.label, message)
-            self.close(failed=True)
-
-    def close(self, *, failed: bool) -> None:
-        """Close the sink, if it is open."""
-        sink, self.sink = self.sink, None
-        if sink is not None:
-            with suppress(Exception):
-                sink.close(failed=failed)
-
-    def _open(self, event: Started) -> None:
-        """Open the sink, and write the rows of metrics.jsonl that it lacks."""
-        self.started, settings = event, plain_settings(event.settings)
-        config = {**settings, **event.sizes, "parameters": event.parameters, **event.machine}
-        x = self._x(event.step) if self.resumed else None
-        self.sink = SINKS[self.request.kind](RunInfo(self.run, config, x), self.request.block)
-        for row in rows_of((self.run / METRICS).read_bytes())[0] if self.resumed else ():
-            if self.sink.empty or row["step"] == event.step:  # an evaluation may be added to that row
-                self._write_row(self.sink, row)
-
-    def _write_row(self, sink: Sink, row: Row) -> None:
-        names = SCALARS if self.request.block is None else DEEPSPEED_SCALARS
-        left_out = () if self.started.settings.precision == "fp16" else FP16_ONLY
-        left_out = left_out if row.get("device_bytes") else (*left_out, "device_bytes")
-        values = {names[name]: value for name, value in row.items() if name in names and name not in left_out}
-        for group, begin in GROUPS.items():
-            values |= {f"{begin}/{name}": value for name, value in row.get(group, {}).items()}
-        scalars = {name: y for name, value in values.items() if (y := _scalar(value)) is not None}
-        if scalars:
-            sink.write(self._x(row["step"]), scalars)
-
-    def _x(self, step: int) -> int:
-        """The step; or the samples up to it, with those before the session spread evenly over its steps."""
-        if self.request.block is None:
-            return step
-        started = self.started
-        if step >= started.step:
-            return started.sequences + (step - started.step) * started.settings.batch_size
-        return step * started.sequences // started.step
+def _close(tracker: Tracker | None) -> None:
+    if tracker is not None:
+        with suppress(Exception):
+            tracker.close()
 
 
-def _scalar(value: object) -> float | None:
-    """A finite number; True and False as 1 and 0."""
-    return finite_number(int(value) if isinstance(value, bool) else value)
+def _config(event: Started) -> dict[str, Any]:
+    config = {**plain_settings(event.settings), **event.sizes, **event.machine}
+    return {**config, "parameters": event.parameters, "trained": event.trained}
+
+
+def _log_row(tracker: Tracker, started: Started, row: Row) -> None:
+    left_out = () if started.settings.precision == "fp16" else FP16_ONLY
+    left_out = left_out if row.get("device_bytes") else (*left_out, "device_bytes")
+    values = {SCALARS[name]: value for name, value in row.items() if name in SCALARS and name not in left_out}
+    for group, begin in GROUPS.items():
+        values |= {f"{begin}/{name}": value for name, value in row.get(group, {}).items()}
+    numbers = {name: int(x) if isinstance(x, bool) else x for name, x in values.items()}
+    scalars = {name: y for name, x in numbers.items() if (y := finite_number(x)) is not None}
+    if scalars:
+        tracker.log(scalars, row["step"])

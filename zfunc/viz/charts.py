@@ -1,12 +1,13 @@
 """Curves over steps as SVG inside a page: of 3 steps or of 100,000, and as light to read.
 
-The size of a chart is bounded, whatever the number of steps. Of many points that share a place, the highest and the
-lowest are drawn, so no spike is lost; a point that is not a number is a gap. Colours are the page's, by class.
+A chart has at most PLACES places along it, whatever the number of steps. Of the points that share a place the mean
+is drawn over the range from lowest to highest, so no spike is lost; a point that is not a number is a gap. Colours
+are the page's, by class.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from typing import Literal
 
 from attrs import frozen
@@ -14,17 +15,16 @@ from attrs import frozen
 from zfunc.viz.legend import axis_ticks
 
 Points = tuple[tuple[int, float | None], ...]
-PLACES = 240  # along a chart, at most
-SMOOTH = 50  # a smoothed curve is the mean over so many-th a part of the steps
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560.0, 210.0, 76.0, 14.0, 10.0, 26.0
+PLACES = 120
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 546.0, 10.0, 184.0  # edges of the plot in px, in a picture of 560 x 210
 
 
 @frozen
 class Curve:
-    """Points by step. "spread" shows the range at each place, "line" the mean, "dots" each, "limit" is dashed."""
+    """Points by step. A "line" runs through the mean of each place, "dots" are single, a "limit" is dashed."""
 
     name: str
-    form: Literal["spread", "line", "dots", "limit"]
+    form: Literal["line", "dots", "limit"]
     points: Points
 
 
@@ -49,39 +49,17 @@ class PlotPoint:
     last: int
     values: tuple[float, float, float] | None  # None: a gap
 
-    @property
-    def middle(self) -> float:
-        """Between the first step and the last."""
-        return (self.first + self.last) / 2
 
-
-def smoothed(points: Points) -> Points:
-    """Each point as the mean of those around it, a fiftieth of all of them; gaps stay gaps.
-
-    >>> smoothed(((1, 2.0), (2, None), (3, 4.0)))
-    ((1, 2.0), (2, None), (3, 4.0))
-    """
-    half = len(points) // (2 * SMOOTH)
-    sums = [0.0, *accumulate(y or 0.0 for _, y in points)]
-    counts = [0, *accumulate(int(y is not None) for _, y in points)]
-
-    def mean(n: int) -> float:
-        a, b = max(0, n - half), min(len(points), n + half + 1)
-        return (sums[b] - sums[a]) / (counts[b] - counts[a])
-
-    return tuple((x, None if y is None else mean(n)) for n, (x, y) in enumerate(points))
-
-
-def placed(points: Points, span: tuple[int, int]) -> list[PlotPoint]:
-    """The points by place, in order."""
-    first, last = span
-    each = max(1, -(-(last - first + 1) // PLACES))  # steps of a place
-    return [_place(list(group)) for _, group in groupby(points, lambda p: (p[0] - first) // each)]
-
-
-def _place(group: Sequence[tuple[int, float | None]]) -> PlotPoint:
-    ys = [y for _, y in group if y is not None]
-    return PlotPoint(group[0][0], group[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
+def placed(points: Points, span: tuple[int, int]) -> dict[int, PlotPoint]:
+    """The points by place, in order; a place is as many steps as it takes."""
+    each = max(1, -(-(span[1] - span[0] + 1) // PLACES))
+    places: dict[int, PlotPoint] = {}
+    for place, group in groupby(points, lambda point: (point[0] - span[0]) // each):
+        steps, values = zip(*group, strict=True)
+        ys = [y for y in values if y is not None]
+        of_ys = (min(ys), sum(ys) / len(ys), max(ys)) if ys else None
+        places[place] = PlotPoint(steps[0], steps[-1], of_ys)
+    return places
 
 
 def chart_figure(chart: Chart, span: tuple[int, int]) -> str:
@@ -95,16 +73,16 @@ def chart_figure(chart: Chart, span: tuple[int, int]) -> str:
 
 def _chart_svg(chart: Chart, span: tuple[int, int]) -> str:
     curves = [(curve, placed(curve.points, span)) for curve in chart.curves]
-    values = [v for _, places in curves for p in places if p.values for v in p.values]
+    values = [v for _, places in curves for p in places.values() if p.values for v in p.values]
     if not values:
         return '<p class="dim">no figures</p>'
     frame = _Frame.around(values, span, from_zero=chart.from_zero)
+    name = escape(chart.title, quote=True)
     return "".join(
         [
-            f'<svg class="chart" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" '
-            f'aria-label="{escape(chart.title, quote=True)}">',
+            f'<svg class="chart" viewBox="0 0 560 210" role="img" aria-label="{name}">',
             *_axes(chart, frame),
-            *(shape for curve, places in curves for shape in _shapes(curve, places, frame)),
+            *(shape for curve, places in curves for shape in _shapes(curve, list(places.values()), frame)),
             *_marks(chart, frame),
             *_tooltips(chart, curves, frame),
             "</svg>",
@@ -114,7 +92,7 @@ def _chart_svg(chart: Chart, span: tuple[int, int]) -> str:
 
 @frozen
 class _Frame:
-    """Places of steps and values, in px."""
+    """Steps and values at the edges of the plot, and where others are, in px."""
 
     first: int
     last: int
@@ -130,20 +108,24 @@ class _Frame:
         return cls(*span, low if from_zero and low == 0 else low - room, high + room)
 
     def x(self, step: float) -> float:
-        width = _WIDTH - _LEFT - _RIGHT
-        if self.last == self.first:
-            return _LEFT + width / 2
-        return _LEFT + width * (step - self.first) / (self.last - self.first)
+        share = (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
+        return _LEFT + (_RIGHT - _LEFT) * share
 
     def y(self, value: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (self.high - value) / (self.high - self.low)
+        return _TOP + (_BOTTOM - _TOP) * (self.high - value) / (self.high - self.low)
+
+    def through(self, places: Sequence[PlotPoint], which: int) -> str:
+        """A line through the lowest (0), mean (1) or highest (2) values."""
+        points = [
+            f"{self.x((p.first + p.last) / 2):.1f} {self.y(p.values[which]):.1f}" for p in places if p.values
+        ]
+        return "L".join(points) + ("h0" if len(points) == 1 else "")
 
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
-    bottom = _HEIGHT - _BOTTOM
     for value in axis_ticks(frame.low, frame.high, 4, chart.unit):
         y = frame.y(value)
-        yield f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_WIDTH - _RIGHT:g}"/>'
+        yield f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_RIGHT:g}"/>'
         label = escape(chart.text(value))
         yield f'<text class="label" text-anchor="end" x="{_LEFT - 8:g}" y="{y + 4:.1f}">{label}</text>'
     steps = [frame.first]
@@ -151,64 +133,48 @@ def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
         steps = [round(x) for x in axis_ticks(frame.first, frame.last, 5) if abs(x - round(x)) < 1e-6]
     for step in steps:
         x = frame.x(step)
-        anchor = "end" if x > _WIDTH - 40 else "middle"
-        yield f'<text class="label" text-anchor="{anchor}" x="{x:.1f}" y="{bottom + 18:g}">{step:,}</text>'
+        anchor = "end" if x > _RIGHT - 26 else "middle"
+        yield f'<text class="label" text-anchor="{anchor}" x="{x:.1f}" y="{_BOTTOM + 18:g}">{step:,}</text>'
 
 
-def _shapes(curve: Curve, places: list[PlotPoint], frame: _Frame) -> Iterator[str]:
-    if curve.form == "dots":
-        for p in places:
-            if p.values:
-                x, y = frame.x(p.middle), frame.y(p.values[1])
-                yield f'<circle class="dots" r="3" cx="{x:.1f}" cy="{y:.1f}"/>'
-        return
+def _shapes(curve: Curve, places: Sequence[PlotPoint], frame: _Frame) -> Iterator[str]:
     for has_values, group in groupby(places, lambda p: p.values is not None):
-        if has_values:
-            yield f'<path class="{curve.form}" d="{_path(curve, list(group), frame)}"/>'
-
-
-def _path(curve: Curve, places: list[PlotPoint], frame: _Frame) -> str:
-    """A line through the means, or along the highest and back along the lowest."""
-    if curve.form != "spread":
-        return _through(places, 1, frame)
-    highest, lowest = _through(places, 2, frame), _through(places[::-1], 0, frame)
-    return f"{highest}L{lowest[1:]}"
-
-
-def _through(places: Iterable[PlotPoint], which: int, frame: _Frame) -> str:
-    points = [f"{frame.x(p.middle):.1f} {frame.y(p.values[which]):.1f}" for p in places if p.values]
-    return f"M{'L'.join(points)}" + ("h0" if len(points) == 1 else "")
+        shown = list(group)
+        if has_values and curve.form == "dots":
+            for p in shown:
+                x, y = frame.through([p], 1).removesuffix("h0").split()
+                yield f'<circle class="dots" r="3" cx="{x}" cy="{y}"/>'
+        elif has_values:
+            if any(p.last > p.first for p in shown):
+                lowest = frame.through(shown[::-1], 0)
+                yield f'<path class="spread" d="M{frame.through(shown, 2)}L{lowest}"/>'
+            yield f'<path class="{curve.form}" d="M{frame.through(shown, 1)}"/>'
 
 
 def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
     """A tick on the axis for the marks of each pixel."""
-    bottom = _HEIGHT - _BOTTOM
     for x, group in groupby(chart.marks, lambda step: round(frame.x(step))):
         steps = list(group)
         which = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"
         label = escape(f"{chart.mark_name}: {which}")
-        yield f'<path class="mark" d="M{x} {bottom - 9:g}V{bottom:g}"><title>{label}</title></path>'
+        yield f'<path class="mark" d="M{x} {_BOTTOM - 9:g}V{_BOTTOM:g}"><title>{label}</title></path>'
 
 
-def _tooltips(chart: Chart, curves: list[tuple[Curve, list[PlotPoint]]], frame: _Frame) -> Iterator[str]:
+def _tooltips(chart: Chart, curves: list[tuple[Curve, dict[int, PlotPoint]]], frame: _Frame) -> Iterator[str]:
     """The values of every place, without a script."""
-    readings: dict[int, tuple[PlotPoint, list[str]]] = {}
-    for curve, places in curves:
-        for p in places:
-            key = round(frame.x(p.middle))
-            readings.setdefault(key, (p, []))[1].append(f"{curve.name}: {_reading(p, curve, chart.text)}")
-    keys = sorted(readings)
-    middles = [(a + b) / 2 for a, b in pairwise(keys)]
-    for key, left, right in zip(keys, [_LEFT, *middles], [*middles, _WIDTH - _RIGHT], strict=True):
-        place, lines = readings[key]
-        steps = f"{place.first:,}" if place.first == place.last else f"{place.first:,} to {place.last:,}"
-        label = escape("\n".join([f"step {steps}", *lines]))
-        size = f'width="{max(0.0, right - left):.1f}" height="{_HEIGHT - _TOP - _BOTTOM:g}"'
+    places = {place: point for _, points in curves for place, point in points.items()}
+    half = (_RIGHT - _LEFT) / max(2, 2 * max(places))
+    for place, p in places.items():
+        readings = (f"{c.name}: {_reading(points[place], chart)}" for c, points in curves if place in points)
+        steps = f"{p.first:,}" if p.first == p.last else f"{p.first:,} to {p.last:,}"
+        label = escape("\n".join([f"step {steps}", *readings]))
+        size = f'width="{2 * half:.1f}" height="{_BOTTOM - _TOP:g}"'
+        left = frame.x((p.first + p.last) / 2) - half
         yield f'<rect class="reading" x="{left:.1f}" y="{_TOP:g}" {size}><title>{label}</title></rect>'
 
 
-def _reading(place: PlotPoint, curve: Curve, text: Callable[[float], str]) -> str:
-    if place.values is None:
+def _reading(point: PlotPoint, chart: Chart) -> str:
+    if point.values is None:
         return "not a number"
-    low, mean, high = place.values
-    return f"{text(low)} to {text(high)}" if curve.form == "spread" and high > low else text(mean)
+    low, mean, high = map(chart.text, point.values)
+    return mean if point.first == point.last else f"{mean}, from {low} to {high}"

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from zfunc.core.graph import KINDS
 from zfunc.core.timeline import Event, Timeline
@@ -38,75 +38,40 @@ def read_chrome_trace(text: str) -> Timeline:
     >>> read_chrome_trace(chrome_trace(timeline)) == timeline
     True
     """
-    source, lanes, events = "", dict[int, str](), list[Event]()
-    for number, entry in enumerate(_entries_of(text)):
-        try:
-            form, name = entry["ph"], entry["name"]
-            if (form, name) == ("M", "process_name"):
-                source = _source(entry["args"]["name"], already=source)
+    source, lanes, events = "", dict[int, str](), dict[str, Event]()
+    entry: Any = text
+    try:
+        for entry in _checked(json.loads(text)["traceEvents"], list):
+            form, name = entry["ph"], _checked(entry["name"], str)
+            if (form, name) == ("M", "process_name") and not source:
+                known, source = _checked(entry["args"]["name"], str).split(_PROCESS, 1)
+                _check(not known and source)
             elif (form, name) == ("M", "thread_name"):
-                _name(lanes, entry["tid"], entry["args"]["name"])
+                lane = _checked(entry["args"]["name"], str)
+                _check(entry["tid"] not in lanes and lane not in lanes.values())
+                lanes[entry["tid"]] = lane
             elif form == "X":
-                events.append(_event(entry, lanes))
-            elif (form, name) != ("M", "thread_sort_index"):
-                raise ValueError(f"an event of the form {form!r}, {name!r}")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            _refuse(f"{str(entry)[:200]} as event {number} ({error!r})", "one that chrome_trace wrote")
-    if not source:
-        _refuse("a trace that does not say what it is of", f"a process named {_PROCESS!r} and a source")
-    _check_once(events)
-    return Timeline(events, source)
+                times = entry["ts"], entry["dur"]
+                _check(name not in events and entry["cat"] in KINDS and {*map(type, times)} <= {int, float})
+                _check(min(times) >= 0 and sum(times) < math.inf)
+                lane, end = lanes[entry["tid"]], sum(times) / 1e6
+                events[name] = Event(lane, name, entry["cat"], entry["ts"] / 1e6, end)
+            else:
+                _check((form, name) == ("M", "thread_sort_index"))
+        _check(source)
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"got {str(entry)[:200]!r} in a trace, expected those of one step: give a timeline.json that zfunc "
+            "train wrote, or `zfunc draw --out x.json`"
+        ) from error
+    return Timeline(tuple(events.values()), source)
 
 
-def _entries_of(text: str) -> list[Any]:
-    """The entries of a trace, unchecked."""
-    try:
-        trace: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        _refuse(f"text that is not JSON ({error})", "the trace of a step")
-    try:
-        entries: Any = trace["traceEvents"]
-    except (TypeError, LookupError):
-        entries = None
-    if not isinstance(entries, list) or not entries:
-        _refuse("JSON without a list of traceEvents", "the trace of a step")
-    return cast("list[Any]", entries)
+def _check(good: object) -> None:
+    if not good:
+        raise ValueError
 
 
-def _event(entry: dict[str, Any], lanes: dict[int, str]) -> Event:
-    name, kind, start, took = entry["name"], entry["cat"], entry["ts"], entry["dur"]
-    if not isinstance(name, str) or kind not in KINDS:
-        raise ValueError(f"not a name and one of {', '.join(KINDS)}")
-    for what, value in (("ts", start), ("dur", took)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{what} is not a number of microseconds, 0 or more")
-    end = (start + took) / 1e6
-    if end == math.inf:
-        raise ValueError("its end is beyond all numbers")
-    return Event(lanes[entry["tid"]], name, kind, start / 1e6, end)
-
-
-def _source(name: object, already: str) -> str:
-    if already or not isinstance(name, str) or not name.startswith(_PROCESS):
-        raise ValueError("a second process, or one of another program")
-    return name.removeprefix(_PROCESS)
-
-
-def _name(lanes: dict[int, str], thread: int, name: object) -> None:
-    if not isinstance(name, str) or thread in lanes or name in lanes.values():
-        raise ValueError("two lanes of one name or number")
-    lanes[thread] = name
-
-
-def _check_once(events: list[Event]) -> None:
-    seen = set[str]()
-    for e in events:
-        if e.op in seen:
-            _refuse(f"{e.op} twice", "every operation of one step once")
-        seen.add(e.op)
-
-
-def _refuse(got: str, expected: str) -> NoReturn:
-    raise ValueError(
-        f"got {got}, expected {expected}: give a timeline.json that zfunc train wrote, or `zfunc draw --out x.json`"
-    )
+def _checked(value: Any, kind: type) -> Any:
+    _check(isinstance(value, kind))
+    return value

@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Iterable
 from html import escape
 from math import isfinite
-from typing import Protocol
+from typing import Any
 
 from attrs import frozen
 
@@ -23,30 +23,6 @@ STYLE = (
     "body { padding: 0 } .charts { grid-template-columns: repeat(3, 1fr); margin: 0 } .key { display: none }"
 )
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; `zfunc draw` writes pages for more
-
-
-class HasMetrics(Protocol):
-    """The figures of a step."""
-
-    @property
-    def step(self) -> int:
-        """Its number, from 1."""
-        ...
-
-    @property
-    def loss(self) -> float:
-        """The mean loss."""
-        ...
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm before clipping."""
-        ...
-
-    @property
-    def lr(self) -> float:
-        """The learning rate."""
-        ...
 
 
 @frozen
@@ -82,8 +58,8 @@ def image(picture: str) -> str:
     return f'<img style="max-width: 100%" alt="one step" src="data:image/svg+xml;base64,{data}">'
 
 
-def curves(metrics: Iterable[HasMetrics]) -> Picture:
-    """Loss, norm of the gradient and learning rate over steps, from what `train_step` returned for each.
+def curves(metrics: Iterable[Any]) -> Picture:
+    """Loss, norm of the gradient and learning rate over steps, from the `Metrics` of each `train_step`.
 
     >>> curves([])
     Picture(15 characters of HTML)

@@ -20,7 +20,7 @@ from zfunc.core.bottleneck import (
 )
 from zfunc.core.graph import KINDS
 from zfunc.core.plan import Plan
-from zfunc.core.timeline import Event, Timeline
+from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
 from zfunc.viz.legend import Timelines, colour_of, legend_summary, timeline_tuple, verbs_of
@@ -87,7 +87,7 @@ def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
 def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     events = events_of(plan, timeline)
     tick = 10.0 ** (floor(log10(timeline.seconds)) - 9) if timeline.seconds else 1.0
-    start, end = ([round(x / tick) for x in times] for times in _columns(events))
+    start, end = ([round(getattr(e, x) / tick) for e in events] for x in ("start", "end"))
     return {
         "source": timeline.source,
         "tick": tick,
@@ -96,10 +96,6 @@ def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
         "after": held_up_by(plan, events),
         "last": last_of(events),
     }
-
-
-def _columns(events: Iterable[Event]) -> tuple[list[float], list[float]]:
-    return [e.start for e in events], [e.end for e in events]
 
 
 def _summary(timeline: Timeline, plan: Plan) -> str:

@@ -18,16 +18,19 @@ def web_page(
     scripts: Sequence[str] = (),
     title: str,
     styles: Sequence[str] = (),
+    refresh: float | None = None,
     **parts: str,
 ) -> str:
     """The page of `body`, `style` and `scripts`, files of `web/`; the scripts run as one, in their order.
 
     `title` is text; `parts` are HTML by their names in the body. `styles` are the texts of further style elements.
+    A browser loads the page anew after `refresh` seconds.
     """
     css, script = web_file(style), "".join(map(web_file, scripts))
     run = f"; script-src {_source(script)}" if script else ""
     return Template(web_file("frame.html")).substitute(
         title=escape(title),
+        refresh="" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">\n',
         policy=f"default-src 'none'{run}; style-src {' '.join(map(_source, (css, *styles)))}",
         style=css,
         body=Template(web_file(body)).substitute(parts, title=escape(title), script=script),

@@ -9,10 +9,9 @@ from attrs import frozen
 from zfunc.cli.command import EXIT_OK, Command, write_files
 from zfunc.cli.terminal import logged
 from zfunc.core.settings import StepSettings
-from zfunc.options import AUTO, Option, anything, count, flag_fields, options_of, path
+from zfunc.options import AUTO, count, flag_fields, option, option_field, options_of, path
 from zfunc.train.settings import (
     DESCRIBED,
-    MODEL,
     PRETRAINED,
     TRAIN,
     ModelFlags,
@@ -31,31 +30,12 @@ UNMEASURED = (
     "grad_slots",
     "host_slots",
     "offload_ratio",
-    "speculate",
     "defer",
-    "delay_from",
 )
 VOCABULARY_SIZE = 256  # of a GPT, where none is given
 
-CALIBRATE = {
-    **DESCRIBED,
-    **MODEL,
-    **{name: TRAIN[name] for name in options_of(StepSettings, without=UNMEASURED)},
-    "vocab_size": Option("model", "tokens in the vocabulary (default: 256; of --hf its own)", count),
-    "device": TRAIN["device"],
-    "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
-    "folder": Option(
-        "measurement",
-        "folder on the drive that is measured, with 512 MiB of room",
-        anything,
-        metavar="FOLDER",
-    ),
-    "out": Option("measurement", "file to write, or to write anew, that ends in .toml", path, metavar="FILE"),
-}
-
-
 MeasuredStepFlags = flag_fields(
-    StepSettings, ModelFlags, without=UNMEASURED, precision=AUTO, clip=1.0, bucket_size=None
+    StepSettings, ModelFlags, {**TRAIN, **DESCRIBED}, without=UNMEASURED, clip=1.0, precision=AUTO
 )
 
 
@@ -63,16 +43,29 @@ MeasuredStepFlags = flag_fields(
 class CalibrateSettings(MeasuredStepFlags):
     """A model to measure with, by default that of `zfunc train`: choose the one you want to plan for."""
 
-    hf_config: Path | None = None
-    vocab_size: int | None = None
-    device: str = "auto"
-    turns: int = 20
-    folder: Path = Path(".")
-    out: Path = Path("machine.toml")
+    hf_config: Path | None = option_field(None, DESCRIBED["hf_config"])
+    vocab_size: int | None = option(
+        None, "model", "tokens in the vocabulary (default: 256; of --hf its own)", count
+    )
+    device: str = option_field("auto", TRAIN["device"])
+    turns: int = option(20, "measurement", "steps that are measured, after 3 that are not", count)
+    folder: Path = option(
+        Path("."),
+        "measurement",
+        "folder on the drive that is measured, with 512 MiB of room",
+        metavar="FOLDER",
+    )
+    out: Path = option(
+        Path("machine.toml"),
+        "measurement",
+        "file to write, or to write anew, that ends in .toml",
+        path,
+        "FILE",
+    )
 
     def __attrs_post_init__(self) -> None:
         """Check values alone and together. Raises ValueError."""
-        check_together(self, CALIBRATE)
+        check_together(self, options_of(CalibrateSettings))
         if self.out.suffix != ".toml":
             raise ValueError(
                 f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
@@ -141,7 +134,6 @@ COMMAND = Command(
     "It trains a few steps of the model of the options, so choose one like yours; zfunc plan and zfunc draw "
     "take the profile as --hardware.",
     CalibrateSettings,
-    CALIBRATE,
     run_calibrate,
     """
     # with a model of 12 layers

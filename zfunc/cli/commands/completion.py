@@ -4,37 +4,30 @@ shtab makes the scripts from the parser: it knows all three shells, and its scri
 which on a cluster's network disks takes seconds. The values of an option are those that its Option lists.
 """
 
-import argparse
-from collections.abc import Mapping, Sequence
-from hashlib import sha256
-from shlex import join, quote
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
-from attrs import frozen
+from attrs import NOTHING, frozen
 
 from zfunc.cli.command import EXIT_OK, Command
 from zfunc.cli.parser import make_parser
-from zfunc.options import Option, check_each, one_of
+from zfunc.options import Option, check_each, one_of, option
 
 SHELLS = ("bash", "zsh", "fish")
 FILES = {"FILE", "PATH"}  # metavars that stand for a file, or for a file or a folder
 FOLDERS = {"FOLDER", "RUN", "CHECKPOINT"}
-
-COMPLETION = {
-    "shell": Option(
-        "shell", "shell to print a script for", one_of(SHELLS), metavar="|".join(SHELLS), positional=True
-    )
-}
 
 
 @frozen(kw_only=True)
 class CompletionSettings:
     """A shell to print a script for."""
 
-    shell: str
+    shell: str = option(
+        NOTHING, "shell", "shell to print a script for", one_of(SHELLS), "|".join(SHELLS), positional=True
+    )
 
     def __attrs_post_init__(self) -> None:
-        check_each(self, COMPLETION)
+        check_each(self)
 
 
 def completion_command(commands: Mapping[str, Command]) -> Command:
@@ -48,7 +41,6 @@ def completion_command(commands: Mapping[str, Command]) -> Command:
         "print a script that completes zfunc's commands in a shell",
         "Commands, options, values to choose from, files and folders. Where to put it is below.",
         CompletionSettings,
-        COMPLETION,
         run_completion,
         """
         # bash, in ~/.bashrc
@@ -65,12 +57,19 @@ def script(shell: str, commands: Mapping[str, Command]) -> str:
     """The script for a shell."""
     import shtab
 
-    top, parsers = make_parser(commands)
+    top, parsers = make_parser(commands, everything=True)
     for name, parser in parsers.items():
         for action in parser._actions:
-            option = commands[name].options.get(action.dest)
-            if option is not None and isinstance(action.metavar, str):
-                _complete(action, choices(action.metavar, option), place(action.metavar))
+            known, target = commands[name].options.get(action.dest), cast("Any", action)
+            if known is None or not isinstance(action.metavar, str):
+                continue
+            words, kinds = choices(action.metavar, known), set(action.metavar.split("|"))
+            path = shtab.FILE if kinds & FILES else shtab.DIRECTORY if kinds & FOLDERS else None
+            # shtab offers words or paths; one word beside paths is "auto", which is short.
+            if path is not None and len(words) < 2:
+                target.complete = path
+            elif words:
+                target.choices = words
     return shtab.complete(top, shell=shell)
 
 
@@ -82,45 +81,3 @@ def choices(metavar: str, option: Option) -> tuple[str, ...]:
     ('h100', 'h200', 'auto')
     """
     return tuple(dict.fromkeys([*option.words, *(x for x in metavar.split("|") if not x.isupper())]))
-
-
-def place(metavar: str) -> str:
-    """The kind of path to complete: "file", which may be in a folder, "directory", or "".
-
-    >>> place("NAME|FILE"), place("RUN"), place("N")
-    ('file', 'directory', '')
-    """
-    kinds = set(metavar.split("|"))
-    return "file" if kinds & FILES else "directory" if kinds & FOLDERS else ""
-
-
-def _complete(action: argparse.Action, words: Sequence[str], kind: str) -> None:
-    """Set the attributes of an argument that shtab reads."""
-    import shtab
-
-    target: Any = action
-    if words and kind:
-        target.complete = _words_or_paths(words, kind)
-    elif words:
-        target.choices = words
-    elif kind:
-        target.complete = getattr(shtab, kind.upper())
-
-
-def _words_or_paths(words: Sequence[str], kind: str) -> dict[str, Any]:
-    """A completion of both, which shtab does not have."""
-    name = f"_zfunc_{kind}_or_{sha256(join(words).encode()).hexdigest()[:8]}"
-    bash, zsh, fish = {
-        "file": ("-f", "_files", "__fish_complete_path (commandline -ct)"),
-        "directory": ("-d", "_files -/", "__fish_complete_directories"),
-    }[kind]
-    listed = " ".join(words)
-    return {
-        "bash": name,
-        "zsh": name,
-        "fish": f"{listed} ({fish})",
-        "preamble": {
-            "bash": f'{name}() {{\n  compgen -W {quote(listed)} -- "$1"\n  compgen {bash} -- "$1"\n}}\n',
-            "zsh": f"{name}() {{\n  _alternative 'words:word:({listed})' 'paths:path:{zsh}'\n}}\n",
-        },
-    }

@@ -6,7 +6,6 @@ run, the plan that ran is simulated beside the measured step, on the hardware of
 
 import shutil
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import attrs
@@ -15,16 +14,14 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.cli.command import EXIT_OK, Command, write_files
 from zfunc.cli.simulated_step import (
-    HARDWARE,
-    SIMULATED_PRECISION,
-    VOCABULARY,
-    WITH,
+    SIMULATED,
     check_precision,
     check_sizes,
+    figures,
+    hardware,
     profile_of,
 )
 from zfunc.cli.terminal import printable
-from zfunc.core.graph import Kind
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
@@ -32,13 +29,11 @@ from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
-from zfunc.options import AUTO, Option, flag, flag_fields, one_of, options_of, path, positive
+from zfunc.options import AUTO, flag, flag_fields, one_of, option, option_field, options_of, path
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import (
     DESCRIBED,
-    MODEL,
-    OPTIMIZER,
     STEP,
     GPTFlags,
     check_together,
@@ -54,80 +49,56 @@ from zfunc.viz.timeline_text import text
 FORMATS = ("text", "svg", "chrome", "html")
 SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 # Settings without a flag here.
-UNDRAWN = ("compile_segments", "deterministic", "device_graphs", "offload_ratio", "speculate", "delay_from")
+UNDRAWN = ("compile_segments", "deterministic", "offload_ratio")
 
-DRAW = {
-    **DESCRIBED,
-    **MODEL,
-    **options_of(StepSettings, without=UNDRAWN),
-    **VOCABULARY,
-    "optimizer": OPTIMIZER,
-    "precision": SIMULATED_PRECISION,
+DRAWN = {
+    **SIMULATED,
     "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__, "all")),
-    "hardware": evolve(HARDWARE, help=f"{HARDWARE.help} (default: the figures below)"),
-    "with_": WITH,
-    "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
-    "device_gbs": Option("hardware", "device memory, in GB/s", positive),
-    "d2h_gbs": Option("hardware", "device to host, in GB/s", positive),
-    "h2d_gbs": Option("hardware", "host to device, in GB/s", positive),
-    "host_gbs": Option("hardware", "host memory, in GB/s", positive),
-    "format": Option(
-        "picture",
-        f"{', '.join(FORMATS)} (default: by the suffix of --out, .svg, .html or .json; else text, or html with "
-        "--compare)",
-        one_of(FORMATS),
-    ),
-    "compare": Option(
-        "picture",
-        "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
-        "(default: draw a step that was not run)",
-        path,
-        metavar="RUN",
-    ),
-    "out": Option(
-        "picture",
-        "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
-        path,
-        metavar="FILE",
-    ),
 }
 
-DrawnStepFlags = flag_fields(StepSettings, GPTFlags, without=UNDRAWN, precision=AUTO, clip=1.0)
+DrawnStepFlags = flag_fields(StepSettings, GPTFlags, DRAWN, without=UNDRAWN, precision=AUTO, clip=1.0)
 
 
 @frozen(kw_only=True)
 class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
-    hf_config: Path | None = None
-    hardware: str | None = None
-    with_: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    compute_tflops: float = ROUND.flops / 1e12
-    device_gbs: float = ROUND.rates["compute"] / 1e9
-    d2h_gbs: float = ROUND.rates["d2h"] / 1e9
-    h2d_gbs: float = ROUND.rates["h2d"] / 1e9
-    host_gbs: float = ROUND.rates["host"] / 1e9
-    format: str | None = None
-    compare: Path | None = None
-    out: Path | None = None
+    hf_config: Path | None = option_field(None, DESCRIBED["hf_config"])
+    hardware: str | None = hardware(None, " (default: round figures)")
+    with_: tuple[str, ...] = figures()
+    format: str | None = option(
+        None,
+        "picture",
+        f"{', '.join(FORMATS)} (default: by the suffix of --out, .svg, .html or .json; else text, or html with "
+        "--compare)",
+        one_of(FORMATS),
+    )
+    compare: Path | None = option(
+        None,
+        "picture",
+        "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
+        "(default: draw a step that was not run)",
+        path,
+        "RUN",
+    )
+    out: Path | None = option(
+        None,
+        "picture",
+        "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
+        path,
+        "FILE",
+    )
 
     def __attrs_post_init__(self) -> None:
-        check_together(self, DRAW)
+        check_together(self, options_of(DrawSettings))
         check_sizes(self)
         check_precision(self)
-        if self.hardware is not None:
-            self._check_alone("hardware", ("hardware",), "which has these figures")
-        if self.compare is not None:
-            groups = "data", "model", "step", "how it runs", "offload"
-            self._check_alone("compare", groups, "which draws the run's own plan")
-
-    def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:
-        """Refuse options of `groups` that would be ignored beside option `name`."""
-        for f in attrs.fields(DrawSettings):
-            given = getattr(self, f.name) != f.default
-            if given and f.name not in (name, "with_") and DRAW[f.name].group in groups:
+        for f in attrs.fields(DrawSettings) if self.compare is not None else ():
+            of_step = f.metadata["option"].group in ("data", "model", "step", "how it runs", "offload")
+            if of_step and getattr(self, f.name) != f.default:
                 raise ValueError(
-                    f"{flag(f.name)}: got it with {flag(name)}, {why}, expected one of them: leave one out"
+                    f"{flag(f.name)}: got it with --compare, which draws the run's own plan, expected one of them: "
+                    "leave one out"
                 )
 
 
@@ -225,20 +196,9 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
 
 
 def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardware:
-    """That of the profile, or round numbers with the figures of the flags."""
-    if (profile := profile_of(settings)) is not None:
-        return profile.hardware(precision, world)
-    rates: dict[Kind, float] = {
-        **ROUND.rates,
-        "compute": settings.device_gbs * 1e9,
-        "d2h": settings.d2h_gbs * 1e9,
-        "h2d": settings.h2d_gbs * 1e9,
-        "host": settings.host_gbs * 1e9,
-    }
-    flops = settings.compute_tflops * 1e12
-    if (flops, rates) == (ROUND.flops, ROUND.rates):
-        return ROUND
-    return evolve(ROUND, name="the figures given", flops=flops, rates=rates)
+    """That of the profile, or round numbers."""
+    profile = profile_of(settings)
+    return ROUND if profile is None else profile.hardware(precision, world)
 
 
 # --- the picture -----------------------------------------------------------------------------------------
@@ -289,7 +249,6 @@ COMMAND = Command(
     "draw one step: when each operation runs, on which lane",
     "Nothing is allocated and no GPU is needed. With --compare, the step that a run measured.",
     DrawSettings,
-    DRAW,
     run_draw,
     """
     # as text, under every schedule

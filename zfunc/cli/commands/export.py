@@ -2,55 +2,49 @@
 
 from pathlib import Path
 
-from attrs import frozen
+from attrs import NOTHING, frozen
 
 from zfunc.cli.command import EXIT_OK, Command
 from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.options import Option, anything, check_each, one_of, path
+from zfunc.options import check_each, one_of, option, path
 from zfunc.units import format_bytes
-from zfunc.values import truth
-
-EXPORT = {
-    "checkpoint": Option(
-        "file",
-        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
-        anything,
-        metavar="CHECKPOINT",
-        positional=True,
-    ),
-    "out": Option(
-        "file", "new file to write, which ends in .safetensors; with --hf a new folder; to be given", path
-    ),
-    "hf": Option(
-        "file",
-        "folder of the Hugging Face model that training began with: write one like it (default: one file)",
-        path,
-        metavar="FOLDER",
-    ),
-    "adapter_only": Option(
-        "file", "of a run with --lora write the adapters alone, as peft does, and do not merge them", anything
-    ),
-    "ema": Option("file", "the moving average of the weights, of a training with --ema", truth),
-    "dtype": Option(
-        "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
-    ),
-}
 
 
 @frozen(kw_only=True)
 class ExportSettings:
     """A checkpoint, and what to write of it."""
 
-    checkpoint: Path
-    out: Path | None = None
-    hf: Path | None = None
-    adapter_only: bool = False
-    ema: bool = False
-    dtype: str = "fp32"
+    checkpoint: Path = option(
+        NOTHING,
+        "file",
+        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
+        metavar="CHECKPOINT",
+        positional=True,
+    )
+    out: Path | None = option(
+        None,
+        "file",
+        "new file to write, which ends in .safetensors; with --hf a new folder; to be given",
+        path,
+    )
+    hf: Path | None = option(
+        None,
+        "file",
+        "folder of the Hugging Face model that training began with: write one like it (default: one file)",
+        path,
+        "FOLDER",
+    )
+    adapter_only: bool = option(
+        False, "file", "of a run with --lora write the adapters alone, as peft does, and do not merge them"
+    )
+    ema: bool = option(False, "file", "the moving average of the weights, of a training with --ema")
+    dtype: str = option(
+        "fp32", "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
+    )
 
     def __attrs_post_init__(self) -> None:
-        check_each(self, EXPORT)
+        check_each(self)
         if self.hf is not None and not (self.hf / "config.json").is_file():
             raise ValueError(
                 f"--hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
@@ -110,7 +104,6 @@ COMMAND = Command(
     "As one safetensors file; or, with --hf, as a folder that from_pretrained loads. Adapters of --lora are merged "
     "into the model.",
     ExportSettings,
-    EXPORT,
     run_export,
     """
     # the newest checkpoint of a run

@@ -5,44 +5,44 @@ screen of text, or as one JSON object for programs.
 """
 
 import json
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, evolve, frozen
 
 from zfunc import schedules
 from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command, write_files
 from zfunc.cli.simulated_step import (
-    HARDWARE,
-    SIMULATED_PRECISION,
-    VOCABULARY,
-    WITH,
+    SIMULATED,
     check_precision,
     check_sizes,
+    figures,
+    hardware,
     profile_of,
 )
 from zfunc.core.settings import BY_DEVICE, CHOICES, StepSettings
 from zfunc.options import (
     AUTO,
     Option,
-    anything,
     check_each,
     count,
     flag_fields,
     multiple,
     one_of,
-    options_of,
+    option,
+    option_field,
     path,
 )
 from zfunc.planner.candidate import garbage_collection_paused
 from zfunc.planner.profile import Profile
 from zfunc.train.settings import (
     DESCRIBED,
-    MODEL,
     OFFLOAD_RATIO,
-    OPTIMIZER,
     STEP,
     GPTFlags,
     check_pretrained,
@@ -57,28 +57,19 @@ if TYPE_CHECKING:
     from zfunc.planner.planned import Planned
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
-MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of --max
+MAXIMA = {  # of --max
+    **{"layers": "num_layers", "batch": "batch_size", "length": "seq_length"},
+    "longer": "seq_length",  # than the positions of the config
+}
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
 LENGTH_UNIT = 128  # tokens
+PATIENCE = 2.0  # seconds
 
-PLAN = {
-    **DESCRIBED,
-    **MODEL,
-    **options_of(StepSettings, without=UNPLANNED),
-    **VOCABULARY,
-    "optimizer": OPTIMIZER,
-    "max": Option(
-        "model",
-        "find the most that fits, whatever its flag says: layers, as --max alone does, sequences of a batch, or "
-        f"the length of a sequence, in steps of {LENGTH_UNIT} tokens (default: nothing)",
-        one_of(MAXIMA),
-        metavar="|".join(MAXIMA),
-        alone="layers",
-    ),
+PLANNED = {
+    **SIMULATED,
     "batch_size": Option(
         "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
     ),
-    "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering(
         (BY_DEVICE, *schedules.__all__, AUTO),
         f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
@@ -88,35 +79,40 @@ PLAN = {
         for name in CHOICES
     },
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
-    "hardware": HARDWARE,
-    "with_": WITH,
-    "world": Option("hardware", "ranks that train together, one on a device", count),
-    "out": Option(
-        "output",
-        "write the answer to a file, or anew: .html with a picture of the step, or .txt (default: print it)",
-        path,
-        metavar="FILE",
-    ),
-    "json": Option("output", "print one JSON object, for programs", anything),
 }
 
-PlannedStepFlags = flag_fields(StepSettings, GPTFlags, without=UNPLANNED, precision=AUTO, clip=1.0)
+PlannedStepFlags = flag_fields(StepSettings, GPTFlags, PLANNED, without=UNPLANNED, precision=AUTO, clip=1.0)
 
 
 @frozen(kw_only=True)
 class PlanSettings(PlannedStepFlags):
     """A step to plan. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
-    hf_config: Path | None = None
-    max: str | None = None
-    hardware: str = "v100-32gb"
-    with_: tuple[str, ...] = field(default=(), converter=tuple)
-    world: int = 1
-    out: Path | None = None
-    json: bool = False
+    hf_config: Path | None = option_field(None, DESCRIBED["hf_config"])
+    max: str | None = option(
+        None,
+        "model",
+        "find the most that fits, whatever its flag says: layers, as --max alone does, sequences of a batch, or "
+        f"the length of a sequence, in steps of {LENGTH_UNIT} tokens, up to the positions of a Hugging Face "
+        "config; or longer, where these are computed and not learned (default: nothing)",
+        one_of(MAXIMA),
+        "|".join(MAXIMA),
+        alone="layers",
+    )
+    hardware: str = hardware("v100-32gb")
+    with_: tuple[str, ...] = figures()
+    world: int = option(1, "hardware", "ranks that train together, one on a device", count)
+    out: Path | None = option(
+        None,
+        "output",
+        "write the answer to a file, or anew: .html with a picture of the step, or .txt (default: print it)",
+        path,
+        "FILE",
+    )
+    json: bool = option(False, "output", "print one JSON object, for programs")
 
     def __attrs_post_init__(self) -> None:
-        check_each(self, PLAN)
+        check_each(self)
         if self.out is not None and (self.json or self.out.suffix not in (".html", ".txt")):
             raise ValueError(
                 f"--out: got {self.out}{' with --json' * self.json}, expected a name that ends in .html or .txt, "
@@ -126,8 +122,13 @@ class PlanSettings(PlannedStepFlags):
         check_sizes(self)
         if self.max == "layers" and (self.hf or self.hf_config):
             raise ValueError(
-                "--max: got layers with a Hugging Face model, whose config says how many, expected batch or "
-                "length: pass --max batch"
+                "--max: got layers with a Hugging Face model, whose config says how many, expected batch, length "
+                "or longer: pass --max batch"
+            )
+        if self.max == "longer" and not (self.hf or self.hf_config):
+            raise ValueError(
+                "--max: got longer without --hf, expected a Hugging Face model: pass --max length, which has "
+                "no such limit here"
             )
         check_precision(self)
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
@@ -136,10 +137,25 @@ class PlanSettings(PlannedStepFlags):
         check_rows(self.batch_size, self.world, self.micro_batches)
 
 
+@contextmanager
+def _told_where_it_takes_long() -> Iterator[None]:
+    """On a terminal a line says after PATIENCE seconds what takes so long."""
+    told = "zfunc plan: planning. A Hugging Face model is traced once: its costs are kept for the next plan"
+    timer = threading.Timer(PATIENCE, print, [told], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @garbage_collection_paused()  # the import of torch, too
 def run_plan(settings: PlanSettings) -> int:
     """`zfunc plan`: 0 if it fits, 1 if it does not."""
-    answer = plan_model(settings)
+    with _told_where_it_takes_long():
+        answer = plan_model(settings)
     if settings.out is None:
         print(as_json(answer) + "\n" if settings.json else plan_text(answer), end="", flush=True)
     else:
@@ -153,11 +169,13 @@ def run_plan(settings: PlanSettings) -> int:
 
 @frozen(eq=False)
 class PlannedModel:
-    """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits."""
+    """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits, and
+    `limit` says what else than memory bounds it, if anything does."""
 
     settings: PlanSettings
     planned: "Planned"
     model: "SimulatedModel"
+    limit: str = ""
 
 
 def plan_model(settings: PlanSettings) -> PlannedModel:
@@ -172,10 +190,14 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     hardware = profile_of(settings)
     assert hardware is not None
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
+    begin = settings if MAXIMA.get(settings.max or "") != "seq_length" else evolve(settings, seq_length=1)
+    model, limit = simulated_model(begin), ""
     if settings.max:
-        settings = evolve(settings, **{MAXIMA[settings.max]: _most(settings, step, hardware)})
-    model = simulated_model(settings)
-    return PlannedModel(settings, plan_settings(_costs(model, settings, hardware), step), model)
+        found, limit = _most(settings, step, hardware, model)
+        settings = evolve(settings, **{MAXIMA[settings.max]: found})
+        if not (settings.hf or settings.hf_config):
+            model = simulated_model(settings)
+    return PlannedModel(settings, plan_settings(_costs(model, settings, hardware), step), model, limit)
 
 
 def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -> "CostModel":
@@ -183,11 +205,13 @@ def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -
     return model.cost_model(hardware, rows, settings.seq_length, settings.world)
 
 
-def _most(settings: PlanSettings, step: StepSettings, hardware: Profile) -> int:
-    """The most of what --max names that fits, however what is "auto" is placed; the least if nothing fits."""
+def _most(
+    settings: PlanSettings, step: StepSettings, hardware: Profile, model: "SimulatedModel"
+) -> tuple[int, str]:
+    """The most of what --max names that fits, however what is "auto" is placed; the least if nothing fits. And what
+    else bounds it, if anything does."""
     from zfunc.cli.simulated_model import simulated_model
-    from zfunc.planner.max_batch import most_that_fit
-    from zfunc.planner.max_layers import max_layers
+    from zfunc.planner.largest import max_layers, most_that_fit
     from zfunc.planner.plan_step import search_start
 
     placed = [
@@ -197,12 +221,20 @@ def _most(settings: PlanSettings, step: StepSettings, hardware: Profile) -> int:
     if name == "num_layers":
         one = evolve(settings, num_layers=1)
         costs = _costs(simulated_model(one), one, hardware)
-        return max(1, *(max_layers(costs.spec, x, costs.hardware(x)) for x in placed))
-    model = simulated_model(evolve(settings, seq_length=1) if name == "seq_length" else settings)
-    unit, most = settings.world * settings.micro_batches, MOST_ROWS
+        return max(1, *(max_layers(costs.spec, x, costs.hardware(x)) for x in placed)), ""
+    unit, most, limit = settings.world * settings.micro_batches, MOST_ROWS, ""
     if name == "seq_length":
-        unit = min(LENGTH_UNIT, model.longest or LENGTH_UNIT)
-        most = (model.longest or MOST_TOKENS) // unit
+        longest = MOST_TOKENS if settings.max == "longer" else model.longest or MOST_TOKENS
+        if settings.max == "longer" and model.learned:
+            raise ValueError(
+                f"--max: got longer for a {model.architecture}, whose positions are learned, expected a model that "
+                "computes them: pass --max length"
+            )
+        unit = min(LENGTH_UNIT, longest)
+        most = longest // unit
+        limit = f"{longest:,} tokens, beyond which none are tried"
+        if longest == model.longest:
+            limit = "the positions of its config (max_position_embeddings)"
     costs: dict[int, CostModel] = {}
 
     def step_of(count: int, way: StepSettings) -> "PlannedStep":
@@ -215,7 +247,7 @@ def _most(settings: PlanSettings, step: StepSettings, hardware: Profile) -> int:
         raise ValueError(
             f"--max batch: {most * unit:,} sequences fit, and more are not tried: pass longer ones"
         )
-    return max(1, found) * unit
+    return max(1, found) * unit, limit if found == most else ""
 
 
 # --- the answer ------------------------------------------------------------------------------------------
@@ -240,9 +272,11 @@ def as_json(answer: PlannedModel) -> str:
         "lacking": p.lacking,
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},
         "parameters": answer.model.parameters,
+        "trained": answer.model.trained,
         "num_layers": answer.model.num_layers,
         "batch_size": answer.settings.batch_size,
         "seq_length": answer.settings.seq_length,
+        "limit": answer.limit,
         "hardware": p.hardware.name,
         "world": p.world,
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
@@ -263,21 +297,31 @@ def plan_text(answer: PlannedModel) -> str:
 def _job(answer: PlannedModel) -> Iterator[str]:
     flags = answer.settings
     if flags.max:
+        length = f"sequences of {flags.seq_length:,} tokens"
         found = {
             "layers": f"{flags.num_layers} layers",
             "batch": f"a batch of {flags.batch_size:,} sequences",
-            "length": f"sequences of {flags.seq_length:,} tokens",
+            "length": length,
+            "longer": length,
         }
-        yield f"the most that fits with these settings: {found[flags.max]}"
+        bounded = f", bounded by {answer.limit} and not by memory" * bool(answer.limit)
+        yield f"the most that fits with these settings: {found[flags.max]}{bounded}"
+    model = answer.model
+    if answer.limit and flags.max == "length" and not model.learned:
+        yield "its positions are computed: --max longer goes on, beyond what its config says it was trained for"
+    if model.longest is not None and flags.seq_length > model.longest:
+        yield f"its config has {model.longest:,} positions: the same model computes those beyond, untrained"
+    if model.quantized:
+        precision = answer.planned.step.settings.precision
+        yield f"its weights are stored quantized ({model.quantized}), and planned as they are trained: {precision}"
     ranks = f"{answer.planned.world} rank{'s' * (answer.planned.world != 1)}"
-    yield f"{answer.model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}"
+    yield f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}"
 
 
 COMMAND = Command(
     "say whether a step fits, how long it takes, and what would help",
     "Nothing is allocated and no GPU is needed: the step is simulated on a hardware profile.",
     PlanSettings,
-    PLAN,
     run_plan,
     """
     # 10 billion parameters on one V100
@@ -293,4 +337,17 @@ COMMAND = Command(
         --hardware rtx4090 --max batch
     """,
     "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
+    (
+        *(
+            "hf_config",
+            "lora",
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "vocab_size",
+        ),
+        *("max", "batch_size", "micro_batches", "optimizer", "hardware", "world", "precision", "schedule"),
+        *("recompute", "offload_ratio", "params_on", "state_on", "activations_on", "moments", "out"),
+    ),
 )

@@ -1,12 +1,10 @@
 """`zfunc train`. Its settings are in `zfunc.train.settings`."""
 
-import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zfunc.cli.command import EXIT_OK, Command
-from zfunc.cli.terminal import interrupts, logged, printable, shows_panels
+from zfunc.cli.terminal import can_redraw, interrupts, logged, printable
 from zfunc.train.settings import AUTO, TRAIN, TrainSettings
 
 if TYPE_CHECKING:
@@ -50,6 +48,7 @@ def _lead(settings: TrainSettings, ranks: "RankGroup") -> None:
 
 def _follow(settings: TrainSettings, ranks: "RankGroup") -> None:
     """As any other rank."""
+    from zfunc.planner.kept_costs import cache_folder
     from zfunc.train import resume
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
@@ -74,9 +73,8 @@ def _follow(settings: TrainSettings, ranks: "RankGroup") -> None:
 
 def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoint") -> str:
     """Returns why the last step could not be saved, or ""."""
-    from zfunc.cli.deepspeed_lines import DeepSpeedLines
-    from zfunc.cli.train_lines import PlainOutput
-    from zfunc.cli.train_panel import live_panel
+    from zfunc.cli.train_lines import PlainOutput, progress
+    from zfunc.planner.kept_costs import cache_folder
     from zfunc.train.deepspeed.convert import config_extras
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
@@ -88,15 +86,13 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
         print(printable(start.line), flush=True)
     if start.over:
         return ""
-    deepspeed = settings.log_style == "deepspeed"
-    live = shows_panels() and not deepspeed
+    live = can_redraw()
     failure = ""
     try:
         job = prepare_job(settings, cache=cache_folder())
         with interrupts(tell=not live) as stop:
             plain = PlainOutput(run, job.unit, config_extras(job.settings).steps_per_print)
-            lines = DeepSpeedLines(plain) if deepspeed else plain
-            output = live_panel(run, job.unit, stop) if live else nullcontext(lines)
+            output = progress(plain, stop) if live else nullcontext(plain)
             with output as screen, tracking(settings, run.path) as track:
                 for event in train_events(job, stop=stop, start=start):
                     record_event(run, event, job.unit)
@@ -115,18 +111,12 @@ def _kept(run: "RunFolder") -> str:
     return f"The run up to here is in {run.path}"
 
 
-def cache_folder() -> Path:
-    """Where gathered sources are kept from run to run: `$XDG_CACHE_HOME/zfunc`, or `~/.cache/zfunc`."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home or Path.home() / ".cache") / "zfunc"
-
-
 COMMAND = Command(
     "train a GPT, or a Hugging Face model",
-    "Without options: a small GPT, of bytes, on the sources of Python's standard library, in 3 minutes on 2 "
-    "cores. What is chosen for you is printed. A terminal shows a live panel, a pipe gets lines.",
+    "Without options: a small GPT, of bytes, on the sources of Python's standard library, 1,000 steps: within "
+    "3 minutes on 2 slow cores. What is chosen for you is printed. A terminal shows a progress bar, a pipe gets "
+    "lines.",
     TrainSettings,
-    TRAIN,
     run_train,
     """
     # on your texts, with a checkpoint every 200 steps
@@ -142,4 +132,19 @@ COMMAND = Command(
     "code 0); one in the middle of an evaluation ends that too; a second one stops at once (130). SIGTERM and "
     "SIGHUP end it with checkpoint and summary alone (0). Other exit codes: 1 failed while training or to save "
     "the last step, 2 cannot start.",
+    (
+        *("config", "data", "eval_data", "tokenizer", "hf", "lora", "num_layers", "hidden_size"),
+        *(
+            "num_attention_heads",
+            "seq_length",
+            "batch_size",
+            "micro_batches",
+            "optimizer",
+            "lr",
+            "weight_decay",
+        ),
+        *("steps", "epochs", "seconds", "eval_every", "out", "save_every", "resume", "device", "precision"),
+        *("offload_ratio", "params_on", "state_on", "swap", "moments"),
+    ),
+    options=TRAIN,
 )

@@ -12,8 +12,8 @@ Parameters have the same names in the model, in programs and in checkpoints. A m
 imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora]"`.
 
     families     which models there are, and what is refused
-    checking     `segments`: cut, and compared with the model
-    cutting      a model as segments
+    cutting      `segments`: a model cut at its layers
+    comparison   other models with their segments, by numbers
     recording    what flows between layers
     parts        the modules of segments: the model's own forward, of which everything else is skipped
     attention    attention and masks that depend on shapes alone
@@ -23,7 +23,7 @@ imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora
     folders      and to one
 """
 
-from zfunc.models.hf.checking import cut_model as segments
+from zfunc.models.hf.cutting import cut_model as segments
 from zfunc.models.hf.folders import export_folder as export
 from zfunc.models.hf.folders import save_folder as save
 from zfunc.models.hf.weights import describe

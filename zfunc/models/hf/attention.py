@@ -13,9 +13,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from zfunc.models.document_mask import document_mask
 from zfunc.models.hf.experts import run_experts
-from zfunc.models.kv_cache import KVCache
+from zfunc.models.sequences import KVCache, document_mask
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
 NAME = "zfunc"  # registered with transformers

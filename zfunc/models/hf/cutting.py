@@ -1,4 +1,4 @@
-"""`cut_layers`: a model of transformers as segments, cut at its layers.
+"""`cut_model`: a model of transformers as segments, cut at its layers.
 
 The model is not changed, and its parameters are not copied: segments use them as initial values, under the model's
 names, and run copies of the modules that take no memory.
@@ -7,25 +7,63 @@ names, and run copies of the modules that take no memory.
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zfunc.engine.segment import Segment, Values, segment
+from zfunc.engine.segment import Segment, Values, same_modules, segment
 from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
+from zfunc.models.hf.comparison import Loss, compare
+from zfunc.models.hf.families import LOSS, check_supported, check_transformers, is_tested
 from zfunc.models.hf.parts import EmbedPart, Entry, HeadPart, LayerPart, Skipped, Stop, record_router
 from zfunc.models.hf.recording import Recording, record
 from zfunc.models.loss import collated_batch
 from zfunc.runtime.rng import seeded_sequence
 
 log = logging.getLogger("zfunc")
-Loss = Callable[[Any, Any], Tensor]
 _Memo = dict[int, Any]
+
+
+def cut_model(
+    model: nn.Module, *, loss: Loss | None = None, example: tuple[Any, Any] | None = None
+) -> tuple[Segment, ...]:
+    """A model of transformers as segments: embeddings, one for each of its layers, and the rest with the loss.
+
+    A causal language model brings its loss. A batch is `(input_ids, labels)` with shifted labels, or what
+    `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. The loss of its
+    routers is part of it where the config has `output_router_logits`.
+
+    Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a micro-batch
+    given what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are the model's main
+    one, or a dict by name, such as `input_ids` and `attention_mask`.
+
+    Models other than those of `zfunc.models.hf.families.FAMILIES` are compared with their segments first, by loss
+    and gradients on a tiny batch. Parameters keep their names, so `zfunc.params` is the model's state dict; those
+    with `requires_grad=False`, and those that nothing depends on, stay as they are. Dropout is as configured, and
+    off in `evaluate` and `apply`. The model's own gradient checkpointing and attention implementation are ignored;
+    `zfunc.compile(recompute=)` is the setting.
+
+    The model may be a `peft.PeftModel` with LoRA. Only the adapters are trained; frozen parameters are kept in the
+    compute precision, without gradients and optimizer state.
+
+    A model on the meta device takes no memory; `zfunc.init` draws its weights as transformers would, one segment at
+    a time (`load` reads them from a folder). Raises ValueError for a model that cannot be cut, or that
+    computes something else in segments; ImportError without transformers.
+    """
+    check_transformers()
+    base = base_of(model)
+    check_supported(base, loss=loss is not None)
+    if loss is not None and example is None:
+        raise ValueError(f"example: got none with a loss, expected a tiny batch: {LOSS}")
+    inputs, targets = (_tokens(base), None) if example is None else (_by_name(base, example[0]), example[1])
+    carries, packs = (False, True) if is_tested(base) else compare(cut_layers, base, inputs, targets, loss)
+    log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
+    return cut_layers(model, inputs, loss, carries_input=carries, packs_documents=packs)
 
 
 def cut_layers(
@@ -49,17 +87,27 @@ def cut_layers(
         recording = record(base, _shadow(base, configs), inputs)
     recording = evolve(recording, call=evolve(recording.call, carries=carries_input, packs=packs_documents))
     cutter = _Cutter(base, recording, configs, _names(base), base.get_submodule(recording.layers))
-    names = _names(model)
-    unused = {names[id(p)] for name, p in base.named_parameters() if name in cutter.unused}
-    parts = [cutter.embed(), *(cutter.layer(n) for n in range(len(cutter.layers))), cutter.head(loss)]
+    names, in_base = _names(model), cutter.unused
+    unused = {names[id(p)] for name, p in base.named_parameters() if name in in_base}
     segments: list[Segment] = []
     owned: set[str] = set()
-    for name, part in parts:
-        segments.append(_segment(name, part, model, names, owned, unused))
+    for name, cut, own in cutter.cuts(loss):
+        segments.append(cut.named(name, own, model, names, owned, unused))
         owned |= {p.name for p in segments[-1].parameters}
     if loss is None:
         segments[-1] = evolve(segments[-1], read_dict=collated_batch)
     return tuple(segments)
+
+
+def _tokens(model: Any) -> dict[str, Tensor]:
+    """Token ids, [2, 9]."""
+    text = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    return {"input_ids": torch.randint(3, min(text.vocab_size, 1000), (2, 9), generator=generator)}
+
+
+def _by_name(model: Any, inputs: Any) -> dict[str, Tensor]:
+    return dict(inputs) if isinstance(inputs, Mapping) else {model.main_input_name: inputs}
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -175,25 +223,46 @@ class _Cutter:
         call = self.recording.call
         return name, EmbedPart(copied, call, absent, longest=most if learned else None, experts=experts)
 
-    def layer(self, n: int) -> tuple[str, nn.Module]:
-        """Layer `n`, in the place of the first one that is given the same."""
-        place, own = self.recording.places[n], self.layers[n]
+    def cuts(self, loss: Loss | None) -> Iterator[tuple[str, "_Cut", nn.Module | None]]:
+        """The name of each segment with its cut, which layers that are alike share, and its layer."""
+        name, part = self.embed()
+        yield name, _Cut.of(name, part, self.model), None
+        routers = self.routers or [("", 0)] * len(self.layers)
+        inside = {id(m) for m in self.layers.modules()}
+        around = {id(p) for m in self.model.modules() if id(m) not in inside for p in m._parameters.values()}
+        known: list[tuple[int, _Cut]] = []  # the place of each
+        for n, own in enumerate(self.layers):
+            name, place, router = f"{self.recording.layers}.{n}", self.recording.places[n], routers[n]
+            entry = self._entry(own, place, *router)
+            tied = any(id(p) in around for p in own.parameters())
+            cut = next((x for at, x in known if at == place and not tied and x.fits(entry.layer)), None)
+            if cut is None:
+                cut = _Cut.of(name, self._layer(own, place, entry, router[0]), self.model, entry.layer)
+                known += [] if tied else [(place, cut)]
+            yield name, cut, entry.layer
+        name, part = self.head(loss)
+        yield name, _Cut.of(name, part, self.model), None
+
+    def _entry(self, own: nn.Module, place: int, router: str, index: int) -> Entry:
+        """A copy of a layer, as the first one that is given the same; its `router`, if it has one, is recorded."""
         entry = Entry(copy.deepcopy(own, self.configs.memo(own)))
         for module in entry.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = place
-        router = None
-        if self.routers and self.routers[n][0]:
-            path, index = self.routers[n]
-            router = entry.layer.get_submodule(path)
-            vars(router)["recorded_index"] = index
-            router._forward_hooks[0] = (
-                record_router  # not by register_forward_hook: its numbers are never equal
-            )
+        if router:
+            recorded = entry.layer.get_submodule(router)
+            vars(recorded)["recorded_index"] = index
+            # Not by register_forward_hook: its numbers are never equal.
+            recorded._forward_hooks[0] = record_router
+        _ready(entry)
+        return entry
+
+    def _layer(self, own: nn.Module, place: int, entry: Entry, router: str) -> nn.Module:
+        """One layer, in the model."""
         copied, absent = self._copied({self.names[id(p)] for p in own.parameters()}, {place: entry}, dry=True)
+        recorded = entry.layer.get_submodule(router) if router else None
         top_k = getattr(self.model, "num_experts_per_tok", 0)
-        part = LayerPart(copied, self.recording.call, absent, entry=entry, router=router, top_k=top_k)
-        return f"{self.recording.layers}.{n}", part
+        return LayerPart(copied, self.recording.call, absent, entry=entry, router=recorded, top_k=top_k)
 
     def head(self, loss: Loss | None) -> tuple[str, nn.Module]:
         """Everything after the last layer."""
@@ -247,40 +316,88 @@ class _Cutter:
         return self.configs.memo(self.model)
 
 
-def _segment(
-    name: str, part: nn.Module, model: Any, names: dict[int, str], earlier: set[str], unused: set[str]
-) -> Segment:
-    """`part` as a segment, its parameters under the model's names; it shares those of `earlier` segments."""
-    constants = _take_buffers(part, model)
-    result = segment(name, part)
-    full = {p.name: names.get(id(result.origins[p.name]), p.name) for p in result.parameters}
-    owned = {full[p.name]: short for p, short in zip(result.parameters, result.short, strict=True)}
-    owned = {x: short for x, short in owned.items() if x not in earlier}
-    on_meta = any(t.is_meta for t in result.origins.values())
+@frozen(eq=False)
+class _Cut:
+    """A part of the model as a segment under its own names. Layers that are alike share one."""
 
-    def initial(seed: int) -> Values:
-        if on_meta:
-            values = _draw_values(name, part, constants, model, seed)
-            return {x: values[short] for x, short in owned.items()}
-        return {x: result.origins[f"{name}.{short}"].detach() for x, short in owned.items()}
+    part: nn.Module
+    result: Segment
+    constants: Values
+    layer: nn.Module | None
+    signature: Any
 
-    return evolve(
-        result,
-        parameters=tuple(
-            evolve(p, name=full[p.name], trainable=p.trainable and full[p.name] not in unused)
-            for p in result.parameters
-        ),
-        shared=frozenset(full.values()) & earlier,
-        origins={full[x]: t for x, t in result.origins.items()},
-        initial=initial,
-        constants=constants,
-    )
+    @classmethod
+    def of(cls, name: str, part: nn.Module, model: Any, layer: nn.Module | None = None) -> "_Cut":
+        signature = None if layer is None else _signature(layer)
+        constants = _take_buffers(part, "", model)
+        return cls(part, segment(name, part), constants, layer, signature)
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether another layer computes the same of its tensors."""
+        return self.signature == _signature(layer) and same_modules(self.layer, layer)
+
+    def named(
+        self,
+        name: str,
+        layer: nn.Module | None,
+        model: Any,
+        names: dict[int, str],
+        earlier: set[str],
+        unused: set[str],
+    ) -> Segment:
+        """The segment with the tensors of `layer`, if it is one, its parameters under the model's names; it shares
+        those of `earlier` segments."""
+        twins, constants = dict[int, Any](), self.constants
+        if self.layer is not None and layer is not None and layer is not self.layer:
+            twins = {id(a): b for a, b in zip(self.layer.parameters(), layer.parameters(), strict=True)}
+            place = next(x for x, m in self.part.named_modules() if m is self.layer)
+            constants = {**constants, **_take_buffers(layer, place, model)}
+        own = [self.result.origins[p.name] for p in self.result.parameters]
+        tensors = dict(zip(self.result.short, (twins.get(id(t), t) for t in own), strict=True))
+        full = {short: names.get(id(t), f"{name}.{short}") for short, t in tensors.items()}
+        owned = {short: x for short, x in full.items() if x not in earlier}
+        on_meta = any(t.is_meta for t in tensors.values())
+
+        def initial(seed: int) -> Values:
+            if not on_meta:
+                return {x: tensors[short].detach() for short, x in owned.items()}
+            values = _draw_values(name, self.part, constants, model, seed)
+            return {x: values[short] for short, x in owned.items()}
+
+        return evolve(
+            self.result,
+            name=name,
+            parameters=tuple(
+                evolve(p, name=x, trainable=p.trainable and x not in unused)
+                for p, x in zip(self.result.parameters, full.values(), strict=True)
+            ),
+            shared=frozenset(full.values()) & earlier,
+            origins={x: tensors[short] for short, x in full.items()},
+            initial=initial,
+            constants=constants,
+            source=None,  # nobody else has the part
+        )
 
 
-def _take_buffers(part: nn.Module, model: Any) -> Values:
-    """Remove the buffers, and return their values by name, on the CPU; those on meta are computed."""
+def _signature(layer: nn.Module) -> list[Any]:
+    """What its modules do not say of a layer: its tensors, and which of them are one."""
+    firsts: dict[int, str] = {}
+    slots = [
+        (f"{x}.{k}", t)
+        for x, m in layer.named_modules()
+        for k, t in (*m._parameters.items(), *m._buffers.items())
+    ]
+    return [
+        (x, t if t is None else (t.shape, t.dtype, t.requires_grad, t.is_meta, firsts.setdefault(id(t), x)))
+        for x, t in slots
+    ]
+
+
+def _take_buffers(part: nn.Module, place: str, model: Any) -> Values:
+    """Remove the buffers, and return their values by name, on the CPU, for a part at `place`; those on meta are
+    computed."""
     values: Values = {}
-    for prefix, module in part.named_modules():
+    for prefix, module in part.named_modules(prefix=place):
         for name, t in [*module._buffers.items()]:
             if t is not None:
                 value = _compute_buffer(module, name, model) if t.is_meta else t.detach().cpu()

@@ -101,17 +101,17 @@ def _unsupported_settings(model: Any) -> Iterator[tuple[str, str]]:
         yield "use_bidirectional_attention", "turn it off: attention is causal"
     if getattr(config, "add_cross_attention", False):
         yield "add_cross_attention", "turn it off: there is no encoder"
-    if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None):
+    if getattr(model, "hf_quantizer", None) is not None or kind_of_quantization(config):
         yield (
-            f"quantized weights{_kind_of_quantization(config)}",
+            f"quantized weights ({kind_of_quantization(config)})",
             "load it without quantization_config. The frozen weights of LoRA are in 16 bits instead, on the host "
             "with params_on='host'",
         )
 
 
-def _kind_of_quantization(config: Any) -> str:
-    """Such as " (bitsandbytes, load_in_4bit)"."""
+def kind_of_quantization(config: Any) -> str:
+    """How the weights of a config are stored, such as "bitsandbytes, load_in_4bit"; "" where it says nothing."""
     given = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     kinds = [str(given.get("quant_method", "")), *(x for x in given if x.startswith("load_in_") and given[x])]
-    return f" ({', '.join(filter(None, kinds))})" if any(kinds) else ""
+    return ", ".join(filter(None, kinds)) or "of an unknown kind" * bool(given)

@@ -5,7 +5,6 @@ A folder with the requested name is complete and on disk; an existing one is nev
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, check_averages, export_weights, read_weights
+from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, check_averages, read_weights
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
@@ -69,24 +68,16 @@ def export_folder(
         check_averages(checkpoint)
     entries, step = checkpoint.manifest.parameters, checkpoint.manifest.position.step
     shapes = {x.name: x.shape for x in entries}
-    folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only)
-    if folder.adapted is None and not folder.buffers:
-        try:
-            done = export_weights(checkpoint.path, folder.partial / SINGLE, dtype=dtype, ema=ema)
-            folder.publish()
-        finally:
-            folder.abandon()
-        return ExportedWeights(Path(out), done.parameters, done.bytes, step, dtype)
-    saving = _Saving.begin(folder, step)
+    folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only, step)
     try:
         with CheckpointReader(checkpoint) as reader:
             for entry in sorted(entries, key=lambda x: not x.trainable):  # adapters wait for what they change
                 if entry.trainable or not adapter_only:
-                    saving.write(entry.name, torch.from_numpy(read_weights(reader, entry, ema=ema)))
-        saving.finish()
+                    folder.write(entry.name, torch.from_numpy(read_weights(reader, entry, ema=ema)))
+        folder.finish()
     finally:
-        saving.abandon()
-    return ExportedWeights(Path(out), len(folder.shapes), saving.writer.header.size, step, dtype)
+        folder.abandon()
+    return ExportedWeights(Path(out), folder.parameters, folder.writer.header.size, step, dtype)
 
 
 def save_folder(
@@ -110,38 +101,39 @@ def save_folder(
     ranks, layout = program.ranks, program.layout
     ranks.agree("hf.save")
 
-    def begin() -> _Saving | None:
+    def begin() -> _Folder | None:
         if ranks.rank:
             return None
         shapes = {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
-        folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only)
-        return _Saving.begin(folder, state.step)
+        return _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only, state.step)
 
-    saving = all_or_none(ranks, begin)
+    folder = all_or_none(ranks, begin)
     trained = {span.name for span in layout.spans}
     try:
         for name, values in parameter_weights(state.buffers, layout, ranks):
             if adapter_only and name not in trained:
                 break  # on all ranks: frozen buckets are the last
-            if saving is not None:
-                saving.write(name, values)
-        all_or_none(ranks, saving.finish if saving is not None else lambda: None)
+            if folder is not None:
+                folder.write(name, values)
+        all_or_none(ranks, folder.finish if folder is not None else lambda: None)
     finally:
-        if saving is not None:
-            saving.abandon()
+        if folder is not None:
+            folder.abandon()
     return Path(out)
 
 
 @define(eq=False)
 class _Folder:
-    """A folder that gets its name when it is complete."""
+    """A folder that gets its name when it is complete. The first failure of a weight is raised by `finish`."""
 
     out: Path
     partial: Path
-    shapes: dict[str, tuple[int, ...]]  # of the tensors to write, by name
     dtype: Precision
     adapted: AdaptedWeights | None
     buffers: Values  # copied from the files of the model
+    writer: ShardWriter
+    parameters: int  # to write
+    failure: Exception | None = None
 
     @classmethod
     def begin(
@@ -152,6 +144,7 @@ class _Folder:
         trained: dict[str, tuple[int, ...]],
         lora: Any,
         adapter_only: bool,
+        step: int,
     ) -> "_Folder":
         """Make it, with everything but the weights. `trained` are the shapes of what was trained, by name.
 
@@ -187,7 +180,6 @@ class _Folder:
             partial, "making a folder (of another export that is writing it, or was killed?)"
         ):
             partial.mkdir()
-        result = cls(out, partial, own if adapted is None else adapted.shapes, dtype, adapted, buffers)
         try:
             with disk.os_errors_as(partial, "copying a model's small files"):
                 if adapted is not None and adapter_only:
@@ -197,13 +189,40 @@ class _Folder:
                 for name in KEPT if origin and not adapter_only else ():
                     if (origin / name).is_file():
                         shutil.copyfile(origin / name, partial / name)
+            shapes = own if adapted is None else adapted.shapes
+            stored = DTYPES[dtype].safetensors
+            tensors = [TensorInfo(name, stored, shape) for name, shape in shapes.items()]
+            tensors += [TensorInfo(k, SAFETENSORS_TYPES[t.dtype], tuple(t.shape)) for k, t in buffers.items()]
+            file, metadata = ADAPTER if adapter_only else SINGLE, {"format": "pt", "step": str(step)}
+            writer = create_shard(partial / file, tensors, metadata=metadata, mode=0o666)
+            return cls(out, partial, dtype, adapted, buffers, writer, len(shapes))
         except BaseException:
-            result.abandon()
+            shutil.rmtree(partial, ignore_errors=True)
             raise
-        return result
 
-    def publish(self) -> None:
-        """Sync all files to the disk, then rename the folder."""
+    def write(self, name: str, values: Tensor) -> None:
+        """Write a parameter, fp32, in its shape; or what it completes, where adapters are merged."""
+        if self.failure is not None:
+            return
+        try:
+            for written, x in ((name, values),) if self.adapted is None else self.adapted.add(name, values):
+                self._write(written, x.flatten())
+        except (ValueError, CheckpointError) as error:
+            self.failure = error
+
+    def _write(self, name: str, values: Tensor) -> None:
+        rounded = values.to(TORCH_DTYPES[self.dtype])
+        if not torch.equal(rounded.isfinite(), values.isfinite()):
+            raise ValueError(f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32")
+        self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
+
+    def finish(self) -> None:
+        """Complete the file, sync all to the disk, then rename the folder."""
+        if self.failure is not None:
+            raise self.failure
+        for name, t in self.buffers.items():
+            self.writer.write_at(name, 0, as_bytes(t.flatten()))
+        self.writer.finish()
         for path in self.partial.iterdir():
             disk.sync(path)
         disk.sync(self.partial)
@@ -212,9 +231,9 @@ class _Folder:
         disk.sync(self.out.parent)
 
     def abandon(self) -> None:
-        """Delete the folder unless it was published. Idempotent."""
-        with suppress(OSError):
-            shutil.rmtree(self.partial)
+        """Delete the folder unless it was finished. Idempotent."""
+        self.writer.close()
+        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _check_trained(trained: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
@@ -235,59 +254,3 @@ def _write_config(folder: Path, config: Any, model: Any, dtype: Precision) -> No
     copy.dtype = TORCH_DTYPES[dtype]
     copy.architectures = [type(model).__name__]
     copy.save_pretrained(folder)
-
-
-@define(eq=False)
-class _Saving:
-    """Weights being written to such a folder. The first failure is raised by `finish`."""
-
-    folder: _Folder
-    writer: ShardWriter
-    failure: Exception | None = None
-
-    @classmethod
-    def begin(cls, folder: _Folder, step: int) -> "_Saving":
-        try:
-            alone = folder.adapted is not None and folder.adapted.adapter_only
-            stored = DTYPES[folder.dtype].safetensors
-            tensors = [TensorInfo(name, stored, shape) for name, shape in folder.shapes.items()]
-            tensors += [
-                TensorInfo(name, SAFETENSORS_TYPES[t.dtype], tuple(t.shape))
-                for name, t in folder.buffers.items()
-            ]
-            metadata = {"format": "pt", "step": str(step)}
-            path = folder.partial / (ADAPTER if alone else SINGLE)
-            return cls(folder, create_shard(path, tensors, metadata=metadata))
-        except BaseException:
-            folder.abandon()
-            raise
-
-    def write(self, name: str, values: Tensor) -> None:
-        """Write a parameter, fp32, in its shape; or what it completes, where adapters are merged."""
-        if self.failure is not None:
-            return
-        adapted = self.folder.adapted
-        try:
-            for written, x in ((name, values),) if adapted is None else adapted.add(name, values):
-                self._write(written, x.flatten())
-        except (ValueError, CheckpointError) as error:
-            self.failure = error
-
-    def _write(self, name: str, values: Tensor) -> None:
-        dtype = self.folder.dtype
-        rounded = values.to(TORCH_DTYPES[dtype])
-        if not torch.equal(rounded.isfinite(), values.isfinite()):
-            raise ValueError(f"{name!r}: got a weight too large for {dtype}: save as bf16 or fp32")
-        self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
-
-    def finish(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        for name, t in self.folder.buffers.items():
-            self.writer.write_at(name, 0, as_bytes(t.flatten()))
-        self.writer.finish()
-        self.folder.publish()
-
-    def abandon(self) -> None:
-        self.writer.close()
-        self.folder.abandon()

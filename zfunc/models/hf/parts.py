@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from zfunc.models.hf.attention import PastTokens, documents
 from zfunc.models.hf.experts import balance_loss, router_sums
-from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import linear_next_token_loss, next_token_loss
+from zfunc.models.sequences import KVCache
 
 ROUTER = "router sums"
 Passed = Tensor | tuple[Tensor, dict[str, Tensor]]
@@ -157,7 +157,7 @@ class EmbedPart(_Part):
         if not call.packs and "position_ids" in given:
             raise ValueError(
                 f"got position_ids of several documents, which a {type(self.model).__name__} does not keep apart, "
-                "expected input_ids alone: use --packing stream, or a document a row"
+                "expected input_ids alone: use the packing 'stream', or a document a row"
             )
         past = PastTokens()
         if call.tokens:

@@ -5,9 +5,11 @@ to be a parameter. Files are memory-mapped, and `zfunc.init` reads them segment 
 memory once.
 """
 
+import copy
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
@@ -24,14 +26,26 @@ from zfunc.engine.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.config_file import NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, draw_adapters
-from zfunc.models.hf.checking import cut_model
-from zfunc.models.hf.families import check_supported, check_transformers, why_unsupported
+from zfunc.models.hf.cutting import cut_model
+from zfunc.models.hf.families import (
+    check_supported,
+    check_transformers,
+    kind_of_quantization,
+    why_unsupported,
+)
+from zfunc.values import of_type
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEX_LIMIT = 64 << 20  # bytes
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 _HALVES = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}  # of gate_up_proj; the others are of down_proj
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 16),
+}
+"""Sizes of a config, and up to which one is believed: beyond, building it would take hours and all memory."""
 log = logging.getLogger("zfunc")
 
 
@@ -60,7 +74,7 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
-    model = empty_model(config)
+    model = empty_model(config, folder)
     check_supported(model, loss=False)  # first, because files of an unsupported family have other names too
     stored = _stored(folder)
     places = _places(model, stored)
@@ -84,7 +98,8 @@ def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]
     """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
 
     `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
-    values are drawn as transformers draws them. `lora` is a `peft.LoraConfig`, as for `load`.
+    values are drawn as transformers draws them. `lora` is a `peft.LoraConfig`, as for `load`. Where the weights are
+    quantized, the segments are those of the model without: what a training holds.
 
     Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
     `segments` refuses.
@@ -93,9 +108,12 @@ def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]
     Traceback (most recent call last):
     zfunc.errors.CheckpointError: nowhere/config.json: got no such file, expected the config.json of a model
     """
-    if isinstance(config, str | PathLike):
-        config = read_config(Path(config).expanduser())
-    model = empty_model(config)
+    place = Path(config).expanduser() if isinstance(config, str | PathLike) else None
+    config = unquantized = config if place is None else read_config(place)
+    if kind_of_quantization(config):
+        unquantized = copy.deepcopy(config)
+        del unquantized.quantization_config
+    model = empty_model(unquantized, place)
     check_supported(model, loss=False)
     return config, cut_model(model if lora is None else adapt(model, lora))
 
@@ -106,24 +124,42 @@ def read_config(place: Path) -> Any:
     check_config_file(place)
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of transformers, which has several and no common one
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(
-            f"{place}: got what transformers does not read as a config ({reason:.200}), expected the config.json "
-            "of a model that it has"
-        ) from error
+    with _errors_of_config(place):
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        of_type("architectures", config.architectures, list | None, "names of classes: correct it")
+        return config
 
 
-def empty_model(config: Any) -> Any:
-    """The causal language model of a config, on the meta device. Raises ValueError if transformers has none."""
+def empty_model(config: Any, place: Path | None = None) -> Any:
+    """The causal language model of a config, on the meta device. `place` is where that was read, for errors.
+
+    Raises ValueError if transformers has none, and for sizes that no model has.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise why_unsupported(next(iter(config.architectures or ()), config.model_type), "which is none")
-    with torch.device("meta"):
+    for name, most in LARGEST.items():
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not 1 <= size <= most:  # some families have one for each layer
+            raise ValueError(
+                f"{place or 'config'}: got {name} {size!r:.30}, expected a whole number from 1 to {most:,}: {NEXT}"
+            )
+    with _errors_of_config(place or "config"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+@contextmanager
+def _errors_of_config(place: Path | str) -> Generator[None]:
+    """Whatever transformers raises about a config, which has no common class, is an error of its file."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"{place}: got what transformers does not read as a config ({type(error).__name__}: {reason:.200}), "
+            "expected the config.json of a model that it has"
+        ) from error
 
 
 def _stored(folder: Path) -> list[StoredTensor]:
@@ -131,25 +167,19 @@ def _stored(folder: Path) -> list[StoredTensor]:
     if (folder / SINGLE).is_file():
         return _tensors(folder / SINGLE)
     if not (folder / INDEX).is_file():
-        raise CheckpointError(
-            f"{folder}: got neither {SINGLE} nor {INDEX} in it, expected one of them: {NEXT}"
-        )
-    index = strict_json.parse_json(
-        disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT), str(folder / INDEX)
-    )
-    indexed = {name: node.text() for name, node in index.entries()["weight_map"].entries().items()}
+        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {INDEX}, expected one of them: {NEXT}")
+    read = disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT)
+    index = strict_json.parse_json(read, str(folder / INDEX))
+    indexed = index.entries()["weight_map"].read({str: strict_json.TEXT})
     names = sorted(set(indexed.values()))
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder / INDEX}: got the file {name!r:.200}, which is not in the folder: {NEXT}"
-            )
+    if alien := [x for x in names if Path(x).name != x or not (folder / x).is_file()]:
+        raise CheckpointError(
+            f"{folder / INDEX}: got the file {alien[0]!r:.200}, which is not in the folder: {NEXT}"
+        )
     tensors = [t for name in names for t in _tensors(folder / name)]
-    for t in tensors:
-        if indexed.get(t.name) != t.file.name:
-            raise CheckpointError(f"{t.file}: got {t.name!r} in it, expected what {INDEX} says: {NEXT}")
-    if missing := indexed.keys() - {t.name for t in tensors}:
-        raise CheckpointError(f"{folder / INDEX}: got {min(missing)!r}, which is not in its file: {NEXT}")
+    if differing := {(t.name, t.file.name) for t in tensors} ^ indexed.items():
+        name, file = min(differing)
+        raise CheckpointError(f"{folder / INDEX}: got {name!r} in one of it and {file} alone: {NEXT}")
     return tensors
 
 

@@ -1,6 +1,6 @@
 /* Adafactor on the host: three reads of a gradient, and one of its weights, before the sweep that updates them.
  *
- * The meaning is adafactor_reference.py, and the rules about bits are those of _adam_kernel.h. A parameter is `rows` by
+ * The meaning is adafactor_update.py, and the rules about bits are those of _adam_kernel.h. A parameter is `rows` by
  * `columns`, once or several times in a row. Its sums are of doubles that were rounded so that sums of them are exact:
  * threads, vector units and ranks may add them in any order. */
 #ifndef ZFUNC_ADAFACTOR_KERNEL_H
@@ -22,9 +22,9 @@ typedef struct {
     size_t rows, columns;                         /* of each matrix */
     size_t first;                                 /* number of element 0 in its parameter: third and fourth sweep */
     float grad_scale, grad_floor;
-    float *row_largest, *column_largest;          /* OUT   sizes of gradients, 0 before: first sweep */
+    float *row_largest, *column_largest;          /* INOUT sizes of gradients: first sweep */
     const double *row_unit, *column_unit;         /* IN    what rounds a square, or a sum that is infinite or NaN */
-    double *row_sum, *column_sum;                 /* OUT   0 before: second sweep */
+    double *row_sum, *column_sum;                 /* INOUT second sweep */
     const float *left, *right;                    /* IN    factors of rows and of columns: third and fourth sweep */
     float limit;                                  /* IN    of their product */
     double *direction_squares, *weight_squares;   /* OUT   [ceil(n / 64)]: third sweep */

@@ -1,6 +1,6 @@
 /* Adam on the host, one sweep over memory; free of torch and of Python.
  *
- * The meaning is adam_reference.py: the same operations in the same order, each rounded once to float,
+ * The meaning is the rule in adamw.py, in the frame of rules.py: the same operations in the same order, each rounded once to float,
  * so the two agree to the bit. Compile with -ffp-contract=off (an FMA rounds once where the reference
  * rounds twice) and -fno-math-errno (else sqrtf is a call), and never with -ffast-math.
  *

@@ -1,6 +1,6 @@
 /* SGD, Lion, Adagrad and Muon's direction on the host: optimizers with at most one buffer beside the weights, one sweep over memory.
  *
- * The meaning is one_buffer_reference.py, as adam_reference.py is that of _adam_kernel.h, whose rules about bits hold
+ * The meaning is the rules in optim/sgd.py, lion.py, adagrad.py and muon.py, as adamw.py's is that of _adam_kernel.h, whose rules about bits hold
  * here too. A block of ZF_BLOCK elements lies in L1 while it is widened, updated and rounded; rule, formats and kind of
  * decay are constants of inlined calls in the loop that computes. */
 #ifndef ZFUNC_ONE_BUFFER_KERNEL_H

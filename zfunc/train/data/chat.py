@@ -12,6 +12,7 @@ from typing import Any
 from attrs import field, frozen
 
 Message = dict[str, Any]  # "role", "content", and what else the template reads
+Span = tuple[int, int]  # characters
 ASSISTANT = "assistant"
 ROLES = {  # of ShareGPT's "from", each as templates call it
     **{"system": "system", "human": "user", "user": "user"},
@@ -19,7 +20,8 @@ ROLES = {  # of ShareGPT's "from", each as templates call it
     **dict.fromkeys(("tool", "function_response", "observation"), "tool"),
 }
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template, around what the assistant writes
-_SHOW = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_OPENAI = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_SHAREGPT = '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
 
 
 @frozen
@@ -37,7 +39,7 @@ class RenderedChat:
     """The text of a chat, and the ranges of its characters that are learned, in ascending order."""
 
     text: str
-    learned: tuple[tuple[int, int], ...]
+    learned: tuple[Span, ...]
 
 
 @frozen
@@ -57,14 +59,13 @@ class ChatTemplate:
 
         Raises ValueError, with the record, for a chat that the template refuses.
         """
-        count, learns = len(chat.messages), [*chat.weights] or [1.0] * len(chat.messages)
+        learns = [*chat.weights] or [1.0] * len(chat.messages)
         turns = [n for n, m in enumerate(chat.messages) if m["role"] == ASSISTANT]
-        text, marked = self._text(chat, count, marks=_MARKS.search(self.source) is not None)
+        text, marked = self._text(chat, len(learns), marks=_MARKS.search(self.source) is not None)
         if marked and len(marked) == len(turns):
-            marked = [span for n, span in zip(turns, marked, strict=True) if learns[n]]
-            yield RenderedChat(text, tuple(marked))
+            yield RenderedChat(text, tuple(x for n, x in zip(turns, marked, strict=True) if learns[n]))
             return
-        spans: dict[str, list[tuple[int, int]]] = {}  # by the text that they are in
+        spans: dict[str, list[Span]] = {}  # by the text that they are in
         for n in turns:
             prompt, until = self._text(chat, n, prompt=True)[0], self._text(chat, n + 1)[0]
             if not until.startswith(prompt):
@@ -74,15 +75,14 @@ class ChatTemplate:
                     "assistant writes in it by {% generation %}"
                 )
             if learns[n]:
-                spans.setdefault(text if text.startswith(until) else until, []).append(
-                    (len(prompt), len(until))
-                )
+                whole = text if text.startswith(until) else until
+                spans.setdefault(whole, []).append((len(prompt), len(until)))
         for whole, learned in (spans or {text: []}).items():
             yield RenderedChat(whole, tuple(learned))
 
     def _text(
         self, chat: Chat, count: int, *, prompt: bool = False, marks: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[Span]]:
         """The first `count` messages as text, with the beginning of the assistant's turn after a `prompt`; and the
         ranges that the template itself marks as the assistant's.
         """
@@ -135,13 +135,21 @@ def chat_of(record: Mapping[str, Any], where: str) -> Chat:
     assistant's.
     """
     if "messages" in record:
-        messages, weights = _openai(record["messages"], where)
+        # A column of Arrow has None for no key.
+        given = [
+            {k: x for k, x in m.items() if x is not None}
+            for m in _objects(record["messages"], where, _OPENAI)
+        ]
     elif "conversations" in record:
-        messages, weights = _sharegpt(record["conversations"], where), ()
+        turns = _objects(record["conversations"], where, _SHAREGPT)
+        given = [{"role": ROLES.get(m.get("from")), "content": m.get("value")} for m in turns]
     else:
-        messages, weights = _alpaca(record, where), ()
+        asked = [x for x in (record["instruction"], record.get("input")) if x]
+        user = "\n\n".join(_text(x, where) for x in asked)
+        given = [{"role": "user", "content": user}, {"role": ASSISTANT, "content": record["output"] or ""}]
     if (system := record.get("system")) and "messages" not in record:
-        messages = ({"role": "system", "content": _text(system, f"{where}, 'system'")}, *messages)
+        given = [{"role": "system", "content": system}, *given]
+    messages = tuple(_message(m, f"{where}, message {n}") for n, m in enumerate(given, 1))
     if not messages or messages[-1]["role"] != ASSISTANT:
         got = f"whose last turn is of the role {messages[-1]['role']!r}" if messages else "without a message"
         raise ValueError(
@@ -153,45 +161,18 @@ def chat_of(record: Mapping[str, Any], where: str) -> Chat:
         raise ValueError(
             f"{where}, 'tools': got {type(tools).__name__}, expected a list of JSON schemas: pass one"
         )
+    weights = tuple(m.pop("weight", 1.0) for m in messages)
     return Chat(messages, where, None if tools is None else tuple(tools), weights)
 
 
-def _openai(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[float, ...]]:
-    messages: list[Message] = []
-    weights: list[float] = []
-    for n, given in enumerate(_objects(value, f"{where}, 'messages'", _SHOW), 1):
-        message = {
-            key: x for key, x in given.items() if x is not None
-        }  # a column of Arrow has None for no key
-        at = f"{where}, message {n}"
-        if not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"{at}: got no role among {', '.join(given) or 'no keys'}, expected {_SHOW}: add it"
-            )
-        if "content" in message or "tool_calls" not in message:
-            message["content"] = _text(message.get("content"), f"{at}, 'content'")
-        weights.append(message.pop("weight", 1.0))
-        messages.append(message)
-    return tuple(messages), tuple(weights)
-
-
-def _sharegpt(value: Any, where: str) -> tuple[Message, ...]:
-    show = '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
-    messages: list[Message] = []
-    for n, given in enumerate(_objects(value, f"{where}, 'conversations'", show), 1):
-        at, role = f"{where}, message {n}", given.get("from")
-        if role not in ROLES:
-            raise ValueError(f"{at}: got {role!r} in 'from', expected one of {', '.join(ROLES)}: rename it")
-        messages.append({"role": ROLES[role], "content": _text(given.get("value"), f"{at}, 'value'")})
-    return tuple(messages)
-
-
-def _alpaca(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    words = [
-        _text(record.get(name) or "", f"{where}, {name!r}") for name in ("instruction", "input", "output")
-    ]
-    asked = "\n\n".join(x for x in words[:2] if x)
-    return {"role": "user", "content": asked}, {"role": ASSISTANT, "content": words[2]}
+def _message(given: Message, at: str) -> Message:
+    if not isinstance(given.get("role"), str):
+        raise ValueError(
+            f"{at}: got no known role, expected {_OPENAI}, or in 'from' one of {', '.join(ROLES)}: correct it"
+        )
+    if "tool_calls" in given and "content" not in given:
+        return given
+    return {**given, "content": _text(given.get("content"), at)}
 
 
 def _objects(value: Any, where: str, show: str) -> list[Mapping[str, Any]]:

@@ -7,14 +7,20 @@ have different digests. `tokenizers` is imported when a file is opened: pip inst
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import frozen
 
 from zfunc.train.data.chat import ASSISTANT, Chat, ChatTemplate
 
+T = TypeVar("T")
+Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
+CALL, PIECE = 1 << 20, 1 << 16  # characters of a call of the library, which holds about 150 bytes for each
+SAME = 8  # tokens that two pieces of a text must share
 _CONFIG = "tokenizer_config.json"  # beside the file, where transformers writes it
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
@@ -121,12 +127,73 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
         encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
-    def encode_located(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_located(texts: Sequence[str]) -> list[Located]:
         encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(x.ids, np.int64), np.array(x.offsets, np.int64).reshape(-1, 2)) for x in encodings]
 
+    def encode_long(text: str) -> np.ndarray:
+        return in_pieces(encode_located, text)[0]
+
     size = max(size, end + 1)
-    return Tokenizer(digest, size, str(path), end, encode, loaded.decode, encode_located, chat)
+    located = partial(in_calls, encode_located, partial(in_pieces, encode_located))
+    encoded = partial(in_calls, encode, encode_long)
+    return Tokenizer(digest, size, str(path), end, encoded, loaded.decode, located, chat)
+
+
+# --- long texts ------------------------------------------------------------------------------------------
+
+
+def in_calls(
+    encode: Callable[[Sequence[str]], list[T]], long: Callable[[str], T], texts: Sequence[str]
+) -> list[T]:
+    """`encode` of texts in calls of about CALL characters at most, and `long` of each that is longer than PIECE.
+
+    So memory is bounded, and an interrupt is heard between two calls.
+    """
+    short = [text for text in texts if len(text) <= PIECE]
+    done: list[T] = []
+    for _, call in groupby(zip(short, accumulate(map(len, short)), strict=True), lambda x: x[1] // CALL):
+        done += encode([text for text, _ in call])
+    rest = iter(done)
+    return [next(rest) if len(text) <= PIECE else long(text) for text in texts]
+
+
+def in_pieces(locate: Callable[[Sequence[str]], list[Located]], text: str) -> Located:
+    """The tokens of a long text, and their characters, as `locate` gives them for the whole.
+
+    Pieces overlap, and are joined where two have the same tokens; larger ones, until they have.
+    """
+    size = PIECE
+    while size < len(text):
+        shared = size // 32
+        starts = range(0, len(text) - shared, size - shared)
+        joined: list[Located] = []
+        for n in range(0, len(starts), max(1, CALL // size)):
+            some = starts[n : n + max(1, CALL // size)]
+            pieces = locate([text[at : at + size] for at in some])
+            joined += [(ids, spans + at) for at, (ids, spans) in zip(some, pieces, strict=True)]
+        if all(_join(joined, n) for n in range(1, len(joined))):
+            ids, spans = zip(*joined, strict=True)
+            return np.concatenate(ids), np.concatenate(spans)
+        size *= 4
+    return locate([text])[0]
+
+
+def _join(pieces: list[Located], n: int) -> bool:
+    """Cut piece `n` and the one before it where both have the same tokens; False if there is no such place."""
+    (before, places), (after, spans) = pieces[n - 1], pieces[n]
+    first = int(np.searchsorted(places[:, 0], spans[0, 0])) if len(spans) else len(before)
+    left = list(zip(before[first:].tolist(), map(tuple, places[first:].tolist()), strict=True))
+    count = 2 * len(left) + SAME
+    right = list(zip(after[:count].tolist(), map(tuple, spans[:count].tolist()), strict=True))
+    at = {token: j for j, token in enumerate(right)}
+    for i in sorted(range(len(left) - SAME), key=lambda i: abs(2 * i - len(left))):  # far from both ends
+        j = at.get(left[i])
+        if j is not None and left[i : i + SAME] == right[j : j + SAME]:
+            pieces[n - 1] = before[: first + i], places[: first + i]
+            pieces[n] = after[j:], spans[j:]
+            return True
+    return False
 
 
 def _chat_template(path: Path, config: dict[str, Any], end: str) -> ChatTemplate:
@@ -164,7 +231,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise ValueError("not an object")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: got a file that cannot be read ({error}), expected a JSON object: correct it"
         ) from error

@@ -1,10 +1,10 @@
 """DeepSpeed 0.19's configuration files as arguments of zfunc: `zfunc.from_deepspeed`, `zfunc train --config`.
 
-    keys, value_types           keys.toml: every key with its type and default, and whether it is supported
-    reader, resolved            JSON with comments; the values of all keys, checked against the table
-    arguments, lr               batch, precision, optimizer, offloading; schedulers and betas, bit by bit
-    convert, cli_merge          arguments of `zfunc.compile` and `zfunc.init`; a file merged with a command line
-    messages                    what is logged of a file
+    keys        keys.toml: every key with its type and default, and whether it is supported
+    reader      JSON with comments; the values of all keys, checked against the table
+    lr          the five schedulers and OneCycle's betas, bit by bit
+    settings    the settings that a file decides, merged with a command line; what is logged of it
+    convert     arguments of `zfunc.compile` and `zfunc.init`
 
 Only `convert` needs torch, so a wrong file is refused before torch is loaded.
 """

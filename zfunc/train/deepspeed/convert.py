@@ -14,27 +14,25 @@ from typing import Any
 import attrs
 from attrs import frozen
 
+from zfunc.core.settings import StepSettings
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.by_name import make_optimizer
 from zfunc.optim.loss_scale import LossScale
 from zfunc.optim.optimizer_settings import decay_all
-from zfunc.train.deepspeed import arguments
-from zfunc.train.deepspeed.arguments import (
-    BUCKET_SIZE,
-    DEVICE,
-    RATIO,
+from zfunc.train.deepspeed.lr import LR, LRSchedule, lr_schedule
+from zfunc.train.deepspeed.reader import ConfigValues, read_config_file, read_values
+from zfunc.train.deepspeed.settings import (
+    STAGE,
+    WEIGHT_DECAY,
     batch_sizes,
+    check_complete,
+    check_settings,
+    decided,
+    notes,
     optimizer_arguments,
     optimizer_name,
     peak_lr,
-    placement,
-    zero_stage,
 )
-from zfunc.train.deepspeed.cli_merge import PLACES, SINK_BLOCKS, flags_by_key
-from zfunc.train.deepspeed.lr import LRSchedule, WarmupCosineLR, WarmupDecayLR, lr_schedule
-from zfunc.train.deepspeed.messages import decision_notes, name_notes
-from zfunc.train.deepspeed.reader import read_config_file
-from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
 from zfunc.train.settings import OPTIMIZER_ARGUMENTS, TrainSettings
 
 log = logging.getLogger("zfunc")
@@ -62,8 +60,9 @@ def from_deepspeed(
     """Convert a DeepSpeed configuration, a file or a dict, for `zfunc.compile` and `zfunc.init`.
 
     `world` is the number of ranks. `given` has values, by dotted key, for what the file leaves out or has as
-    "auto". `decay(name, shape)` selects the parameters that weight decay applies to; all of them by default, as in
-    DeepSpeed without parameter groups. Keys without effect are logged. docs/deepspeed.md has every key.
+    "auto"; an "auto" without one is the default of `zfunc.compile`, or of the optimizer. `decay(name,
+    shape)` selects the parameters that weight decay applies to; all of them by default, as in DeepSpeed without
+    parameter groups. Keys without effect are logged. docs/deepspeed.md has every key.
 
     Raises ValueError for unknown keys, with the nearest known ones, for values of another type, for contradictory
     or missing batch sizes, for what is unsupported, and for `given` values that the file contradicts.
@@ -76,45 +75,53 @@ def from_deepspeed(
     >>> config.train_batch_size, config.compile["micro_batches"], config.compile["optimizer"].lr
     (8, 2, 0.0003)
     """
-    given_values = {name: GivenValue(value, f"given[{name!r}]") for name, value in (given or {}).items()}
-    values = resolve_values(read_config_file(source), given_values)
-    lr = peak_lr(values)
-    rate = lr_schedule(values, lr=lr)
-    optimizer = make_optimizer(
-        optimizer_name(values), lr=lr if rate is None else rate, decay=decay, **optimizer_arguments(values)
-    )
-    if isinstance(rate, WarmupDecayLR | WarmupCosineLR) and rate.total_num_steps is None:
-        raise ValueError(
-            f"{values.source}: got {values['scheduler.type']} without its total_num_steps, expected the steps of "
-            'the training: write them, or pass given={"scheduler.params.total_num_steps": ...}'
-        )
-    precision = arguments.precision(values) or "fp32"
-    scale = arguments.loss_scale(values) if precision == "fp16" else None
-    batch = batch_sizes(values, world)
-    compiled: dict[str, Any] = {
-        "optimizer": optimizer,
-        "precision": precision,
-        "clip_norm": values["gradient_clipping"] or None,
-        "micro_batches": batch.accumulation,
-        "stage": zero_stage(values),
-        **placement(values),
+    values = read_values(read_config_file(source), given)
+    check_complete(values)
+    name, arguments = optimizer_name(values), optimizer_arguments(values)
+    if not values.leaves_open(LR):
+        arguments["lr"] = peak_lr(values)
+    optimizer: Any = make_optimizer(name, decay=decay, **arguments)
+    rate = lr_schedule(values, getattr(optimizer, "optimizers", (optimizer,))[0].lr)
+    if rate is not None:
+        optimizer = make_optimizer(name, decay=decay, **{**arguments, "lr": rate})
+    settings = {
+        "precision": "fp32",
+        **({} if values.leaves_open(STAGE) else {"stage": 1}),
+        **({} if values.leaves_open("gradient_clipping") else {"clip": values["gradient_clipping"]}),
+        **{name: value for name, value, _ in decided(values) if name != "moments"},  # which the optimizer has
     }
-    if values.sets(BUCKET_SIZE):
-        compiled["bucket_size"] = values[BUCKET_SIZE]
-    if values.sets(DEVICE) or values.sets(RATIO):
-        compiled["offload_ratio"] = arguments.offload_ratio(values)
-    notes = (*name_notes(values), *decision_notes(values, batch, rate, scale), *_sink_notes(values))
-    for line in notes:
+    if "clip" in settings:
+        settings["clip_norm"] = settings["clip"] or None
+    train, settings["micro_batches"], batch = batch_sizes(values, world)
+    known = attrs.fields_dict(StepSettings)
+    compiled = {"optimizer": optimizer, **{x: value for x, value in settings.items() if x in known}}
+    scale = loss_scale(values) if settings["precision"] == "fp16" else None
+    lines = [*notes(values, batch, rate, scale)]
+    for line in lines:
         log.info("%s: %s", values.source, line)
     every, breakdown = values["steps_per_print"], values["wall_clock_breakdown"]
-    return DeepSpeedSettings(MappingProxyType(compiled), scale, batch.train, every, breakdown, notes)
+    return DeepSpeedSettings(MappingProxyType(compiled), scale, train, every, breakdown, tuple(lines))
 
 
-def _sink_notes(values: ResolvedValues) -> Iterator[str]:
-    """Blocks that only `zfunc train` acts on."""
-    for block, key in SINK_BLOCKS.items():
-        if values[key]:
-            yield f"{block}: only `zfunc train` writes it; log the metrics of train_step in your own loop"
+def loss_scale(values: ConfigValues) -> LossScale:
+    """The loss scale of a file that trains in fp16. Raises ValueError for bounds that are none."""
+    fixed, window, minimum, power, hysteresis, consecutive = (
+        values[f"fp16.{x}"]
+        for x in (
+            *("loss_scale", "loss_scale_window", "min_loss_scale", "initial_scale_power", "hysteresis"),
+            "consecutive_hysteresis",
+        )
+    )
+    if fixed:
+        return LossScale(scale=fixed, window=0)
+    if not window or not 0 < minimum <= 2.0**power:
+        raise ValueError(
+            f"{values.source}: fp16: got loss_scale_window {window}, min_loss_scale {minimum} and a first scale of "
+            f"2**{power}, expected 1 or more, and the first not below the smallest: correct them, or set loss_scale"
+        )
+    return LossScale(
+        2.0**power, window, hysteresis=hysteresis, minimum=float(minimum), consecutive=consecutive
+    )
 
 
 # --- for zfunc train ---------------------------------------------------------------------------------------
@@ -124,14 +131,16 @@ def _sink_notes(values: ResolvedValues) -> Iterator[str]:
 class ConfigExtras:
     """What a configuration sets that has no flag in `zfunc train`, with the defaults for none."""
 
-    values: ResolvedValues | None = None
+    values: ConfigValues | None = None
     optimizer: Mapping[str, Any] = MappingProxyType({})  # arguments beside lr and weight decay
     loss_scale: LossScale | None = None
     steps_per_print: int | None = None
 
     def rate(self, lr: float, total: int | None, warmup: int) -> LRSchedule | None:
         """The file's scheduler; `total` and `warmup` count steps, for a file that leaves them open."""
-        return None if self.values is None else lr_schedule(self.values, lr=lr, total=total, warmup=warmup)
+        if self.values is None:
+            return None
+        return lr_schedule(self.values, lr, total_num_steps=total, warmup=warmup)
 
 
 @lru_cache(maxsize=4)
@@ -140,23 +149,18 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
     usual = OPTIMIZER_ARGUMENTS[settings.optimizer]
     if settings.config is None:
         return ConfigExtras(optimizer=MappingProxyType(dict(usual)))
-    flags = attrs.asdict(settings)
-    del flags["offload_ratio"], flags["moments"]
     source = read_config_file(settings.config)
-    # The settings have them.
-    decided = resolve_values(source).file.keys() & {key for key, _ in PLACES.values()}
-    given = {key: value for key, value in flags_by_key(flags).items() if key not in decided}
-    values = resolve_values(source, given)
-    arguments_in_file = optimizer_arguments(values)
-    own = {k: v for k, v in arguments_in_file.items() if k not in ("weight_decay", "moments")}
+    values = read_values(source)
+    check_settings({f.name: getattr(settings, f.name) for f in attrs.fields(TrainSettings)}, values)
+    if values.leaves_open("optimizer.type"):
+        values = read_values(source, {"optimizer.type": settings.optimizer})
+    own = {k: v for k, v in optimizer_arguments(values).items() if k not in ("weight_decay", "moments")}
     if callable(betas := own.get("betas")) and settings.steps is not None:
         _check_betas(AdamW(betas=betas), settings)
-    return ConfigExtras(
-        values,
-        MappingProxyType({**({} if values.has("optimizer") else usual), **own}),
-        arguments.loss_scale(values) if settings.precision == "fp16" else None,
-        values["steps_per_print"],
-    )
+    if values.has("optimizer"):
+        usual = {name: x for name, x in usual.items() if values.leaves_open(f"optimizer.params.{name}")}
+    scale = loss_scale(values) if settings.precision == "fp16" else None
+    return ConfigExtras(values, MappingProxyType({**usual, **own}), scale, values["steps_per_print"])
 
 
 def _check_betas(adam: AdamW, settings: TrainSettings) -> None:
@@ -167,22 +171,21 @@ def _check_betas(adam: AdamW, settings: TrainSettings) -> None:
     except ValueError as error:
         message = str(error).partition("; pass")[0]
         raise ValueError(
-            f"{settings.config}: {message}: lower scheduler.params.decay_mom_rate, or train fewer than {step} "
-            "--steps"
+            f"{settings.config}: {message}: lower scheduler.params.decay_mom_rate, or train fewer steps"
         ) from error
 
 
 def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
     """The log lines about the file at the start of a training."""
-    values = config_extras(settings).values
-    if settings.config is None or values is None:
+    extras = config_extras(settings)
+    if settings.config is None or (values := extras.values) is None:
         return
     rate = lr if isinstance(lr, LRSchedule) else None
-    scale = config_extras(settings).loss_scale
-    notes = [*name_notes(values), *decision_notes(values, batch_sizes(values, world), rate, scale)]
+    _, _, batch = batch_sizes(values, world, settings.batch_size, settings.micro_batches)
+    lines = [*notes(values, batch, rate, extras.loss_scale)]
     if rate is None:
         then = {"cosine": "decays along a cosine", "linear": "decays along a line", "constant": "stays"}
-        notes.append(f"no scheduler: the learning rate warms up, then {then[settings.lr_schedule]}")
-    if values[arguments.WEIGHT_DECAY]:
-        notes.append("weight_decay applies to matrices and embeddings, not to norms and biases")
-    yield from (f"{settings.config.name}: {note}" for note in notes)
+        lines.append(f"no scheduler: the learning rate warms up, then {then[settings.lr_schedule]}")
+    if values[WEIGHT_DECAY]:
+        lines.append("weight_decay applies to matrices and embeddings, not to norms and biases")
+    yield from (f"{settings.config.name}: {line}" for line in lines)

@@ -1,16 +1,17 @@
 """DeepSpeed's keys, read from keys.toml: checks, messages and docs/deepspeed.md are derived from this table."""
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from attrs import frozen
 
-from zfunc.train.deepspeed.value_types import OBJECT, ValueType, value_type
+from zfunc.options import AUTO
 
-TABLE = Path(__file__).with_name("keys.toml")
-Fate = Literal["supported", "ignored", "unsupported"]
+READ_BY_NAME = ("aio", "activation_checkpointing")  # where DeepSpeed 0.19 ignores unknown keys
+FATES = ("supported", "ignored", "unsupported")
 
 
 @frozen
@@ -18,12 +19,13 @@ class Key:
     """A key. An unsupported one may have its default, or be switched off."""
 
     name: str  # dotted
-    type: ValueType
+    type: str | list[Any]  # as keys.toml describes it
     default: Any  # DeepSpeed's
-    fate: Fate
+    fate: str  # one of FATES
     note: str  # how it is supported, why it is ignored, or what to do instead of an unsupported one
     exceptions: tuple[Any, ...] = ()  # values of a supported key that are refused
     instead: str = ""  # what to do about those
+    switch: str = ""  # the key of a block that alone turns it on
 
     @property
     def block(self) -> str:
@@ -35,82 +37,79 @@ class Key:
         """The last part of its name."""
         return self.name.rpartition(".")[2]
 
+    @property
+    def expected(self) -> str:
+        """Its type, for errors."""
+        if isinstance(self.type, list):
+            return ", ".join(map(str, self.type))
+        name, _, bounds = self.type.partition(" ")
+        low, _, high = bounds.partition("..")
+        return f"{name} from {low} to {high}" if high else f"{name}, {low} or more" if low else name
+
     def refusal(self, value: Any) -> str:
-        """Why a value, as read by `type`, is refused; "" if it is accepted."""
+        """Why a value of its type is refused; "" if it is accepted."""
         if value in self.exceptions:
             return self.instead
-        off = value == self.default or (self.type is OBJECT and not switched_on(value))
-        return self.note if self.fate == "unsupported" and not off else ""
+        return self.note if self.fate == "unsupported" and self.acts(value) else ""
+
+    def acts(self, value: Any) -> bool:
+        """Whether a value differs from the default; of a block, whether it is on."""
+        if self.type != "object":
+            return value != self.default
+        if self.switch and isinstance(value, dict):
+            return cast("dict[str, Any]", value).get(self.switch) not in (None, False, 0, AUTO)
+        return switched_on(value)
 
 
-@frozen
-class OldName:
-    """The key that an old name stands for; for a switch, also the values of True and False."""
+def read_value(kind: str | list[Any], value: Any) -> Any:
+    """A value as its type has it; None for a value of another type.
 
-    key: str
-    switch: tuple[Any, Any] | None = None
-
-    def value(self, old: Any) -> Any:
-        """The key's value."""
-        return self.switch[not old] if self.switch and old in (True, False) else old
-
-
-def parse_table(text: str) -> tuple[dict[str, Key], dict[str, OldName]]:
-    """The keys and old names in a text like keys.toml. Raises ValueError for a wrong row.
-
-    >>> keys, _ = parse_table('[notes]\\n[keys]\\nlr = { type = "float 0..", supported = "as `lr`" }\\n[old]')
-    >>> keys["lr"].note
-    'as `lr`'
+    >>> read_value("int 1..", 5e8), read_value("int 1..", 0.5), read_value("int 1..", 0)
+    (500000000, None, None)
+    >>> read_value("float 0..1", 1), read_value("float 0..", float("nan")), read_value(["cpu", "nvme"], "CPU")
+    (1.0, None, 'cpu')
     """
-    table = tomllib.loads(text)
-    keys = {name: _key(name, row, table["notes"]) for name, row in table["keys"].items()}
-    old = {
-        name: OldName(to) if isinstance(to, str) else OldName(to["key"], (to["true"], to["false"]))
-        for name, to in table["old"].items()
-    }
-    for name, old_name in old.items():
-        if old_name.key not in keys or name in keys:
-            raise ValueError(
-                f"old name {name}: got {old_name.key}, expected a key of the table for another name"
-            )
-    return keys, old
+    if isinstance(kind, list):
+        return next((x for x in kind if str(x).lower() == str(value).lower()), None)
+    name, _, bounds = kind.partition(" ")
+    if name in ("int", "float"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        low, _, high = bounds.partition("..")
+        inside = float(low or "-inf") <= value <= float(high or "inf")
+        number = {"int": int, "float": float}[name](value)
+        return number if inside and number == value else None
+    if name == "betas":
+        many = cast("list[Any]", value) if isinstance(value, list | tuple) else []
+        pair = [read_value("float 0..1", x) for x in many]
+        return tuple(pair) if len(pair) == 2 and None not in pair else None
+    kinds: dict[str, Any] = {"bool": bool, "text": str, "object": (dict, bool)}
+    return value if isinstance(value, kinds[name]) else None
 
 
 def _key(name: str, row: dict[str, Any], notes: Mapping[str, str]) -> Key:
-    fates: list[Fate] = [fate for fate in get_args(Fate) if fate in row]
-    wrong = row.keys() - {"type", "default", "except", "instead", *fates}
-    if len(fates) != 1 or wrong or ("except" in row) != ("instead" in row) or "type" not in row:
-        raise ValueError(
-            f"{name}: got {', '.join(row)}, expected type, perhaps default, except with instead, and one of "
-            f"{', '.join(get_args(Fate))}"
-        )
-    try:
-        kind, note = value_type(row["type"]), row[fates[0]].format_map(notes)
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"{name}: got {error}, expected a type of value_types.py and notes of the table"
-        ) from None
-    default, exceptions = row.get("default"), row.get("except", [])
-    for value in [*exceptions, *(() if default is None else (default,))]:
-        if kind.read(value) is None:
-            raise ValueError(f"{name}: got {value!r}, expected {kind.expected}")
-    default = None if default is None else kind.read(default)
-    return Key(name, kind, default, fates[0], note, tuple(exceptions), row.get("instead", ""))
+    (fate,) = (fate for fate in FATES if fate in row)
+    default = None if (default := row.get("default")) is None else read_value(row["type"], default)
+    exceptions = tuple(row.get("except", ()))
+    note, more = row[fate].format_map(notes), (row.get("instead", ""), row.get("switch", ""))
+    return Key(name, row["type"], default, fate, note, exceptions, *more)
 
 
-KEYS, OLD_NAMES = parse_table(TABLE.read_text())
+_TABLE = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
+KEYS = {name: _key(name, row, _TABLE["notes"]) for name, row in _TABLE["keys"].items()}
+OLD_NAMES: dict[str, str] = _TABLE["old"]
+"""Names that older files have, each with the name of today."""
+OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of today
 
 
-def _blocks() -> frozenset[str]:
-    blocks = {""}
+def _blocks() -> Iterator[str]:
     for name in (*KEYS, *OLD_NAMES):
         while name := name.rpartition(".")[0]:
-            blocks.add(name)
-    return frozenset(blocks)
+            yield name
 
 
-BLOCKS = _blocks()
-"""Objects that a file may have, by dotted name; "" is the file."""
+BLOCKS = frozenset(_blocks())
+"""Objects that a file may have, by dotted name."""
 
 
 def names_in(block: str) -> list[str]:
@@ -124,22 +123,14 @@ def names_in(block: str) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in inside))
 
 
-def blocks_with(last: str) -> list[str]:
-    """The blocks that have a key whose name ends in `last`."""
-    return [key.block for key in KEYS.values() if key.last == last]
-
-
 def switched_on(value: Any) -> bool:
     """Whether a block is on: by the keys `enabled` in it; without any, by not being empty.
 
     >>> switched_on({"enabled": False, "size": 3}), switched_on({"size": 3}), switched_on({})
     (False, True, False)
     """
-    if not isinstance(value, dict):
-        return bool(value)
-    block = cast("dict[str, Any]", value)
-    switches = list(_switches(block))
-    return any(switches) if switches else bool(block)
+    switches = list(_switches(cast("dict[str, Any]", value))) if isinstance(value, dict) else []
+    return any(switches) if switches else bool(cast("object", value))
 
 
 def _switches(block: dict[str, Any]) -> Iterator[bool]:

@@ -15,27 +15,23 @@ import attrs
 from attrs import frozen
 
 from zfunc.errors import did_you_mean
-from zfunc.train.deepspeed.keys import KEYS
-from zfunc.train.deepspeed.resolved import ResolvedValues
+from zfunc.train.deepspeed.reader import ConfigValues
+from zfunc.train.settings import FINAL_LR
 
 PARAMS = "scheduler.params."
-TOTAL, WARMUP, MAX_LR = f"{PARAMS}total_num_steps", f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
+WARMUP, MAX_LR = f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
 LR = "optimizer.params.lr"
+OWN_SHAPE: dict[str, Any] = {
+    "warmup_type": "linear",
+    "cos_min_ratio": FINAL_LR,
+}  # of zfunc's own rate, for "auto"
 BETA2 = 0.99  # of OneCycle, whatever the optimizer's betas are
+CYCLE_BETAS = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
 
 @frozen
 class _Scheduler:
-    """A learning rate whose fields are keys of the file, checked by their types."""
-
-    def __attrs_post_init__(self) -> None:
-        for field in attrs.fields(type(self)):
-            value, key = getattr(self, field.name), LR if field.name == "lr" else PARAMS + field.name
-            if value is not None and KEYS[key].type.read(value) is None:
-                expected = KEYS[key].type.expected
-                raise ValueError(
-                    f"{type(self).__name__}: {field.name} is {value!r}; expected {expected}; correct it"
-                )
+    """A learning rate whose fields are keys of the file."""
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -93,35 +89,34 @@ class OneCycle(_Scheduler):
             return self.cycle_min_lr / self.decay(batch, self.decay_lr_rate)
         return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
 
-    def height(self, batch: int) -> float | None:
-        """Where in the cycle a batch is, from 0 at the lower rate to 1 at the higher; None after the cycle."""
-        total = self._first + self._second
-        return self._height(batch + 1, total) if batch < total else None
+    @property
+    def _sizes(self) -> tuple[float, float]:
+        """Batches in which the rate rises, and falls."""
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        return float(first), float(first if second is None else second)
 
     def decay(self, batch: int, rate: float) -> float:
         """The factor of a batch after the cycle: 1, plus `rate` every `decay_step_size` batches."""
-        if not self.decay_step_size:
-            return 1.0
-        return 1 + rate * ((batch + 1 - self._first - self._second) / self.decay_step_size)
+        first, second = self._sizes
+        return (
+            1 + rate * ((batch + 1 - first - second) / self.decay_step_size) if self.decay_step_size else 1.0
+        )
 
-    @property
-    def _first(self) -> float:
-        return float(self.cycle_first_step_size)
-
-    @property
-    def _second(self) -> float:
-        return self._first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
-
-    def _height(self, batch: int, total: float) -> float:
-        ratio = self._first / total  # in DeepSpeed's order of operations, for the same bits
+    def height(self, batch: int) -> float | None:
+        """Where in the cycle a batch is, from 0 at the lower rate to 1 at the higher; None after the cycle."""
+        first, second = self._sizes
+        total = first + second
+        if batch >= total:
+            return None
+        batch += 1
+        ratio = first / total  # in DeepSpeed's order of operations, for the same bits
         x = 1.0 + batch / total - math.floor(1 + batch / total)
-        rising = x <= ratio
-        stairs = self.cycle_first_stair_count
+        rising, stairs = x <= ratio, self.cycle_first_stair_count
         if not rising and self.cycle_second_stair_count is not None:
             stairs = self.cycle_second_stair_count
         if stairs > 0:
             at = batch % total
-            up = at * stairs / self._first if at <= self._first else (total - at) * stairs / self._second
+            up = at * stairs / first if at <= first else (total - at) * stairs / second
             return math.floor(up) / stairs
         return x / ratio if rising else (x - 1) / (ratio - 1)
 
@@ -188,7 +183,7 @@ class WarmupDecayLR(_Scheduler):
     def _at(self, batch: int) -> float:
         if self.total_num_steps is None:
             return _warmed(self, batch, 1.0)
-        span = float(max(1.0, self.total_num_steps - _at_least_2(self.warmup_num_steps)))
+        span = float(max(1.0, self.total_num_steps - max(2, self.warmup_num_steps)))
         return _warmed(self, batch, max(0.0, float(self.total_num_steps - batch) / span))
 
 
@@ -211,12 +206,11 @@ class WarmupCosineLR(_Scheduler):
     def _at(self, batch: int) -> float:
         if batch < 0:
             return 0.0
-        rise = _rise(batch, self.warmup_num_steps, self.warmup_type)
-        if rise is not None:
+        if (rise := _rise(self, batch)) is not None:
             return self.lr * (self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio))
         if self.total_num_steps is None:
             return self.lr
-        warmup = _at_least_2(self.warmup_num_steps)
+        warmup = max(2, self.warmup_num_steps)
         progress = min(1.0, (batch - warmup + 1) / max(1, self.total_num_steps - warmup))
         ratio = (1 + math.cos(math.pi * progress)) / 2
         return self.lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
@@ -232,90 +226,69 @@ def _warmed(rate: WarmupLR | WarmupDecayLR, batch: int, after: float) -> float:
     """The rate of a batch; `after` is its share of the rise once the warm-up is over."""
     if batch < 0:
         return rate.warmup_min_lr
-    rise = _rise(batch, rate.warmup_num_steps, rate.warmup_type)
-    gamma = after if rise is None else rise
-    return rate.warmup_min_lr + (rate.warmup_max_lr - rate.warmup_min_lr) * gamma
+    rise = _rise(rate, batch)
+    return rate.warmup_min_lr + (rate.warmup_max_lr - rate.warmup_min_lr) * (after if rise is None else rise)
 
 
-def _rise(batch: int, warmup: int, kind: str) -> float | None:
+def _rise(rate: WarmupLR | WarmupDecayLR | WarmupCosineLR, batch: int) -> float | None:
     """How far the warm-up is, 0 to 1; None when it is over."""
-    steps = _at_least_2(warmup)
+    steps = max(2, rate.warmup_num_steps)  # the logarithm of 1 is 0, and divides
     if batch >= steps:
         return None
-    return batch / steps if kind == "linear" else 1.0 / math.log(steps) * math.log(batch + 1)
-
-
-def _at_least_2(warmup: int) -> int:
-    return max(2, warmup)  # the logarithm of 1 is 0, and divides
+    return batch / steps if rate.warmup_type == "linear" else 1.0 / math.log(steps) * math.log(batch + 1)
 
 
 # --- from a file -----------------------------------------------------------------------------------------
 
 
 def lr_schedule(
-    values: ResolvedValues, *, lr: float, total: int | None = None, warmup: int | None = None
+    values: ConfigValues, lr: float, *, warmup: int | None = None, **total: int | None
 ) -> LRSchedule | None:
     """The scheduler of a file; None without one.
 
-    `lr` is the optimizer's; `total` and `warmup` count steps, for a file that leaves them open. Raises ValueError
-    for parameters that this scheduler does not take, or lacks.
+    `lr` is the optimizer's; `warmup` and `total_num_steps` count steps, for a file that leaves them open. Raises
+    ValueError for parameters that this scheduler does not take, or lacks.
     """
-    kind = values["scheduler.type"]
-    if kind is None:
-        if values.has("scheduler"):
-            raise ValueError(
-                f"{values.source}: got a scheduler without a type, expected one of {', '.join(SCHEDULERS)}: add it"
-            )
+    if (kind := values["scheduler.type"]) is None:
         return None
-    fields = attrs.fields(cast("Any", SCHEDULERS[kind]))
-    names = [field.name for field in fields]
-    _check_names(values, kind, names)
-    params = {name: values[PARAMS + name] for name in names if values.sets(PARAMS + name)}
-    if "lr" in names:
-        params["lr"] = lr
-    if "warmup_max_lr" in names and (MAX_LR in values.auto or kind == "WarmupLR"):
-        params.setdefault("warmup_max_lr", lr)
-    if "warmup_num_steps" in names and WARMUP in values.auto and warmup is not None:
-        params.setdefault("warmup_num_steps", max(1, warmup))
-    if "total_num_steps" in names:
-        params.setdefault("total_num_steps", total)
-    if missing := [f.name for f in fields if f.default is attrs.NOTHING and f.name not in params]:
+    fields = attrs.fields_dict(cast("Any", SCHEDULERS[kind]))
+    known = [*fields, *(("cycle_momentum", *CYCLE_BETAS) if kind == "OneCycle" else ())]
+    for last in (x.removeprefix(PARAMS) for x in (*values.file, *values.auto) if x.startswith(PARAMS)):
+        if last not in known:
+            hint = did_you_mean(last, known)
+            raise ValueError(
+                f"{values.source}: got {PARAMS}{last}, which {kind} does not take{hint}: delete it"
+            )
+    params: dict[str, Any] = {"lr": lr, **total}
+    params |= {name: own for name, own in OWN_SHAPE.items() if values.leaves_open(PARAMS + name)}
+    if kind == "WarmupLR" or MAX_LR in values.auto:
+        params["warmup_max_lr"] = lr
+    if WARMUP in values.auto and warmup is not None:
+        params["warmup_num_steps"] = max(1, warmup)
+    params |= {name: values[PARAMS + name] for name in known if name != "lr" and values.sets(PARAMS + name)}
+    params = {name: value for name, value in params.items() if name in fields}
+    lacking = [x.name for x in fields.values() if x.default is attrs.NOTHING and x.name not in params]
+    if lacking:
         raise ValueError(
-            f"{values.source}: got {kind} without {' and '.join(missing)}, expected it in scheduler.params: add it"
+            f"{values.source}: got {kind} without {' and '.join(lacking)}, expected it in scheduler.params: add it"
         )
     return SCHEDULERS[kind](**params)
 
 
-def cycles_betas(values: ResolvedValues) -> bool:
+def cycles_betas(values: ConfigValues) -> bool:
     """Whether OneCycle moves the betas with the learning rate."""
     return values["scheduler.type"] == "OneCycle" and values[f"{PARAMS}cycle_momentum"]
 
 
-def onecycle_betas(values: ResolvedValues) -> OneCycleBetas:
+def onecycle_betas(values: ConfigValues) -> OneCycleBetas:
     """OneCycle's betas; only for a file where `cycles_betas` is true."""
-    cycle = lr_schedule(values, lr=0.0)  # OneCycle takes nothing of the optimizer's
-    assert isinstance(cycle, OneCycle)
-    names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
-    return OneCycleBetas(cycle, **{name: values[PARAMS + name] for name in names})
+    cycle = cast("OneCycle", lr_schedule(values, 0.0))  # it takes nothing of the optimizer's
+    return OneCycleBetas(cycle, **{name: values[PARAMS + name] for name in CYCLE_BETAS})
 
 
-def sets_lr_alone(values: ResolvedValues) -> bool:
+def sets_lr_alone(values: ConfigValues) -> bool:
     """Whether the scheduler's rate does not depend on the optimizer's `lr`."""
     kind = values["scheduler.type"]
-    return kind in ("LRRangeTest", "OneCycle") or (
-        kind in ("WarmupLR", "WarmupDecayLR")
-        and MAX_LR not in values.auto
-        and (values.sets(MAX_LR) or kind != "WarmupLR")
-    )
-
-
-def _check_names(values: ResolvedValues, kind: str, fields: list[str]) -> None:
-    betas = ("cycle_momentum", *(f.name for f in attrs.fields(OneCycleBetas) if f.name != "cycle"))
-    known = [*fields, *(betas if kind == "OneCycle" else ())]
-    for name in (*values.file, *values.auto):
-        last = name.removeprefix(PARAMS)
-        if last != name and last not in known and KEYS[name].fate != "unsupported":
-            raise ValueError(
-                f"{values.source}: got {name}, which {kind} does not take{did_you_mean(last, known)}, expected "
-                f"{', '.join(known)}: correct or delete it"
-            )
+    if kind == "WarmupLR":
+        return MAX_LR not in values.auto and values.sets(MAX_LR)
+    return kind in ("LRRangeTest", "OneCycle") or (kind == "WarmupDecayLR" and MAX_LR not in values.auto)

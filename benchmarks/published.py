@@ -1,0 +1,440 @@
+"""What others published of their systems, planned: `zfunc.plan`, set to work as the peer does, over the published.
+
+The rows are data (`benchmarks/published.toml`): model, hardware, batch, the way of working, figure and source.
+Beside each stands zfunc's own best plan of the same batch. No figure is fitted to a row: constants come with the
+profiles and their sources, and what a peer does on its host is a fact of the row.
+
+    python -m benchmarks.published --only Z,P --no-best
+    python -m benchmarks.published --json benchmarks/results --page
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from attrs import asdict, evolve, field, fields, frozen
+
+from benchmarks.machine import make_parser, write
+from docs.markdown_table import table
+from zfunc.core.dtypes import Precision
+from zfunc.core.hardware import Measured
+from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
+from zfunc.engine.segment import Segment
+from zfunc.engine.step_spec import make_spec
+from zfunc.models import hf
+from zfunc.models.gpt_config import GPTConfig
+from zfunc.models.gpt_costs import GPTCosts
+from zfunc.optim.adamw import AdamW
+from zfunc.planner.cost_model import CostModel, SegmentCosts
+from zfunc.planner.plan_step import plan_settings
+from zfunc.planner.planned import Planned
+from zfunc.planner.profile import Profile, replace_figures
+from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.suggestions import as_flag
+from zfunc.planner.traced_costs import TracedCosts
+
+ROWS = Path(__file__).with_suffix(".toml")
+PAGE = Path(__file__).parent.parent / "docs" / "published.md"
+BEGIN, END = "<!-- python -m benchmarks.published writes from here -->", "<!-- to here -->"
+VOCABULARY = 50_257  # of a GPT
+WIDE = 1.5  # a ratio beyond needs a fact beside it
+BEST: dict[str, Any] = dict.fromkeys(("schedule", "params_on", "activations_on"), "auto")
+CLIPPED = 1.0
+SAID = ("title", "system", "facts", "searched")  # of a row, without effect on its plan
+MORE = ("#b8860b", "#2a9d9d", "#c05a9b", "#5b5b5b")
+
+
+@frozen(kw_only=True)
+class Row:
+    """A published figure, and the step of zfunc that works as the peer's; fields as `published.toml` explains."""
+
+    id: str
+    system: str
+    title: str
+    model: str
+    hardware: str
+    precision: Precision
+    length: int
+    micro_batch: int
+    figure: float
+    unit: str
+    way: dict[str, Any] = field(factory=dict[str, Any], hash=False)
+    micro_batches: int = 1
+    world: int = 1
+    divided: int = 1
+    adam: float | None = None
+    reductions: float = 1.0
+    compiled: bool = False
+    fp16_sums: bool = False
+    searched: bool = False
+    flops_per_token: str = ""
+    facts: tuple[str, ...] = field(default=(), converter=tuple)
+
+    @property
+    def devices(self) -> int:
+        """The GPUs of the figure."""
+        return self.world * self.divided
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, all ranks together."""
+        return self.world * self.micro_batches * self.micro_batch * self.length
+
+    @property
+    def settings(self) -> StepSettings:
+        """Those of a step that works as the peer's."""
+        return StepSettings(
+            precision=self.precision,
+            micro_batches=self.micro_batches,
+            compile_segments=self.compiled,
+            **self.way,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """A published step."""
+        if self.unit == "seconds":
+            return self.figure
+        rate = self.figure
+        if self.unit == "TFLOPS":
+            rate = self.figure * 1e12 / FORMULAS[self.flops_per_token](self) * self.devices
+        elif self.unit == "tokens/s a GPU":
+            rate *= self.devices
+        return self.tokens / rate
+
+
+def parameters(row: Row) -> int:
+    """Of the model, a tied one once."""
+    spec = costs(row).untraced(row.settings, on_gpu=True)
+    return spec.layout.num_trainable
+
+
+def deep_compile(row: Row) -> float:
+    """FLOPs a token as DeepSpeedExamples' `benchmarks/deepcompile/plot_common.py` counts them for Llama-3-70B."""
+    hidden, inner, layers, vocabulary = 8192, 32768, 80, 32000
+    attention = 2 * hidden**2 + 2 * hidden * row.length
+    return 8 * (layers * (attention + 3 * inner * hidden) + vocabulary * hidden)
+
+
+def recomputed(row: Row) -> float:
+    """8 FLOPs a token and parameter: of forward, of backward, and of forward again."""
+    return 8.0 * parameters(row)
+
+
+FORMULAS = {"8P": recomputed, "DeepCompile": deep_compile}
+
+
+def read_rows() -> tuple[list[Row], dict[str, str]]:
+    """All rows, and what cannot be compared with its reason."""
+    data = tomllib.loads(ROWS.read_text())
+    rows: list[Row] = []
+    for source in data["source"]:
+        for own in source.pop("rows"):
+            accumulate = {"accumulate": own.pop("accumulate")} if "accumulate" in own else {}
+            way = source.get("way", {}) | own.pop("way", {}) | accumulate
+            said = [*source.get("facts", ()), *([own.pop("note")] if "note" in own else ())]
+            rows.append(Row(**source | own | {"way": way, "facts": said}))
+    return rows, data["apart"]
+
+
+# --- planning ---------------------------------------------------------------------------------------------
+
+
+@cache
+def _models() -> dict[str, Any]:
+    return tomllib.loads(ROWS.read_text())["models"]
+
+
+def described(config: dict[str, Any]) -> tuple[Segment, ...]:
+    """The segments of a Hugging Face model, without memory; rotary positions have no end."""
+    from transformers import AutoConfig
+
+    auto: Any = AutoConfig
+    return hf.describe(auto.for_model(**config, max_position_embeddings=1 << 23))[1]
+
+
+@cache
+def _first_layers(model: str) -> tuple[tuple[Segment, ...], int]:
+    """The first layers between embedding and head, and how often they come."""
+    config = _models()[model]
+    few = 2 if "sliding_window" in config else 1  # every second layer looks back that far only
+    return described(config | {"num_hidden_layers": few}), config["num_hidden_layers"] // few
+
+
+@frozen(eq=False)
+class RepeatedCosts:
+    """`SegmentCosts` of a model whose layers repeat, traced once: `of` has the first layers, which come `times`."""
+
+    of: TracedCosts
+    times: int
+    world: int
+    rows: int
+    tokens: int
+
+    def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
+        """The spec of these settings, with costs of 0."""
+        first, *layers, last = (s.parameters for s in self.of.segments)
+        blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(self.times) for own in layers]
+        return make_spec([first, *blocks, last], self.of.optimizer, settings, world=self.world, on_gpu=on_gpu)
+
+    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
+        """The same with the costs of a micro-batch."""
+        few = self.of.traced(evolve(settings, micro_batches=1), on_gpu=on_gpu, grouped=grouped)
+        first, *layers, last = few.costs
+        spec = self.untraced(settings, on_gpu=on_gpu)
+        found = [first, *layers * self.times, last]
+        return evolve(spec, costs=found, target_bytes=few.target_bytes, aux=few.aux)
+
+
+@cache
+def _few(model: str, rows: int, length: int) -> TracedCosts:
+    tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    return TracedCosts(_first_layers(model)[0], (tokens, tokens), AdamW())
+
+
+def costs(row: Row) -> SegmentCosts:
+    """Of the row's model and one rank's batch."""
+    of, count = dict(_models()[row.model]), row.micro_batch * row.micro_batches
+    if of.pop("gpt", False):
+        return GPTCosts(GPTConfig(VOCABULARY, row.length, **of), count, AdamW(), row.world)
+    times = _first_layers(row.model)[1]
+    few = _few(row.model, row.micro_batch, row.length)
+    return RepeatedCosts(few, times, row.world, count, count * row.length)
+
+
+def profile(row: Row) -> Profile:
+    """Of the row's hardware, at the rate of its products; attention sums in fp32 whatever these do."""
+    of, own, other = load_profile(row.hardware), row.precision, "fp16_accumulate"
+    if not row.fp16_sums:
+        return of
+    share = of.value("reached", "attention") * of.value("flops_per_s", own) / of.value("flops_per_s", other)
+    rates = {f"{table}.{own}": of.value(table, other) for table in ("flops_per_s", "reached")}
+    return replace_figures(of, rates | {"reached.attention": share})
+
+
+def planned(row: Row) -> Planned:
+    """The row's step, working as the peer does."""
+    model = CostModel(costs(row), profile(row))
+    plan = plan_settings(model, row.settings, advice=False)
+    known = tuple(dict.fromkeys(as_the_peer(row, plan)))
+    if not known:
+        return plan
+    own = evolve(model, machine=evolve(plan.hardware, measured=known), estimates={}, graphs={})
+    return plan_settings(own, row.settings, advice=False)
+
+
+def as_the_peer(row: Row, plan: Planned) -> Iterator[Measured]:
+    """The operations of the plan that take the peer longer, by the facts of the row."""
+    ranks = min(row.world, int(profile(row).value("count", "devices")))
+    buckets, hardware = plan.step.spec.layout.buckets, plan.hardware
+    for op in (plan.step.of_few or plan.step).plan.graph:
+        if op.verb == "adam" and row.adam is not None:
+            seconds = buckets[op.index[0]].numel / row.world * ranks / row.adam
+            yield Measured("host", 0, op.nbytes, seconds)
+        elif op.verb == "reduce_scatter" and row.reductions != 1:
+            yield Measured("network", op.flops, op.nbytes, row.reductions * hardware.seconds(op))
+
+
+def own_best(row: Row) -> Planned | None:
+    """zfunc's own best plan of the same batch that fits; None where nothing does.
+
+    Where the peer divides one rank's work among GPUs, zfunc divides the sequences among ranks; a single sequence
+    cannot be.
+    """
+    if row.divided > 1:
+        each = row.micro_batch * row.micro_batches // row.divided
+        if not each:
+            return None
+        count = max(1, each // row.micro_batch)
+        row = evolve(row, world=row.divided, divided=1, micro_batches=count, micro_batch=each // count)
+    model = CostModel(costs(row), profile(row))
+    base = StepSettings(precision=row.precision, micro_batches=row.micro_batches, clip_norm=CLIPPED, **BEST)
+    ways = [base] if row.world == 1 else [evolve(base, stage=stage) for stage in (2, 3)]
+    plans = [plan_settings(model, way, advice=False) for way in ways]
+    return min((p for p in plans if p.fits), key=lambda p: p.step_seconds, default=None)
+
+
+def result(row: Row, *, search: bool) -> dict[str, Any]:
+    """A row with tokens a second as published, as planned, and of zfunc's own best plan."""
+    plan = planned(row)
+    found: dict[str, Any] = {
+        **asdict(row),
+        "gpus": row.devices,
+        "published": row.tokens / row.seconds,
+        "planned": row.tokens / plan.step_seconds * row.divided,
+        "bound": plan.bound,
+        "lacking": {} if row.divided > 1 else dict(plan.lacking),
+    }
+    if search and row.searched:
+        own = own_best(row)
+        found["best"] = own and own.tokens_per_second
+        found["best_settings"] = own and changed_settings(own.step.settings)
+    return found
+
+
+def changed_settings(settings: StepSettings) -> str:
+    """The settings that are not the default, as flags."""
+    own = {f.name: getattr(settings, f.name) for f in fields(StepSettings)}
+    left = ("precision", "micro_batches", "clip_norm")
+    return " ".join(
+        as_flag(name, value)
+        for name, value in own.items()
+        if value != getattr(StepSettings(), name) and name not in left
+    )
+
+
+def identity(of: dict[str, Any]) -> str:
+    """What tells a row, or its result, from others."""
+    return json.dumps([of[f.name] for f in fields(Row) if f.name not in SAID])
+
+
+# --- the answer -------------------------------------------------------------------------------------------
+
+
+def error(of: dict[str, Any]) -> float:
+    """How far the plan is from the published, as a factor of at least 1."""
+    return exp(abs(log(of["planned"] / of["published"])))
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """The median error, and how many rows are within which factor."""
+    errors = [error(x) for x in results]
+    systems = len({x["system"] for x in results})
+    within = [f"{sum(e <= limit for e in errors)} within {limit:g}x" for limit in (1.15, 1.25, WIDE)]
+    return (
+        f"{len(results)} rows of {systems} systems: the median error is {median(errors):.2f}x, the largest "
+        f"{max(errors):.2f}x; {', '.join(within)}."
+    )
+
+
+def table_rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each result, with marks of its facts."""
+    notes = facts(results)
+    for x in results:
+        marks = ", ".join(str(notes.index(fact) + 1) for fact in x["facts"])
+        batch = (
+            f"{x['micro_batches']} x {x['micro_batch']}" if x["micro_batches"] > 1 else f"{x['micro_batch']}"
+        )
+        ratio = f"{x['planned'] / x['published']:.2f}"
+        best = x.get("best")
+        yield (
+            x["id"],
+            x["system"] + ", compiled" * x["compiled"] + (f" [{marks}]" if marks else ""),
+            x["model"],
+            f"{x['gpus']} x {x['hardware']}" if x["gpus"] > 1 else x["hardware"],
+            f"{batch} x {x['length']:,}",
+            f"{x['published']:,.0f}",
+            f"{x['planned']:,.0f}" + (" (short of memory)" if x["lacking"] else ""),
+            f"**{ratio}**" if error(x) > WIDE else ratio,
+            f"{best:,.0f}" if best else "none fits" if "best" in x else "",
+        )
+
+
+def facts(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Of all rows, each once."""
+    return list(dict.fromkeys(fact for x in results for fact in x["facts"]))
+
+
+HEADS = ("row", "system", "model", "GPUs", "batch of a rank", "published", "planned", "planned / published",
+         "zfunc's best")  # fmt: skip
+
+
+def page(results: Sequence[dict[str, Any]], apart: dict[str, str]) -> str:
+    """What the command writes into the page: summary, table, facts, sources, and what is not compared."""
+    sources = dict.fromkeys((x["id"], x["system"], x["title"]) for x in results)
+    return "\n\n".join(
+        [
+            summary(results),
+            table(HEADS, table_rows(results)),
+            "Facts of the rows:",
+            "\n".join(f"{n}. {fact}" for n, fact in enumerate(facts(results), 1)),
+            "## Sources",
+            table(("rows", "system", "where"), sources),
+            "## Not compared",
+            table(("what", "why"), apart.items()),
+        ]
+    )
+
+
+def with_page(text: str) -> str:
+    """The page with `text` between its marks."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+
+
+def plot(results: Sequence[dict[str, Any]], path: str) -> None:
+    """Planned over published tokens a second of every row, by system."""
+    from benchmarks.plots import COLORS, figure, save
+
+    fig, (left, right) = figure(2, title="Published steps, planned as their systems work")
+    colors = dict(zip(dict.fromkeys(x["system"] for x in results), [*COLORS.values(), *MORE], strict=False))
+    for system, color in colors.items():
+        of = [x for x in results if x["system"] == system]
+        left.scatter(
+            [x["published"] / x["gpus"] for x in of],
+            [x["planned"] / x["gpus"] for x in of],
+            s=14, color=color, label=system, zorder=3,
+        )  # fmt: skip
+    values = [v / x["gpus"] for x in results for v in (x["published"], x["planned"])]
+    ends = (min(values) / 1.3, max(values) * 1.3)
+    for factor in (1 / 1.25, 1, 1.25):
+        left.plot(ends, [factor * e for e in ends], color="#999999", linewidth=1 if factor == 1 else 0.6)
+    left.set(
+        xscale="log", yscale="log", xlabel="published tokens/s a GPU", ylabel="planned", xlim=ends, ylim=ends
+    )
+    left.legend(frameon=False, fontsize=6, loc="upper left")
+    errors = sorted(x["planned"] / x["published"] for x in results)
+    right.step(
+        errors, [(n + 1) / len(errors) for n in range(len(errors))], where="post", color=COLORS["fp32"]
+    )
+    right.set(xlabel="planned / published", ylabel="share of rows", xscale="log", ylim=(0, 1))
+    ticks = [0.5, 0.67, 0.8, 1, 1.25, 1.5, 2]
+    right.set_xticks(ticks, labels=[f"{t:g}" for t in ticks])
+    right.minorticks_off()
+    right.axvspan(1 / 1.25, 1.25, color="#e4ecf7", zorder=0)
+    save(fig, path)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--only", default="", help="the rows whose id begins so, comma separated (default: all)"
+    )
+    parser.add_argument("--no-best", action="store_true", help="do not search for zfunc's own best plans")
+    parser.add_argument(
+        "--from", dest="given", metavar="JSON", help="results of the rows that are not planned now"
+    )
+    parser.add_argument("--page", action="store_true", help="write docs/published.md and docs/published.svg")
+    options = parser.parse_args()
+    rows, apart = read_rows()
+    told: list[dict[str, Any]] = []
+    if options.given:
+        told = json.loads(Path(options.given).read_text())["results"]
+    known = {identity(x): x for x in told}
+    for row in (r for r in rows if r.id in options.only.split(",") or not options.only):
+        x = known[identity(asdict(row))] = result(row, search=not options.no_best)
+        print(
+            f"{row.id:<4}{row.system:<34}{row.model:<14}{x['published']:>12,.1f}{x['planned']:>12,.1f} tokens/s"
+            f"{x['planned'] / x['published']:>7.2f}  {x['bound']}",
+            flush=True,
+        )
+    results = [
+        known[key] | asdict(row) for row in rows if (key := identity(asdict(row))) in known
+    ]  # with what is said of it now
+    write(options.json, "published", results)
+    print(summary(results))
+    if options.page:
+        PAGE.write_text(with_page(page(results, apart)))
+        print(f"written: {PAGE}")
+        plot(results, str(PAGE.with_suffix(".svg")))
+
+
+if __name__ == "__main__":
+    main()

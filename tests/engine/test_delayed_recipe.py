@@ -1,0 +1,110 @@
+"""The delayed update of examples/ is that of plain PyTorch a step late, and has one result under any schedule."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain
+import pytest
+import torch
+import trained
+from small_models import bits
+from table import SPECS, in_pairs
+from torch import Tensor
+from trained import steps
+
+import zfunc
+from zfunc.core.graph import Graph
+from zfunc.engine.program import Program
+from zfunc.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "examples"))
+from delayed_update import delayed  # noqa: E402
+
+GOLDENS = ROOT / "tests" / "goldens" / "delayed"
+DELAYED = {"recipe": delayed, "defer": True}
+SETTINGS: dict[str, dict[str, Any]] = {  # the norms of the first steps are 0.85, 0.59, 0.54, 0.47, 0.52
+    "clipped": {"precision": "fp32", "clip_norm": 0.55},
+    "never clipped": {"precision": "fp32", "clip_norm": 1e6},
+    "bf16, 16 bits": {"precision": "bf16", "clip_norm": 0.55, "moments": "16bit"},
+    "8 bits, in 3": {"precision": "bf16", "clip_norm": 0.5, "moments": "8bit", "micro_batches": 3},
+    "stage 1": {"precision": "fp32", "clip_norm": 0.55, "stage": 1, "micro_batches": 2},
+    "partial": {"precision": "bf16", "clip_norm": 0.55, "offload_ratio": 0.6},
+    "fp16": {"precision": "fp16"},
+}
+
+
+def run(settings: str, **more: Any) -> tuple[str, list[Tensor]]:
+    """Five steps; with fp16 from a scale that overflows at first."""
+    program, batch = trained.compiled(**SETTINGS[settings], **more)
+    scale = zfunc.LossScale(scale=2.0**20, window=2, hysteresis=1)
+    state, seen = steps(program, zfunc.init(program, seed=1, loss_scale=scale), batch, 0, 5)
+    return repr(seen), [*bits(zfunc.flush(program, state))]
+
+
+def same(a: tuple[str, list[Tensor]], b: tuple[str, list[Tensor]]) -> bool:
+    return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
+
+
+def late_in_plain_pytorch(
+    program: Program, batch: Callable[[int], Any]
+) -> tuple[list[float], dict[str, Tensor]]:
+    parts = [plain.Part.of(segment) for segment in program.segments]
+    values = zfunc.params(program, zfunc.init(program, seed=1))
+    names = {span.name for span in program.layout.spans}
+    kinds = {
+        d: [values[x] for x in names if zfunc.matrices_only(x, values[x].shape) == d] for d in (True, False)
+    }
+    optimizer = torch.optim.AdamW([{"params": x, "weight_decay": 0.1 * d} for d, x in kinds.items()], lr=1e-2)
+    losses, waiting = list[float](), dict[str, Tensor]()
+    for i in range(31):
+        loss, _, grads = plain.gradient(parts, values, names, [batch(i)])
+        losses += [loss] if i < 30 else []
+        for name, grad in waiting.items():
+            values[name].grad = grad
+        if waiting:
+            optimizer.step()
+        waiting = plain.clipped(grads, program.settings.clip_norm)[1]
+    return losses, values
+
+
+def test_the_delayed_update_is_that_of_plain_pytorch_a_step_late() -> None:
+    program, batch = trained.compiled(
+        "odd sizes", precision="fp32", clip_norm=0.5, bucket_size=100, **DELAYED
+    )
+    state, seen = steps(program, zfunc.init(program, seed=1), batch, 0, 30)
+    losses, weights = late_in_plain_pytorch(program, batch)
+    assert [loss for _, loss, *_ in seen] == pytest.approx(losses, abs=2e-4)
+    for name, value in zfunc.params(program, zfunc.flush(program, state)).items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize(("settings", "schedule"), in_pairs(SETTINGS, ["Overlapped", "Interleaved"]))
+def test_a_delayed_update_has_one_result_under_any_schedule(settings: str, schedule: str) -> None:
+    serial = run(settings, schedule="Serial", **DELAYED)
+    assert same(run(settings, schedule=schedule, **DELAYED), serial)
+    if settings != "fp16":
+        assert serial[0] != run(settings, schedule="Serial")[0]
+
+
+def test_the_host_updates_beside_all_of_forward_and_backward() -> None:
+    late = [op.verb for op in Graph(delayed(SPECS["small buckets"]))]
+    assert late.index("adam") < late.index("forward") < late.index("to_device") < late.index("decide")
+
+
+def test_a_gradient_that_waits_in_a_checkpoint_of_an_earlier_version_is_applied() -> None:
+    """It was saved with `delay_from`, before and after its update."""
+    settings = {"precision": "fp32", "clip_norm": 0.5}
+    program, batch = trained.compiled("pairs", **settings, defer=True)
+    weights = zfunc.params(program, state := zfunc.load(GOLDENS / "waiting", program))
+    applied = zfunc.load(GOLDENS / "applied", program)
+    assert all(torch.equal(weights[name], x) for name, x in zfunc.params(program, applied).items())
+    assert all(map(torch.equal, bits(state), bits(applied)))
+    _, seen = steps(program, zfunc.load(GOLDENS / "waiting", program), batch, 3, 5)
+    assert seen == steps(program, state, batch, 3, 5)[1]
+    assert seen[0][0] == 4
+    plain, _ = trained.compiled("pairs", **settings)
+    with pytest.raises(CheckpointError, match="from delayed updates, expected a program that defers"):
+        zfunc.load(GOLDENS / "waiting", plain)

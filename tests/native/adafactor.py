@@ -1,0 +1,81 @@
+"""One step of Adafactor in NumPy float32, operation by operation: the bits of kernel and torch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from zfunc.core.dtypes import Dtype
+from zfunc.optim.adafactor_matrices import SUMMED, AdafactorFactors, Matrices
+from zfunc.optim.compact_reference import Array, join, round_to, split, to_float32
+from zfunc.optim.reference import flush_small
+from zfunc.optim.rules import EXP_AVG_SQ_FLOOR
+
+
+def reference_adafactor_update(
+    weights: Sequence[Array],
+    variance: Array,
+    grad: Array,
+    matrices: Matrices,
+    factors: AdafactorFactors,
+    *,
+    out: Dtype | None = None,
+) -> tuple[Array | None, ...]:
+    """`weights` [n], fp32 or the halves of a split master, the variances [kept], and the rounded copy, if any."""
+    if not grad.size:
+        return *weights, variance, None if out is None else round_to(to_float32(grad), out)
+    with np.errstate(all="ignore"):  # inf and NaN propagate
+        k = AdafactorFactors._make(np.float32(x) for x in factors)
+        p = weights[0] if len(weights) == 1 else join(*weights)
+        g = (flush_small(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
+        squares = g.astype(np.float64) ** 2
+        sums = [exact_sum(squares, axis).reshape(-1) for axis in (2, 1)]
+        both = zip(sums, (matrices.columns, matrices.rows), matrices.kept, strict=True)
+        mean = np.concatenate([x / n for x, n, kept in both if kept]).astype(np.float32)
+        variance = flush_small(k.keep * variance + k.add * mean, EXP_AVG_SQ_FLOOR)
+        left, right = roots(variance, matrices, k)
+        u = (g * np.minimum(left[..., None] * right[:, None], k.limit)).reshape(-1)
+        of_update, of_weights = (np.sqrt(np.float32(exact_sum(square_sums(x), 0) / p.size)) for x in (u, p))
+        size = np.maximum(k.least_size, of_weights)
+        change = k.rate * size / np.maximum(np.float32(1), of_update / k.threshold) * u
+        p = p - (change + k.decay * p if factors.decay else change)
+        return *((p,) if len(weights) == 1 else split(p)), variance, None if out is None else round_to(p, out)
+
+
+def unit_of(largest: Array, count: int) -> Array:
+    """What a term of an exact sum of `count` is added to and freed of again, the `largest` being such."""
+    return np.ldexp(1.0, np.frexp(largest)[1] + count.bit_length())
+
+
+def exact_sum(terms: Array, axis: int) -> Array:
+    """Sums of float64 along an axis, from 0 up, which no order changes."""
+    unit = unit_of(terms.max(axis, keepdims=True), terms.shape[axis])
+    return ((terms + unit) - unit).sum(axis)
+
+
+def square_sums(x: Array) -> Array:
+    """The sums of squares of every 64 elements of x [n], in the order of `reference_square_sum`: [ceil(n / 64)]."""
+    square = to_float32(x).astype(np.float64) ** 2
+    lanes = np.pad(square, (0, -x.size % SUMMED)).reshape(-1, SUMMED // 16, 16).cumsum(1)[:, -1]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    return lanes[:, 0]
+
+
+def roots(variance: Array, matrices: Matrices, k: AdafactorFactors) -> tuple[Array, Array]:
+    """What a gradient is multiplied by for its row [count, rows] and for its column [count, columns]."""
+    count, rows, columns, factored = matrices
+    kept, _ = matrices.kept
+    if not factored:
+        return np.ones((1, 1), np.float32), _inverse_root(variance.reshape(1, -1))
+    row, column = variance[:kept].reshape(count, -1), variance[kept:].reshape(count, -1)
+    row = row if row.size else _mean(column, columns)
+    column = column if column.size else _mean(row, rows)
+    return _inverse_root(row / np.maximum(_mean(row, rows), k.least_mean)), _inverse_root(column)
+
+
+def _mean(x: Array, count: int) -> Array:
+    return (exact_sum(x.astype(np.float64), 1) / count).astype(np.float32)[:, None]
+
+
+def _inverse_root(x: Array) -> Array:
+    return np.float32(1) / np.sqrt(x)

@@ -1,0 +1,246 @@
+"""Bad arguments of an update are refused on the host and on a device: got, expected, and nothing is touched."""
+
+import math
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_update import locked
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from update_law import ROWS, State, exact, fresh
+
+import zfunc
+from zfunc.core.decision import StepDecision
+from zfunc.optim.host_update import accumulate_, square_sum
+from zfunc.optim.kernel_loader import cpu_adam as kernel
+
+N = 128
+Arguments = dict[str, Any]
+Change = Callable[[State], Any]
+
+
+def assert_refused(call: Callable[..., Any], error: type[Exception], words: str, **arguments: Any) -> None:
+    kept = [
+        x for given in arguments.values() for x in (given.values() if isinstance(given, dict) else [given])
+    ]
+    readable = [
+        x
+        for x in kept
+        if type(x) is Tensor
+        and (x.is_cpu and x.layout is torch.strided and x.untyped_storage().nbytes() >= x.nbytes)
+    ]
+    before = [x.clone() for x in readable]
+    with pytest.raises(error, match=words) as caught:
+        call(**arguments)
+    assert "got" in str(caught.value)
+    assert "expected" in str(caught.value)
+    assert all(torch.equal(exact(x), exact(y)) for x, y in zip(readable, before, strict=True))
+
+
+# ---- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"step": 0}, ValueError, "step"),
+        ({"step": 1.0}, TypeError, "step"),
+        ({"step": True}, TypeError, "step"),
+        ({"step": 10**400}, ValueError, "step"),
+        ({"lr": math.nan}, ValueError, "lr"),
+        ({"lr": -1.0}, ValueError, "lr"),
+        ({"lr": "1"}, TypeError, "lr"),
+        ({"lr": torch.ones(2)}, TypeError, "lr"),
+        ({"lr": np.ones(2)}, TypeError, "lr"),
+        ({"lr": 3e38}, ValueError, "as rate"),
+        ({"lr": 1e38, "weight_decay": 1e30}, ValueError, "as decay"),
+        ({"betas": (0.9, 1.0)}, ValueError, "betas"),
+        ({"betas": (-0.1, 0.9)}, ValueError, "betas"),
+        ({"betas": 0.9}, ValueError, "betas"),
+        ({"eps": -1e-8}, ValueError, "eps"),
+        ({"weight_decay": math.inf}, ValueError, "weight_decay"),
+        ({"decoupled": 1}, TypeError, "decoupled"),
+        ({"grad_scale": math.inf}, ValueError, "grad_scale"),
+        ({"grad_scale": 1e39}, ValueError, "grad_scale"),
+        ({"threads": 0}, ValueError, "threads"),
+        ({"threads": 1.5}, TypeError, "threads"),
+    ],
+)
+def test_bad_numbers(change: Arguments, error: type[Exception], match: str) -> None:
+    good = {**fresh(N, "fp32"), "grad": torch.ones(N), "step": 1, "lr": 1e-3}
+    assert_refused(zfunc.adam_update_, error, match, **{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: zfunc.SGD(nesterov=True),
+            "nesterov: got momentum=0.0 and dampening=0.0; expected a momentum above",
+        ),
+        (lambda: zfunc.SGD(momentum=-1), "momentum: got -1; expected a finite float32 at or above 0"),
+        (lambda: zfunc.SGD(lr=math.inf), "lr: got inf; expected a finite float32 at or above 0"),
+        (lambda: zfunc.Lion(betas=(0.9, 1.0)), r"betas: got \(0.9, 1.0\); expected two numbers in \[0, 1\)"),
+        (
+            lambda: zfunc.Lion(lr=1e30, weight_decay=1e30),
+            "Lion's settings .as decay.: got 1.0000000000000001e.60; expected a finite",
+        ),
+        (lambda: zfunc.Adagrad(eps=1e-40), "eps: got 1e-40; expected a float32 of at least"),
+        (lambda: zfunc.Adagrad(moments="4bit"), "moments: got '4bit'; expected one of fp32, 16bit, 8bit"),  # pyright: ignore
+        (lambda: zfunc.Adagrad(lr_decay=-1), "lr_decay: got -1; expected a finite float32 at or above 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- buffers -----------------------------------------------------------------------------------------
+
+
+def resized(nbytes: int) -> Tensor:
+    x = torch.ones(N)
+    x.untyped_storage().resize_(nbytes)
+    return x
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(N)
+
+
+BUFFERS: list[tuple[str, str, Change, type[Exception], str]] = [
+    ("fp32", "grad", lambda _: torch.ones(N - 1), ValueError, r": got shape \[127\]"),
+    ("fp32", "grad", lambda _: torch.ones(2 * N)[::2], ValueError, ": got stride 2"),
+    ("fp32", "grad", lambda _: torch.ones(N).double(), TypeError, ": got float64; expected float32 or bf"),
+    ("fp32", "grad", lambda _: torch.ones(N).int(), TypeError, ": got int32"),
+    ("fp32", "grad", lambda _: [1.0] * N, TypeError, ": got list"),
+    ("fp32", "grad", lambda _: torch.ones(N, device="meta"), ValueError, ": got a tensor on meta; exp.* cpu"),
+    ("fp32", "grad", lambda _: torch.ones(N).to_sparse(), ValueError, ": got a lazy or sparse view"),
+    ("fp32", "out", lambda _: torch.ones(N).int(), TypeError, ": got int32"),
+    ("fp32", "out", lambda c: c["grad"], ValueError, "grad and out|out and grad"),
+    ("fp32", "master", lambda c: c["master"].numpy(), TypeError, ": got ndarray"),
+    ("fp32", "exp_avg", lambda c: c["exp_avg"].bfloat16(), TypeError, ": got bfloat16"),
+    ("fp32", "exp_avg_sq", lambda c: c["exp_avg_sq"].reshape(16, 8), ValueError, r": got shape \[16, 8\]"),
+    ("16bit", "exp_avg", lambda _: torch.zeros(N), TypeError, ": got float32; expected bfloat16"),
+    ("16bit", "exp_avg", lambda c: c["master_high"], ValueError, "overlap"),
+    ("16bit", "exp_avg_sq", lambda c: c["exp_avg"], ValueError, "overlap"),
+    ("16bit", "master_low", lambda _: torch.zeros(N, dtype=torch.int32), TypeError, ": got int32"),
+    ("16bit", "master_low", lambda c: c["master_low"][:64], ValueError, r": got shape \[64\]"),
+    ("8bit", "exp_avg_sq", lambda _: torch.zeros(N), TypeError, ": got float32; expected uint8"),
+    (
+        "8bit",
+        "exp_avg_sq",
+        lambda _: torch.zeros(N + 1, dtype=torch.uint8),
+        ValueError,
+        r": got shape \[129\]",
+    ),
+    ("8bit", "exp_avg_sq_scale", lambda _: torch.zeros(3, dtype=torch.int16), ValueError, r"\[3\].* \[2\]"),
+    *(
+        ("fp32", name, lambda _, make=make: make(), ValueError, ": got a tensor whose")
+        for name in ("master", "exp_avg", "grad", "out")
+        for make in (lambda: resized(16), lambda: resized(0), fake)
+    ),
+]
+
+
+def update(into: Any = None, where: str = "host", *, row: str, **given: Any) -> None:
+    adam, state = ROWS[row], {k: x for k, x in given.items() if k not in ("grad", "out")}
+    decision = StepDecision(False, 1.0, 1, adam.factors(1))
+    call = adam.device_update if where == "device" else adam.host_update
+    call(
+        state, given["grad"], decision, group=0, out=given["out"], **({} if into is None else {"into": into})
+    )
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize(("moments", "name", "change", "error", "words"), BUFFERS)
+def test_bad_buffers(
+    where: str, moments: str, name: str, change: Change, error: type[Exception], words: str
+) -> None:
+    good = {**fresh(N, moments), "grad": torch.ones(N), "out": torch.zeros(N)}
+    words = f"{name}{words}" if words.startswith(":") else words
+    assert_refused(update, error, words, **{**good, name: change(good)}, row=f"AdamW, {moments}", where=where)
+
+
+INTO: list[tuple[str, str, Change, type[Exception], str]] = [
+    ("fp32", "master", lambda c: c["master"], ValueError, "master and into master|into master and master"),
+    ("fp32", "exp_avg", lambda c: c["exp_avg_sq"], ValueError, "overlaps"),
+    ("fp32", "exp_avg_sq", lambda c: c["grad"], ValueError, "overlaps"),
+    ("fp32", "exp_avg_sq", lambda c: c["out"], ValueError, "overlaps"),
+    ("fp32", "exp_avg", lambda _: torch.zeros(N + 1), ValueError, r"into exp_avg: got shape \[129\]"),
+    ("fp32", "exp_avg", lambda _: torch.zeros(N).half(), TypeError, "into exp_avg: got float16"),
+    ("fp32", "exp_avg", lambda _: torch.zeros(2 * N)[::2], ValueError, "into exp_avg: got stride 2"),
+    ("fp32", "exp_avg", lambda _: locked(torch.ones(N)), ValueError, "into exp_avg: got read-only memory"),
+    (
+        "8bit",
+        "exp_avg_sq",
+        lambda _: torch.zeros(N),
+        TypeError,
+        "into exp_avg_sq: got float32; expected uint8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("moments", "name", "change", "error", "words"), INTO)
+def test_bad_buffers_for_the_new_state(
+    moments: str, name: str, change: Change, error: type[Exception], words: str
+) -> None:
+    good: Arguments = {**fresh(N, moments), "grad": torch.ones(N), "out": torch.zeros(N)}
+    into = {**fresh(N, moments), name: change(good)}
+    assert_refused(update, error, words, **good, into=into, row=f"AdamW, {moments}")
+
+
+@pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "out"])
+@pytest.mark.parametrize("start", [0, mmap.PAGESIZE], ids=["all of it", "its end"])
+def test_memory_that_cannot_be_written(name: str, start: int) -> None:
+    n = mmap.PAGESIZE // 2  # 4-byte elements: two pages
+    arguments = {x: torch.ones(n) for x in ("master", "exp_avg", "exp_avg_sq", "grad", "out")}
+    x, words = locked(torch.ones(n), start), f"{name}: got read-only memory"
+    assert_refused(zfunc.adam_update_, ValueError, words, **{**arguments, name: x}, step=1, lr=1e-3)
+    zfunc.adam_update_(**{**arguments, "grad": x}, step=1, lr=1e-3)  # pyright: ignore
+    with pytest.raises(ValueError, match="acc: got read-only memory"):
+        accumulate_(x, arguments["grad"], first=True)
+
+
+def test_neighbours_in_one_storage_do_not_overlap() -> None:
+    store, (_, v, grad) = torch.zeros(2 * N), torch.ones(3, N)
+    how: Arguments = {"exp_avg_sq": v, "grad": grad, "step": 1, "lr": 1e-3}
+    near: Arguments = {"master": store[:N], "exp_avg": store[N - 1 : 2 * N - 1]}
+    assert_refused(zfunc.adam_update_, ValueError, "overlaps", **how, **near)
+    zfunc.adam_update_(store[:N], store[N:], **how)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda acc, grad: accumulate_(acc, grad[:4], first=True), ValueError),
+        (lambda acc, grad: accumulate_(acc, acc, first=False), ValueError),
+        (lambda acc, grad: accumulate_(acc.half(), grad, first=True), TypeError),
+        (lambda acc, grad: accumulate_(acc, grad, first=True, threads=0), ValueError),
+        (lambda acc, grad: square_sum(grad.double()), TypeError),
+        (lambda acc, grad: square_sum(grad.reshape(2, 4)), ValueError),
+        (lambda acc, grad: square_sum(grad.to_sparse()), ValueError),
+        (lambda acc, grad: square_sum(fake()), ValueError),
+    ],
+)
+def test_bad_sums(call: Callable[..., Any], error: type[Exception]) -> None:
+    assert_refused(call, error, "acc|grad|threads", acc=torch.zeros(8), grad=torch.ones(8))
+
+
+def test_wrappers_of_torch_func() -> None:
+    def loss(p: Tensor) -> Tensor:
+        zfunc.adam_update_(p, torch.zeros(4), torch.zeros(4), torch.ones(4), step=1, lr=1.0)
+        return p.sum()
+
+    with pytest.raises(TypeError, match=r"torch\.func"):
+        torch.func.grad(loss)(torch.ones(4))
+
+
+def test_an_instruction_set_the_cpu_lacks() -> None:
+    with pytest.raises(ValueError, match="does not run"):
+        kernel.accumulate(0, torch.zeros(4).data_ptr(), 0, 4, kernel.FP32, False, 1, 99)

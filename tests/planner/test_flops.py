@@ -1,0 +1,250 @@
+"""A plan counts the arithmetic of a model: what its sizes say, for every family, length and kind of attention."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fuzz_models
+import pytest
+import torch
+from hf_models import CONFIGS, transformers
+from small_models import MODELS
+
+import zfunc
+import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
+from zfunc.core.settings import StepSettings
+from zfunc.engine import cost_trace
+from zfunc.optim.adamw import AdamW
+from zfunc.planner.traced_costs import TracedCosts
+
+ROWS, LENGTHS = 2, (8, 16, 32)
+BY_DAY = {"GPT-2", "Llama", "Mistral, window", "Gemma 2", "Mixtral", "GPT-OSS"}
+BY_HAND = {
+    "Gemma 2",
+    "GPT-OSS",
+}  # no fused kernel bounds scores or has sinks: two products forward, four backward
+ALL_EXPERTS = {"Llama 4"}  # its layers multiply by every expert themselves
+
+
+def costs_of(segments: Any, batch: Any, *, on_gpu: bool = True, **more: Any) -> tuple[int, int]:
+    """FLOPs of forward and of backward."""
+    costs = TracedCosts(tuple(segments), batch, AdamW()).traced(
+        StepSettings(recompute="none"), on_gpu=on_gpu, **more
+    )
+    return sum(c.flops for c in costs.costs), sum(c.backward_flops for c in costs.costs)
+
+
+def tokens(seq: int) -> Any:
+    x = torch.empty(ROWS, seq, dtype=torch.int64, device="meta")
+    return x, x
+
+
+def meta_model(name: str) -> Any:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+
+
+def in_products(name: str, model: Any, *, grouped: bool) -> int:
+    """Weights that a token is multiplied by: all matrices but what is looked up, of experts those chosen."""
+    config, looked_up = model.config, {"wte.weight", "wpe.weight", "embed_tokens.weight", "embed_in.weight"}
+    total = 0
+    for full, p in model.named_parameters(remove_duplicate=False):
+        if ".".join(full.split(".")[-2:]) in looked_up or p.dim() < 2 or full.endswith("_bias"):
+            continue
+        experts = p.dim() == 3 and grouped and name not in ALL_EXPERTS
+        total += p.numel() * config.num_experts_per_tok // len(p) if experts else p.numel()
+    return total
+
+
+def attended(name: str, model: Any, seq: int) -> Iterator[tuple[int, bool]]:
+    """Products of scores of each layer, as twice the FLOPs of one, and whether a fused kernel makes them."""
+    config = model.config
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or seq
+    for n in range(config.num_hidden_layers):
+        kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (n + 1))[n]
+        masked = kind != "full_attention" and window < seq  # the kernel computes what a mask hides
+        fused = name not in BY_HAND
+        yield ROWS * heads * size * seq**2 * (1 if fused and not masked else 2), fused
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in BY_DAY else pytest.mark.slow) for x in CONFIGS]
+)
+def test_flops_are_those_of_the_sizes_of_a_model_at_any_length(name: str) -> None:
+    """Attention is forward two products and backward two or, where scores are made again, five over two of that."""
+    model = meta_model(name)
+    segments = zfunc.hf.segments(model)
+    for seq in LENGTHS:
+        linear = 2 * ROWS * seq * in_products(name, model, grouped=True)
+        layers = [*attended(name, model, seq)]
+        forward = sum(2 * one for one, _ in layers)
+        backward = sum(5 * one if fused else 4 * one for one, fused in layers)
+        assert costs_of(segments, tokens(seq)) == (linear + forward, 2 * linear + backward), seq
+    once, twice, doubled = (costs_of(segments, tokens(seq))[0] for seq in LENGTHS)
+    assert (
+        once < twice - once < (doubled - twice) / 2
+    )  # a row of twice the length, and more than twice the work
+
+
+def test_experts_are_grouped_where_the_device_has_such_kernels() -> None:
+    """So workspace is that of the chosen ones, too."""
+    model = meta_model("Mixtral")
+    segments = zfunc.hf.segments(model)
+    few, all_of = (costs_of(segments, tokens(16), grouped=grouped)[0] for grouped in (True, False))
+    weights = [in_products("Mixtral", model, grouped=grouped) for grouped in (True, False)]
+    assert all_of - few == 2 * ROWS * 16 * (weights[1] - weights[0])
+    assert costs_of(segments, tokens(16), on_gpu=False)[0] == all_of
+    bare = TracedCosts(tuple(segments), tokens(16), AdamW())
+    spent = [
+        max(c.backward_workspace for c in bare.traced(StepSettings(), on_gpu=True, grouped=grouped).costs)
+        for grouped in (True, False)
+    ]
+    assert spent[0] < spent[1]
+
+
+def test_keys_and_values_are_repeated_where_no_kernel_takes_groups() -> None:
+    """The arithmetic is the same; the copies have room in the plan."""
+    segments = tuple(zfunc.hf.segments(meta_model("Llama")))
+    costs = TracedCosts(segments, tokens(32), AdamW())
+    with_kernel, without = (
+        costs.traced(StepSettings(recompute="none"), on_gpu=True, grouped=grouped).costs[1]
+        for grouped in (True, False)
+    )
+    assert with_kernel.flops == without.flops
+    assert with_kernel.residual_bytes < without.residual_bytes
+
+
+def test_documents_of_a_row_are_a_mask_that_is_computed_in_full() -> None:
+    segments = tuple(zfunc.hf.segments(meta_model("Llama")))
+    x, y = tokens(16)
+    whole, packed = (
+        costs_of(segments, batch) for batch in ((x, y), ({"input_ids": x, "position_ids": x}, y))
+    )
+    one = next(attended("Llama", meta_model("Llama"), 16))[0]
+    assert packed[0] - whole[0] == 3 * 2 * one
+    assert packed[1] - whole[1] == 3 * 5 * one
+
+
+# ---- no operation is forgotten -----------------------------------------------------------------------
+
+WITHOUT_PRODUCTS = {  # beside those that torch tags as element-wise, and views
+    *("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "logsumexp"),
+    *("embedding", "embedding_dense_backward", "gather", "index", "index_put", "index_put_", "index_select"),
+    *(
+        "_safe_softmax",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "floor_divide",
+        "native_dropout_backward",
+        "nll_loss_backward",
+        "glu",
+        "glu_backward",
+        "log_sigmoid_forward",
+        "normal_",
+        "rand_like",
+        "rrelu_with_noise",
+        "uniform_",
+    ),
+    *("arange", "cat", "clone", "cumsum", "flip", "full", "full_like", "histc", "new_full", "new_ones"),
+    *("new_zeros", "nll_loss_forward", "ones", "ones_like", "repeat", "scalar_tensor", "scatter", "scatter_"),
+    *("select_backward", "slice_backward", "sort", "stack", "topk", "tril", "zeros", "zeros_like", "zero_"),
+    *("_fft_c2r", "_fft_r2c", "scatter_add", "scatter_add_", "index_add", "index_add_", "constant_pad_nd"),
+    *(
+        "mse_loss_backward",
+        "nll_loss2d_forward",
+        "nll_loss2d_backward",
+        "transpose_",
+        "unsafe_split",
+        "addcmul",
+    ),
+    *(
+        "detach",
+        "_to_copy",
+        "sum",
+        "mean",
+        "max",
+        "amax",
+        "amin",
+        "any",
+        "all",
+        "var_mean",
+        "linalg_vector_norm",
+    ),
+    *(
+        "bernoulli",
+        "bernoulli_",
+        "rand",
+        "randn",
+        "fill_",
+        "fill",
+        "uniform",
+        "copy_",
+        "masked_fill_",
+        "mse_loss",
+    ),
+}
+
+
+@contextmanager
+def operations() -> Iterator[set[Any]]:
+    seen, formula = set[Any](), cost_trace.formula
+
+    def spy(packet: Any) -> Any:
+        seen.add(packet)
+        return formula(packet)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cost_trace, "formula", spy)
+        yield seen
+
+
+def unknown(packets: set[Any]) -> list[str]:
+    """Names of operations that have no formula and are not known to multiply no matrices."""
+
+    def known(packet: Any) -> bool:
+        functions = [getattr(packet, x) for x in packet.overloads()]
+        return (
+            cost_trace.formula(packet) is not None
+            or not any(cost_trace.is_launched(f) for f in functions)
+            or any(torch.Tag.pointwise in f.tags for f in functions)
+            or packet.__name__ in WITHOUT_PRODUCTS
+        )
+
+    return sorted(str(x) for x in packets if not known(x))
+
+
+def test_no_operation_of_any_piece_of_a_model_is_forgotten() -> None:
+    """One that is not known to multiply nothing needs a formula, or its FLOPs would be 0."""
+    with operations() as seen:
+        for piece in (*fuzz_models.KEEPING, *fuzz_models.CHANGING):
+            for loss in fuzz_models.LOSSES if piece == "linear" else ("sum",):
+                model = fuzz_models.Model(((piece,),), ("tensor",), loss)
+                costs_of(model.built()[0], model.batch(0))
+        for make in MODELS.values():
+            segments, batch = make()
+            costs_of(segments, batch(0))
+        for name in ("Mixtral", "Gemma 2"):
+            costs_of(zfunc.hf.segments(meta_model(name)), tokens(16))
+    assert len(seen) > 60
+    assert unknown(seen) == []
+    assert unknown({torch.ops.aten._int_mm}) == ["aten._int_mm"]
+
+
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
+def test_a_recurrent_layer_multiplies_each_row_by_its_weights(kind: str) -> None:
+    model = fuzz_models.Model(((kind,),), ("tensor",), "sum")
+    segments = model.built()[0]
+    forward, backward = costs_of(segments, model.batch(0))
+    rows = 2 * fuzz_models.BATCH * fuzz_models.ROWS
+    matrices = sum(math.prod(p.shape) for p in segments[0].parameters if len(p.shape) == 2)
+    out = 2 * fuzz_models.BATCH * fuzz_models.WIDTH
+    first = (
+        rows * matrices // 2 * (fuzz_models.ROWS + 1) // fuzz_models.ROWS
+    )  # nothing below, no state before
+    assert forward == rows * matrices + out
+    assert backward == 2 * forward - first

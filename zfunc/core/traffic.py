@@ -1,0 +1,55 @@
+"""What the kernels of a pass read from and write to device memory."""
+
+from collections.abc import Hashable, Iterable
+
+from attrs import define, field
+
+Moved = Iterable[tuple[Hashable, int]]  # memory, and how many bytes of it
+
+
+@define
+class Traffic:
+    """Adds up the bytes that kernels move, one kernel after another.
+
+    Of a `compiled` pass, kernels in a row that can be fused are one: it reads what it is given once and writes what
+    others read.
+
+    >>> for compiled in (False, True):
+    ...     traffic = Traffic(compiled)
+    ...     traffic.add([("x", 8)], [("y", 8)], fusable=True)
+    ...     traffic.add([("x", 8), ("y", 8)], [("z", 8)], fusable=True)
+    ...     print(traffic.ended(["z"]))
+    40
+    16
+    """
+
+    compiled: bool = False
+    nbytes: int = 0
+    _unwritten: dict[Hashable, int] = field(factory=dict[Hashable, int])  # what fused kernels made
+    _at_hand: set[Hashable] = field(factory=set[Hashable])  # what the kernel that is being fused read or made
+
+    def add(self, reads: Moved, writes: Moved, *, fusable: bool) -> None:
+        """The next kernel."""
+        fused = self.compiled and fusable
+        if not fused:
+            self._at_hand.clear()
+        for memory, nbytes in reads:
+            if memory not in self._at_hand:
+                self.nbytes += nbytes + self._unwritten.pop(memory, 0)
+            if fused:
+                self._at_hand.add(memory)
+        for memory, nbytes in writes:
+            if fused:
+                self._unwritten[memory] = nbytes
+                self._at_hand.add(memory)
+            else:
+                self.nbytes += nbytes
+
+    def freed(self, memory: Hashable) -> None:
+        """Other memory may have this name from now on."""
+        self._unwritten.pop(memory, None)
+        self._at_hand.discard(memory)
+
+    def ended(self, results: Iterable[Hashable]) -> int:
+        """The bytes of all, `results` written."""
+        return self.nbytes + sum(self._unwritten.get(memory, 0) for memory in results)

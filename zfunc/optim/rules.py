@@ -1,0 +1,87 @@
+"""What every element-wise optimizer shares: the frame of an update, its scalars, and the floors below which is 0.
+
+An optimizer's own rule is the method `update` of its class, written once, in the operations of `step`: NumPy
+(`reference`) and torch (`device_update`) run it, and the compiled kernel agrees with it to the bit, but for the
+payload of a NaN, because all do the same operations in the same order and round each one once to float32.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+Decay = Literal["none", "l2", "decoupled"]
+
+# A subnormal operand costs the CPU a microcode assist, and moments without gradients decay into that range and
+# stay there. These floors keep every product of the steady state normal: g * g is at least 2^-112, (1 - beta2) *
+# g * g and beta * moment stay above 2^-126, sqrt(v) is at least 2^-60. Beside eps = 1e-8 (2^-26.6) what they drop
+# changes no weight. NaN is below no floor.
+GRAD_FLOOR, EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR = 2.0**-56, 2.0**-100, 2.0**-120
+SMALLEST_NORMAL = 2.0**-126
+
+
+class Factors(NamedTuple):
+    """The scalars of one step, in double; each is rounded once to float32 where it is used."""
+
+    grad_scale: float
+    grad_floor: float
+    decay: float  # lr * weight_decay if decoupled, else weight_decay
+    rate: float = 0.0  # the learning rate, and what else multiplies a whole step
+    keep: float = 1.0  # moment = keep * moment + add * gradient
+    add: float = 1.0
+    look_keep: float = 1.0  # Lion's and Muon's direction: look_keep * moment + look_add * gradient
+    look_add: float = 1.0
+    keep_sq: float = 1.0  # as keep and add, of the second moment and the squared gradient
+    add_sq: float = 1.0
+    root_scale: float = 1.0  # of the root of the second moment
+    eps: float = 0.0
+    initial: float = 0.0  # what Adagrad's sum begins with
+
+
+class Operations(Protocol):
+    """What a rule needs beside + - * /. `flush` may overwrite its argument, which is a result and nobody else's."""
+
+    def flush(self, x: Any, floor: float, /) -> Any:
+        """x, and 0 where its size is below the floor."""
+
+    def sqrt(self, x: Any, /) -> Any:
+        """The nearest float32."""
+
+    def signed(self, x: Any, size: float, /) -> Any:
+        """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
+
+
+class Rule(NamedTuple):
+    """`update(o, k, g, *moments)` returns the change of the weights, then the new moments.
+
+    `kernel` is its name in the compiled kernel; None for a rule that this does not have.
+    """
+
+    update: Callable[..., tuple[Any, ...]]
+    kernel: str | None = None
+    weights: bool = True  # False: the change is the result, and there are no weights
+
+
+def step(o: Operations, rule: Rule, k: Factors, decay: Decay, g: Any, p: Any, *moments: Any) -> list[Any]:
+    """One step of any of them, each operation rounded once to float32: the new weights, then the new moments.
+
+        g = grad * grad_scale                 0 where |grad * grad_scale| < 2^-56
+        g = g + decay * p                     only with weight decay that is not decoupled; floored again
+        c, moments = the rule
+        c = c + decay * p                     only with decoupled weight decay
+        p = p - c                             the one rounding at the magnitude of the weight
+
+    Of a rule without weights the first result is c.
+    """
+    g = o.flush(g, k.grad_floor) * k.grad_scale
+    if decay == "l2":
+        g = o.flush(g + k.decay * p, GRAD_FLOOR)
+    change, *new = rule.update(o, k, g, *moments)
+    if decay == "decoupled":
+        change = change + k.decay * p
+    return [p - change if rule.weights else change, *new]
+
+
+def grad_floor_of(grad_scale: float) -> float:
+    """The floor of a gradient that is to be scaled. So the product of a denormal is never computed."""
+    floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
+    return max(floor, SMALLEST_NORMAL)

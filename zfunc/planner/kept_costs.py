@@ -1,0 +1,170 @@
+"""What a plan reads of a Hugging Face model, kept on the disk: the next plan of it needs no torch and no trace.
+
+A file has one answer: what a config describes, or what a batch costs. Its name is the hash of the question, in
+which is everything that the answer depends on. A file that is missing, damaged or of another question is answered
+anew and replaced. The latest MOST files stay. ZFUNC_CACHE=off turns this off.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attrs import asdict, evolve, field, fields, frozen
+
+from zfunc.checkpoint.durable_files import atomic_replace, read_small
+from zfunc.checkpoint.strict_json import COUNT, TEXT, JsonNode, Within, parse_json, render
+from zfunc.core.layout import Parameter
+from zfunc.core.settings import StepSettings
+from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.engine.step_spec import make_spec, with_moments
+from zfunc.errors import CheckpointError
+from zfunc.optim.base import Optimizer
+from zfunc.planner.cost_model import SegmentCosts, passes_key
+
+VARIABLE, OFF = "ZFUNC_CACHE", "off"
+MOST, LIMIT = 256, 4 << 20  # files, and bytes of one
+T = TypeVar("T")
+
+
+def cache_folder() -> Path:
+    """What zfunc keeps from run to run is in `$XDG_CACHE_HOME/zfunc`, or in `~/.cache/zfunc`."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return Path(home or Path.home() / ".cache") / "zfunc"
+
+
+@cache
+def _versions() -> str:
+    """A hash of what costs depend on: the versions of other packages, and the sources of zfunc."""
+    digest = hashlib.sha256(sys.version.encode())
+    for name in ("torch", "transformers", "peft"):
+        with suppress(metadata.PackageNotFoundError):
+            digest.update(f"{name} {metadata.version(name)}".encode())
+    folder = Path(__file__).parent.parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def kept(
+    question: Sequence[Any],
+    answer: Callable[[], T],
+    plain: Callable[[T], dict[str, Any]],
+    read: Callable[[JsonNode], T],
+) -> T:
+    """`answer()`, or what it returned to the same `question` before; `plain` and `read` make it JSON and back."""
+    if os.environ.get(VARIABLE) == OFF:
+        return answer()
+    asked = json.dumps([*question, _versions()])
+    name = hashlib.sha256(asked.encode()).hexdigest()
+    path = cache_folder() / "costs" / f"{name}.json"
+    with suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):
+        digest, _, raw = read_small(path, LIMIT).partition(b"\n")
+        found = parse_json(raw, str(path)).entries()
+        if digest == hashlib.sha256(raw).hexdigest().encode() and found["question"].value == name:
+            return read(found["answer"])
+    result = answer()
+    raw = render({"question": name, "answer": plain(result)})
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with atomic_replace(path, mode=0o600) as file:
+            file.write(hashlib.sha256(raw).hexdigest().encode() + b"\n" + raw)
+        for old in sorted(path.parent.iterdir(), key=lambda x: x.lstat().st_mtime_ns)[:-MOST]:
+            old.unlink()
+    return result
+
+
+_MODEL_FACTS = {  # the kinds of its fields, for `strict_json.decode`
+    **{"architecture": TEXT, "num_layers": COUNT, "hidden_size": COUNT, "vocab_size": COUNT},
+    **{"longest": lambda x: x if x is None else COUNT(x), "learned": bool, "quantized": Within(str, 0, 1000)},
+    **{"constant_bytes": COUNT, "buffer_bytes": [COUNT], "parameters": [[(TEXT, [COUNT], bool)]]},
+}
+_COST = {f.name: type(f.default) for f in fields(SegmentCost)}
+
+
+@frozen
+class ModelFacts:
+    """What a plan reads of a model beside its costs; the parameters and buffer bytes are of each segment.
+
+    `longest`, `learned` and `quantized` are as in `zfunc.cli.simulated_model.SimulatedModel`.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    longest: int | None
+    learned: bool
+    quantized: str
+    constant_bytes: int
+    buffer_bytes: tuple[int, ...] = field(converter=tuple[int, ...])
+    parameters: tuple[tuple[Parameter, ...], ...] = field(converter=tuple[tuple[Parameter, ...], ...])
+
+    @property
+    def owned(self) -> list[Parameter]:
+        """Every parameter; tied ones once."""
+        return [*{p.name: p for own in reversed(self.parameters) for p in own}.values()]
+
+    def plain(self) -> dict[str, Any]:
+        """It as JSON's own types."""
+        parameters = [[[p.name, p.shape, p.trainable] for p in own] for own in self.parameters]
+        return {f.name: getattr(self, f.name) for f in fields(ModelFacts)} | {"parameters": parameters}
+
+    @classmethod
+    def read(cls, node: JsonNode) -> "ModelFacts":
+        """Of JSON. Raises CheckpointError or ValueError for anything else than `plain` makes."""
+        x = node.read(_MODEL_FACTS)
+        parameters = tuple(tuple(Parameter(*p) for p in own) for own in x["parameters"])
+        return cls(**{**x, "parameters": parameters})
+
+
+@frozen(eq=False)
+class KeptCosts:
+    """`zfunc.planner.cost_model.SegmentCosts` of a model, `asked` of `opened()` where they were not before.
+
+    A rank's batch has so many `rows`, each of as many tokens.
+    """
+
+    model: ModelFacts
+    asked: Sequence[Any]
+    opened: Callable[[], SegmentCosts]
+    rows: int
+    seq_length: int
+    optimizer: Optimizer
+    world: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a rank's batch."""
+        return self.rows * self.seq_length
+
+    def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
+        """The spec of these settings, with costs of 0."""
+        optimizer = with_moments(self.optimizer, settings)
+        spec = make_spec(self.model.parameters, optimizer, settings, world=self.world, on_gpu=on_gpu)
+        return evolve(spec, constant_bytes=self.model.constant_bytes, buffer_bytes=self.model.buffer_bytes)
+
+    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
+        """The same with the costs of a micro-batch."""
+        spec = self.untraced(settings, on_gpu=on_gpu)
+        kinds = settings.precision, settings.micro_batches, *passes_key(settings), on_gpu, grouped
+        question = [*self.asked, self.rows, self.seq_length, *kinds]
+
+        def answer() -> StepSpec:
+            return self.opened().traced(settings, on_gpu=on_gpu, grouped=grouped)
+
+        def read(node: JsonNode) -> StepSpec:
+            x = node.read({"costs": [_COST], "target_bytes": COUNT, "aux": [TEXT]})
+            return evolve(spec, **{**x, "costs": [SegmentCost(**cost) for cost in x["costs"]]})
+
+        def plain(x: StepSpec) -> dict[str, Any]:
+            return {"costs": [asdict(cost) for cost in x.costs], "target_bytes": x.target_bytes, "aux": x.aux}
+
+        return kept(question, answer, plain, read)
