@@ -18,7 +18,7 @@ import torch
 import zfunc
 from benchmarks.machine import make_parser, write
 from zfunc.core.simulator import simulate
-from zfunc.engine.specialize import specialize
+from zfunc.engine.compile.specialize import specialize
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.planner.profile_toml import load_profile

@@ -26,8 +26,8 @@ from zfunc.core.dtypes import Precision
 from zfunc.core.hardware import Measured
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.segment import Segment
-from zfunc.engine.step_spec import make_spec
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.step_spec import make_spec
 from zfunc.models import hf
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import GPTCosts

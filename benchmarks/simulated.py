@@ -27,10 +27,10 @@ from benchmarks.machine import gpt, make_parser, write
 from zfunc import schedules
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
-from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
-from zfunc.engine.state import State
+from zfunc.engine.compile.cost_trace import AllocationTracker
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.state import State
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrate import machine_facts, measure_arithmetic, measure_disk
 from zfunc.planner.calibrated_profile import MeasuredStep, fit_costs, handoff, make_profile, middle_half

@@ -38,10 +38,10 @@ from benchmarks.streaming import batch_of
 from zfunc.core.graph import Tier
 from zfunc.core.memory_model import Peak, initial_memory
 from zfunc.core.timeline import Timeline
-from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
-from zfunc.engine.state import State
-from zfunc.engine.weights import parameter_weights
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.state import State
+from zfunc.engine.state.weights import parameter_weights
 from zfunc.models.gpt import gpt_segments
 from zfunc.runtime.host_memory import LEAST_GIVEN_BACK
 from zfunc.viz.timeline_svg import svg

@@ -32,9 +32,9 @@ for module, piece in {
     "optim.ema": "EMA_PIECE",
     "optim.device_update": "PIECE",
     "optim.adafactor_update": "PIECE",
-    "engine.weights": "PART",
-    "engine.restore": "PART",
-    "engine.rank_agreement": "PIECE",
+    "engine.state.weights": "PART",
+    "engine.state.restore": "PART",
+    "engine.compile.rank_agreement": "PIECE",
     "checkpoint.export": "PIECE",
     "checkpoint.writer": "CHUNK",
 }.items():

@@ -7,7 +7,7 @@ import trained
 from attrs import evolve
 
 import zfunc
-from zfunc.engine.program import Program
+from zfunc.engine.compile.program import Program
 from zfunc.optim.loss_scale import LossScale
 
 RECIPES: dict[str, dict[str, Any]] = {

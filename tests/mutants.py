@@ -41,13 +41,13 @@ WAITS = ["tests/engine/test_deferred.py"]
 DROPOUT = ["tests/engine/test_laws.py", "-k", "recompute_changes and dropout and fp32"]
 RESUMED = ["tests/engine/test_saving.py", "-k", "load_it_too or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
-    "engine/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
-    "engine/clipping_stages": [GRADIENTS, SKIPPED],
-    "engine/update_stages": [
+    "engine/step/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
+    "engine/step/clipping_stages": [GRADIENTS, SKIPPED],
+    "engine/step/update_stages": [
         GRADIENTS,
         ["tests/engine/test_partial.py", "-k", "changes_no_bit"],
     ],
-    "engine/stage_context": [GRADIENTS],
+    "engine/step/stage_context": [GRADIENTS],
     "core/recipes": [
         ["tests/core/test_recipe.py", "tests/core/test_graph.py", "tests/core/test_plan.py"],
         GRADIENTS,
@@ -56,7 +56,7 @@ WATCHED: dict[str, list[list[str]]] = {
         ["tests/core/test_recipe.py", "tests/core/test_graph.py", "tests/core/test_memory.py"],
         GRADIENTS,
     ],
-    "engine/vjp": [
+    "engine/compile/vjp": [
         GRADIENTS,
         ["tests/engine/test_laws.py", "-k", "recompute_changes and pairs"],
         ["tests/engine/test_passes.py", "-k", "vjp_to_the_bit"],
@@ -98,7 +98,12 @@ WATCHED: dict[str, list[list[str]]] = {
         ["tests/checkpoint/test_manifest.py", "-k", "any_ranks or reads_fill or planned"],
         RESUMED,
     ],
-    "engine/restore": [SAVED, WAITS, RESUMED, ["tests/engine/test_partial.py", "-k", "any_ratio_loads"]],
+    "engine/state/restore": [
+        SAVED,
+        WAITS,
+        RESUMED,
+        ["tests/engine/test_partial.py", "-k", "any_ratio_loads"],
+    ],
 }
 """Modules by their path in the package, and the tests that should notice, the quickest first, in turn."""
 

@@ -20,9 +20,9 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Span
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.spec import PARAMS
-from zfunc.engine.batches import split_batch
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
+from zfunc.engine.step.batches import split_batch
 from zfunc.optim.compact import initial_state
 from zfunc.optim.compact_reference import join
 from zfunc.optim.reference import reference_update

@@ -18,7 +18,7 @@ from torch import Tensor
 from zfunc.schedules import make_schedule
 
 import zfunc
-from zfunc.engine.program import Program, rescheduled
+from zfunc.engine.compile.program import Program, rescheduled
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.executor import Jitter
 

@@ -15,8 +15,8 @@ from small_models import flats
 
 import zfunc
 from zfunc.checkpoint import durable_files as disk
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from attrs import evolve
 from torch.utils._pytree import tree_flatten
 
 from zfunc.core.settings import StepSettings
-from zfunc.engine import compile as compiling
-from zfunc.engine import program, specialize, vjp
-from zfunc.engine.segment import Segment
-from zfunc.engine.stage_context import CompiledSegment
+from zfunc.engine.compile import compile as compiling
+from zfunc.engine.compile import program, specialize, vjp
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.step.stage_context import CompiledSegment
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
 

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import zfunc
 from zfunc.core.layout import Parameter
-from zfunc.engine.state import State
+from zfunc.engine.state.state import State
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 

@@ -16,8 +16,8 @@ def test_every_mutant_has_a_name_and_is_another_program(module: str) -> None:
 
 
 def test_a_clip_that_is_off_by_a_thousandth_is_among_them() -> None:
-    assert "engine/clipping_stages: clip_factor: 1e-06 -> 0.001" in [
-        m.name for m in mutants.mutants("engine/clipping_stages")
+    assert "engine/step/clipping_stages: clip_factor: 1e-06 -> 0.001" in [
+        m.name for m in mutants.mutants("engine/step/clipping_stages")
     ]
 
 

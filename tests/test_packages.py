@@ -48,13 +48,13 @@ BUDGETS = {
     "runtime": (3_155, 3_100),
     "optim": (3_461, 2_900),
     "checkpoint": (3_600, 3_000),
-    "engine": (6_748, 5_200),
+    "engine": (6_766, 5_200),
     "viz": (1_001, 1_000),
     "planner": (3_718, 2_600),
     "models": (3_360, 2_800),
     "train": (5_184, 3_900),
     "cli": (2_999, 2_200),
-    "tests": (35_572, 24_000),
+    "tests": (35_582, 24_000),
 }
 
 
@@ -124,7 +124,7 @@ def test_no_class_or_public_function_has_the_name_of_another() -> None:
                 continue
             if "overload" not in map(ast.unparse, node.decorator_list):
                 homes.setdefault(node.name, []).append(module)
-    stages = tuple(f"engine.{x}stages" for x in ("", "clipping_", "measure_", "update_"))
+    stages = tuple(f"engine.step.{x}stages" for x in ("", "clipping_", "measure_", "update_"))
     assert not {name: x for name, x in homes.items() if len(x) > 1 and not set(x) & set(stages)}
 
 
@@ -144,14 +144,17 @@ def test_packages_keep_to_their_budgets() -> None:
     assert not slack, f"lines that were cut: {slack}; lower the budgets by them, so that they stay cut"
 
 
-@pytest.mark.parametrize("name", [n for n in ORDER if any(m.startswith(f"{n}.") for m in MODULES)])
+ROOMS = tuple(n for n in MODULES if n.startswith("engine.") and n.count(".") == 1)
+
+
+@pytest.mark.parametrize("name", [n for n in (*ORDER, *ROOMS) if any(m.startswith(f"{n}.") for m in MODULES)])
 def test_the_page_of_a_package_lists_its_modules(name: str) -> None:
     """In its docstring, one line a module: what there is, before how to add to it."""
     docstring = ast.get_docstring(tree(name)) or ""
     rows = [
         row.strip().partition("  ")[0].split(", ") for row in docstring.splitlines() if row.startswith("    ")
     ]
-    modules = {m.split(".")[1] for m in MODULES if m.startswith(f"{name}.")}
+    modules = {m.removeprefix(f"{name}.").split(".")[0] for m in MODULES if m.startswith(f"{name}.")}
     assert sorted(x for row in rows for x in row) == sorted(modules)
 
 
@@ -178,7 +181,7 @@ def test_they_work_where_there_is_no_torch() -> None:
 
 def test_dynamo_is_not_imported_before_something_is_traced() -> None:
     """That takes longer than torch itself, and `zfunc --help`, `init` and `load` need none of it."""
-    code = "import sys, zfunc.engine.compile, zfunc.train.loop, zfunc.cli.main"
+    code = "import sys, zfunc.engine.compile.compile, zfunc.train.loop, zfunc.cli.main"
     code += "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -27,13 +27,13 @@ from zfunc._version import __version__ as __version__
 if TYPE_CHECKING:
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save
-    from zfunc.engine.compile import compile
-    from zfunc.engine.evaluate import apply, buffers, evaluate, params
-    from zfunc.engine.flush import flush
-    from zfunc.engine.init import init
-    from zfunc.engine.save_load import load, save
-    from zfunc.engine.segment import Segment, segment
-    from zfunc.engine.train_step import train_step
+    from zfunc.engine.compile.compile import compile
+    from zfunc.engine.compile.segment import Segment, segment
+    from zfunc.engine.state.init import init
+    from zfunc.engine.state.save_load import load, save
+    from zfunc.engine.step.evaluate import apply, buffers, evaluate, params
+    from zfunc.engine.step.flush import flush
+    from zfunc.engine.step.train_step import train_step
     from zfunc.errors import (
         AbandonedCalls,
         CheckpointError,
@@ -81,24 +81,24 @@ _HOMES = {
     "RankError": "errors",
     "SGD": "optim.sgd",
     "Save": "checkpoint.writer",
-    "Segment": "engine.segment",
+    "Segment": "engine.compile.segment",
     "UndeclaredAccess": "errors",
     "adam_update_": "optim.adamw",
-    "apply": "engine.evaluate",
-    "buffers": "engine.evaluate",
-    "compile": "engine.compile",
-    "evaluate": "engine.evaluate",
-    "flush": "engine.flush",
+    "apply": "engine.step.evaluate",
+    "buffers": "engine.step.evaluate",
+    "compile": "engine.compile.compile",
+    "evaluate": "engine.step.evaluate",
+    "flush": "engine.step.flush",
     "from_deepspeed": "train.deepspeed.convert",
     "groups": "optim.groups",
-    "init": "engine.init",
-    "load": "engine.save_load",
+    "init": "engine.state.init",
+    "load": "engine.state.save_load",
     "matrices_only": "optim.optimizer_settings",
-    "params": "engine.evaluate",
-    "save": "engine.save_load",
+    "params": "engine.step.evaluate",
+    "save": "engine.state.save_load",
     "plan": "planner.plan_step",
-    "segment": "engine.segment",
-    "train_step": "engine.train_step",
+    "segment": "engine.compile.segment",
+    "train_step": "engine.step.train_step",
 }
 _MODULES = {"hf": "models.hf", "lr": "optim.lr"}
 

@@ -368,7 +368,9 @@ def test_train_refuses_what_does_not_fit_with_the_planners_advice(
     capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "available_host_bytes", lambda: 3_000_000)
-    monkeypatch.setattr("zfunc.engine.state.allocate", lambda *_: pytest.fail("allocated"), raising=False)
+    monkeypatch.setattr(
+        "zfunc.engine.state.state.allocate", lambda *_: pytest.fail("allocated"), raising=False
+    )
     assert train(*TINY[:8], "--steps", 1, "--out", "run") == 2
     err = capsys.readouterr().err
     assert "a step needs more memory than is free: " in err

@@ -348,6 +348,6 @@ def test_draw_prints_another_format(capsys: Out) -> None:
 
 
 def test_draw_takes_no_memory_for_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr("zfunc.engine.segment._real_module", _raises(AssertionError("allocated")))
+    monkeypatch.setattr("zfunc.engine.compile.segment._real_module", _raises(AssertionError("allocated")))
     assert main(["draw", *TEN_BILLION]) == 0
     assert "10,279,047,168 parameters" in capsys.readouterr().out

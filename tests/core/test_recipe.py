@@ -11,7 +11,7 @@ import zfunc
 from zfunc.core.graph import Op, Region
 from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program import Program
+from zfunc.engine.compile.program import Program
 
 
 def compiled(recipe: Any, **more: Any) -> Program:

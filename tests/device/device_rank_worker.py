@@ -22,8 +22,8 @@ from forked import fork, warm
 from zfunc.schedules import make_schedule
 
 import zfunc
-from zfunc.engine.program import rescheduled
-from zfunc.engine.stages import STAGES
+from zfunc.engine.compile.program import rescheduled
+from zfunc.engine.step.stages import STAGES
 from zfunc.errors import RankError
 from zfunc.runtime.executor import Jitter
 

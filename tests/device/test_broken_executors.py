@@ -13,7 +13,7 @@ from attrs import evolve
 from device_training import compiled, run
 from zfunc.schedules import make_schedule
 
-from zfunc.engine.program import rescheduled
+from zfunc.engine.compile.program import rescheduled
 from zfunc.runtime import executor as module
 from zfunc.runtime.executor import Executor
 

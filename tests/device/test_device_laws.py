@@ -17,10 +17,10 @@ import zfunc
 from zfunc import schedules
 from zfunc.cli import machine
 from zfunc.core.timeline import Timeline
-from zfunc.engine.program import rescheduled
-from zfunc.engine.specialize import specialize
-from zfunc.engine.stages import STAGES
-from zfunc.engine.swap_state import close_swap
+from zfunc.engine.compile.program import rescheduled
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.swap_state import close_swap
+from zfunc.engine.step.stages import STAGES
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig

@@ -10,7 +10,7 @@ import torch
 from device_training import compiled
 
 import zfunc
-from zfunc.engine.specialize import specialize
+from zfunc.engine.compile.specialize import specialize
 from zfunc.errors import ExecutionError, LaneTimeout, OutOfMemory
 
 BLOCK = 512  # bytes that an allocation is rounded to
@@ -117,7 +117,7 @@ def test_too_little_memory_is_predicted_and_happens_where_the_plan_says(
     controls.set_capacity(0, others + peak.nbytes + rounding - BLOCK)
     with pytest.raises(OutOfMemory, match=rf"bytes of device memory, .*the peak is at {re.escape(peak.op)}"):
         zfunc.train_step(program, state, batch)
-    monkeypatch.setattr("zfunc.engine.train_step.memory_shortage", lambda *a, **k: "")
+    monkeypatch.setattr("zfunc.engine.step.train_step.memory_shortage", lambda *a, **k: "")
     controls.set_capacity(0, used - BLOCK)
     with pytest.raises(ExecutionError, match="out of memory") as failure:
         zfunc.train_step(program, state, batch)

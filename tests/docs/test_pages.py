@@ -11,7 +11,7 @@ from attrs import fields
 
 import zfunc
 from zfunc import schedules
-from zfunc.engine.stages import STAGES
+from zfunc.engine.step.stages import STAGES
 from zfunc.runtime.accelerator import Vendor
 
 ROOT = Path(__file__).parents[2]

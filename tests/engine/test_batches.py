@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.engine.batches import split_batch
+from zfunc.engine.step.batches import split_batch
 
 
 class Body(nn.Linear):

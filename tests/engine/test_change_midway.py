@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 
 BATCH = regression()

@@ -16,7 +16,7 @@ from trained import steps
 
 import zfunc
 from zfunc.core.graph import Graph
-from zfunc.engine.program import Program
+from zfunc.engine.compile.program import Program
 from zfunc.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]

@@ -27,13 +27,13 @@ from test_disk import NUMBERS, ON_DISK, on_disk
 from threaded_ranks import on_every, programs_of
 
 import zfunc
-from zfunc.engine import program as engine_program
-from zfunc.engine import state as engine_state
-from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
-from zfunc.engine.stages import STAGES
-from zfunc.engine.state import State
-from zfunc.engine.swap_state import close_swap
+from zfunc.engine.compile import program as engine_program
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state import state as engine_state
+from zfunc.engine.state.state import State
+from zfunc.engine.state.swap_state import close_swap
+from zfunc.engine.step.stages import STAGES
 from zfunc.errors import AbandonedCalls
 from zfunc.runtime import blocking_calls, direct_io, executor
 from zfunc.runtime.direct_io import DirectFile

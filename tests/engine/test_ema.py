@@ -15,8 +15,8 @@ from torch import Tensor
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
 from zfunc.runtime.fault_injection import Fault, InjectedFault
 
 DECAY, STEPS = 0.9, 3

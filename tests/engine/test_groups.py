@@ -12,8 +12,8 @@ from threaded_ranks import on_every, programs_of
 from torch import Tensor
 
 import zfunc
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 from zfunc.optim.groups import GroupedOptimizer
 

@@ -23,9 +23,9 @@ from torch import Tensor
 import zfunc
 from zfunc import schedules
 from zfunc.core.layout import Parameter
-from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.engine.program import Program, rescheduled
-from zfunc.engine.specialize import specialize
+from zfunc.engine.compile.cost_trace import AllocationTracker
+from zfunc.engine.compile.program import Program, rescheduled
+from zfunc.engine.compile.specialize import specialize
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.executor import Jitter

@@ -20,7 +20,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
-from zfunc.engine.program import Program
+from zfunc.engine.compile.program import Program
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 

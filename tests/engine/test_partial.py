@@ -19,9 +19,9 @@ from zfunc.core.bucketing import resident_buckets
 from zfunc.core.layout import make_layout
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.spec import ALLOCATION
-from zfunc.engine import fit_to_memory as partial
-from zfunc.engine.fit_to_memory import share_on_host
-from zfunc.engine.program import Program
+from zfunc.engine.compile import fit_to_memory as partial
+from zfunc.engine.compile.fit_to_memory import share_on_host
+from zfunc.engine.compile.program import Program
 from zfunc.errors import OutOfMemory
 
 STEPS = 4

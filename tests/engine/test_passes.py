@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
 from zfunc.core.settings import RECOMPUTE
-from zfunc.engine import tensor_memory, vjp
-from zfunc.engine.specialize import specialize
-from zfunc.engine.vjp import SegmentWeights, make_vjp
+from zfunc.engine.compile import tensor_memory, vjp
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned")

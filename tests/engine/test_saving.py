@@ -29,9 +29,9 @@ from zfunc.checkpoint.manifest import FILE
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import frozen_slices, state_slices
 from zfunc.core.optimizer_state import stored_buffers
-from zfunc.engine import restore as loading
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state import restore as loading
+from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 from zfunc.optim.compact_reference import unpack_first_codes, unpack_moments
 from zfunc.runtime.executor import Jitter

@@ -19,12 +19,12 @@ import zfunc
 from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
 from zfunc.core.settings import CHOICES, StepSettings
-from zfunc.engine import compile as compiling
-from zfunc.engine import fit_to_memory
-from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
-from zfunc.engine.state import ActivationSlot
+from zfunc.engine.compile import compile as compiling
+from zfunc.engine.compile import fit_to_memory
+from zfunc.engine.compile.cost_trace import AllocationTracker
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.state import ActivationSlot
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 

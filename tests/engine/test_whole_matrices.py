@@ -15,7 +15,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
 from zfunc.core.verifier import verify
-from zfunc.engine.program import Program
+from zfunc.engine.compile.program import Program
 
 MUON = zfunc.Muon(0.02, momentum=0.8)
 GROUPS = zfunc.groups((lambda _, shape: len(shape) == 2, MUON), zfunc.AdamW(1e-3))

@@ -29,8 +29,8 @@ from torch import Tensor
 
 import zfunc
 import zfunc.models.hf
-from zfunc.engine.program import Program
-from zfunc.engine.vjp import SegmentWeights
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.models.hf.families import FAMILIES, MISSING
 from zfunc.models.sequences import KVCache
 

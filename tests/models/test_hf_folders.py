@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zfunc
 from zfunc.cli.main import main
-from zfunc.engine.program import Program
+from zfunc.engine.compile.program import Program
 from zfunc.errors import CheckpointError
 
 

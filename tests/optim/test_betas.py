@@ -11,8 +11,8 @@ from small_models import bits
 from trained import steps
 
 import zfunc
-from zfunc.engine.program import Program
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
 
 STEPS = 5
 SETTINGS: dict[str, dict[str, Any]] = {

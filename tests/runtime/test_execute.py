@@ -14,8 +14,8 @@ import zfunc
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
-from zfunc.engine.specialize import specialize
-from zfunc.engine.stages import adam, forward, to_host
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.step.stages import adam, forward, to_host
 from zfunc.errors import LaneTimeout, UndeclaredAccess
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
 

@@ -23,7 +23,7 @@ from table import SPECS, Scattered
 import zfunc
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
-from zfunc.engine.program import make_plan
+from zfunc.engine.compile.program import make_plan
 from zfunc.runtime.collectives import RankGroup
 
 HERE = Path(__file__).parents[1]

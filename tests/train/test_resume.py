@@ -28,7 +28,7 @@ from small_trainings import (
     wait_for_rows,
 )
 
-from zfunc.engine import save_load
+from zfunc.engine.state import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.rendezvous import fresh_store
 

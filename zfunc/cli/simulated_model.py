@@ -87,7 +87,7 @@ def _described(settings: Any) -> SimulatedModel:
         return described_model(settings)
 
     def facts() -> ModelFacts:
-        from zfunc.engine.compile import buffer_bytes, constant_bytes
+        from zfunc.engine.compile.compile import buffer_bytes, constant_bytes
         from zfunc.models.hf.families import kind_of_quantization
 
         model = opened()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zfunc.engine.segment import Segment, segment
+from zfunc.engine.compile.segment import Segment, segment
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss import linear_next_token_loss
 from zfunc.models.sequences import KVCache, document_mask

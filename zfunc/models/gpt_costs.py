@@ -2,7 +2,7 @@
 
 A pass is the list of operations that torch runs, each with the memory that it reads and allocates; a layer is a
 function that runs its forward and leaves its backward. So `zfunc plan` and `zfunc draw` need no torch, nor wait
-until it has traced a model. The invariant: these costs equal those that `zfunc.engine.cost_trace` finds.
+until it has traced a model. The invariant: these costs equal those that `zfunc.engine.compile.cost_trace` finds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from zfunc.core.layout import Parameter, round_up
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import ALLOCATION, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
-from zfunc.engine.step_spec import make_spec, with_moments
+from zfunc.engine.compile.step_spec import make_spec, with_moments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
@@ -206,7 +206,7 @@ class _Passes:
         return self.run((a, b, *also), size, flops=2 * m * k * n, kernel_bytes=own)[0]
 
     def kernel_bytes(self, m: int, n: int, transposed: bool) -> int:
-        """What the host's kernel of a product [m, n] allocates (`zfunc.engine.cost_trace.cpu_kernel_bytes`)."""
+        """What the host's kernel of a product [m, n] takes (`zfunc.engine.compile.cost_trace.cpu_kernel_bytes`)."""
         on_host = self.batch.element_bytes == 2 and not self.batch.of_accelerator
         return FP32 * m * n if on_host and transposed and m > 1 else 0
 
@@ -232,7 +232,7 @@ class _Passes:
         return self
 
     def cost(self, repeats: bool, moving: bool, returned: int, compiled: bool) -> SegmentCost:
-        """The cost of a micro-batch (`zfunc.engine.cost_trace.Trace`, `zfunc.engine.specialize`)."""
+        """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there)."""
         assert self.output
         own = {t.memory for operation in self.forward for t in operation.writes}
         read = {t.memory for op in self.backward for t in op.reads if t.memory in own or t.memory.given}

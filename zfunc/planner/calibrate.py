@@ -22,12 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from zfunc.core.graph import Kind
 from zfunc.core.timeline import Timeline
-from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.engine.init import init
-from zfunc.engine.program import Program, rescheduled
-from zfunc.engine.specialize import specialize
-from zfunc.engine.train_step import train_step
-from zfunc.engine.vjp import SegmentWeights, make_vjp
+from zfunc.engine.compile.cost_trace import AllocationTracker
+from zfunc.engine.compile.program import Program, rescheduled
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.state.init import init
+from zfunc.engine.step.train_step import train_step
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrated_profile import (
     Arithmetic,

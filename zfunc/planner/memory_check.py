@@ -10,9 +10,9 @@ from attrs import evolve
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.settings import StepSettings
-from zfunc.engine.fit_to_memory import share_on_host
-from zfunc.engine.program import Program
-from zfunc.engine.specialize import specialize
+from zfunc.engine.compile.fit_to_memory import share_on_host
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.specialize import specialize
 from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel

@@ -14,7 +14,7 @@ from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.hardware import Hardware
 from zfunc.core.keyword_settings import settings_with, takes_settings
 from zfunc.core.settings import BY_DEVICE, StepSettings
-from zfunc.engine.step_spec import choose_optimizer
+from zfunc.engine.compile.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import garbage_collection_paused
@@ -26,7 +26,7 @@ from zfunc.planner.suggestions import suggest
 from zfunc.schedules import __all__ as SCHEDULES
 
 if TYPE_CHECKING:
-    from zfunc.engine.segment import Segment
+    from zfunc.engine.compile.segment import Segment
 
 # Settings that a search does not vary: only these are worth a suggestion after one.
 UNSEARCHED = ("precision", "micro_batches", "moments", "stage")
@@ -63,7 +63,7 @@ def plan(
 
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
     """
-    from zfunc.engine.batches import unpacked
+    from zfunc.engine.step.batches import unpacked
     from zfunc.planner.traced_costs import TracedCosts
 
     segments = tuple(segments)

@@ -8,12 +8,12 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.batches import Batch, split_batch
-from zfunc.engine.compile import compile, segment_calls, spec_of
-from zfunc.engine.program import Program
-from zfunc.engine.segment import Segment
-from zfunc.engine.specialize import traced_spec
-from zfunc.engine.step_spec import with_moments
+from zfunc.engine.compile.compile import compile, segment_calls, spec_of
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.specialize import traced_spec
+from zfunc.engine.compile.step_spec import with_moments
+from zfunc.engine.step.batches import Batch, split_batch
 from zfunc.optim.base import Optimizer
 from zfunc.planner.cost_model import passes_key
 from zfunc.runtime.accelerator import modelled

@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves
 from zfunc.checkpoint.writer import Save
 from zfunc.core.decision import StepDecision
 from zfunc.core.memory_model import peak_memory
-from zfunc.engine.evaluate import outputs
-from zfunc.engine.init import init
-from zfunc.engine.loss_outputs import loss_and_aux
-from zfunc.engine.metrics import Metrics
-from zfunc.engine.program import Program
-from zfunc.engine.save_load import restore, save
-from zfunc.engine.state import State
-from zfunc.engine.swap_state import close_swap, swap_folders
-from zfunc.engine.train_step import commits, train_step
+from zfunc.engine.compile.loss_outputs import loss_and_aux
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.init import init
+from zfunc.engine.state.save_load import restore, save
+from zfunc.engine.state.state import State
+from zfunc.engine.state.swap_state import close_swap, swap_folders
+from zfunc.engine.step.evaluate import outputs
+from zfunc.engine.step.metrics import Metrics
+from zfunc.engine.step.train_step import commits, train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak

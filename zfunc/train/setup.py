@@ -21,9 +21,9 @@ from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.settings import schedule_for
-from zfunc.engine.compile import compile
-from zfunc.engine.program import Program
-from zfunc.engine.segment import Segment
+from zfunc.engine.compile.compile import compile
+from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters

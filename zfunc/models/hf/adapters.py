@@ -15,7 +15,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from zfunc.engine.segment import Values
+from zfunc.engine.compile.segment import Values
 from zfunc.runtime.rng import seeded_sequence
 
 MISSING = "zfunc.hf: got no peft, expected version 0.18 or newer: pip install 'zfunc[lora]'"

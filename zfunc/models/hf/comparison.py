@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.engine.segment import Segment
+from zfunc.engine.compile.segment import Segment
 from zfunc.models.hf.attention import NAME, implementation_for
 from zfunc.models.hf.recording import BY_HAND
 from zfunc.models.loss import IGNORE_INDEX

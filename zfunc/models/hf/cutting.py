@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zfunc.engine.segment import Segment, Values, same_modules, segment
+from zfunc.engine.compile.segment import Segment, Values, same_modules, segment
 from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare

@@ -20,11 +20,11 @@ from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, Precision
-from zfunc.engine.flush import make_deferred_update
-from zfunc.engine.program import Program, check_state
-from zfunc.engine.segment import Values
-from zfunc.engine.state import State
-from zfunc.engine.weights import parameter_weights
+from zfunc.engine.compile.program import Program, check_state
+from zfunc.engine.compile.segment import Values
+from zfunc.engine.state.state import State
+from zfunc.engine.state.weights import parameter_weights
+from zfunc.engine.step.flush import make_deferred_update
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
 from zfunc.models.hf.families import check_transformers

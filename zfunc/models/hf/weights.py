@@ -22,7 +22,7 @@ from torch import Tensor
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
-from zfunc.engine.segment import Segment, Values
+from zfunc.engine.compile.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.config_file import NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, draw_adapters

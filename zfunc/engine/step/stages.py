@@ -22,8 +22,11 @@ from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
-from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
-from zfunc.engine.disk_stages import (
+from zfunc.engine.compile.loss_outputs import aux_names, check_aux_names
+from zfunc.engine.compile.vjp import SegmentWeights
+from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
+from zfunc.engine.step.clipping_stages import decide, global_norm, mean_loss
+from zfunc.engine.step.disk_stages import (
     commit,
     page_in,
     page_in_weights,
@@ -33,10 +36,8 @@ from zfunc.engine.disk_stages import (
     unspill,
     unspill_act,
 )
-from zfunc.engine.loss_outputs import aux_names, check_aux_names
-from zfunc.engine.module_buffers import buffer_views, clone_buffers, copy_buffers
-from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
-from zfunc.engine.update_stages import (
+from zfunc.engine.step.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
+from zfunc.engine.step.update_stages import (
     adam,
     adam_on_device,
     all_gather,
@@ -50,7 +51,6 @@ from zfunc.engine.update_stages import (
     state_of,
     to_device,
 )
-from zfunc.engine.vjp import SegmentWeights
 from zfunc.optim.device_update import exact_parts
 from zfunc.optim.host_update import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator

@@ -18,10 +18,10 @@ from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.spec import FROZEN
-from zfunc.engine.disk_memory import extents_of
-from zfunc.engine.program import Program
-from zfunc.engine.state import Buffers, State
-from zfunc.engine.training_position import optimizer_settings, position_of
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.disk_memory import extents_of
+from zfunc.engine.state.state import Buffers, State
+from zfunc.engine.state.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host

@@ -7,9 +7,9 @@ from attrs import evolve
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
-from zfunc.engine.disk_memory import StateOnDisk, StateSlot
-from zfunc.engine.stage_context import Memory, StepContext
-from zfunc.engine.swap_state import commit_on_all
+from zfunc.engine.state.disk_memory import StateOnDisk, StateSlot
+from zfunc.engine.state.swap_state import commit_on_all
+from zfunc.engine.step.stage_context import Memory, StepContext
 
 
 def page_in(op: Op, mem: Memory, step: StepContext) -> None:

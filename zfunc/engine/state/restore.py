@@ -20,8 +20,8 @@ from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, stored_buffers, weight_buffers
 from zfunc.core.spec import FROZEN
-from zfunc.engine.state import Buffers
-from zfunc.engine.weights import begin_averages, send_weights
+from zfunc.engine.state.state import Buffers
+from zfunc.engine.state.weights import begin_averages, send_weights
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.optim.compact import initial_state, master_weights

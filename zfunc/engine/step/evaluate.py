@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zfunc.engine.batches import Batch, unpacked
-from zfunc.engine.flush import make_deferred_update
-from zfunc.engine.loss_outputs import loss_and_aux
-from zfunc.engine.program import Program, check_state, module_buffers, on_compute_stream
-from zfunc.engine.segment import Segment
-from zfunc.engine.stage_context import name_nondeterminism
-from zfunc.engine.state import State, refuse_global_modes
-from zfunc.engine.weights import parameter_weights, segment_weights
+from zfunc.engine.compile.loss_outputs import loss_and_aux
+from zfunc.engine.compile.program import Program, check_state, module_buffers, on_compute_stream
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.state.state import State, refuse_global_modes
+from zfunc.engine.state.weights import parameter_weights, segment_weights
+from zfunc.engine.step.batches import Batch, unpacked
+from zfunc.engine.step.flush import make_deferred_update
+from zfunc.engine.step.stage_context import name_nondeterminism
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
-from zfunc.engine.closure_facts import CapturedFacts, held
-from zfunc.engine.module_buffers import changed_by_forward, computed_in_type_of
-from zfunc.engine.state import refuse_inference_mode
-from zfunc.engine.tensor_memory import byte_range, storage_of
+from zfunc.engine.compile.closure_facts import CapturedFacts, held
+from zfunc.engine.compile.tensor_memory import byte_range, storage_of
+from zfunc.engine.state.module_buffers import changed_by_forward, computed_in_type_of
+from zfunc.engine.state.state import refuse_inference_mode
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
-from zfunc.engine.state import Buffers, Flat
+from zfunc.engine.state.state import Buffers, Flat
 from zfunc.optim.compact import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
 

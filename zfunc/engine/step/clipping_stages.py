@@ -6,7 +6,7 @@ import torch
 
 from zfunc.core.graph import Op
 from zfunc.core.regions import SUM_PARTS
-from zfunc.engine.stage_context import Memory, StepContext
+from zfunc.engine.step.stage_context import Memory, StepContext
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.accelerator import on_accelerator, synchronize
 

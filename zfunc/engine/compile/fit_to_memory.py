@@ -10,9 +10,9 @@ from zfunc.core.bucketing import resident_buckets
 from zfunc.core.graph import Tier
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.spec import StepSpec
-from zfunc.engine.batches import Batch
-from zfunc.engine.program import Program, ProgramCache, make_plan
-from zfunc.engine.specialize import batch_key, specialize
+from zfunc.engine.compile.program import Program, ProgramCache, make_plan
+from zfunc.engine.compile.specialize import batch_key, specialize
+from zfunc.engine.step.batches import Batch
 from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import available_bytes, on_accelerator

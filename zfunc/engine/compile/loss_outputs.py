@@ -11,9 +11,9 @@ import torch
 from attrs import fields
 from torch import Tensor
 
-from zfunc.engine.metrics import Metrics
-from zfunc.engine.segment import Segment
-from zfunc.engine.vjp import Detached
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.vjp import Detached
+from zfunc.engine.step.metrics import Metrics
 
 RESERVED = frozenset(f.name for f in fields(Metrics))
 

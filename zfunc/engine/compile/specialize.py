@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.engine.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
-from zfunc.engine.cost_trace import Trace, nbytes, silence_fake_errors, trace
-from zfunc.engine.loss_outputs import aux_names, check_aux_names, with_detached_aux
-from zfunc.engine.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
-from zfunc.engine.program import Program, ShapedProgram, make_plan
-from zfunc.engine.purity import check_deterministic
-from zfunc.engine.segment import Segment
-from zfunc.engine.stage_context import CompiledSegment, name_nondeterminism
-from zfunc.engine.vjp import MAX_TRACES, SegmentWeights, layouts
+from zfunc.engine.compile.cost_trace import Trace, nbytes, silence_fake_errors, trace
+from zfunc.engine.compile.loss_outputs import aux_names, check_aux_names, with_detached_aux
+from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
+from zfunc.engine.compile.purity import check_deterministic
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, layouts
+from zfunc.engine.state.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
+from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
+from zfunc.engine.step.stage_context import CompiledSegment, name_nondeterminism
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 

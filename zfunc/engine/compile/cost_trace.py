@@ -24,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
 from zfunc.core.traffic import Traffic
-from zfunc.engine.tensor_memory import FakeTensors
-from zfunc.engine.vjp import differentiated
+from zfunc.engine.compile.tensor_memory import FakeTensors
+from zfunc.engine.compile.vjp import differentiated
 from zfunc.runtime.rng import is_draw
 
 # They allocate, or look at memory in another shape, though their schemas do not say so.

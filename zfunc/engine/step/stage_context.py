@@ -12,7 +12,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
 from zfunc.core.settings import StepSettings
-from zfunc.engine.vjp import SegmentVJP
+from zfunc.engine.compile.vjp import SegmentVJP
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 

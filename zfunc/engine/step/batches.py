@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from zfunc.engine.segment import Segment
+from zfunc.engine.compile.segment import Segment
 
 LABELS = "labels"
 CONSTANTS = (bool, int, float, type(None))  # what a tree may have beside tensors

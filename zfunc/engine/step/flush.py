@@ -11,10 +11,10 @@ import torch
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.recipes import flush_recipe
-from zfunc.engine.program import Program, ShapedProgram, check_state, lock_staging, staging_buffers
-from zfunc.engine.specialize import specialize_without_batch
-from zfunc.engine.stage_context import StepContext
-from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.compile.program import Program, ShapedProgram, check_state, lock_staging, staging_buffers
+from zfunc.engine.compile.specialize import specialize_without_batch
+from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.step.stage_context import StepContext
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import RunOptions, StepRun
 from zfunc.runtime.rng import fold_seed, seeded

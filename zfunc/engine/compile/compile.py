@@ -21,20 +21,20 @@ from zfunc.core.layout import Layout, Parameter
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import Recompute, StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.batches import Batch, unpacked
-from zfunc.engine.cost_trace import nbytes
-from zfunc.engine.fit_to_memory import first_that_fits, fit_to_memory, log_offload
-from zfunc.engine.loss_outputs import checked_loss
-from zfunc.engine.module_buffers import buffers_nbytes
-from zfunc.engine.program import Program, ProgramCache, make_plan
-from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
-from zfunc.engine.sequential import segments_of_sequential
-from zfunc.engine.specialize import specialize
-from zfunc.engine.stage_context import CompiledSegment, Stage
-from zfunc.engine.stages import STAGES
-from zfunc.engine.state import refuse_global_modes, refuse_inference_mode
-from zfunc.engine.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
-from zfunc.engine.vjp import Detached, Joints, SegmentVJP, make_vjp
+from zfunc.engine.compile.cost_trace import nbytes
+from zfunc.engine.compile.fit_to_memory import first_that_fits, fit_to_memory, log_offload
+from zfunc.engine.compile.loss_outputs import checked_loss
+from zfunc.engine.compile.program import Program, ProgramCache, make_plan
+from zfunc.engine.compile.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
+from zfunc.engine.compile.sequential import segments_of_sequential
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.compile.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
+from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, make_vjp
+from zfunc.engine.state.module_buffers import buffers_nbytes
+from zfunc.engine.state.state import refuse_global_modes, refuse_inference_mode
+from zfunc.engine.step.batches import Batch, unpacked
+from zfunc.engine.step.stage_context import CompiledSegment, Stage
+from zfunc.engine.step.stages import STAGES
 from zfunc.errors import did_you_mean
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO

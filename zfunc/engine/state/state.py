@@ -20,9 +20,9 @@ from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
-from zfunc.engine.disk_memory import StateOnDisk, masters_in, spill_files, states_on_disk
-from zfunc.engine.ownership import Ownership
-from zfunc.engine.tensor_memory import byte_range, storage_of
+from zfunc.engine.compile.tensor_memory import byte_range, storage_of
+from zfunc.engine.state.disk_memory import StateOnDisk, masters_in, spill_files, states_on_disk
+from zfunc.engine.state.ownership import Ownership
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import alloc_host

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc.engine.batches import Batch
-from zfunc.engine.program import Program, ShapedProgram, on_compute_stream
-from zfunc.engine.state import State
+from zfunc.engine.compile.program import Program, ShapedProgram, on_compute_stream
+from zfunc.engine.state.state import State
+from zfunc.engine.step.batches import Batch
 
 PIECE = 1 << 20  # elements that the checksum widens at a time
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.manifest_json import factor_fields
-from zfunc.engine.program import Program
-from zfunc.engine.state import Buffers, State
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import Buffers, State
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 
 

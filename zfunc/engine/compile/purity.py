@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.closure_facts import MAX_HASHED, CapturedFacts, captured, path_of
-from zfunc.engine.cost_trace import AllocationTracker, InPlaceError
-from zfunc.engine.segment import Segment
+from zfunc.engine.compile.closure_facts import MAX_HASHED, CapturedFacts, captured, path_of
+from zfunc.engine.compile.cost_trace import AllocationTracker, InPlaceError
+from zfunc.engine.compile.segment import Segment
 
 ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"

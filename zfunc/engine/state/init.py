@@ -13,8 +13,7 @@ from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.layout import Layout, Span
 from zfunc.core.memory_model import initial_memory, peak_memory
-from zfunc.engine.module_buffers import copy_buffers
-from zfunc.engine.program import (
+from zfunc.engine.compile.program import (
     Program,
     allocate_on_all,
     check_memory,
@@ -23,10 +22,11 @@ from zfunc.engine.program import (
     on_compute_stream,
     staging_buffers,
 )
-from zfunc.engine.segment import Segment
-from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
-from zfunc.engine.swap_state import commit_state, create_swap
-from zfunc.engine.weights import begin_averages, put_weights
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.state.module_buffers import copy_buffers
+from zfunc.engine.state.state import Buffers, State, allocate, refuse_inference_mode
+from zfunc.engine.state.swap_state import commit_state, create_swap
+from zfunc.engine.state.weights import begin_averages, put_weights
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.host_memory import give_back_freed

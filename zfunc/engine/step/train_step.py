@@ -15,10 +15,7 @@ from attrs import evolve
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
-from zfunc.engine.batches import Batch, rows_in, split_batch, unpacked
-from zfunc.engine.flush import run_on_state, state_memory, step_context
-from zfunc.engine.metrics import Metrics
-from zfunc.engine.program import (
+from zfunc.engine.compile.program import (
     Program,
     activation_slots,
     allocated_for,
@@ -26,11 +23,14 @@ from zfunc.engine.program import (
     lock_staging,
     memory_shortage,
 )
-from zfunc.engine.rank_agreement import check_ranks_agree
-from zfunc.engine.save_load import begin_save
-from zfunc.engine.specialize import specialize
-from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.swap_state import commit_metadata, swap_folders
+from zfunc.engine.compile.rank_agreement import check_ranks_agree
+from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.save_load import begin_save
+from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.state.swap_state import commit_metadata, swap_folders
+from zfunc.engine.step.batches import Batch, rows_in, split_batch, unpacked
+from zfunc.engine.step.flush import run_on_state, state_memory, step_context
+from zfunc.engine.step.metrics import Metrics
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at

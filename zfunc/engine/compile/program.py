@@ -25,14 +25,14 @@ from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with
-from zfunc.engine.closure_facts import CapturedFacts
-from zfunc.engine.disk_memory import SpilledBytes, StateSlot, spill_files
-from zfunc.engine.module_buffers import buffer_views
-from zfunc.engine.segment import Segment
-from zfunc.engine.stage_context import CompiledSegment, Stage
-from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
-from zfunc.engine.tensor_memory import FakeTensors
-from zfunc.engine.vjp import Joints
+from zfunc.engine.compile.closure_facts import CapturedFacts
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.tensor_memory import FakeTensors
+from zfunc.engine.compile.vjp import Joints
+from zfunc.engine.state.disk_memory import SpilledBytes, StateSlot, spill_files
+from zfunc.engine.state.module_buffers import buffer_views
+from zfunc.engine.state.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
+from zfunc.engine.step.stage_context import CompiledSegment, Stage
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes

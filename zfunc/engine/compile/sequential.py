@@ -6,7 +6,7 @@ from typing import Any
 from attrs import evolve
 from torch import Tensor, nn
 
-from zfunc.engine.segment import Segment, Values, segment
+from zfunc.engine.compile.segment import Segment, Values, segment
 
 
 class InOrder(nn.Module):

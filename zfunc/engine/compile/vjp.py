@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
-from zfunc.engine.tensor_memory import FakeTensors, extent, storage_of
+from zfunc.engine.compile.tensor_memory import FakeTensors, extent, storage_of
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
 Compiled = bool | Literal["reduce-overhead"]

@@ -21,8 +21,8 @@ from zfunc.core.layout import Bucket, Span
 from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
 from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
-from zfunc.engine.stage_context import Memory, StepContext
-from zfunc.engine.state import Flat
+from zfunc.engine.state.state import Flat
+from zfunc.engine.step.stage_context import Memory, StepContext
 from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, ParameterPart
 from zfunc.optim.compact import master_weights
 from zfunc.optim.ema import average_

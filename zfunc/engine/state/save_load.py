@@ -25,10 +25,7 @@ from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.layout import Parameter
 from zfunc.core.recipes import checkpoint
-from zfunc.engine.flush import make_deferred_update, state_memory, step_context
-from zfunc.engine.init import allocate_state
-from zfunc.engine.module_buffers import copy_buffers
-from zfunc.engine.program import (
+from zfunc.engine.compile.program import (
     Program,
     check_program,
     check_state,
@@ -36,11 +33,13 @@ from zfunc.engine.program import (
     module_buffers,
     staging_buffers,
 )
-from zfunc.engine.restore import fill_buffers, fill_state, rounded_buckets, send_parameters
-from zfunc.engine.segment import Segment
-from zfunc.engine.specialize import specialize_without_batch
-from zfunc.engine.state import Buffers, State, refuse_inference_mode
-from zfunc.engine.swap_state import (
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.specialize import specialize_without_batch
+from zfunc.engine.state.init import allocate_state
+from zfunc.engine.state.module_buffers import copy_buffers
+from zfunc.engine.state.restore import fill_buffers, fill_state, rounded_buckets, send_parameters
+from zfunc.engine.state.state import Buffers, State, refuse_inference_mode
+from zfunc.engine.state.swap_state import (
     commit_state,
     gather_frozen,
     open_swap,
@@ -48,7 +47,8 @@ from zfunc.engine.swap_state import (
     read_memory,
     swap_folders,
 )
-from zfunc.engine.training_position import optimizer_settings, position_of, state_at
+from zfunc.engine.state.training_position import optimizer_settings, position_of, state_at
+from zfunc.engine.step.flush import make_deferred_update, state_memory, step_context
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import RunOptions

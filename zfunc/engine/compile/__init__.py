@@ -1,0 +1,19 @@
+"""Segments and settings become a Program: its traces, its verified plan, its buffers' sizes.
+
+    segment                 nn.Module -> pure function
+    sequential              nn.Sequential -> segments
+    closure_facts           the Python values that a segment depends on
+    purity                  refuses segments with hidden state
+    vjp                     forward and backward of a segment, with or without recomputation
+    tensor_memory           which part of a storage a tensor lies in
+    cost_trace              FLOPs and bytes of a segment, traced without data
+    compile                 segments and settings -> Program
+    step_spec               settings -> `StepSpec`; checks of a recipe
+    fit_to_memory           the offload ratio and the places that fit, where settings are "auto"
+    loss_outputs            what the last segment returns: the loss, and auxiliary outputs
+    program                 `Program`: the verified plan, staging buffers, checks of memory
+    specialize              a program for the shapes of a batch
+    rank_agreement          checks that all ranks make the same step
+
+`compile.compile` calls the phases in their order; a setting that changes a trace takes effect in `specialize`.
+"""

@@ -1,0 +1,15 @@
+"""What a Program trains: the State, how it is made, saved, loaded and read.
+
+    module_buffers          the buffers that forward changes, such as running statistics
+    disk_memory             what lives on the disk: a state in a slot at a time, spilled gradients
+    ownership               which State may use the buffers, and which deferred updates they lack
+    state                   `State`, and the allocation of its memory
+    weights                 fp32 weights: into a State and out of it
+    init                    `init`: the first State
+    save_load               `zfunc.save`, `zfunc.load`
+    training_position       what a checkpoint says of a State beside its bytes
+    swap_state              a program's swap space: new, opened again, committed
+    restore                 reads a checkpoint into a State, on any number of ranks
+
+Which buffers there are follows from the regions of the program's graph that outlive a step.
+"""

@@ -1,0 +1,15 @@
+"""A step of a Program: what each operation of its plan does, and the functions that run one.
+
+    batches                 a batch, and its equal parts
+    metrics                 `Metrics`: what a step reports
+    stage_context           the arguments of a stage function
+    stages                  what each operation of a recipe does: `{verb: function}`
+    clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
+    update_stages           stages that update parameters
+    disk_stages             stages that read and write the disk
+    train_step              `train_step`
+    flush                   `flush`: the update that the last step deferred; running a plan on a State
+    evaluate                loss, outputs and parameters without a step
+
+The arguments of every stage are the same: a `StageContext`, and the regions that its operation declares.
+"""
