@@ -235,10 +235,14 @@ def test_no_operation_of_any_piece_of_a_model_is_forgotten() -> None:
     assert unknown({torch.ops.aten._int_mm}) == ["aten._int_mm"]
 
 
-@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
-def test_a_recurrent_layer_multiplies_each_row_by_its_weights(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "fused"), [("rnn", False), ("gru", False), ("lstm", False), ("lstm", True)])
+def test_a_recurrent_layer_multiplies_each_row_by_its_weights(
+    kind: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel, which torch has for some CPUs, makes the gradients of its input and first state, too."""
     model = fuzz_models.Model(((kind,),), ("tensor",), "sum")
     segments = model.built()[0]
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", fused)
     forward, backward = costs_of(segments, model.batch(0))
     rows = 2 * fuzz_models.BATCH * fuzz_models.ROWS
     matrices = sum(math.prod(p.shape) for p in segments[0].parameters if len(p.shape) == 2)
@@ -247,4 +251,4 @@ def test_a_recurrent_layer_multiplies_each_row_by_its_weights(kind: str) -> None
         rows * matrices // 2 * (fuzz_models.ROWS + 1) // fuzz_models.ROWS
     )  # nothing below, no state before
     assert forward == rows * matrices + out
-    assert backward == 2 * forward - first
+    assert backward in ((2 * forward, 2 * forward - first) if fused else (2 * forward - first,))
