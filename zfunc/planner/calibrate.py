@@ -63,6 +63,7 @@ WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
 BUSY = 0.1  # share of the cores that other processes may use without a warning
 REPEATS = 5  # of a page, to time how long a drive takes to answer
+ENOUGH_SECONDS = 0.002  # of one product or one attention, to time its FLOP/s
 LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
 
 
@@ -151,17 +152,9 @@ def _median_seconds(call: Callable[[], Any]) -> float:
 
 
 def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
-    """FLOP/s of a product of large matrices and of causal attention in a long row, forward and backward."""
-    side, row = (8192, 8192) if on_accelerator(device) else (768, 768)
-    a = torch.zeros(side, side, device=device, dtype=dtype)
-    q = torch.zeros(1, 16, row, 128, device=device, dtype=dtype)
+    """FLOP/s of a product of square matrices and of causal attention, forward and backward, of 16 heads of 128.
 
-    def attend(q: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    def both() -> None:
-        y, pull, *_ = torch.func.vjp(attend, q)
-        pull(y)
+    Sizes double from 512 until the work takes `ENOUGH_SECONDS`, beside which a launch is nothing."""
 
     def seconds(call: Callable[[], Any]) -> float:
         def run() -> None:
@@ -172,7 +165,27 @@ def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
         run()  # which loads the kernels
         return _median_seconds(run)
 
-    return Arithmetic(2 * side**3 / seconds(lambda: a @ a), 7 * 16 * 128 * row**2 / seconds(both))
+    def rate(flops: Callable[[int], float], work: Callable[[int], Callable[[], Any]]) -> float:
+        size, taken = 512, seconds(work(512))
+        while taken < ENOUGH_SECONDS:
+            size *= 2
+            taken = seconds(work(size))
+        return flops(size) / taken
+
+    def product(side: int) -> Callable[[], Any]:
+        a = torch.zeros(side, side, device=device, dtype=dtype)
+        return lambda: a @ a
+
+    def attention(row: int) -> Callable[[], Any]:
+        q = torch.zeros(1, 16, row, 128, device=device, dtype=dtype)
+
+        def both() -> None:
+            y, pull, *_ = torch.func.vjp(lambda q: scaled_dot_product_attention(q, q, q, is_causal=True), q)
+            pull(y)
+
+        return both
+
+    return Arithmetic(rate(lambda n: 2 * n**3, product), rate(lambda n: 7 * 16 * 128 * n**2, attention))
 
 
 def measure_launch(device: torch.device) -> float | None:
