@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[], list[zfunc.Segment]], str]] = {
     ),
     "an auxiliary output of another name in every call": (
         lambda: [last(lambda x: (x.sum(), {f"hits{next(CALLS)}": x.sum()}))],
-        "'s': got global CALLS .*which changes from call to call",
+        "'s': got other arguments in .* .what it returns. when called again",
     ),
     "three results": (
         lambda: [last(lambda x: (x.sum(), x.sum(), x.sum()))],

@@ -2,8 +2,7 @@
 
     segment                 nn.Module -> pure function
     sequential              nn.Sequential -> segments
-    closure_facts           the Python values that a segment depends on
-    purity                  refuses segments with hidden state
+    purity                  refuses segments with hidden state, and values that change
     vjp                     forward and backward of a segment, with or without recomputation
     tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data

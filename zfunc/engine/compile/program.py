@@ -25,7 +25,7 @@ from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with
-from zfunc.engine.compile.closure_facts import CapturedFacts
+from zfunc.engine.compile.purity import Facts
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.vjp import Joints
@@ -103,7 +103,7 @@ class ProgramCache:
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
-    facts: dict[int, tuple[str, CapturedFacts]] = field(factory=dict)  # Python values that traces depend on
+    facts: dict[int, tuple[Segment, Facts]] = field(factory=dict)  # values outside of modules in traces
     checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input
     fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache

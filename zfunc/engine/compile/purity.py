@@ -1,30 +1,135 @@
-"""Checks that a segment is a pure function: two calls on one input run the same operations and change no state.
+"""Checks that a segment is a pure function: calls on one input run the same operations and change no value.
 
-So backward recomputes what forward computed, as long as the Python values that the segment depends on stay. Those
-outside the module are compared again before every step.
+So backward recomputes what forward computed, and a trace of one call stands for all of them. What is compared
+between two calls: their operations, the attributes of the module, and the plain values (numbers, texts, tuples of
+them) that its functions read of closures and globals. The latter are compared again before every step.
 """
 
+import inspect
 import random
+import reprlib
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping
+from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.compile.closure_facts import MAX_HASHED, CapturedFacts, captured, path_of
 from zfunc.engine.compile.cost_trace import AllocationTracker, InPlaceError
-from zfunc.engine.compile.segment import Segment
 
+MAX_DEPTH = 6  # of containers and objects in each other
+MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
+PLAIN = bool | int | float | complex | str | bytes | None | Enum | range | slice | np.generic
+PLAIN = PLAIN | torch.dtype | torch.device | torch.Size
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "peft"} - {"__main__"}
 ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"
 REASON = "forward and its recomputation in backward would differ"
+Facts = dict[str, Any]  # what is compared of a value, by a name that the user knows
+
+
+# --- Python values -----------------------------------------------------------------------------------------------
+
+
+class _Same:
+    """A weak reference to a tensor, equal while it is the same tensor with the same requires_grad and version. (The
+    version of a parameter does not count.)"""
+
+    def __init__(self, t: Tensor) -> None:
+        unversioned = isinstance(t, nn.Parameter) or t.is_inference()  # a parameter's values may change
+        self.ref, self.state = weakref.ref(t), (0 if unversioned else t._version, t.requires_grad)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.ref() is other.ref() and self.state == other.state
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def attributes(module: nn.Module, *, tensors: bool) -> Iterator[tuple[str, Any]]:
+    """The type and the attributes of a module and of those in it; with `tensors` parameters and buffers."""
+    for path, m in module.named_modules():
+        yield f"attribute {path}" if path else "the module", type(m).__qualname__
+        slots = {**m._parameters, **m._buffers} if tensors else {}
+        own = {k: v for k, v in vars(m).items() if k not in ("_parameters", "_buffers", "_modules")}
+        for name, value in {**own, **slots}.items():
+            yield f"attribute {path}.{name}" if path else f"attribute {name}", value
+
+
+def held(module: nn.Module | None, *, same_tensors: bool = True) -> Facts:
+    """What is compared of the attributes of a module: of tensors whether they are the same, or their type alone."""
+    of_tensor = _Same if same_tensors else type
+    found = () if module is None else attributes(module, tensors=same_tensors)
+    return {name: _compared(value, of_tensor, 0) for name, value in found}
+
+
+def read_outside(module: nn.Module | None, function: Callable[..., Any]) -> Facts:
+    """The plain values that a module's forward, or a function, reads of its closure and its file; and what the
+    user's functions do that it calls so."""
+    found: Facts = {}
+    left, seen = [type(m).forward for m in module.modules()] if module else [function], set[Any]()
+    while left:
+        f = inspect.unwrap(left.pop())
+        if not inspect.isfunction(f) or _of_library(f) or f in seen:
+            continue
+        seen.add(f)
+        read = inspect.getclosurevars(f)
+        named = {f"closure variable {x}": value for x, value in read.nonlocals.items()}
+        named |= {f"global {x}": value for x, value in read.globals.items()}
+        left += [x for x in named.values() if inspect.isfunction(x)]
+        found |= {name: _compared(x, id, 0) for name, x in named.items() if _is_plain(x)}
+    return found
+
+
+def _of_library(x: Any) -> bool:
+    """Whether a function or a class is of torch, transformers or Python, whose values are no part of a model."""
+    return str(x.__module__).partition(".")[0] in LIBRARIES
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, PLAIN) or (isinstance(x, tuple) and all(map(_is_plain, x)))
+
+
+def _compared(value: Any, of_tensor: Callable[[Tensor], Any], depth: int) -> Any:
+    """What is compared of a value. Looking at it changes nothing and calls no code of the user."""
+    if isinstance(value, float | np.generic):
+        return repr(value)  # so that a NaN equals itself
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
+        return value.shape, hash(value.tobytes()) if small else id(value)
+    if depth == MAX_DEPTH:
+        return type(value)
+    if isinstance(value, Mapping):
+        return [(repr(key), _compared(x, of_tensor, depth + 1)) for key, x in [*value.items()]]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_compared(x, of_tensor, depth + 1) for x in [*value]]
+    if hasattr(value, "__dict__") and not _of_library(type(value)) and not callable(value):
+        return _compared(vars(value), of_tensor, depth + 1)
+    return type(value)
+
+
+def first_change(before: Facts, after: Facts) -> str:
+    """A description of the first value that is another one after than before, or ""."""
+    for name in {**before, **after}:
+        values = [x.get(name, "absent") for x in (before, after)]
+        if values[0] != values[1]:
+            shown = (x if isinstance(x, str) else reprlib.repr(x) for x in values)
+            return f"{name} ({', then '.join(shown)})" if any(isinstance(x, PLAIN) for x in values) else name
+    return ""
+
+
+# --- two calls ---------------------------------------------------------------------------------------------------
 
 
 class _Log(AllocationTracker):
@@ -55,6 +160,7 @@ class _Log(AllocationTracker):
         if id(x) in self._results:
             return self._results[id(x)]
         self._alive.append(x)
+        x = x.constant if isinstance(x, FakeTensor) and x.constant is not None else x  # torch.tensor(2.0)
         if isinstance(x, FakeTensor) or x.is_meta or x.nbytes > MAX_HASHED or x.layout is not torch.strided:
             return "outside", id(x)
         with _disable_current_modes():
@@ -63,57 +169,68 @@ class _Log(AllocationTracker):
 
 
 def check_deterministic(
-    segment: Segment, params: dict[str, Tensor], inputs: tuple[Any, ...]
-) -> tuple[Any, CapturedFacts]:
-    """The segment's output, and the Python values that it depends on.
+    module: nn.Module | None,
+    function: Callable[..., Any],
+    params: dict[str, Tensor],
+    inputs: tuple[Any, ...],
+    constants: Container[str] = (),
+) -> tuple[Any, Facts]:
+    """The output of a segment's function, and the values that it reads outside of its module.
 
-    Raises ValueError, with the name of what changes, if it writes into an argument, if two calls differ, or if a
-    call changes a value.
+    `constants` are the names of the `params` that are never trained. Raises ValueError, with the name of what
+    changes, if the function writes into an argument, if two calls differ, or if a call changes a value.
     """
-    root = segment.module or segment.function
     try:
-        return _called_twice(root, lambda: segment.function(params, *inputs))
+        y = _called_twice(module, function, lambda: function(params, *inputs))
     except InPlaceError as error:
-        raise _named(error, segment, params, root) from None
+        raise _named(error, module, params, constants) from None
+    return y, read_outside(module, function)
 
 
-def _called_twice(root: Any, call: Callable[[], Any]) -> tuple[Any, CapturedFacts]:
+def _called_twice(module: nn.Module | None, function: Callable[..., Any], call: Callable[[], Any]) -> Any:
+    def values() -> Facts:
+        return held(module, same_tensors=False) | read_outside(module, function)
+
     python_state, generator = random.getstate(), np.random.get_bit_generator()
     numpy_state = repr(generator.state)
     _, first = _logged(call)
-    before = captured(root)
+    before = values()
     y, second = _logged(call)
     if random.getstate() != python_state and _draws_from_random(call):
         raise ValueError(f"got random numbers from Python's random module, expected torch's: {SEEDED}")
     if numpy_state != repr(generator.state) and _draws_from_numpy(call, generator):
         raise ValueError(f"got random numbers from numpy.random, expected torch's: {SEEDED}")
-    if change := before.change(captured(root)):
+    if change := first_change(before, values()):
         raise ValueError(
             f"got {change}, which changes from call to call, expected a pure function: {REASON}. {ADVICE}"
         )
     if _difference(first, second):  # the first call may initialize: compare the second and third
         y, third = _logged(call)
         if difference := _difference(second, third):
-            difference += _leaks(root, call)
+            tensors = held(module)
+            call()
+            kept = first_change(tensors, held(module))
+            difference += f", perhaps what a call keeps in {kept}," if kept else ""
             raise ValueError(
                 f"got {difference} when called again, expected a pure function: {REASON}. {ADVICE}"
             )
-    return y, before
+    return y
 
 
-def _named(error: InPlaceError, segment: Segment, params: dict[str, Tensor], root: Any) -> ValueError:
+def _named(
+    error: InPlaceError, module: nn.Module | None, params: dict[str, Tensor], constants: Container[str]
+) -> ValueError:
     """The error with the name of the tensor that was written, and what to use instead."""
     short = next((name for name, t in params.items() if t is error.tensor), "")
-    if not short or segment.module is None:
-        name = repr(short) if short else path_of(root, error.tensor)
+    if not short or module is None:
+        found = () if module is None else attributes(module, tensors=True)
+        name = repr(short) if short else next((x for x, t in found if t is error.tensor), "")
         return InPlaceError(error.func, error.tensor, name)
     owner = short.rpartition(".")[0]
-    module = segment.module.get_submodule(owner)
-    name = (
-        f"{short.removeprefix(owner).lstrip('.')!r} of the {type(module).__name__}{owner and f' {owner!r}'}"
-    )
+    kind = type(module.get_submodule(owner)).__name__
+    name = f"{short.removeprefix(owner).lstrip('.')!r} of the {kind}{owner and f' {owner!r}'}"
     instead = "construct a zfunc.Segment with buffers=, whose function returns (y, buffers)"
-    return InPlaceError(error.func, error.tensor, name, instead if short in segment.constants else "")
+    return InPlaceError(error.func, error.tensor, name, instead if short in constants else "")
 
 
 def _logged(call: Callable[[], Any]) -> tuple[Any, _Log]:
@@ -127,8 +244,10 @@ def _difference(one: _Log, other: _Log) -> str:
     """A description of the first operation that differs, or ""."""
     nothing = "nothing", list[Any](), None
     for n, (a, b) in enumerate(zip_longest(one.ops, other.ops, fillvalue=nothing)):
-        if (a[0], a[2]) != (b[0], b[2]):
+        if a[0] != b[0]:
             return f"another operation number {n} ({a[0]}, then {b[0]})"
+        if a[2] != b[2]:
+            return f"other arguments in operation number {n} ({a[0]})"
         for x, y in zip(a[1], b[1], strict=True):
             if x != y:
                 number = f"another number ({x}, then {y})"
@@ -136,14 +255,6 @@ def _difference(one: _Log, other: _Log) -> str:
                     f"{'another tensor' if isinstance(x, tuple) else number} in operation number {n} ({a[0]})"
                 )
     return ""
-
-
-def _leaks(root: Any, call: Callable[[], Any]) -> str:
-    """A description of where a call leaves tensors for the next, or ""."""
-    before = captured(root, tensors=True)
-    call()
-    change = before.change(captured(root, tensors=True))
-    return f", perhaps what a call keeps in {change}," if change else ""
 
 
 def _draws_from_random(call: Callable[[], Any]) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
-from zfunc.engine.compile.closure_facts import CapturedFacts, held
+from zfunc.engine.compile.purity import Facts, first_change, held
 from zfunc.engine.compile.tensor_memory import byte_range, storage_of
 from zfunc.engine.state.module_buffers import changed_by_forward, computed_in_type_of
 from zfunc.engine.state.state import refuse_inference_mode
@@ -70,7 +70,7 @@ class Segment:
     constants: Values = field(factory=dict, kw_only=True)
     buffers: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
-    _source: tuple[nn.Module, CapturedFacts] | None = field(default=None, kw_only=True, repr=False)
+    _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         trained = sum(math.prod(p.shape) for p in self.parameters)
@@ -128,7 +128,7 @@ class Segment:
         if self._source is None:
             return ""
         module, facts = self._source
-        return facts.change(held(module))
+        return first_change(facts, held(module))
 
     @property
     def changed_tensors(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.compile.cost_trace import Trace, nbytes, silence_fake_errors, trace
 from zfunc.engine.compile.loss_outputs import aux_names, check_aux_names, with_detached_aux
 from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
-from zfunc.engine.compile.purity import check_deterministic
+from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, layouts
 from zfunc.engine.state.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
@@ -117,11 +117,11 @@ def _warn_of_changes(segments: Iterable[Segment]) -> None:
 
 def _check_facts(program: Program) -> None:
     """Raise ValueError if a Python value has changed that a trace depends on."""
-    for name, facts in program.cache.facts.values():
-        if moved := facts.moved():
+    for segment, facts in program.cache.facts.values():
+        if moved := first_change(facts, read_outside(segment.module, segment.function)):
             raise ValueError(
-                f"segment {name!r}: got {moved}, changed since the segment was traced, expected the same value in "
-                "every step: pass what changes in the batch, or compile again"
+                f"segment {segment.name!r}: got {moved}, changed since the segment was traced, expected the same "
+                "value in every step: pass what changes in the batch, or compile again"
             )
 
 
@@ -234,8 +234,11 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     )
 
     def check(trained: Any, others: Any, inputs: Any) -> Any:
-        y, facts = check_deterministic(segment, {**trained, **others}, inputs)
-        program.cache.facts.setdefault(id(call.passes), (segment.name, facts))
+        params = {**trained, **others}
+        y, facts = check_deterministic(
+            segment.module, segment.function, params, inputs, constants=segment.constants
+        )
+        program.cache.facts.setdefault(id(call.passes), (segment, facts))
         if call.buffers:
             y, after = y
             copy_buffers(clone_buffers({short: others[short] for short in call.buffers}), after)
