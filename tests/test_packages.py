@@ -1,6 +1,7 @@
 """Imports go down only, what needs no torch imports none, and nothing that interprets a plan knows a verb."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 from table import RECIPES, SPECS
 
+from zfunc.cli.catalogue import COMMANDS
 from zfunc.core.graph import KINDS
+from zfunc.options import flag
 
 ROOT = Path(__file__).parents[1]
 INDEX = "zfunc"  # zfunc/__init__.py, which only the command line may call, as users do
@@ -113,6 +116,21 @@ def test_imports_go_down_only() -> None:
             assert ORDER.index(package(target)) < ORDER.index(package(module)), (
                 f"{module} imports {target}, which is not below it: move what both need to a lower package"
             )
+
+
+def test_only_the_command_line_names_its_flags() -> None:
+    """Elsewhere help and errors have names of settings, which it shows as flags; a whole command may be quoted."""
+    flags = {flag(name) for command in COMMANDS.values() for name in command.options}
+    for module in (m for m in MODULES if package(m) != "cli"):
+        nodes = [*ast.walk(tree(module))]
+        docs = {id(x.value) for x in nodes if isinstance(x, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                said = re.sub(r"(zfunc|hf|pip) [a-z]+ [^`;,:]*", "", node.value)
+                named = flags & {*re.findall(r"--[a-z][a-z-]+", said)}
+                assert not named, (
+                    f"{module}, line {node.lineno}: {', '.join(named)}: write `name` of the setting"
+                )
 
 
 def test_no_class_or_public_function_has_the_name_of_another() -> None:

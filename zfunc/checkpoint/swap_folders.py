@@ -74,7 +74,7 @@ def refuse_other_worlds(path: Path, world: int) -> None:
     if made and world not in made:
         raise CheckpointError(
             f"{path.parent}: got a swap space of {min(made)} ranks, expected one of {world}: keep it, make another "
-            "folder, and pass that one as --swap with --resume auto (in Python: swap=[that], and zfunc.load("
+            "folder, and pass that one as `swap` with `resume=auto` (in Python: swap=[that], and zfunc.load("
             f"{str(path.parent)!r}, program)); its state is read for any number of ranks"
         )
 

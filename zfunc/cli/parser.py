@@ -37,6 +37,10 @@ REWORDED = (  # argparse's errors, as got, expected, next action
 
 NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|(?=[\d'\"])(?!\S*[/:])|(?='\w+':))")
 """An argument and its value, or a switch, in an error: a word of its own, and no path as in "--out: got lr=3"."""
+SUBJECT = re.compile(r"^(?:\w+(?:, \w+)*: )+")
+"""What an error begins with: the settings, as in "data: tokenizer: got" or "steps, seconds: got"."""
+QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
+"""A setting in backquotes, alone or with a value."""
 
 
 class Help(argparse.HelpFormatter):
@@ -126,7 +130,7 @@ def _add_command(subparsers: Any, name: str, command: Command, everything: bool)
     for title, fields in _grouped(command, everything=shown is command.options).items():
         arguments = parser.add_argument_group(title)
         for field in fields:
-            _add_argument(arguments, field, command.options[field.name], shown)
+            _add_argument(arguments, field, command, shown)
     common = parser.add_argument_group("help")
     if command.common:
         more = f"show all {len(command.options)} options, and all that there is to say of each"
@@ -153,9 +157,13 @@ def _add_common(group: Any) -> None:
     group.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
 
 
-def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, shown: Collection[str]) -> None:
+def _add_argument(
+    group: Any, field: "attrs.Attribute[Any]", command: Command, shown: Collection[str]
+) -> None:
     """An option of which help says all, its first clause if `shown` are names, or nothing if it is not shown."""
+    option = command.options[field.name]
     help = option.help if isinstance(shown, Mapping) else first_clause(option.help)
+    help = with_flags(help, command.options)
     given: dict[str, Any] = {
         "help": (help + _default(field)).replace("%", "%%") if field.name in shown else argparse.SUPPRESS,
         "default": argparse.SUPPRESS,
@@ -242,19 +250,32 @@ def unknown_option(word: str, command: str, options: Mapping[str, Collection[str
 
 
 def as_typed(message: str, options: Mapping[str, Option]) -> str:
-    """An error that names the arguments of a call, with the flags of a command instead. Paths stay as they are.
+    """An error that names settings, with the flags of a command instead. Paths stay as they are.
 
     >>> from zfunc.options import anything
     >>> options = {"seq_length": Option("model", "tokens of a sequence", anything)}
     >>> as_typed("seq_length: got 0", options), as_typed("got 9 tokens for seq_length=16", options)
     ('--seq-length: got 0', 'got 9 tokens for --seq-length 16')
-    >>> as_typed("--out: got runs/seq_length=16/b, which exists", options)
-    '--out: got runs/seq_length=16/b, which exists'
+    >>> as_typed("out: got runs/seq_length=16/b, which exists: pass `seq_length`", options)
+    'out: got runs/seq_length=16/b, which exists: pass --seq-length'
     """
-    name, colon, rest = message.partition(": ")
-    if colon and name in options:
-        message = f"{options[name].metavar if options[name].positional else flag(name)}: {rest}"
-    return NAMED.sub(lambda m: flag(m[1]) + " " * (not m[2]) if m[1] in options else m[0], message)
+
+    def typed(m: re.Match[str]) -> str:
+        option = options.get(m[0])
+        return m[0] if option is None else option.metavar if option.positional else flag(m[0])
+
+    message = SUBJECT.sub(lambda m: re.sub(r"\w+", typed, m[0]), message)
+    message = NAMED.sub(lambda m: flag(m[1]) + " " * (not m[2]) if m[1] in options else m[0], message)
+    return with_flags(message, options)
+
+
+def with_flags(text: str, options: Mapping[str, Option]) -> str:
+    """A text with the flags of a command for settings in backquotes, as `seq_length` or `seq_length=16`."""
+
+    def typed(m: re.Match[str]) -> str:
+        return f"{flag(m[1])} {m[2] or ''}".rstrip() if m[1] in options else m[0]
+
+    return QUOTED.sub(typed, text)
 
 
 def shortened(word: str) -> str:

@@ -11,7 +11,7 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import AUTO, Option, count, option
 from zfunc.planner.profile import Profile, replace_figures
 from zfunc.planner.profile_toml import load_profile, profile_names
-from zfunc.train.settings import DESCRIBED, MODEL, OPTIMIZER, PRECISION, TRAIN
+from zfunc.train.settings import DESCRIBED, STEP, TRAIN
 
 MOST_LAYERS = 10_000  # each takes time
 MOST_ELEMENTS = 10**17  # torch counts bytes in 63 bits
@@ -102,7 +102,6 @@ def figures() -> Any:
 
 SIMULATED = {
     **DESCRIBED,
-    **MODEL,
     "vocab_size": Option(
         "model",
         "tokens in the vocabulary (default: those of --data, as zfunc train has them; of bytes 256)",
@@ -116,8 +115,8 @@ SIMULATED = {
     "tokenizer": evolve(
         TRAIN["tokenizer"], help="a local tokenizer.json, for text and JSONL (default: bytes)"
     ),
-    "optimizer": OPTIMIZER,
-    "precision": PRECISION.offering(
+    "optimizer": TRAIN["optimizer"],
+    "precision": STEP["precision"].offering(
         (AUTO, *PRECISIONS), f"; {AUTO}: the 16 bits that the hardware is fast in"
     ),
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 from attrs import define
 
+from zfunc.cli.parser import with_flags
+from zfunc.options import Options
 from zfunc.train.events import INTERRUPT, TERMINATED
 
 
@@ -89,15 +91,21 @@ def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
             signal.signal(number, handler)
 
 
+@define(eq=False)
 class _Printed(logging.Handler):
+    options: Options
+
+    def __attrs_pre_init__(self) -> None:
+        super().__init__()
+
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(record.getMessage()), flush=True)
+        print(printable(with_flags(record.getMessage(), self.options)), flush=True)
 
 
 @contextmanager
-def logged() -> Generator[None]:
-    """In this context what zfunc logs is printed."""
-    log, handler = logging.getLogger("zfunc"), _Printed()
+def logged(options: Options) -> Generator[None]:
+    """In this context what zfunc logs is printed, with the flags of a command that has these options."""
+    log, handler = logging.getLogger("zfunc"), _Printed(options)
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)

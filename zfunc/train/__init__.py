@@ -3,7 +3,7 @@
     settings     settings of `zfunc train`: those of the step, of the model, the data and the run
     setup        settings -> data, program, model
     gpt_flags    the GPT of a command's flags, without torch
-    pretrained   the model of `--hf`
+    pretrained   the Hugging Face model of the setting `hf`
     loop         the loop, as a generator of events
     events       what happens in a training
     pacing       when it ends
@@ -14,6 +14,6 @@
     data         corpora, documents, tokenizers, packing, batches
     deepspeed    DeepSpeed's configuration files (public as `zfunc.from_deepspeed`)
 
-A new flag: a field of `TrainSettings`, and its use. A new tracker: `log`, `close`, and its row in `tracking`. A new
-DeepSpeed key: one row in `deepspeed/keys.toml`; a supported one is also translated, in `deepspeed/settings.py`.
+A new setting: a field of `TrainSettings`, and its use. A new tracker: `log`, `close`, and its row in `tracking`.
+A new DeepSpeed key: a row in `deepspeed/keys.toml`; a supported one is also translated, in `deepspeed/mapping.py`.
 """

@@ -1,7 +1,7 @@
 """The training loop: a job in, events out. It writes checkpoints and nothing else; the caller prints and records.
 
-Two jobs with equal settings give equal losses on one machine, however often one is stopped and resumed. --seconds
-ends a training after the step in which they have passed, and changes none before it.
+Two jobs with equal settings give equal losses on one machine, however often one is stopped and resumed. `seconds`
+end a training after the step in which they have passed, and changes none before it.
 """
 
 import logging
@@ -187,7 +187,7 @@ class _Loop:
         self.ended = signal if signal == TERMINATED else ended
 
     def _seconds_left(self, number: int) -> float | None:
-        """Until --seconds have passed, or all steps are taken at the pace of the warm ones."""
+        """Until `seconds` have passed, or all steps are taken at the pace of the warm ones."""
         settings, elapsed = self.job.settings, self.progress.elapsed
         left = [] if settings.seconds is None else [max(0.0, settings.seconds - elapsed)]
         if settings.steps is not None and (warm := number - self.first - WARM_STEPS) > 0:

@@ -1,6 +1,6 @@
-"""`zfunc train --hf`: the model in a local folder, and its tokenizer.
+"""The Hugging Face model of a training or a plan: its config in a local folder, its weights, and its tokenizer.
 
-A flag that does not go with the model, for its vocabulary, length or tokenizer, is refused before the data is read.
+A setting that does not go with the model (vocabulary, length, tokenizer) is refused before the data is read.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from zfunc.engine.compile.segment import Segment
 from zfunc.models import hf
 from zfunc.models.config_file import check_flags
 from zfunc.models.hf.adapters import lora_config
-from zfunc.options import flag
 from zfunc.train.data.saved_dataset import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
 from zfunc.train.history import CONFIG, read_json_object
@@ -81,15 +80,15 @@ def _opened(
         config, segments = open_model(place, lora=_adapters(flags))
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
-            raise ValueError(f"--lora-targets: {str(error).removeprefix('lora: ')}") from error
-        raise ValueError(f"{flag(name)}: {error}") from error
+            raise ValueError(f"lora_targets: {str(error).removeprefix('lora: ')}") from error
+        raise ValueError(f"{name}: {error}") from error
     model = PretrainedModel(place, config, segments)
     check_flags(flags, place, model.longest, model.vocab_size)
     return model
 
 
 def _adapters(settings: Any) -> Any:
-    """The `peft.LoraConfig` of --lora, or None."""
+    """The `peft.LoraConfig` of the settings, or None."""
     if settings.lora is None:
         return None
     return lora_config(
@@ -110,7 +109,7 @@ def adapters_of_run(source: Path) -> Any:
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:
-    """The tokenizer of --tokenizer, or the model's own; None for data that needs none.
+    """The tokenizer of the settings, or the model's own; None for data that needs none.
 
     Raises ValueError for text without a tokenizer, and for a tokenizer with more tokens than the model.
     """
@@ -124,7 +123,7 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
     opened = open_tokenizer(path, end=end)
     if model is not None and opened.vocab_size > model.vocab_size:
         raise ValueError(
-            f"--tokenizer: got {path} with {opened.vocab_size:,} tokens, expected at most the {model.vocab_size:,} "
+            f"tokenizer: got {path} with {opened.vocab_size:,} tokens, expected at most the {model.vocab_size:,} "
             f"of {model.folder}: name the one the model was trained with"
         )
     return opened
@@ -135,7 +134,7 @@ def _own_tokenizer(settings: TrainSettings, model: PretrainedModel) -> Path | No
         return None
     if not (model.folder / TOKENIZER).is_file():
         raise ValueError(
-            f"--tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one for text: name one, or "
+            f"tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one for text: name one, or "
             "pass a .bin of its tokens"
         )
     return model.folder / TOKENIZER

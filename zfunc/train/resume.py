@@ -39,7 +39,7 @@ class ResumePoint:
 
 
 def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
-    """What `--resume` means for the run in the folder `run`. Raises ValueError where there is nothing to load."""
+    """What `settings.resume` means for the run in a folder. Raises ValueError where there is nothing to load."""
     folder = (run / checkpoints.FOLDER).absolute()
     if settings.resume is None:
         return ResumePoint(folder)
@@ -49,7 +49,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
         path = Path(settings.resume).expanduser().absolute()
         checkpoint = _newest(path, _swap_in_config(path)) or _open(path)
     except CheckpointError as error:
-        raise ValueError(f"--resume: {error}") from error
+        raise ValueError(f"resume: {error}") from error
     return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
 
 
@@ -94,18 +94,20 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
         over = _over(run, checkpoint, settings)
         line = (
             f"{run}: it ended at step {checkpoint.manifest.position.batches:,}: nothing is left to train without "
-            "more --steps, --epochs or --seconds"
+            "more `steps`, `epochs` or `seconds`"
         )
         return ResumePoint(folder, origin, True, dict(checkpoint.manifest.extra), line if over else "", over)
     if _ended(run) in COMPLETE:
         raise ValueError(
-            f"--resume {AUTO}: got {run}, whose training ended without a checkpoint, expected one to "
-            "continue from: name another --out"
+            f"`resume={AUTO}`: got {run}, whose training ended without a checkpoint, expected one to "
+            "continue from: name another `out`"
         )
     if (before := resumed_from(run)) is not None:
         checkpoint = _open(Path(before))
         return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
-    return ResumePoint(folder, line=f"--resume auto: no checkpoint in {run} yet: starting at the first step")
+    return ResumePoint(
+        folder, line=f"`resume={AUTO}`: no checkpoint in {run} yet: starting at the first step"
+    )
 
 
 def with_run(extra: dict[str, Any], run: Path) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
                 got = "another training" if name is None else f"the run {name.value}"
                 raise CheckpointError(
                     f"{folder}: got the swap space of {got}, expected that of {run}: resume that run, name another "
-                    f"folder with --swap, or begin a new --out with --resume {folder}"
+                    f"folder with `swap`, or begin a new `out` with `resume={folder}`"
                 )
             found.append(checkpoint)
     return max(found, key=lambda x: x.manifest.position.batches, default=None)

@@ -5,10 +5,10 @@
 - `metrics.jsonl`: one JSON object a step, appended and flushed as the step ends. An evaluation adds
   `held_out_bits_per_byte` (or `..._per_token`, for tokens) to the object of the step it follows, a checkpoint adds
   `saved`, its name, or `not_saved`, the reason. The evaluation before the first step is an object of its own, with
-  step 0. `aux` and `norms` are objects in it, where the model or --norms has them.
+  step 0. `aux` and `norms` are objects in it, where the model or `norms` has them.
 - `checkpoints`: see `zfunc.checkpoint.directory`.
 - `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, an interactive page and a
-  Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
+  Chrome trace. `plan.txt`: the plan it ran. `zfunc draw` compares plan and trace.
 - `summary.json`: how it ended. A run that was killed has none. The sample is added to it when it is complete.
 
 Every file is complete, except for the last line of `metrics.jsonl`, and no run writes into another's folder. A run
@@ -138,13 +138,13 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
             raise
     except BlockingIOError as error:
         raise ValueError(
-            f"--out: got {out or RUNS}, in which another process is at work, expected a folder of this run alone: "
+            f"out: got {out or RUNS}, in which another process is at work, expected a folder of this run alone: "
             "wait for it, or name another"
         ) from error
     except OSError as error:
         raise ValueError(
-            f"--out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
-            "that can be created and written: name another with --out"
+            f"out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
+            "that can be created and written: name another"
         ) from error
 
 
@@ -257,13 +257,13 @@ def _check_empty(path: Path, *, again: bool) -> None:
                 x.unlink()
             return
         raise ValueError(
-            f"--out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
+            f"out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
             "that is new or empty: name another"
         )
     if files:
         raise ValueError(
-            f"--out: got {path}, which holds files already, expected a new or empty folder: name another, or "
-            "resume the run in it with --resume auto; no run is ever overwritten"
+            f"out: got {path}, which holds files already, expected a new or empty folder: name another, or "
+            "resume the run in it with `resume=auto`; no run is ever overwritten"
         )
 
 

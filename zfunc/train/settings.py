@@ -1,7 +1,7 @@
-"""Settings of `zfunc train`, what each option means, and the options that other commands share.
+"""Settings of `zfunc train`: each is one field with its default, check and help; other commands share some.
 
-The fields' defaults are the command line's. A value that exists can be run, as far as that can be checked without
-the data and the machine. No torch here: `zfunc --help` answers at once.
+A value that exists can be run, as far as that can be checked without the data and the machine. Help and errors have
+the names of settings, which the command line shows as flags. No torch here: its help answers at once.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,13 @@ from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
     Option,
-    anything,
     check_each,
     count,
-    flag,
     flag_fields,
     multiple,
     not_negative,
     one_of,
+    option,
     options_of,
     path,
     positive,
@@ -43,7 +42,29 @@ LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
 PACKINGS = ("stream", "documents")
 LR_SCHEDULES = ("cosine", "linear", "constant")
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of --hf has
+PRETRAINED = ("hf", "lora", "lora_alpha", "lora_targets")
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of a model has
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where nobody sets them
+    "adamw": {"lr": 4e-3, "weight_decay": 0.1},
+    "sgd": {"lr": 0.1, "weight_decay": 1e-4},
+    "lion": {"lr": 1e-3, "weight_decay": 0.4},
+    "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
+    "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
+    "muon": {"lr": 4e-3, "weight_decay": 0.1},
+}
+OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
+    "adamw": {"betas": (0.9, 0.95)},
+    "sgd": {"momentum": 0.9},
+    "lion": {},
+    "adagrad": {},
+    "adafactor": {},
+    "muon": {"betas": (0.9, 0.95)},
+}
+_names = ", ".join
+
+
+def _by_optimizer(name: str) -> str:
+    return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
 
 
 def _device(name: str, value: Any) -> None:
@@ -69,65 +90,84 @@ def _resume(name: str, value: Any) -> None:
         )
 
 
-_names = ", ".join
-
-OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets them
-    "adamw": {"lr": 4e-3, "weight_decay": 0.1},
-    "sgd": {"lr": 0.1, "weight_decay": 1e-4},
-    "lion": {"lr": 1e-3, "weight_decay": 0.4},
-    "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
-    "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
-    "muon": {"lr": 4e-3, "weight_decay": 0.1},
-}
-OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
-    "adamw": {"betas": (0.9, 0.95)},
-    "sgd": {"momentum": 0.9},
-    "lion": {},
-    "adagrad": {},
-    "adafactor": {},
-    "muon": {"betas": (0.9, 0.95)},
-}
-OPTIMIZER = Option(
-    "step",
-    f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
-    one_of(OPTIMIZER_NAMES),
-    words=OPTIMIZER_NAMES,
-)
+# --- the model and its data, which other commands have too ------------------------------------------------
 
 
-def _by_optimizer(name: str) -> str:
-    return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
+@frozen(kw_only=True)
+class ModelFlags:
+    """The model of a command, a new GPT or a Hugging Face model, and the size of its batch."""
 
-
-PRETRAINED = {
-    "hf": Option(
+    num_layers: int = option(4, "model", "transformer blocks", count)
+    hidden_size: int = option(128, "model", "features of a token, a multiple of the heads", count)
+    num_attention_heads: int = option(4, "model", "attention heads", count)
+    seq_length: int = option(128, "model", "tokens of a sequence", count)
+    batch_size: int = option(8, "step", "sequences of a step, a multiple of the micro-batches", count)
+    hf: Path | None = option(
+        None,
         "model",
         "folder of a Hugging Face model to fine-tune: its config, safetensors and tokenizer (default: a new GPT)",
         path,
-        metavar="FOLDER",
-    ),
-    "lora": Option(
+        "FOLDER",
+    )
+    lora: int | None = option(
+        None,
         "model",
-        "rank of LoRA adapters, which alone are trained: the model of --hf stays as it is, in the precision of the "
+        "rank of LoRA adapters, which alone are trained: the model of `hf` stays as it is, in the precision of the "
         "device; needs zfunc[lora] (default: the whole model is trained)",
         count,
-        metavar="RANK",
-    ),
-    "lora_alpha": Option(
-        "model", "scale of the adapters, times their rank (default: twice the rank)", positive
-    ),
-    "lora_targets": Option(
+        "RANK",
+    )
+    lora_alpha: float | None = option(
+        None, "model", "scale of the adapters, times their rank (default: twice the rank)", positive
+    )
+    lora_targets: str | None = option(
+        None,
         "model",
         "modules that get adapters, by the ends of their names: q_proj,v_proj; or all-linear, for all but the head "
         "(default: those that peft has for the model, or its query, value and fused projections)",
-        anything,
         metavar="NAMES",
-    ),
-}
-DESCRIBED = {
-    **PRETRAINED,
+    )
+
+
+@frozen(kw_only=True)
+class GPTFlags(ModelFlags):
+    """A GPT whose vocabulary is that of its data, unless it is given."""
+
+    data: Path | None = option(
+        None,
+        "data",
+        'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line; '
+        "docs/finetuning.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
+        "nanoGPT writes them, Parquet files, or a folder that datasets' save_to_disk wrote, with the columns of "
+        "JSONL, or input_ids and perhaps labels; these need zfunc[datasets] "
+        "(default: the sources of Python's standard library)",
+        path,
+    )
+    tokenizer: Path | None = option(
+        None,
+        "data",
+        "a local tokenizer.json, for text and JSONL (default: that of `hf`; without one, bytes are the tokens)",
+        path,
+        "FILE",
+    )
+    vocab_size: int | None = option(
+        None,
+        "data",
+        "size of the vocabulary of a .bin (default: 50257, GPT-2's; bytes have 256)",
+        count,
+    )
+    optimizer: str = option(
+        "adamw",
+        "step",
+        f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
+        one_of(OPTIMIZER_NAMES),
+    )
+
+
+DESCRIBED = {  # a model of which no weights are read
+    **options_of(ModelFlags),
     "hf": evolve(
-        PRETRAINED["hf"],
+        options_of(ModelFlags)["hf"],
         help="folder of a Hugging Face model: its config, no weights are read (default: a new GPT)",
     ),
     "hf_config": Option(
@@ -137,187 +177,37 @@ DESCRIBED = {
         metavar="FILE",
     ),
 }
-MODEL = {
-    "num_layers": Option("model", "transformer blocks", count),
-    "hidden_size": Option("model", "features of a token, a multiple of the heads", count),
-    "num_attention_heads": Option("model", "attention heads", count),
-    "seq_length": Option("model", "tokens of a sequence", count),
-    "batch_size": Option("step", "sequences of a step, a multiple of the micro-batches", count),
-}
+
+
+# --- a training -------------------------------------------------------------------------------------------
+
 STEP = options_of(StepSettings)
-PRECISION, BUCKET_SIZE, OFFLOAD_RATIO = STEP["precision"], STEP["bucket_size"], STEP["offload_ratio"]
-
-TRAIN = {
-    "config": Option(
-        "configuration",
-        f"a DeepSpeed configuration, JSON. It decides; flags set what it leaves out or has as {AUTO} "
-        "(default: none)",
-        path,
-        metavar="FILE",
-    ),
-    "data": Option(
-        "data",
-        'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line; '
-        "docs/finetuning.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
-        "nanoGPT writes them, Parquet files, or a folder that datasets' save_to_disk wrote, with the columns of "
-        "JSONL, or input_ids and perhaps labels; these need zfunc[datasets] "
-        "(default: the sources of Python's standard library)",
-        path,
-    ),
-    "eval_data": Option(
-        "data",
-        "data to evaluate on, as for --data, of which all is then trained on (default: about a tenth of --data is "
-        "held out)",
-        path,
-    ),
-    "tokenizer": Option(
-        "data",
-        "a local tokenizer.json, for text and JSONL (default: that of --hf; without one, bytes are the tokens)",
-        path,
-        metavar="FILE",
-    ),
-    "packing": Option(
-        "data",
-        f"how documents are put into sequences: {_names(PACKINGS)}. stream: one after another, cut anywhere; a "
-        "token attends to all before it in its sequence. documents: whole ones, each computed as if it were alone; "
-        "the rest of the sequence is padding",
-        one_of(PACKINGS),
-    ),
-    "dtype": Option("data", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
-    "vocab_size": Option(
-        "data", "size of the vocabulary of a .bin (default: 50257, GPT-2's; bytes have 256)", count
-    ),
-    **PRETRAINED,
-    **MODEL,
-    **STEP,
-    "precision": PRECISION.offering((AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"),
-    "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__)),
-    "bucket_size": evolve(
-        BUCKET_SIZE,
-        help=f"{BUCKET_SIZE.help}; on a CPU {CPU_BUCKET_SIZE:,}, to fit its caches",
-    ),
-    "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: as much as fits there"),
-    **{
-        place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the nearest that fits")
-        for place in TIERS_OF
+StepFlags = flag_fields(
+    StepSettings,
+    GPTFlags,
+    {
+        "precision": STEP["precision"].offering(
+            (AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"
+        ),
+        "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__)),
+        "bucket_size": evolve(
+            STEP["bucket_size"],
+            help=f"{STEP['bucket_size'].help}; on a CPU {CPU_BUCKET_SIZE:,}, to fit its caches",
+        ),
+        "offload_ratio": evolve(
+            STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much as fits there"
+        ),
+        **{
+            place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the nearest that fits")
+            for place in TIERS_OF
+        },
+        "recompute": STEP["recompute"].offering(
+            (*STEP["recompute"].words, AUTO), f". {AUTO}: min-cut if it fits, else all"
+        ),
     },
-    "recompute": STEP["recompute"].offering(
-        (*STEP["recompute"].words, AUTO), f". {AUTO}: min-cut if it fits, else all"
-    ),
-    "dropout": Option("model", "probability of dropping an activation", probability),
-    "optimizer": OPTIMIZER,
-    "lr": Option(
-        "step",
-        f"peak learning rate, {FINE_TUNING_LR:g} with --hf, {LORA_LR:g} with --lora, else {_by_optimizer('lr')}",
-        positive,
-    ),
-    "lr_schedule": Option(
-        "step",
-        f"what the learning rate does after the warm-up: {_names(LR_SCHEDULES)}; it falls to a tenth of --lr at "
-        "the last step, or stays",
-        one_of(LR_SCHEDULES),
-    ),
-    "warmup": Option(
-        "step",
-        "steps in which the learning rate rises to --lr (default: a tenth of all, at most 150)",
-        zero_or_more,
-    ),
-    "weight_decay": Option(
-        "step",
-        f"weight decay of matrices and embeddings, not of norms and biases; {_by_optimizer('weight_decay')}",
-        not_negative,
-    ),
-    "steps": Option(
-        "how long",
-        "steps to train, and of --lr-schedule; with --seconds alone there is no limit, and no decay",
-        count,
-    ),
-    "epochs": Option(
-        "how long",
-        "passes over the data, also parts of one, instead of --steps (default: 1 with --hf, where none of --steps, "
-        "--epochs and --seconds is given)",
-        positive,
-    ),
-    "seconds": Option(
-        "how long",
-        "seconds to train, with evaluations and those before a resume: the step in which they have passed is the "
-        "last; the learning rate follows --steps, however many are taken (default: no limit)",
-        positive,
-    ),
-    "eval_every": Option(
-        "how long",
-        "steps between held-out evaluations, beside those before the first step and after the last; 0: none at all",
-        zero_or_more,
-    ),
-    "no_sample": Option("how long", "do not sample from the model at the end", anything),
-    "save_every": Option(
-        "run folder",
-        "steps between checkpoints, beside that of the last step; 0 saves none at all (default: the last step "
-        "alone)",
-        zero_or_more,
-    ),
-    "keep": Option("run folder", "how many checkpoints to keep; older ones are deleted", count),
-    "resume": Option(
-        "run folder",
-        f"continue from a checkpoint, or from the newest in a folder of them or in a run; {AUTO}: from the newest "
-        "in --out, or from the beginning if it has none (default: from the beginning)",
-        _resume,
-        metavar=f"PATH|{AUTO}",
-    ),
-    "device": Option(
-        "how it runs",
-        f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
-        _device,
-        words=DEVICES,
-    ),
-    "seed": Option("how it runs", "seed of initial values, the order of data, dropout and the sample", _seed),
-    "tensorboard": Option(
-        "log", "log every step to TensorBoard too, in RUN/tensorboard; needs zfunc[tensorboard]", anything
-    ),
-    "wandb": Option(
-        "log",
-        "log every step to Weights & Biases too, in RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
-        "zfunc[wandb]",
-        anything,
-    ),
-    "trackio": Option(
-        "log", "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs zfunc[trackio]", anything
-    ),
-    "out": Option(
-        "run folder",
-        f"run folder, new or empty, or with --resume {AUTO} the run's own (default: runs/DATE-TIME)",
-        path,
-        metavar="FOLDER",
-    ),
-}
-
-
-@frozen(kw_only=True)
-class ModelFlags:
-    """The size of a command's GPT and of its batch."""
-
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
-    seq_length: int = 128
-    batch_size: int = 8
-    hf: Path | None = None
-    lora: int | None = None
-    lora_alpha: float | None = None
-    lora_targets: str | None = None
-
-
-@frozen(kw_only=True)
-class GPTFlags(ModelFlags):
-    """A GPT whose vocabulary is that of its data, unless it is given."""
-
-    data: Path | None = None
-    tokenizer: Path | None = None
-    vocab_size: int | None = None
-    optimizer: str = "adamw"
-
-
-StepFlags = flag_fields(StepSettings, GPTFlags, TRAIN, precision=AUTO, clip=1.0)
+    precision=AUTO,
+    clip=1.0,
+)
 
 
 @frozen(kw_only=True)
@@ -328,65 +218,168 @@ class TrainSettings(StepFlags):
     `epochs`, `prepare_job` sets `steps`. Raises ValueError for values that cannot be run, alone or together.
     """
 
-    config: Path | None = None
-    eval_data: Path | None = None
-    packing: str = "stream"
-    dtype: str = "uint16"
-    dropout: float = 0.0
-    lr: float = OPTIMIZER_DEFAULTS["adamw"]["lr"]
-    lr_schedule: str = "cosine"
-    warmup: int | None = None
-    weight_decay: float = OPTIMIZER_DEFAULTS["adamw"]["weight_decay"]
-    steps: int | None = 1000
-    epochs: float | None = None
-    seconds: float | None = None
-    eval_every: int = 250
-    no_sample: bool = False
-    out: Path | None = None
-    save_every: int | None = None
-    keep: int = 2
-    resume: str | None = None
-    device: str = "auto"
-    seed: int = 0
-    tensorboard: bool = False
-    wandb: bool = False
-    trackio: bool = False
+    config: Path | None = option(
+        None,
+        "configuration",
+        f"a DeepSpeed configuration, JSON. It decides; flags set what it leaves out or has as {AUTO} "
+        "(default: none)",
+        path,
+        "FILE",
+    )
+    eval_data: Path | None = option(
+        None,
+        "data",
+        "data to evaluate on, as for `data`, of which all is then trained on (default: about a tenth of `data` is "
+        "held out)",
+        path,
+    )
+    packing: str = option(
+        "stream",
+        "data",
+        f"how documents are put into sequences: {_names(PACKINGS)}. stream: one after another, cut anywhere; a "
+        "token attends to all before it in its sequence. documents: whole ones, each computed as if it were alone; "
+        "the rest of the sequence is padding",
+        one_of(PACKINGS),
+    )
+    dtype: str = option(
+        "uint16", "data", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)
+    )
+    dropout: float = option(0.0, "model", "probability of dropping an activation", probability)
+    lr: float = option(
+        OPTIMIZER_DEFAULTS["adamw"]["lr"],
+        "step",
+        f"peak learning rate, {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else {_by_optimizer('lr')}",
+        positive,
+    )
+    lr_schedule: str = option(
+        "cosine",
+        "step",
+        f"what the learning rate does after the warm-up: {_names(LR_SCHEDULES)}; it falls to a tenth of `lr` at "
+        "the last step, or stays",
+        one_of(LR_SCHEDULES),
+    )
+    warmup: int | None = option(
+        None,
+        "step",
+        "steps in which the learning rate rises to `lr` (default: a tenth of all, at most 150)",
+        zero_or_more,
+    )
+    weight_decay: float = option(
+        OPTIMIZER_DEFAULTS["adamw"]["weight_decay"],
+        "step",
+        f"weight decay of matrices and embeddings, not of norms and biases; {_by_optimizer('weight_decay')}",
+        not_negative,
+    )
+    steps: int | None = option(
+        1000,
+        "how long",
+        "steps to train, and of `lr_schedule`; with `seconds` alone there is no limit, and no decay",
+        count,
+    )
+    epochs: float | None = option(
+        None,
+        "how long",
+        "passes over the data, also parts of one, instead of `steps` (default: 1 with `hf`, where none of `steps`, "
+        "`epochs` and `seconds` is given)",
+        positive,
+    )
+    seconds: float | None = option(
+        None,
+        "how long",
+        "seconds to train, with evaluations and those before a resume: the step in which they have passed is the "
+        "last; the learning rate follows `steps`, however many are taken (default: no limit)",
+        positive,
+    )
+    eval_every: int = option(
+        250,
+        "how long",
+        "steps between held-out evaluations, beside those before the first step and after the last; 0: none at all",
+        zero_or_more,
+    )
+    no_sample: bool = option(False, "how long", "do not sample from the model at the end")
+    out: Path | None = option(
+        None,
+        "run folder",
+        f"run folder, new or empty, or with `resume={AUTO}` the run's own (default: runs/DATE-TIME)",
+        path,
+        "FOLDER",
+    )
+    save_every: int | None = option(
+        None,
+        "run folder",
+        "steps between checkpoints, beside that of the last step; 0 saves none at all (default: the last step "
+        "alone)",
+        zero_or_more,
+    )
+    keep: int = option(2, "run folder", "how many checkpoints to keep; older ones are deleted", count)
+    resume: str | None = option(
+        None,
+        "run folder",
+        f"continue from a checkpoint, or from the newest in a folder of them or in a run; {AUTO}: from the newest "
+        "in `out`, or from the beginning if it has none (default: from the beginning)",
+        _resume,
+        f"PATH|{AUTO}",
+    )
+    device: str = option(
+        AUTO,
+        "how it runs",
+        f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
+        _device,
+        words=DEVICES,
+    )
+    seed: int = option(
+        0, "how it runs", "seed of initial values, the order of data, dropout and the sample", _seed
+    )
+    tensorboard: bool = option(
+        False, "log", "log every step to TensorBoard too, in RUN/tensorboard; needs zfunc[tensorboard]"
+    )
+    wandb: bool = option(
+        False,
+        "log",
+        "log every step to Weights & Biases too, in RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
+        "zfunc[wandb]",
+    )
+    trackio: bool = option(
+        False, "log", "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs zfunc[trackio]"
+    )
 
     def __attrs_post_init__(self) -> None:
-        check_together(self, TRAIN)
+        check_together(self)
         if self.resume == AUTO and self.out is None:
             raise ValueError(
-                f"--resume {AUTO}: got no --out, expected the run's folder, which may be new: add such as --out run"
+                f"`resume={AUTO}`: got no `out`, expected the run's folder, which may be new: add such as `out=run`"
             )
         if self.state_on == DISK and self.save_every is not None:
             raise ValueError(
-                f"--save-every: got {self.save_every} with --state-on disk, whose swap space is the checkpoint, "
-                "expected --commit-every: pass that instead"
+                f"save_every: got {self.save_every} with `state_on=disk`, whose swap space is the checkpoint, "
+                "expected `commit_every`: pass that instead"
             )
         if self.steps is None and self.epochs is None and self.seconds is None:
             raise ValueError(
-                "--steps, --epochs, --seconds: got none, expected one at least: pass such as --steps 1000"
+                "steps, epochs, seconds: got none, expected one at least: pass such as `steps=1000`"
             )
         if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(
-                f"--warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise --steps"
+                f"warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise `steps`"
             )
 
 
+TRAIN = options_of(TrainSettings)
+
+
 def check_pretrained(settings: Any) -> None:
-    """Raise ValueError for flags that do not go with a Hugging Face model, or only with one."""
+    """Raise ValueError for settings that do not go with a Hugging Face model, or only with one."""
     sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
     if len(sources) > 1:
-        raise ValueError("--hf-config: got it with --hf, expected one of them: leave one out")
+        raise ValueError("hf_config: got it with `hf`, expected one of them: leave one out")
     for name, needs in (("lora", "hf"), ("lora_alpha", "lora"), ("lora_targets", "lora")):
         missing = not sources if needs == "hf" else getattr(settings, needs) is None
         if getattr(settings, name) is not None and missing:
-            raise ValueError(f"{flag(name)}: got it without {flag(needs)}, expected both: add {flag(needs)}")
+            raise ValueError(f"{name}: got it without `{needs}`, expected both: add `{needs}`")
     for f in attrs.fields(type(settings)) if sources else ():
         if f.name in SIZES and getattr(settings, f.name) != f.default:
             raise ValueError(
-                f"{flag(f.name)}: got it with {flag(sources[0])}, whose config sets it, expected one of them: "
-                "leave one out"
+                f"{f.name}: got it with `{sources[0]}`, whose config sets it, expected one of them: leave one out"
             )
 
 
@@ -395,14 +388,14 @@ def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
 
     >>> check_rows(10, 4, 2)
     Traceback (most recent call last):
-    ValueError: --batch-size: got 10 for 4 ranks with 2 micro-batches each, expected ...
+    ValueError: batch_size: got 10 for 4 ranks with 2 micro-batches each, expected ...
     """
     parts = world * micro_batches
     if batch_size % parts:
         each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
         raise ValueError(
-            f"--batch-size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
-            f"--batch-size {max(parts, batch_size // parts * parts)}"
+            f"batch_size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
+            f"batch_size={max(parts, batch_size // parts * parts)}"
         )
 
 
@@ -411,9 +404,9 @@ def step_settings(flags: Any, **changes: Any) -> StepSettings:
     return StepSettings(**{**values_of_flags(StepSettings, flags), **changes})
 
 
-def check_together(settings: Any, options: dict[str, Option]) -> None:
-    """Check every field, alone and with the others."""
-    check_each(settings, options)
+def check_together(settings: Any) -> None:
+    """Check every field of a command's settings, alone and with the others. Raises ValueError."""
+    check_each(settings)
     check_pretrained(settings)
     given = values_of_flags(StepSettings, settings)
     if given["precision"] == AUTO:  # which the machine decides

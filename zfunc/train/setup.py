@@ -140,8 +140,8 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
         log.log(
             level,
-            "learning rate: --seconds alone says no last step to fall to: it stays after the warm-up; "
-            "pass --steps or --epochs for --lr-schedule",
+            "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; "
+            "pass `steps` or `epochs` for `lr_schedule`",
         )
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = rank_batch(settings, corpus, 0, ranks)
@@ -168,17 +168,17 @@ def _corpus(
         except (ValueError, OSError) as error:
             raise ValueError(f"{flag}: {error}") from error
 
-    corpus = opened("--data", settings.data, settings.eval_data is None)
+    corpus = opened("data", settings.data, settings.eval_data is None)
     if settings.eval_data is not None:
-        corpus = _evaluated_on(corpus, opened("--eval-data", settings.eval_data, False))
+        corpus = _evaluated_on(corpus, opened("eval_data", settings.eval_data, False))
     if tokenizer is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"--vocab-size: got {settings.vocab_size} for {tokenizer.name}, expected its {corpus.vocab_size} or "
+            f"vocab_size: got {settings.vocab_size} for {tokenizer.name}, expected its {corpus.vocab_size} or "
             "more: leave it out"
         )
     if tokenizer is None and settings.vocab_size not in (None, corpus.vocab_size):
         raise ValueError(
-            f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
+            f"vocab_size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
             f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
         )
     return corpus.of_whole_documents(settings.seq_length) if whole else corpus
@@ -189,7 +189,7 @@ def _evaluated_on(corpus: Corpus, other: Corpus) -> Corpus:
     if (corpus.train.dtype.itemsize == 1) != (other.train.dtype.itemsize == 1):
         units = ["bytes" if x.train.dtype.itemsize == 1 else "tokens" for x in (other, corpus)]
         raise ValueError(
-            f"--eval-data: got {other.name}, which is read as {units[0]}, with --data that is {units[1]}, expected "
+            f"eval_data: got {other.name}, which is read as {units[0]}, with `data` that is {units[1]}, expected "
             "the same of both: give both as text, or both as tokens"
         )
     own = len(other.held_out) > 0
@@ -214,11 +214,11 @@ def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
     limit = available if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE * available
     for subject, needed, most in (
         (
-            f"a model of {parameters:,} parameters (--num-layers, --hidden-size)",
+            f"a model of {parameters:,} parameters (`num_layers`, `hidden_size`)",
             parameters * state_bytes,
             limit,
         ),
-        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8, available),
+        (f"a batch of {tokens:,} tokens (`batch_size`, `seq_length`)", tokens * 8, available),
     ):
         if needed > most:
             raise OutOfMemory(
@@ -265,7 +265,7 @@ def optimizer_of(settings: TrainSettings, lr: float | Callable[[int], float]) ->
 
 
 def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int], float]:
-    """The configuration's scheduler if it has one; else warm-up, then what --lr-schedule says, until step `total`.
+    """The configuration's scheduler if it has one; else warm-up, then what `lr_schedule` says, until step `total`.
 
     Without a `total` nothing decays.
     """

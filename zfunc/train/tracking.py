@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import attrs
 
-from zfunc.options import flag
 from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.history import METRICS, Row, finite_number, rows_of
 from zfunc.train.pacing import plain_settings
@@ -156,9 +155,7 @@ def check_packages(settings: TrainSettings) -> None:
         try:
             import_module(kind)
         except ImportError as error:
-            raise ValueError(
-                f"{flag(kind)}: {error}: pip install 'zfunc[{kind}]', or leave it out"
-            ) from error
+            raise ValueError(f"{kind}: {error}: pip install 'zfunc[{kind}]', or leave it out") from error
 
 
 @contextmanager
@@ -181,7 +178,7 @@ def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], N
                     _log_row(trackers[kind], begun[0], {**attrs.asdict(event), held_out: event.held_out})
             except Exception as error:  # of any kind: W&B and the disk have their own
                 message = f"{type(error).__name__}: {error}"
-                log.warning("%s: %s: this tracker is closed, training goes on", flag(kind), message)
+                log.warning("%s: %s: this tracker is closed, training goes on", f"`{kind}`", message)
                 _close(trackers.pop(kind, None))
 
     try:

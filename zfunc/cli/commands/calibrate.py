@@ -9,7 +9,7 @@ from attrs import frozen
 from zfunc.cli.command import EXIT_OK, Command, write_files
 from zfunc.cli.terminal import logged
 from zfunc.core.settings import StepSettings
-from zfunc.options import AUTO, count, flag_fields, option, option_field, options_of, path
+from zfunc.options import AUTO, count, flag_fields, option, option_field, path
 from zfunc.train.settings import (
     DESCRIBED,
     PRETRAINED,
@@ -65,7 +65,7 @@ class CalibrateSettings(MeasuredStepFlags):
 
     def __attrs_post_init__(self) -> None:
         """Check values alone and together. Raises ValueError."""
-        check_together(self, options_of(CalibrateSettings))
+        check_together(self)
         if self.out.suffix != ".toml":
             raise ValueError(
                 f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
@@ -94,7 +94,7 @@ def run_calibrate(settings: CalibrateSettings) -> int:
     from zfunc.planner.profile_toml import profile_text
     from zfunc.runtime.launch import process_group
 
-    with process_group() as ranks, logged():
+    with process_group() as ranks, logged(COMMAND.options):
         profile = measure_machine(settings)
         if not ranks.rank:
             write_files({settings.out: profile_text(profile)})

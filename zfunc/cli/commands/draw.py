@@ -29,7 +29,7 @@ from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
-from zfunc.options import AUTO, flag, flag_fields, one_of, option, option_field, options_of, path
+from zfunc.options import AUTO, flag, flag_fields, one_of, option, option_field, path
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import (
@@ -90,7 +90,7 @@ class DrawSettings(DrawnStepFlags):
     )
 
     def __attrs_post_init__(self) -> None:
-        check_together(self, options_of(DrawSettings))
+        check_together(self)
         check_sizes(self)
         check_precision(self)
         for f in attrs.fields(DrawSettings) if self.compare is not None else ():

@@ -63,7 +63,7 @@ def run_export(settings: ExportSettings) -> int:
     """`zfunc export`."""
     from zfunc.checkpoint.export import export_weights
 
-    with logged():
+    with logged(COMMAND.options):
         if settings.hf is None:
             exported = export_weights(
                 settings.checkpoint, settings.out, dtype=settings.dtype, ema=settings.ema

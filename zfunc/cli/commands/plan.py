@@ -42,7 +42,6 @@ from zfunc.planner.candidate import garbage_collection_paused
 from zfunc.planner.profile import Profile
 from zfunc.train.settings import (
     DESCRIBED,
-    OFFLOAD_RATIO,
     STEP,
     GPTFlags,
     check_pretrained,
@@ -78,7 +77,7 @@ PLANNED = {
         name: STEP[name].offering((*STEP[name].words, AUTO), f". {AUTO}: the fastest that fits")
         for name in CHOICES
     },
-    "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
+    "offload_ratio": evolve(STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: the fastest"),
 }
 
 PlannedStepFlags = flag_fields(StepSettings, GPTFlags, PLANNED, without=UNPLANNED, precision=AUTO, clip=1.0)

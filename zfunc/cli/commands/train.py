@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from zfunc.cli.command import EXIT_OK, Command
+from zfunc.cli.parser import with_flags
 from zfunc.cli.terminal import can_redraw, interrupts, logged, printable
 from zfunc.train.settings import AUTO, TRAIN, TrainSettings
 
@@ -31,7 +32,7 @@ def _lead(settings: TrainSettings, ranks: "RankGroup") -> None:
     from zfunc.train import resume, tracking
     from zfunc.train.run_folder import create_run
 
-    with logged():
+    with logged(TRAIN):
         with resume.broadcasting_errors(ranks):
             tracking.check_packages(settings)
             run = create_run(settings.out, again=settings.resume == AUTO)
@@ -54,7 +55,7 @@ def _follow(settings: TrainSettings, ranks: "RankGroup") -> None:
     from zfunc.train.loop import train_events
     from zfunc.train.setup import prepare_job
 
-    with logged():
+    with logged(TRAIN):
         start = resume.receive(ranks)
         if start.over:
             return
@@ -83,7 +84,7 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
     from zfunc.train.tracking import tracking
 
     if start.line:
-        print(printable(start.line), flush=True)
+        print(printable(with_flags(start.line, TRAIN)), flush=True)
     if start.over:
         return ""
     live = can_redraw()
@@ -146,5 +147,4 @@ COMMAND = Command(
         *("steps", "epochs", "seconds", "eval_every", "out", "save_every", "resume", "device", "precision"),
         *("offload_ratio", "params_on", "state_on", "swap", "moments"),
     ),
-    options=TRAIN,
 )

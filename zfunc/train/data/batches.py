@@ -89,7 +89,7 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     if all((labels == IGNORE_INDEX).all() for _, labels in windows):
         raise ValueError(
             f"{name}: got no label to predict in windows of "
-            f"--seq-length {settings.seq_length}, expected one at least: use more data"
+            f"seq_length={settings.seq_length}, expected one at least: use more data"
         )
     per_row = _tokens_per_row([labels for _, labels in windows])
     return tuple(weighted_batch(inputs, labels, tokens_per_row=per_row) for inputs, labels in windows)

@@ -92,9 +92,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            raise ImportError(
-                "--data: a chat template needs transformers: pip install 'zfunc[hf]'"
-            ) from error
+            raise ImportError("data: a chat template needs transformers: pip install 'zfunc[hf]'") from error
         try:
             texts, marked = render_jinja_template(
                 [messages],

@@ -193,7 +193,7 @@ def _read(
         row, column = np.argwhere(rows >= vocab_size)[0]
         raise ValueError(
             f"got token {rows[row, column]} at position {starts[row] + column:,} of the data, expected tokens "
-            f"below {vocab_size:,}: pass the --vocab-size and the --dtype that the file was written with"
+            f"below {vocab_size:,}: pass the `vocab_size` and the `dtype` that the file was written with"
         )
     block = torch.from_numpy(rows)  # [batch, seq + 1]
     inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()

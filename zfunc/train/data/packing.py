@@ -91,12 +91,12 @@ def open_data(
     tokenized = saved.tokenized if saved is not None else path is not None and holds_tokens(path)
     if whole_documents and tokenized and saved is None:
         raise ValueError(
-            f"--packing documents: got {path}, which does not say where documents end, expected text, JSONL or a "
-            "saved dataset: name one of them, or leave --packing out"
+            f"packing: got {path}, which does not say where documents end, expected text, JSONL or a "
+            "saved dataset: name one of them, or leave `packing` out"
         )
     if tokenized and tokenizer is not None:
         raise ValueError(
-            f"--tokenizer: got one for {path}, which holds tokens, expected text or JSONL: leave it out"
+            f"tokenizer: got one for {path}, which holds tokens, expected text or JSONL: leave it out"
         )
     vocabulary = tokenizer or BYTES
     if saved is not None:
@@ -400,7 +400,7 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[np
 def _chats(chats: list[Chat], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     if not tokenizer.chat.source and tokenizer.encode([tokenizer.chat.end])[0].tolist() != [tokenizer.end]:
         raise ValueError(
-            f"--tokenizer: got {tokenizer.name} without a chat template, whose end token is not recognised in "
+            f"tokenizer: got {tokenizer.name} without a chat template, whose end token is not recognised in "
             "text, expected a template, for chats: write a chat_template.jinja beside it"
         )
     rendered = [x for chat in chats for x in tokenizer.chat.render(chat)]

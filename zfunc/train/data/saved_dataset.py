@@ -75,14 +75,14 @@ def open_saved(path: Path) -> SavedDataset:
     train = TRAIN if TRAIN in splits else next(iter(splits), None)
     if train is None or (train != TRAIN and len(splits) > 1):
         raise ValueError(
-            f"--data: got {path} with the splits {', '.join(splits) or 'none'}, expected one called {TRAIN}: name "
+            f"data: got {path} with the splits {', '.join(splits) or 'none'}, expected one called {TRAIN}: name "
             "the folder of one"
         )
     held_out = next((name for name in HELD_OUT if name in splits and name != train), None)
     columns, unused = _columns(path, splits[train])
     if held_out is not None and (others := _columns(path, splits[held_out])[0]) != columns:
         raise ValueError(
-            f"--data: got {path} with {', '.join(columns)} in {train} and {', '.join(others)} in {held_out}, "
+            f"data: got {path} with {', '.join(columns)} in {train} and {', '.join(others)} in {held_out}, "
             "expected the same: name the one to train on"
         )
     rest = [name for name in splits if name not in (train, held_out)]
@@ -96,7 +96,7 @@ def _splits(path: Path) -> dict[str, Any]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"--data: reading {path} needs datasets ({error}): pip install 'zfunc[datasets]'"
+            f"data: reading {path} needs datasets ({error}): pip install 'zfunc[datasets]'"
         ) from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nothing is sent
     try:
@@ -113,7 +113,7 @@ def _splits(path: Path) -> dict[str, Any]:
 
 def _not_read(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"--data: got {path}, which datasets cannot read ({type(error).__name__}: {error!s:.300}), expected "
+        f"data: got {path}, which datasets cannot read ({type(error).__name__}: {error!s:.300}), expected "
         "Parquet files or what save_to_disk writes: copy or save it again"
     )
 
@@ -124,7 +124,7 @@ def _columns(path: Path, split: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     read = tuple(name for name in (IDS, LABELS, MASK) if name in names) if IDS in names else read_keys(names)
     if not read:
         raise ValueError(
-            f"--data: got {path} with the columns {', '.join(names) or 'none':.300}, {EXPECTED}, or {IDS} with or "
+            f"data: got {path} with the columns {', '.join(names) or 'none':.300}, {EXPECTED}, or {IDS} with or "
             f"without {LABELS}: rename them with rename_column"
         )
     return read, tuple(name for name in names if name not in read)
@@ -139,7 +139,7 @@ def _tokens(row: dict[str, Any], where: str, vocab_size: int) -> Tokens:
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
             f"{where}: got tokens from {ids.min()} to {ids.max()}, expected 0 or above and below {vocab_size}: "
-            "pass the --vocab-size of their tokenizer"
+            "pass the `vocab_size` of their tokenizer"
         )
     loss_mask = columns[LABELS] != IGNORE_INDEX if LABELS in columns else None
     if loss_mask is not None and (bad := np.flatnonzero(loss_mask & (columns[LABELS] != ids))).size:

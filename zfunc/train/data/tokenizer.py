@@ -104,13 +104,13 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError("--tokenizer: it needs the library tokenizers: pip install 'zfunc[hf]'") from error
+        raise ImportError("tokenizer: it needs the library tokenizers: pip install 'zfunc[hf]'") from error
     try:
         content = path.read_bytes()
         loaded = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
         raise ValueError(
-            f"--tokenizer: got {path}, which cannot be read ({error}), expected a tokenizer.json, as "
+            f"tokenizer: got {path}, which cannot be read ({error}), expected a tokenizer.json, as "
             "save_pretrained writes it: name that file"
         ) from error
     loaded.no_padding()
@@ -218,7 +218,7 @@ def _end_token(path: Path, tokenizer: Any, config: dict[str, Any], default: int 
         if (token := tokenizer.token_to_id(known)) is not None:
             return token
     raise ValueError(
-        f"--tokenizer: got {path} without an end token, expected one, to follow every document: name it as "
+        f"tokenizer: got {path} without an end token, expected one, to follow every document: name it as "
         f"eos_token in a {_CONFIG} beside it"
     )
 

@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19's configuration files as arguments of zfunc: `zfunc.from_deepspeed`, `zfunc train --config`.
+"""DeepSpeed 0.19's configuration files as arguments of zfunc: `zfunc.from_deepspeed`, `TrainSettings.config`.
 
     keys        keys.toml: every key with its type and default, and whether it is supported
     reader      JSON with comments; the values of all keys, checked against the table
