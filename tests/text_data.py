@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.packing import open_data
 
 
@@ -35,11 +35,17 @@ def opened(path: Path | None, tmp_path: Path, **more: Any) -> Corpus:
 
 def tokens_of(corpus: Corpus) -> list[int]:
     """Those trained on, then those held out."""
-    return [*corpus.train.tolist(), *corpus.held_out.tolist()]
+    return [*corpus.train.tokens.tolist(), *corpus.held_out.tokens.tolist()]
 
 
 def loss_mask_of(corpus: Corpus) -> list[int]:
     """Likewise, whether each is learned."""
-    assert corpus.loss_mask is not None
-    assert corpus.held_out_loss_mask is not None
-    return [*corpus.loss_mask.tolist(), *corpus.held_out_loss_mask.tolist()]
+    masks = corpus.train.loss_mask, corpus.held_out.loss_mask
+    return [x for mask in masks for x in ([] if mask is None else mask.tolist())]
+
+
+def trained(tokens: Any, position: int, count: int, seq_length: int, **more: Any) -> tuple[Any, Any]:
+    """The batch of so many sequences at a position."""
+    stream = tokens if isinstance(tokens, TokenStream) else TokenStream(tokens)
+    places = stream.order(position, count, seq_length=seq_length, seed=more.pop("seed", 0))
+    return stream.read(places, seq_length=seq_length, **more)

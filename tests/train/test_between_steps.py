@@ -124,7 +124,7 @@ def test_sampling_with_a_cache_equals_sampling_without(job: TrainingJob) -> None
         except StopIteration as end:
             tokens = end.value
     generator, expected = torch.Generator().manual_seed(0), list[int]()
-    text = job.corpus.held_out[:8].tolist()
+    text = job.corpus.held_out.tokens[:8].tolist()
     for _ in range(40):
         logits = zfunc.apply(program, state, torch.tensor([text]))[0, -1]
         expected.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))

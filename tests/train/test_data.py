@@ -1,7 +1,9 @@
 """Batches in any order, from the position alone; and long texts, tokenized in pieces."""
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from text_data import trained
 
-from zfunc.train.data.corpus import batch_at, held_out_batches
+from zfunc.train.data.corpus import TokenStream
 from zfunc.train.data.tokenizer import Located, in_calls, in_pieces
 
 
@@ -29,9 +32,7 @@ seeds = st.integers(-(2**70), 2**70)
 def test_an_epoch_sees_every_window_once(sizes: tuple[int, int], seed: int, epoch: int) -> None:
     seq, num_tokens = sizes
     count = windows(num_tokens, seq)
-    inputs, targets = batch_at(
-        np.arange(num_tokens), epoch * count, batch_size=count, seq_length=seq, seed=seed
-    )
+    inputs, targets = trained(np.arange(num_tokens), epoch * count, count, seq, seed=seed)
     starts = sorted(inputs[:, 0].tolist())
     assert starts == list(range(starts[0], starts[0] + count * seq, seq))
     assert starts[0] < seq
@@ -45,16 +46,14 @@ def test_a_resume_needs_the_position_alone(
 ) -> None:
     seq, num_tokens = sizes
     tokens = np.arange(num_tokens, dtype=np.uint16)
-    once, _ = batch_at(tokens, position, batch_size=sum(batch_sizes), seq_length=seq, seed=seed)
-    parts = []
-    for size in batch_sizes:
-        parts.append(batch_at(tokens, position, batch_size=size, seq_length=seq, seed=seed)[0])
-        position += size
+    once, _ = trained(tokens, position, sum(batch_sizes), seq, seed=seed)
+    firsts = itertools.accumulate([position, *batch_sizes])
+    parts = [trained(tokens, at, n, seq, seed=seed)[0] for at, n in zip(firsts, batch_sizes, strict=False)]
     assert torch.equal(once, torch.cat(parts))
 
 
 def test_batches_are_the_same_on_every_machine() -> None:
-    inputs, targets = batch_at(np.arange(10_000), 7, batch_size=6, seq_length=3, seed=1)
+    inputs, targets = trained(np.arange(10_000), 7, 6, 3, seed=1)
     assert inputs[:, 0].tolist() == [358, 2122, 5053, 7369, 8371, 7096]
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (6, 3)
@@ -63,65 +62,45 @@ def test_batches_are_the_same_on_every_machine() -> None:
 
 
 def test_epochs_and_seeds_have_their_own_order_and_offset() -> None:
-    tokens, count = np.arange(64 * 101), windows(64 * 101, 64)
-
-    def starts(epoch: int, seed: int) -> list[int]:
-        inputs, _ = batch_at(tokens, epoch * count, batch_size=count, seq_length=64, seed=seed)
-        return inputs[:, 0].tolist()
-
-    orders = [starts(epoch, seed) for epoch in range(3) for seed in range(3)]
+    stream, count = TokenStream(np.arange(64 * 101)), windows(64 * 101, 64)
+    orders = [
+        stream.order(epoch * count, count, seq_length=64, seed=n) for epoch in range(3) for n in range(3)
+    ]
     assert len({tuple(order) for order in orders}) == 9
     assert len({min(order) for order in orders}) >= 6
     steps = np.abs(np.diff([start // 64 for start in orders[0]]))
     assert steps.mean() == pytest.approx(count / 3, rel=0.25)  # of a random permutation
 
 
-def test_held_out_windows_are_spread_evenly_and_the_same_in_batches_of_any_size() -> None:
-    tokens = np.arange(1001)
-    batches = list(held_out_batches(tokens, batch_size=4, seq_length=10, limit=46))
-    starts = torch.cat([inputs[:, 0] for inputs, _ in batches]).tolist()
-    assert [len(inputs) for inputs, _ in batches] == [4] * 11 + [2]
+@pytest.mark.parametrize(
+    ("num_tokens", "limit", "count", "apart"),
+    [(1001, 46, 46, {20, 30}), (31, 9, 3, {10}), (1001, 10**9, 100, {10})],
+)
+def test_held_out_windows_are_spread_evenly(num_tokens: int, limit: int, count: int, apart: set[int]) -> None:
+    """And are the same in batches of any size: test_finetuning."""
+    starts = TokenStream(np.arange(num_tokens)).spread(limit, seq_length=10)
+    assert (len(starts), set(np.diff(starts).tolist())) == (count, apart)
     assert all(start % 10 == 0 for start in starts)
-    assert set(np.diff(starts)) == {20, 30}
-    for size in (1, 3, 46, 99):
-        others = held_out_batches(tokens, batch_size=size, seq_length=10, limit=46)
-        assert torch.cat([inputs[:, 0] for inputs, _ in others]).tolist() == starts
-    assert all(torch.equal(targets, inputs + 1) for inputs, targets in batches)
-    assert [len(x) for x, _ in held_out_batches(tokens[:31], batch_size=4, seq_length=10, limit=9)] == [3]
-    assert len(list(held_out_batches(tokens, batch_size=4, seq_length=10, limit=10**9))) == 25
 
 
-REQUESTS = [
-    (batch_at, {"num_tokens": 8}, "got 8 tokens for seq_length=8, expected at least 9"),
-    (batch_at, {"num_tokens": 0}, "got 0 tokens"),
-    (batch_at, {"position": -1}, "got position=-1; expected 0 or more"),
-    (batch_at, {"batch_size": 0}, "got batch_size=0, seq_length=8; expected 1 or more"),
-    (batch_at, {"seq_length": 0}, "got batch_size=1, seq_length=0; expected 1 or more"),
-    (held_out_batches, {"num_tokens": 3}, "got 3 tokens for seq_length=8"),
-    (held_out_batches, {"limit": 0}, "got limit=0 windows; expected 1 or more"),
-]
-
-
-@pytest.mark.parametrize(("call", "change", "message"), REQUESTS)
-def test_invalid_requests_raise_at_the_call(
-    call: Callable[..., Any], change: dict[str, int], message: str
-) -> None:
-    own = {"position": 0, "seed": 0} if call is batch_at else {"limit": 1}
-    given = {"batch_size": 1, "seq_length": 8, **own, **change}
-    with pytest.raises(ValueError, match=message):
-        call(np.zeros(given.pop("num_tokens", 30)), **given)
+@pytest.mark.parametrize("num_tokens", [8, 0])
+def test_data_shorter_than_a_sequence_is_refused(num_tokens: int) -> None:
+    stream = TokenStream(np.zeros(num_tokens))
+    for call in (partial(stream.order, 0, 1, seed=0), partial(stream.spread, 1)):
+        with pytest.raises(
+            ValueError, match=f"got {num_tokens} tokens for seq_length=8, expected at least 9"
+        ):
+            call(seq_length=8)
 
 
 def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
     tokens = np.zeros(1000, np.uint16)
     tokens[777] = 300
     with pytest.raises(
-        ValueError, match=r"got token 300 at position 777 .* below 300: pass the --vocab-size"
+        ValueError, match=r"got token 300 at position 777 .* below 300: pass the `vocab_size`"
     ):
-        batch_at(tokens, 0, batch_size=99, seq_length=10, seed=0, vocab_size=300)
-    batch_at(tokens, 0, batch_size=99, seq_length=10, seed=0, vocab_size=301)
-    with pytest.raises(ValueError, match="position 777"):
-        list(held_out_batches(tokens, batch_size=9, seq_length=10, limit=99, vocab_size=300))
+        trained(tokens, 0, 99, 10, vocab_size=300)
+    trained(tokens, 0, 99, 10, vocab_size=301)
 
 
 # --- long texts ------------------------------------------------------------------------------------------

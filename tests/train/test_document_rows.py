@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 import zfunc
 from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.document_rows import document_batch, document_rows
+from zfunc.train.data.corpus import TokenStream
 
 
 @hypothesis(max_examples=60)
@@ -27,8 +27,10 @@ def test_every_token_is_there_once_in_its_own_document(
 ) -> None:
     tokens, ends = np.arange(sum(lengths)) + 1, np.cumsum(lengths)
     mask = (tokens % 3 > 0).astype(np.uint8) if masked else None
-    rows = document_rows(ends, seq_length)
-    inputs, labels = document_batch(tokens, rows, range(len(rows)), mask)
+    stream = TokenStream(tokens, mask).of_whole_documents(ends, seq_length)
+    rows = stream.rows
+    assert rows is not None
+    inputs, labels = stream.read(range(len(rows)), seq_length=seq_length)
     ids, positions = inputs["input_ids"], inputs["position_ids"]
     real = ids > 0
     assert ids[real].tolist() == tokens.tolist()
@@ -75,9 +77,10 @@ def batches() -> list[Any]:
     """Documents in three sequences; the same, one in each; and in three, as if they were one document each."""
     torch.manual_seed(0)
     documents = [torch.randint(2, 50, (n,)) for n in (5, 7, 3, 9, 2, 12, 4)]
-    rows = document_rows(np.cumsum([len(d) for d in documents]), 16)
-    inputs, labels = document_batch(torch.cat(documents).numpy(), rows, range(len(rows)), None)
-    assert len(labels) == 3
+    stream = TokenStream(torch.cat(documents).numpy())
+    stream = stream.of_whole_documents(np.cumsum([len(d) for d in documents]), 16)
+    inputs, labels = stream.read(range(3), seq_length=16)
+    assert stream.num_sequences(16) == 3
     ids = pad_sequence([d[:-1] for d in documents], batch_first=True)
     following = pad_sequence([d[1:] for d in documents], batch_first=True, padding_value=IGNORE_INDEX)
     across = {**inputs, "position_ids": torch.arange(16).repeat(3, 1)}
@@ -110,28 +113,17 @@ def test_packed_gradients_are_those_of_the_documents_alone(recompute: str, batch
 def test_a_training_packs_documents_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = ({"prompt": "ab" * (n % 3), "completion": "XY" * (1 + n % 4)} for n in range(60))
     write_jsonl(Path("pairs.jsonl"), *pairs)
-    given = (
-        "--data",
-        "pairs.jsonl",
-        "--packing",
-        "documents",
-        "--epochs",
-        1,
-        "--micro-batches",
-        2,
-        "--keep",
-        9,
-    )
+    given = ("--data", "pairs.jsonl", "--packing", "documents", "--epochs", 1, "--micro-batches", 2)
+    given = (*given, "--keep", 9)
     assert train(*given, "--save-every", 3, "--out", "first") == 0
     assert "of 16 tokens, of whole documents," in capsys.readouterr().out
     assert train(*given, "--resume", "first/checkpoints/step-00000003", "--out", "second") == 0
     assert measured("second")[-2:] == measured("first")[-2:]
-    corpus = opened(Path("pairs.jsonl"), Path(), whole_documents=True).of_whole_documents(16)
-    assert corpus.rows is not None
-    assert config("first")["settings"]["steps"] == -(-len(corpus.rows) // 4)
+    corpus = opened(Path("pairs.jsonl"), Path(), whole_documents=16)
+    assert config("first")["settings"]["steps"] == -(-corpus.train.num_sequences(16) // 4)
 
 
 def test_tokens_without_documents_are_refused(tmp_path: Path) -> None:
     np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ValueError, match=r"a\.bin, which does not say where documents end, expected text"):
-        opened(tmp_path / "a.bin", tmp_path, whole_documents=True)
+        opened(tmp_path / "a.bin", tmp_path, whole_documents=16)

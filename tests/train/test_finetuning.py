@@ -17,7 +17,7 @@ import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.batches import held_out_parts, rank_batch
+from zfunc.train.data.corpus import held_out_parts, rank_batch
 from zfunc.train.loop import evaluate_held_out, sample
 from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 from zfunc.train.setup import TrainingJob, prepare_job
@@ -117,7 +117,7 @@ def test_a_fine_tuning_is_one_epoch_without_a_bound() -> None:
 
 def test_a_sample_is_the_answer_to_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = job()
-    prompt = pairs.corpus.sample_prompt(12)
+    prompt = pairs.corpus.held_out.first_prompt(12)
     assert set(pairs.decode(prompt).split()) == {"w1"}
     assert pairs.stops == {WORDS.index("</s>")}
     state = zfunc.init(pairs.program)
@@ -189,7 +189,7 @@ def test_held_out_loss_is_the_mean_over_tokens_that_count() -> None:
 def test_losses_of_a_new_gpt_do_not_depend_on_micro_batches(data: str) -> None:
     Path("text.txt").write_text("".join(chr(97 + n * n % 23) for n in range(1200)))
     jobs = [job(data=Path(data), micro_batches=parts, batch_size=8, **GPT) for parts in (1, 2, 4)]
-    assert {x.unit for x in jobs} == {"byte"}
+    assert {x.corpus.unit for x in jobs} == {"byte"}
     steps = [zfunc.train_step(x.program, zfunc.init(x.program), x.batch(0))[1].loss for x in jobs]
     assert steps == pytest.approx(steps[:1] * len(steps), rel=1e-5)
     for rank in (0, 1):

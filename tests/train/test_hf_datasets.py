@@ -10,7 +10,7 @@ import pytest
 from small_trainings import losses, train
 from text_data import loss_mask_of, opened, tokens_of
 
-from zfunc.train.data.saved_dataset import holds_tokens
+from zfunc.train.data.documents import holds_tokens
 
 datasets = pytest.importorskip("datasets", reason="pip install 'zfunc[datasets]'")
 
@@ -34,8 +34,8 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", 
 def test_texts_in_the_order_of_files_and_rows(tmp_path: Path) -> None:
     corpus = opened(save(tmp_path / "d", {"text": TEXTS, "id": range(40)}, num_shards=3), tmp_path)
     assert bytes(tokens_of(corpus)) == b"".join(t.encode() + b"\0" for t in TEXTS)
-    assert (corpus.train.dtype, corpus.loss_mask) == (np.uint8, None)
-    assert corpus.train[-1] == 0, "whole rows are held out"
+    assert (corpus.train.tokens.dtype, corpus.train.loss_mask) == (np.uint8, None)
+    assert corpus.train.tokens[-1] == 0, "whole rows are held out"
     assert 0.05 < len(corpus.held_out) / len(tokens_of(corpus)) <= 0.1
     assert "left out: the columns id" in str(corpus)
 
@@ -46,13 +46,13 @@ def test_pairs_and_the_split_that_is_held_out(tmp_path: Path) -> None:
 
     path = save_splits(tmp_path / "d", train=pairs(*range(20)), test=pairs(1), validation=pairs(7, 8))
     corpus = opened(path, tmp_path)
-    assert bytes(corpus.held_out.tolist()) == b"7=14\x008=16\0"
+    assert bytes(corpus.held_out.tokens.tolist()) == b"7=14\x008=16\0"
     assert loss_mask_of(corpus)[-10:] == [0, 0, 1, 1, 1] * 2
-    assert bytes(corpus.train.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
+    assert bytes(corpus.train.tokens.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
     assert "held out: the split validation" in str(corpus)
     assert "left out: the splits test" in str(corpus)
     alone = opened(path / "train", tmp_path)
-    assert tokens_of(alone) == corpus.train.tolist()
+    assert tokens_of(alone) == corpus.train.tokens.tolist()
     assert "held out: the end" in str(alone)
 
 
@@ -61,9 +61,9 @@ def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     assert holds_tokens(path)
     corpus = opened(path, tmp_path, vocab_size=300)
     assert tokens_of(corpus) == [x for row in IDS for x in row]
-    assert (corpus.train.dtype, corpus.vocab_size, corpus.loss_mask) == (np.uint16, 300, None)
+    assert (corpus.train.tokens.dtype, corpus.vocab_size, corpus.train.loss_mask) == (np.uint16, 300, None)
     assert len(corpus.train) in np.cumsum([len(row) for row in IDS]), "whole rows are held out"
-    assert opened(path, tmp_path, vocab_size=70_000).train.dtype == np.uint32
+    assert opened(path, tmp_path, vocab_size=70_000).train.tokens.dtype == np.uint32
 
 
 def test_labels_give_the_loss_mask_and_padding_is_dropped(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_rows_that_were_selected_are_the_rows(tmp_path: Path) -> None:
 def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
     """A DatasetDict of version 5.2, with 20 and 2 rows of prompt, completion and number."""
     corpus = opened(Path(__file__).parents[1] / "goldens/saved_dataset", tmp_path)
-    assert bytes(corpus.train.tolist()) == b"".join(b"%d+%d=%d\0" % (n, n, 2 * n) for n in range(20))
-    assert bytes(corpus.held_out.tolist()) == b"3+3=6\x009+9=18\0"
+    assert bytes(corpus.train.tokens.tolist()) == b"".join(b"%d+%d=%d\0" % (n, n, 2 * n) for n in range(20))
+    assert bytes(corpus.held_out.tokens.tolist()) == b"3+3=6\x009+9=18\0"
     assert "left out: the columns number" in str(corpus)
 
 
@@ -98,8 +98,8 @@ def test_parquet_files_of_chats_as_the_hub_has_them(tmp_path: Path) -> None:
         rows = datasets.Dataset.from_dict({"id": range(count), "messages": [CHAT] * count})
         rows.to_parquet(tmp_path / "d" / "data" / f"{name}.parquet")
     corpus = opened(tmp_path / "d", tmp_path)
-    assert bytes(corpus.train.tolist()) == b"User: a\n\nAssistant: b\0" * 5
-    assert bytes(corpus.held_out.tolist()) == b"User: a\n\nAssistant: b\0"
+    assert bytes(corpus.train.tokens.tolist()) == b"User: a\n\nAssistant: b\0" * 5
+    assert bytes(corpus.held_out.tokens.tolist()) == b"User: a\n\nAssistant: b\0"
     assert "held out: the split test" in str(corpus)
     assert "left out: the columns id" in str(corpus)
     file = tmp_path / "d" / "data" / "test-00000-of-00001.parquet"

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, write_jsonl
+from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, trained, write_jsonl
 
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.corpus import batch_at, held_out_batches
 from zfunc.train.data.documents import is_held_out, stdlib_files
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
@@ -56,11 +55,11 @@ def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -
     (folder / "broken").symlink_to("nowhere")
     corpus = opened(folder, tmp_path)
     for part, held_out in ((corpus.train, False), (corpus.held_out, True)):
-        assert isinstance(part, np.memmap)
+        assert isinstance(part.tokens, np.memmap)
         expected = (texts[name] + b"\0" for name in sorted(texts) if is_held_out(name) == held_out)
-        assert part.tobytes() == b"".join(expected)
+        assert part.tokens.tobytes() == b"".join(expected)
     num_held_out = sum(map(is_held_out, texts))
-    assert (corpus.vocab_size, corpus.train.dtype) == (256, np.uint8)
+    assert (corpus.vocab_size, corpus.train.tokens.dtype) == (256, np.uint8)
     assert str(corpus).splitlines() == [
         f"{folder}: 80 files, 80 documents, {sum(map(len, texts.values())) + 80:,} bytes",
         f"held out: {num_held_out} of the files, by a hash of their names, {len(corpus.held_out)} bytes",
@@ -76,16 +75,16 @@ def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
     corpus = opened(None, tmp_path)
     assert len(corpus.train) > 4_000_000
     assert 0.03 < len(corpus.held_out) / len(corpus.train) < 0.15
-    assert b"class TurtleScreen" in corpus.held_out.tobytes()
-    assert b"class TurtleScreen" not in corpus.train.tobytes()
+    assert b"class TurtleScreen" in corpus.held_out.tokens.tobytes()
+    assert b"class TurtleScreen" not in corpus.train.tokens.tobytes()
 
 
 def test_one_file_is_mapped_in_place(tmp_path: Path) -> None:
     path = write(tmp_path / "book.txt", bytes(range(250)))
     corpus = opened(path, tmp_path)
-    assert corpus.train.tobytes() + corpus.held_out.tobytes() == path.read_bytes()
+    assert corpus.train.tokens.tobytes() + corpus.held_out.tokens.tobytes() == path.read_bytes()
     assert len(corpus.held_out) == 25
-    assert isinstance(corpus.train, np.memmap)
+    assert isinstance(corpus.train.tokens, np.memmap)
     assert not (tmp_path / "cache").exists()
 
 
@@ -94,14 +93,14 @@ def test_tokens_with_and_without_a_held_out_file(tmp_path: Path, dtype: str) -> 
     tokens = np.arange(1000, dtype=dtype)
     path = write(tmp_path / "train.bin", tokens.tobytes())
     alone = opened(path, tmp_path, dtype=dtype, vocab_size=1000)
-    assert alone.train.tolist() == list(range(900))
-    assert alone.held_out.tolist() == list(range(900, 1000))
+    assert alone.train.tokens.tolist() == list(range(900))
+    assert alone.held_out.tokens.tolist() == list(range(900, 1000))
     write(tmp_path / "val.bin", tokens[:50].tobytes())
     for where in (path, tmp_path):
         corpus = opened(where, tmp_path, dtype=dtype, vocab_size=1000)
-        assert corpus.train.tolist() == tokens.tolist()
-        assert corpus.held_out.tolist() == list(range(50))
-        assert isinstance(corpus.held_out, np.memmap)
+        assert corpus.train.tokens.tolist() == tokens.tolist()
+        assert corpus.held_out.tokens.tolist() == list(range(50))
+        assert isinstance(corpus.held_out.tokens, np.memmap)
         assert corpus.vocab_size == 1000
         assert str(tmp_path / "val.bin") in str(corpus)
 
@@ -116,7 +115,7 @@ def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     os.truncate(path, 2 << 30)  # sparse: no blocks on the disk
     before = resident_bytes()
     corpus = opened(path, tmp_path)
-    batch_at(corpus.train, 123, batch_size=32, seq_length=1024, seed=0, vocab_size=corpus.vocab_size)
+    trained(corpus.train, 123, 32, 1024, vocab_size=corpus.vocab_size)
     assert len(corpus.train) + len(corpus.held_out) == 1 << 30
     assert resident_bytes() - before < 50 << 20
 
@@ -128,8 +127,8 @@ def test_texts_are_bytes_with_a_zero_after_each(tmp_path: Path) -> None:
     texts = [f"line {n} of ü" for n in range(40)]
     corpus = opened(write_jsonl(tmp_path / "a.jsonl", *({"text": t} for t in texts)), tmp_path)
     assert bytes(tokens_of(corpus)) == b"".join(t.encode() + b"\0" for t in texts)
-    assert (corpus.train.dtype, corpus.vocab_size, corpus.loss_mask) == (np.uint8, 256, None)
-    assert corpus.train[-1] == 0, "whole documents are held out"
+    assert (corpus.train.tokens.dtype, corpus.vocab_size, corpus.train.loss_mask) == (np.uint8, 256, None)
+    assert corpus.train.tokens[-1] == 0, "whole documents are held out"
     assert 0.05 < len(corpus.held_out) / len(tokens_of(corpus)) <= 0.1
 
 
@@ -140,20 +139,17 @@ def test_of_a_pair_the_completion_and_its_end_are_learned_in_every_batch(tmp_pat
     assert loss_mask_of(corpus) == expected
     assert bytes(tokens_of(corpus)).decode() == "".join(p["prompt"] + p["completion"] + "\0" for p in pairs)
     assert f"learned: {sum(expected)} bytes, without the prompts of 48 documents" in str(corpus)
-    sizes = {"batch_size": 8, "seq_length": 7}
-    trained = batch_at(corpus.train, 5, **sizes, seed=3, loss_mask=corpus.loss_mask)
-    held_out = held_out_batches(corpus.held_out, **sizes, limit=8, loss_mask=corpus.held_out_loss_mask)
-    for inputs, targets in (trained, *held_out):
+    first, held_out = trained(corpus.train, 5, 8, 7), corpus.held_out
+    for inputs, targets in (first, held_out.read(held_out.spread(8, seq_length=7), seq_length=7)):
         assert set(targets.unique().tolist()) == {IGNORE_INDEX, 0, ord("X"), ord("Y")}
         assert torch.equal(
             targets[:, :-1] == IGNORE_INDEX, (inputs[:, 1:] == ord("a")) | (inputs[:, 1:] == ord("b"))
         )
-    plain = batch_at(corpus.train, 5, **sizes, seed=3)
-    assert torch.equal(plain[0], trained[0])
-    kept = trained[1] != IGNORE_INDEX
-    assert torch.equal(plain[1][kept], trained[1][kept])
-    later = batch_at(corpus.train, 9, batch_size=4, seq_length=7, seed=3, loss_mask=corpus.loss_mask)
-    assert torch.equal(later[1], trained[1][4:]), "position is all there is to resume from"
+    plain, kept = trained(corpus.train.tokens, 5, 8, 7), first[1] != IGNORE_INDEX
+    assert torch.equal(plain[0], first[0])
+    assert torch.equal(plain[1][kept], first[1][kept])
+    later = trained(corpus.train, 9, 4, 7)
+    assert torch.equal(later[1], first[1][4:]), "position is all there is to resume from"
 
 
 def test_packed_documents_are_numpys_files(tmp_path: Path) -> None:
@@ -191,7 +187,7 @@ def test_a_long_text_is_split_by_position(tokenizer_file: Path, tmp_path: Path) 
     path = tmp_path / "a.txt"
     path.write_text(words(*(n % 50 for n in range(999))))
     corpus = opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
-    assert (len(corpus.train), len(corpus.held_out), corpus.held_out[-1]) == (900, 100, END)
+    assert (len(corpus.train), len(corpus.held_out), corpus.held_out.tokens[-1]) == (900, 100, END)
     few = write(tmp_path / "few" / "a.txt", b"x" * 999)
     corpus = opened(few.parent, tmp_path)
     assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
@@ -229,7 +225,7 @@ def test_an_interrupted_packing_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             opened(tmp_path / "corpus", tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
-    assert opened(tmp_path / "corpus", tmp_path).train.tobytes() == b"text"
+    assert opened(tmp_path / "corpus", tmp_path).train.tokens.tobytes() == b"text"
 
 
 SHAPES: dict[str, Callable[[list[dict[str, str]]], str]] = {

@@ -113,7 +113,7 @@ class _Loop:
         yield Started(
             settings,
             job.corpus.description,
-            job.unit,
+            job.corpus.unit,
             self.program.layout.num_parameters,
             self.program.layout.num_trainable,
             self.program.plan,
@@ -218,9 +218,9 @@ class _Loop:
             checkpoint=self.checkpoint,
         )
         if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
-            prompt = job.corpus.sample_prompt(job.settings.seq_length)
+            prompt = job.corpus.held_out.first_prompt(job.settings.seq_length)
             tokens = yield from sample(job, self.program, state, self.stop)
-            asked = "" if job.corpus.held_out_loss_mask is None else job.decode(prompt)
+            asked = "" if job.corpus.held_out.loss_mask is None else job.decode(prompt)
             yield Sampled(tokens, job.decode(tokens), asked)
 
     def _due_to_evaluate(self, step: int) -> bool:
@@ -367,13 +367,13 @@ def evaluate_held_out(
 def sample(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> Generator[Working, None, tuple[int, ...]]:
-    """Yields its progress and returns tokens the model generates after the corpus's `sample_prompt`.
+    """Yields its progress and returns tokens the model generates after the `first_prompt` of the held-out data.
 
     They are fewer if a signal arrives in the meantime, or where the answer to a prompt ends. Keys and values are
     cached. A full sequence is continued in a new one that starts with its second half.
     """
     seq_length, before = job.settings.seq_length, stop()
-    text, stops = job.corpus.sample_prompt(seq_length), job.stops
+    text, stops = job.corpus.held_out.first_prompt(seq_length), job.stops
     kept, caches = (seq_length + 1) // 2, list[KVCache]()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     generated: list[int] = []

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.cpu_topology import cpu_model
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
-from zfunc.train.data.batches import Batch, held_out_parts, rank_batch
-from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
@@ -72,8 +72,8 @@ class TrainingJob:
     corpus: Corpus
     held_out: tuple[Batch, ...]
     program: Program
-    tokenizer: Tokenizer | None = None
-    architecture: str = ""  # of --hf, with its `sizes` by the names of the settings
+    tokenizer: Tokenizer | None  # None: the data is tokens, and nobody said of which tokenizer
+    architecture: str = ""  # of a Hugging Face model, with its `sizes` by the names of the settings
     sizes: dict[str, int] = field(factory=dict[str, int])
 
     @property
@@ -82,27 +82,19 @@ class TrainingJob:
         return self.program.ranks
 
     @property
-    def unit(self) -> str:
-        """What a token of the data is: "byte" or "token"."""
-        return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
-
-    @property
     def sequences_per_epoch(self) -> int:
         """Sequences of one pass over the data."""
-        return self.corpus.sequences_per_epoch(self.settings.seq_length)
+        return self.corpus.train.num_sequences(self.settings.seq_length)
 
     @property
     def stops(self) -> frozenset[int]:
         """The tokens that end a sample: where there are prompts, what follows them has an end."""
-        if self.corpus.held_out_loss_mask is None or (self.tokenizer is None and self.unit == "token"):
-            return frozenset()
-        return (self.tokenizer or BYTES).stops
+        prompts = self.corpus.held_out.loss_mask is not None
+        return self.tokenizer.stops if prompts and self.tokenizer is not None else frozenset()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as text; as numbers, without a tokenizer."""
-        if self.tokenizer is None and self.unit == "token":
-            return " ".join(map(str, tokens))
-        return (self.tokenizer or BYTES).decode(tokens)
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
     def batch(self, position: int) -> Batch:
         """This rank's rows of the batch at `position`, in sequences since the start."""
@@ -110,97 +102,85 @@ class TrainingJob:
 
 
 def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
-    """Resolve the settings, open the data, compile the model. `cache` is a folder for gathered and packed data.
+    """Resolve the settings, open the data, compile the model. `cache` is a folder for packed data.
 
     Raises ValueError or FileNotFoundError for settings and data that do not work together or on this machine.
     """
-    ranks = RankGroup.of()
-    settings, automatic = resolve_settings(settings), settings.precision == "auto"
+    ranks, automatic = RankGroup.of(), settings.precision == AUTO
+    say = partial(log.log, logging.DEBUG if ranks.rank else logging.INFO)
+    # What is trained, and on what
+    settings = resolve_settings(settings)
     model = pretrained_model(settings)
     tokenizer = choose_tokenizer(settings, model)
-    corpus = _corpus(settings, model, tokenizer, cache)
-    level = logging.DEBUG if ranks.rank else logging.INFO
-    if settings.epochs is not None:
-        sequences = corpus.sequences_per_epoch(settings.seq_length)
-        settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
-        log.log(
-            level,
-            "epochs: %g of %s sequences each: %s steps",
-            settings.epochs,
-            f"{sequences:,}",
-            f"{settings.steps:,}",
-        )
-    vocab_size = corpus.vocab_size if tokenizer is None else settings.vocab_size or corpus.vocab_size
-    settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
+    corpus = _open_corpus(settings, model, tokenizer, cache)
+    settings = _settled(settings, model, tokenizer, corpus, say)
+    # Whether it can be, before anything is compiled
     if model is None:
         check_size(settings, ranks)
-    rate = learning_rate(settings, settings.steps)
-    for line in startup_notes(settings, ranks.world, rate):
-        log.log(level, "%s", line)
-    if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
-        log.log(
-            level,
-            "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; "
-            "pass `steps` or `epochs` for `lr_schedule`",
-        )
+    _say_rate(settings, ranks, say)
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
     program = compile_job(settings, example, None if model is None else model.segments)
     check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
-    reason = f", because {REASONS[settings.precision]}" if automatic else ""
-    log.log(level, "precision: %s%s", settings.precision, reason)
+    say("precision: %s%s", settings.precision, f", because {REASONS[settings.precision]}" * automatic)
+    decoder = BYTES if tokenizer is None and corpus.unit == "byte" else tokenizer
     source = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
-    return TrainingJob(settings, corpus, held_out, program, tokenizer, **source)
+    return TrainingJob(settings, corpus, held_out, program, decoder, **source)
 
 
-def _corpus(
+def _open_corpus(
     settings: TrainSettings, model: PretrainedModel | None, tokenizer: Tokenizer | None, cache: Path
 ) -> Corpus:
-    vocab_size = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
+    """The data, and that to evaluate on. Raises ValueError, with the setting, for data that cannot be read."""
+    of_tokens = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
+    whole = settings.seq_length if settings.packing == "documents" else None
 
-    whole = settings.packing == "documents"
-
-    def opened(flag: str, path: Path | None, split: bool) -> Corpus:
-        given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": vocab_size}
+    def opened(name: str, *, split: bool) -> Corpus:
+        given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": of_tokens}
         try:
+            path = getattr(settings, name)
             return open_data(path, cache=cache, split=split, whole_documents=whole, **given)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{flag}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
 
-    corpus = opened("data", settings.data, settings.eval_data is None)
-    if settings.eval_data is not None:
-        corpus = _evaluated_on(corpus, opened("eval_data", settings.eval_data, False))
-    if tokenizer is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
-        raise ValueError(
-            f"vocab_size: got {settings.vocab_size} for {tokenizer.name}, expected its {corpus.vocab_size} or "
-            "more: leave it out"
-        )
-    if tokenizer is None and settings.vocab_size not in (None, corpus.vocab_size):
-        raise ValueError(
-            f"vocab_size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
-            f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
-        )
-    return corpus.of_whole_documents(settings.seq_length) if whole else corpus
+    corpus = opened("data", split=settings.eval_data is None)
+    return corpus if settings.eval_data is None else corpus.evaluated_on(opened("eval_data", split=False))
 
 
-def _evaluated_on(corpus: Corpus, other: Corpus) -> Corpus:
-    """All of a corpus to train on, and all of another, or its own held-out split, held out."""
-    if (corpus.train.dtype.itemsize == 1) != (other.train.dtype.itemsize == 1):
-        units = ["bytes" if x.train.dtype.itemsize == 1 else "tokens" for x in (other, corpus)]
-        raise ValueError(
-            f"eval_data: got {other.name}, which is read as {units[0]}, with `data` that is {units[1]}, expected "
-            "the same of both: give both as text, or both as tokens"
+def _settled(
+    settings: TrainSettings,
+    model: PretrainedModel | None,
+    tokenizer: Tokenizer | None,
+    corpus: Corpus,
+    say: Callable[..., None],
+) -> TrainSettings:
+    """The settings with the steps and the vocabulary that follow from the data and the model."""
+    own, found = settings.vocab_size, corpus.vocab_size
+    if own is not None and (own < found if tokenizer is not None else own != found):
+        bytes_ = (
+            f"{corpus.name}, which is read as bytes, expected {found}: leave it out, or give a .bin of tokens"
         )
-    own = len(other.held_out) > 0
-    return evolve(
-        corpus,
-        held_out=other.held_out if own else other.train,
-        held_out_name=other.name,
-        held_out_loss_mask=other.held_out_loss_mask if own else other.loss_mask,
-        held_out_ends=other.held_out_ends if own else other.ends,
-        description=(*corpus.description, "held out:", *(f"  {line}" for line in other.description)),
-    )
+        of = bytes_ if tokenizer is None else f"{tokenizer.name}, expected its {found} or more: leave it out"
+        raise ValueError(f"vocab_size: got {own} for {of}")
+    if settings.epochs is not None:
+        sequences = corpus.train.num_sequences(settings.seq_length)
+        settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
+        of, steps = f"{sequences:,} sequences each", f"{settings.steps:,} steps"
+        say("epochs: %g of %s: %s", settings.epochs, of, steps)
+    return evolve(settings, vocab_size=own or found if model is None else model.vocab_size)
+
+
+def _say_rate(settings: TrainSettings, ranks: RankGroup, say: Callable[..., None]) -> None:
+    """Say what the configuration has, and where the learning rate has no step to fall to."""
+    rate = learning_rate(settings, settings.steps)
+    for line in startup_notes(settings, ranks.world, rate):
+        say("%s", line)
+    if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
+        say(
+            "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass `steps` "
+            "or `epochs` for `lr_schedule`"
+        )
 
 
 def check_size(settings: TrainSettings, ranks: RankGroup) -> None:

@@ -92,11 +92,11 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
     try:
         job = prepare_job(settings, cache=cache_folder())
         with interrupts(tell=not live) as stop:
-            plain = PlainOutput(run, job.unit, config_extras(job.settings).steps_per_print)
+            plain = PlainOutput(run, job.corpus.unit, config_extras(job.settings).steps_per_print)
             output = progress(plain, stop) if live else nullcontext(plain)
             with output as screen, tracking(settings, run.path) as track:
                 for event in train_events(job, stop=stop, start=start):
-                    record_event(run, event, job.unit)
+                    record_event(run, event, job.corpus.unit)
                     screen.show(event)
                     track(event)
                     failure = event.failure if isinstance(event, Saved) else failure

@@ -1,166 +1,202 @@
-"""Corpora and batches: where tokens come from and the order in which they are trained on.
+"""Corpora and batches: where tokens come from, in which order they are trained on, and a rank's rows of a batch.
 
-A corpus is a memory map, so the disk bounds its size and not memory. A batch is a pure function of (seed,
-position): nothing is iterated, so a checkpoint needs one integer. Position counts sequences since the start of
-training, not steps, so a run resumed with another batch size or number of ranks continues where it stopped.
+A corpus is a memory map, so the disk bounds its size and not memory. A batch is a pure function of settings, data
+and position: nothing is iterated, so a checkpoint needs one integer. Position counts sequences since the start of
+training, not steps, so a run resumed with another batch size or number of ranks continues where it stopped. The
+loss of a batch is the mean over all its tokens that count, on any number of ranks and micro-batches.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-import attrs
 import numpy as np
 import torch
+from attrs import evolve, frozen
 from torch import Tensor
 
-from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.document_rows import DocumentRows, document_rows
+from zfunc.models.loss import IGNORE_INDEX, weighted_batch
+from zfunc.runtime.collectives import RankGroup
+from zfunc.train.settings import TrainSettings
 
+Batch = tuple[Any, Any]  # inputs, and targets or what `weighted_batch` makes of them
+HELD_OUT_TOKENS = 32_768  # in one evaluation, at most, or one sequence if that is longer
+EVAL_DATA_TOKENS = 1 << 20  # the same, of data that is given for it
 _CHUNK = 1 << 20  # tokens of the held-out data in which a prompt is looked for
 _ROUNDS = 3  # of the Feistel network; each mixes both halves
 
 
-@attrs.frozen(eq=False)
-class Corpus:
-    """Tokens to train on and tokens held out, both memory-mapped, and a description of what was read."""
+@frozen(eq=False)
+class DocumentRows:
+    """Sequences of whole documents, in the order of the data, as many in each as fit; the rest is padding.
 
-    name: str
-    train: np.ndarray  # [tokens] uint8, uint16 or uint32
-    held_out: np.ndarray  # [tokens] of the same dtype
-    vocab_size: int
-    description: tuple[str, ...]  # lines for the log: counts, what is held out and how, what is left out
-    held_out_name: str = ""  # where that is other data
-    loss_mask: np.ndarray | None = None  # [tokens of `train`]: 0 where no loss counts; None: all 1
-    held_out_loss_mask: np.ndarray | None = None
-    ends: np.ndarray | None = None  # [documents] of `train`, where each ends; None where that is not known
-    held_out_ends: np.ndarray | None = None
-    rows: DocumentRows | None = None  # sequences of whole documents; None: windows of the tokens
-    held_out_rows: DocumentRows | None = None
+    A document longer than a sequence is cut into pieces, each like a document of its own. `bounds` [pieces + 1] are
+    where pieces begin and the last one ends, in the tokens; sequence r has the pieces from `firsts[r]` up to
+    `firsts[r + 1]`. Both are int64.
 
-    def __str__(self) -> str:
-        return "\n".join(self.description)
+    >>> rows = document_rows(np.array([3, 5, 12, 13]), seq_length=5)  # of 3, 2, 7 and 1 tokens
+    >>> rows.bounds.tolist(), rows.firsts.tolist()
+    ([0, 3, 5, 10, 12, 13], [0, 2, 3, 5])
+    """
 
-    def sample_prompt(self, seq_length: int) -> list[int]:
-        """Tokens to continue in a sample: the first prompt of the held-out data that leaves a quarter of a sequence
-        free, or the end of the first one; without prompts, the beginning.
-        """
-        mask = None if self.held_out_loss_mask is None else self.held_out_loss_mask[:_CHUNK] != 0
-        if mask is None or mask.all() or not mask.any():
-            return self.held_out[: (seq_length + 1) // 2].tolist()
-        before = np.append(True, mask[:-1])
-        starts, ends = np.flatnonzero(before & ~mask), np.flatnonzero(~before & mask)
-        prompts = [self.held_out[a:b] for a, b in zip(starts, ends, strict=False)]
-        fitting = (x for x in prompts if 4 * len(x) <= 3 * seq_length)
-        return next(fitting, prompts[0][-((seq_length + 1) // 2) :]).tolist()
+    seq_length: int
+    bounds: np.ndarray
+    firsts: np.ndarray
 
-    def of_whole_documents(self, seq_length: int) -> "Corpus":
-        """With sequences of whole documents."""
-        assert self.ends is not None
-        assert self.held_out_ends is not None
-        rows, held_out = document_rows(self.ends, seq_length), document_rows(self.held_out_ends, seq_length)
-        padding = 1 - len(self.train) / (len(rows) * seq_length)
-        line = f"sequences: {len(rows):,} of {seq_length} tokens, of whole documents, {padding:.0%} padding"
-        return attrs.evolve(self, rows=rows, held_out_rows=held_out, description=(*self.description, line))
-
-    def sequences_per_epoch(self, seq_length: int) -> int:
-        """How many sequences there are."""
-        return num_windows(len(self.train), seq_length) if self.rows is None else len(self.rows)
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
 
 
-def batch_at(
-    tokens: np.ndarray,
-    position: int,
-    *,
-    batch_size: int,
-    seq_length: int,
-    seed: int,
-    vocab_size: int | None = None,
-    loss_mask: np.ndarray | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The `batch_size` sequences from `position` on: inputs and targets, int64 [batch, seq].
+def document_rows(ends: np.ndarray, seq_length: int) -> DocumentRows:
+    """The sequences of documents that end at `ends` [documents], ascending."""
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    counts = -(-(ends - starts) // seq_length)  # of pieces
+    number = np.arange(counts.sum()) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )  # of a piece in its document
+    bounds = np.minimum(np.repeat(starts, counts) + (number + 1) * seq_length, np.repeat(ends, counts))
+    bounds = np.concatenate([[0], bounds]).astype(np.int64)
+    following = (np.searchsorted(bounds, bounds[:-1] + seq_length, side="right") - 1).tolist()
+    firsts = [0]
+    while firsts[-1] < len(following):
+        firsts.append(following[firsts[-1]])
+    return DocumentRows(seq_length, bounds, np.array(firsts, np.int64))
 
-    The target of a token that is 0 in `loss_mask` is -100. An epoch visits all non-overlapping windows once; each
-    has its own order and its own offset of the windows. Rank r of n reads its part of a batch at `position + r *
-    batch_size // n`. Raises ValueError for data shorter than `seq_length + 1` and for a token of `vocab_size` or
-    more.
 
-    >>> tokens = np.arange(1000, dtype=np.uint16)
-    >>> inputs, targets = batch_at(tokens, 10, batch_size=4, seq_length=8, seed=0)
+@frozen(eq=False)
+class TokenStream:
+    """Tokens one after another, memory-mapped. Sequences are windows of them, or `rows` of whole documents.
+
+    The place of a sequence is where its window begins, or its number in `rows`.
+
+    >>> stream = TokenStream(np.arange(1000, dtype=np.uint16))
+    >>> inputs, targets = stream.read(stream.order(10, 4, seq_length=8, seed=0), seq_length=8)
     >>> inputs.shape, bool((targets == inputs + 1).all())
     (torch.Size([4, 8]), True)
-    >>> bool((batch_at(tokens, 12, batch_size=1, seq_length=8, seed=0)[0] == inputs[2]).all())
+    >>> stream.order(12, 1, seq_length=8, seed=0) == [inputs[2, 0]]
     True
     """
-    _check_request(tokens, batch_size, seq_length)
-    if position < 0:
-        raise ValueError(
-            f"got position={position}; expected 0 or more; count sequences since the start of training"
-        )
-    starts = [_start(len(tokens), p, seq_length, seed) for p in range(position, position + batch_size)]
-    return _read(tokens, starts, seq_length, vocab_size, loss_mask)
 
+    tokens: np.ndarray  # [tokens] uint8, uint16 or uint32
+    loss_mask: np.ndarray | None = None  # [tokens]: false where no loss counts; None: true everywhere
+    rows: DocumentRows | None = None
 
-def held_out_batches(
-    tokens: np.ndarray,
-    *,
-    batch_size: int,
-    seq_length: int,
-    limit: int,
-    vocab_size: int | None = None,
-    loss_mask: np.ndarray | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """At most `limit` evenly spaced windows, in batches like those of `batch_at`.
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-    The windows are the same for any `batch_size`, so held-out losses compare across batch sizes. The last batch may
-    be smaller: weight losses by rows. Raises what `batch_at` raises.
+    @property
+    def weighted(self) -> bool:
+        """Whether sequences may have unequally many tokens of which the loss counts."""
+        return self.loss_mask is not None or self.rows is not None
 
-    >>> [len(x) for x, _ in held_out_batches(np.zeros(100, np.uint8), batch_size=4, seq_length=9, limit=10)]
-    [4, 4, 2]
-    """
-    _check_request(tokens, batch_size, seq_length)
-    if limit < 1:
-        raise ValueError(f"got limit={limit} windows; expected 1 or more; pass the most to read")
-    windows = (len(tokens) - 1) // seq_length
-    count = min(limit, windows)
-    starts = [index * windows // count * seq_length for index in range(count)]
-    chunks = (starts[first : first + batch_size] for first in range(0, count, batch_size))
-    return (_read(tokens, chunk, seq_length, vocab_size, loss_mask) for chunk in chunks)
+    def of_whole_documents(self, ends: np.ndarray, seq_length: int) -> "TokenStream":
+        """With sequences of whole documents, which end at `ends`."""
+        return evolve(self, rows=document_rows(ends, seq_length))
 
+    def num_sequences(self, seq_length: int) -> int:
+        """How many sequences an epoch has.
 
-def _check_request(tokens: np.ndarray, batch_size: int, seq_length: int) -> None:
-    if batch_size < 1 or seq_length < 1:
-        raise ValueError(
-            f"got batch_size={batch_size}, seq_length={seq_length}; expected 1 or more of each; "
-            "pass positive numbers"
-        )
-    if len(tokens) <= seq_length:
-        raise ValueError(
-            f"got {len(tokens):,} tokens for seq_length={seq_length}, expected at least {seq_length + 1:,} (inputs "
-            "and targets are one apart): use more data or shorter sequences"
-        )
+        One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and
+        the epoch of a position is a plain division.
+        """
+        return len(self.rows) if self.rows is not None else max(1, (len(self) - seq_length) // seq_length)
 
+    def order(self, position: int, count: int, *, seq_length: int, seed: int) -> list[int]:
+        """The places of the `count` sequences from `position` on, counted since the start of training.
 
-def numbers_at(sequences: int, position: int, batch_size: int, seed: int) -> list[int]:
-    """The numbers, below `sequences`, of the `batch_size` sequences from `position` on. An epoch has each once."""
-    places = (divmod(p, sequences) for p in range(position, position + batch_size))
-    return [_permute(index, sequences, seed, epoch) for epoch, index in places]
+        An epoch visits each sequence once; each has its own order, and its own offset of the windows. Raises
+        ValueError for data shorter than `seq_length + 1`.
+        """
+        self._check(seq_length)
+        total, places = self.num_sequences(seq_length), list[int]()
+        for epoch, index in (divmod(p, total) for p in range(position, position + count)):
+            place = _permute(index, total, seed, epoch)
+            if self.rows is None:
+                room = min(seq_length, len(self) - total * seq_length)
+                place = _draw(seed, epoch) % room + place * seq_length
+            places.append(place)
+        return places
 
+    def spread(self, limit: int, *, seq_length: int) -> list[int]:
+        """The places of at most `limit` evenly spaced sequences. Raises what `order` raises."""
+        self._check(seq_length)
+        total = (len(self) - 1) // seq_length if self.rows is None else len(self.rows)
+        count, unit = min(limit, total), seq_length if self.rows is None else 1
+        return [n * total // count * unit for n in range(count)]
 
-def num_windows(num_tokens: int, seq_length: int) -> int:
-    """How many sequences `batch_at` makes of so many tokens in one epoch.
+    def _check(self, seq_length: int) -> None:
+        if self.rows is None and len(self) <= seq_length:
+            raise ValueError(
+                f"got {len(self):,} tokens for seq_length={seq_length}, expected at least {seq_length + 1:,} "
+                "(inputs and targets are one apart): use more data or shorter sequences"
+            )
 
-    One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and the
-    epoch of a position is a plain division.
-    """
-    return max(1, (num_tokens - seq_length) // seq_length)
+    def read(
+        self, places: Sequence[int], *, seq_length: int, vocab_size: int | None = None
+    ) -> tuple[Any, Tensor]:
+        """The sequences at these places: inputs, and labels, int64 [sequences, seq]; -100 where no loss counts.
 
+        Inputs of `rows` have `position_ids` too, which start at 0 in each document. Raises ValueError for a token
+        of `vocab_size` or more.
+        """
+        return self._windows(places, seq_length, vocab_size) if self.rows is None else self._documents(places)
 
-def _start(num_tokens: int, position: int, seq_length: int, seed: int) -> int:
-    windows = num_windows(num_tokens, seq_length)
-    epoch, index = divmod(position, windows)
-    room = min(seq_length, num_tokens - windows * seq_length)
-    return _draw(seed, epoch) % room + _permute(index, windows, seed, epoch) * seq_length
+    def _windows(
+        self, starts: Sequence[int], seq_length: int, vocab_size: int | None
+    ) -> tuple[Tensor, Tensor]:
+        rows = np.array([self.tokens[start : start + seq_length + 1] for start in starts], np.int64)
+        if vocab_size is not None and rows.max() >= vocab_size:
+            row, column = np.argwhere(rows >= vocab_size)[0]
+            raise ValueError(
+                f"got token {rows[row, column]} at position {starts[row] + column:,} of the data, expected tokens "
+                f"below {vocab_size:,}: pass the `vocab_size` and the `dtype` that the file was written with"
+            )
+        block = torch.from_numpy(rows)  # [batch, seq + 1]
+        inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        if self.loss_mask is not None:
+            kept = np.array([self.loss_mask[start + 1 : start + seq_length + 1] for start in starts])
+            # Not in place: of one row, inputs and targets are the same memory.
+            targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORE_INDEX)
+        return inputs, targets
+
+    def _documents(self, numbers: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+        """The label of a token is the next one of its document: there is none at its end, and in the padding."""
+        rows = self.rows
+        assert rows is not None
+        shape = (len(numbers), rows.seq_length)
+        ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        positions = np.zeros(shape, np.int64)
+        for n, row in enumerate(numbers):
+            bounds = rows.bounds[rows.firsts[row] : rows.firsts[row + 1] + 1]
+            first, last = bounds[0], bounds[-1]
+            size = last - first
+            ids[n, :size] = self.tokens[first:last]
+            labels[n, : size - 1] = self.tokens[first + 1 : last]
+            if self.loss_mask is not None:
+                labels[n, : size - 1][self.loss_mask[first + 1 : last] == 0] = IGNORE_INDEX
+            labels[n, bounds[1:] - first - 1] = IGNORE_INDEX
+            lengths = np.append(
+                np.diff(bounds), rows.seq_length - size
+            )  # the padding is like another document
+            starts = np.append(bounds - first, size)[: len(lengths)]
+            positions[n] = np.arange(rows.seq_length) - np.repeat(starts, lengths)
+        inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions)}
+        return inputs, torch.from_numpy(labels)
+
+    def first_prompt(self, seq_length: int) -> list[int]:
+        """Tokens to continue in a sample: the first prompt that leaves a quarter of a sequence free, or the end of
+        the first one; without prompts, the beginning.
+        """
+        mask = None if self.loss_mask is None else self.loss_mask[:_CHUNK] != 0
+        if mask is None or mask.all() or not mask.any():
+            return self.tokens[: (seq_length + 1) // 2].tolist()
+        before = np.append(True, mask[:-1])
+        starts, ends = np.flatnonzero(before & ~mask), np.flatnonzero(~before & mask)
+        prompts = [self.tokens[a:b] for a, b in zip(starts, ends, strict=False)]
+        fitting = (x for x in prompts if 4 * len(x) <= 3 * seq_length)
+        return next(fitting, prompts[0][-((seq_length + 1) // 2) :]).tolist()
 
 
 def _permute(index: int, size: int, seed: int, epoch: int) -> int:
@@ -181,24 +217,94 @@ def _draw(*key: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
-def _read(
-    tokens: np.ndarray,
-    starts: Sequence[int],
-    seq_length: int,
-    vocab_size: int | None,
-    loss_mask: np.ndarray | None,
-) -> tuple[Tensor, Tensor]:
-    rows = np.array([tokens[start : start + seq_length + 1] for start in starts], np.int64)
-    if vocab_size is not None and rows.max() >= vocab_size:
-        row, column = np.argwhere(rows >= vocab_size)[0]
-        raise ValueError(
-            f"got token {rows[row, column]} at position {starts[row] + column:,} of the data, expected tokens "
-            f"below {vocab_size:,}: pass the `vocab_size` and the `dtype` that the file was written with"
+# --- a corpus ---------------------------------------------------------------------------------------------
+
+
+@frozen(eq=False)
+class Corpus:
+    """Tokens to train on and tokens held out, and a description of what was read."""
+
+    name: str
+    train: TokenStream
+    held_out: TokenStream
+    vocab_size: int
+    description: tuple[str, ...]  # lines for the log: counts, what is held out and how, what is left out
+    held_out_name: str = ""  # where that is other data
+
+    def __str__(self) -> str:
+        return "\n".join(self.description)
+
+    @property
+    def unit(self) -> str:
+        """What a token is: "byte" or "token"."""
+        return "byte" if self.train.tokens.dtype.itemsize == 1 else "token"
+
+    def evaluated_on(self, other: "Corpus") -> "Corpus":
+        """All of this to train on; all of another corpus, or its own held-out split, held out."""
+        if self.unit != other.unit:
+            raise ValueError(
+                f"eval_data: got {other.name}, which is read as {other.unit}s, with `data` that is {self.unit}s, "
+                "expected the same of both: give both as text, or both as tokens"
+            )
+        return evolve(
+            self,
+            held_out=other.held_out if len(other.held_out) else other.train,
+            held_out_name=other.name,
+            description=(*self.description, "held out:", *(f"  {line}" for line in other.description)),
         )
-    block = torch.from_numpy(rows)  # [batch, seq + 1]
-    inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
-    if loss_mask is not None:
-        kept = np.array([loss_mask[start + 1 : start + seq_length + 1] for start in starts])
-        # Not in place: of one row, inputs and targets are the same memory.
-        targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORE_INDEX)
-    return inputs, targets
+
+
+def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: RankGroup) -> Batch:
+    """This rank's rows of the batch at `position`, in sequences since the start."""
+    stream, rows = corpus.train, settings.batch_size // ranks.world
+    own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    # Weights are relative to the whole batch, which every rank reads for them.
+    first, count = (0, settings.batch_size) if stream.weighted else (own.start, rows)
+    with _errors_naming(corpus.name):
+        places = stream.order(position + first, count, seq_length=settings.seq_length, seed=settings.seed)
+        inputs, labels = stream.read(places, seq_length=settings.seq_length, vocab_size=corpus.vocab_size)
+    if not stream.weighted:
+        return inputs, labels
+    inputs = {k: t[own] for k, t in inputs.items()} if isinstance(inputs, dict) else inputs[own]
+    return weighted_batch(inputs, labels[own], tokens_per_row=_tokens_per_row([labels]))
+
+
+def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) -> tuple[Batch, ...]:
+    """The held-out sequences, the same for any batch size, micro-batches and ranks, in batches of micro-batch size.
+
+    What fits in training fits here. The last batch may be smaller: losses are weighted by rows.
+    """
+    stream, rows = corpus.held_out, settings.batch_size // (settings.micro_batches * ranks.world)
+    name = corpus.held_out_name or f"the held-out part of {corpus.name}"
+    most = EVAL_DATA_TOKENS if corpus.held_out_name else HELD_OUT_TOKENS
+    sizes = {"seq_length": settings.seq_length}
+    with _errors_naming(name):
+        places = stream.spread(max(1, most // settings.seq_length), **sizes)
+        parts = tuple(
+            stream.read(places[n : n + rows], vocab_size=corpus.vocab_size, **sizes)
+            for n in range(0, len(places), rows)
+        )
+    if not stream.weighted:
+        return parts
+    if all((labels == IGNORE_INDEX).all() for _, labels in parts):
+        raise ValueError(
+            f"{name}: got no label to predict in windows of seq_length={settings.seq_length}, expected one at "
+            "least: use more data"
+        )
+    per_row = _tokens_per_row([labels for _, labels in parts])
+    return tuple(weighted_batch(inputs, labels, tokens_per_row=per_row) for inputs, labels in parts)
+
+
+@contextmanager
+def _errors_naming(data: str) -> Iterator[None]:
+    """A context in which a ValueError names the data."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{data}: {error}") from error
+
+
+def _tokens_per_row(labels: Sequence[Tensor]) -> float:
+    """Tokens that count in a row, on average; above 0, so that a batch without any has loss and gradient 0."""
+    count = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
+    return max(1, count) / sum(len(x) for x in labels)

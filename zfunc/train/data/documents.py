@@ -1,9 +1,10 @@
-"""Documents: which files data is in, and what of them is a document.
+"""Documents: which files and splits data is in, and what of them is a document.
 
-A text file is one document, a JSONL file has one a line, a JSON file an array of them. A record is a text, a prompt
-with its completion, or a chat. Nothing is skipped silently: what is not a document raises an error with file and
-line, and keys that are not read are counted. JSON is read by the standard library: Arrow, of which `datasets` makes
-rows, would take a text like a date for a time, and give every record the keys of all others.
+A text file is one document, a JSONL file has one a line, a JSON file an array of them, a dataset, which Hugging
+Face's `datasets` reads, one a row. A record is a text, a prompt with its completion, a chat, or tokens. Nothing is
+skipped silently: what is not a document raises an error with file and line, and keys that are not read are counted.
+JSON is read by the standard library: Arrow, of which `datasets` makes rows, would take a text like a date for a
+time, and give every record the keys of all others.
 """
 
 import hashlib
@@ -14,15 +15,19 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from attrs import frozen
 
 from zfunc.checkpoint.strict_json import unique_keys
+from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.train.data.chat import Chat, chat_of
 
 Source = tuple[str, Path]  # a name, the same on every machine, and the path on this one
+PARQUET = ".parquet"
+TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
+IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 LINES, JSON = (".jsonl", ".ndjson"), ".json"
 EXPECTED = "expected text, or prompt and completion, or messages, or conversations, or instruction and output"
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -56,6 +61,7 @@ class Tokens:
 
     ids: np.ndarray
     loss_mask: np.ndarray | None = None
+    where: str = ""
 
 
 AnyDocument = Document | Chat | Tokens | bytes  # bytes: a text file that is trained on as it is
@@ -102,30 +108,57 @@ def unreadable(path: Path, error: OSError) -> ValueError:
     )
 
 
-def file_documents(path: Path, unused: Counter[str], *, named: bool, text: bool) -> Iterator[AnyDocument]:
-    """The documents of a file; none of a binary one, which has a zero byte, unless it is of records.
+@frozen(eq=False)
+class TextFiles:
+    """Files of documents, of which a share is held out.
 
     A .json holds records if the user `named` it; in a folder, where it may be anything, if it begins with one. With
     `text` a text file must be UTF-8, else it is bytes.
     """
-    suffix = path.suffix.lower()
-    if suffix in LINES:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield document_of(_parsed(line, where), where, unused)
-    elif suffix == JSON and (named or _begins_with_record(path)):
-        for number, value in enumerate(_numbered(path), 1):
-            yield document_of(value, f"{path}, record {number}", unused)
-    elif (content := path.read_bytes()) and b"\0" not in content:
+
+    files: list[Source]
+    named: bool
+    text: bool
+    columns: ClassVar[tuple[str, ...]] = ()
+    tokenized: ClassVar = False
+    held_out_split: ClassVar = ""
+    at_the_end: ClassVar = "the end (too few files to hold whole ones out)"
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    def parts(self, counts: Counter[str]) -> Iterator[tuple[bool, Iterator[AnyDocument]]]:
+        """The documents of each file, those held out last, and whether they are; what is left out is counted."""
+        for name, path in sorted(self.files, key=lambda x: is_held_out(x[0])):
+            yield is_held_out(name), self._readable(path, counts)
+
+    def _readable(self, path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
         try:
-            yield Document(content.decode()) if text else content + b"\0"
+            yield from self._documents(path, counts)
+        except OSError as error:
+            raise unreadable(path, error) from error
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"got {path}, which is not UTF-8 at byte {error.start:,}, expected text for a tokenizer: convert "
                 "it, or leave it out"
             ) from error
+
+    def _documents(self, path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
+        """The documents of a file; none of a binary one, which has a zero byte, unless it is of records."""
+        suffix = path.suffix.lower()
+        if not path.stat().st_size:
+            counts["empty"] += 1
+        elif suffix in LINES:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        where = f"{path}, line {number}"
+                        yield document_of(_parsed(line, where), where, counts)
+        elif suffix == JSON and (self.named or _begins_with_record(path)):
+            for number, value in enumerate(_numbered(path), 1):
+                yield document_of(value, f"{path}, record {number}", counts)
+        elif b"\0" in (content := path.read_bytes()):
+            counts["binary"] += 1
+        else:
+            yield Document(content.decode()) if self.text else content + b"\0"
 
 
 def _parsed(line: bytes, where: str) -> Any:
@@ -190,15 +223,18 @@ def read_keys(names: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(texts, reverse=True)) if texts in _TEXTS else ()
 
 
-def document_of(record: Any, where: str, unused: Counter[str]) -> Document | Chat:
-    """The document of a record. Raises ValueError, with `where` it is, for anything else."""
+def document_of(record: Any, where: str, counts: Counter[str]) -> Document | Chat:
+    """The document of a record, of which keys that are not read are counted as `unused`.
+
+    Raises ValueError, with `where` it is, for anything else.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
     read = read_keys(record)
     if not read:
         names = ", ".join(sorted(record)) or "nothing"
         raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
-    unused.update(record.keys() - set(read))
+    counts["unused"] += len(record.keys() - set(read))
     try:
         json.dumps([record[name] for name in read], ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -211,3 +247,156 @@ def document_of(record: Any, where: str, unused: Counter[str]) -> Document | Cha
                 f"{where}, {name!r}: got {record[name]!r:.60}, expected a string: put the text in quotes"
             )
     return Document(record.get("text", record.get("completion", "")), record.get("prompt", ""))
+
+
+# --- datasets ---------------------------------------------------------------------------------------------
+
+
+@frozen(eq=False)
+class SavedDataset:
+    """A dataset that Hugging Face's `datasets` reads: the split to train on, and the one that is held out, if any.
+
+    Of the rows, `columns` are read; `notes` say what is left out.
+    """
+
+    path: Path
+    train: Any
+    held_out: Any | None
+    held_out_split: str
+    columns: tuple[str, ...]
+    notes: tuple[str, ...]
+    at_the_end: ClassVar = "the end"
+
+    @property
+    def files(self) -> list[Source]:
+        """Its files."""
+        return walk(self.path) if self.path.is_dir() else [(self.path.name, self.path)]
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether its rows are tokens."""
+        return IDS in self.columns
+
+    def parts(self, _counts: Counter[str]) -> Iterator[tuple[bool, Iterator[AnyDocument]]]:
+        """The rows of each split, and whether it is held out."""
+        yield False, self._documents(self.train)
+        if self.held_out is not None:
+            yield True, self._documents(self.held_out)
+
+    def _documents(self, split: Any) -> Iterator[AnyDocument]:
+        """The rows of a split. Raises ValueError with the row."""
+        for number, row in enumerate(self._rows(split)):
+            where = f"{self.path}, row {number}"
+            if self.tokenized:
+                yield _tokens(row, where)
+            else:
+                yield document_of({k: v for k, v in row.items() if v is not None}, where, Counter())
+
+    def _rows(self, split: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield from split.select_columns([*self.columns])
+        except Exception as error:  # of pyarrow, fsspec and datasets
+            raise _not_read(self.path, error) from error
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `path` is a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict, or has Parquet files."""
+    if path.is_file():
+        return path.suffix == PARQUET
+    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return saved or any(next(path.glob(pattern + PARQUET), None) is not None for pattern in ("*", "*/*"))
+
+
+def holds_tokens(path: Path) -> bool:
+    """Whether `path` is a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
+    if is_saved_dataset(path):
+        try:
+            return open_saved(path).tokenized
+        except ValueError as error:
+            raise ValueError(f"data: {error}") from error
+    return path.suffix == ".bin" or (path / "train.bin").is_file()
+
+
+def open_saved(path: Path) -> SavedDataset:
+    """The dataset at `path`. Raises ValueError for other columns or splits, and for what cannot be read."""
+    splits = _splits(path)
+    train = TRAIN if TRAIN in splits else next(iter(splits), None)
+    if train is None or (train != TRAIN and len(splits) > 1):
+        raise ValueError(
+            f"got {path} with the splits {', '.join(splits) or 'none'}, expected one called {TRAIN}: name "
+            "the folder of one"
+        )
+    held_out = next((name for name in HELD_OUT if name in splits and name != train), None)
+    columns, unused = _columns(path, splits[train])
+    if held_out is not None and (others := _columns(path, splits[held_out])[0]) != columns:
+        raise ValueError(
+            f"got {path} with {', '.join(columns)} in {train} and {', '.join(others)} in {held_out}, "
+            "expected the same: name the one to train on"
+        )
+    rest = [name for name in splits if name not in (train, held_out)]
+    left_out = (("columns", unused), ("splits", rest))
+    notes = tuple(f"left out: the {kind} {', '.join(names)}" for kind, names in left_out if names)
+    return SavedDataset(path, splits[train], splits.get(held_out), held_out or "", columns, notes)
+
+
+def _splits(path: Path) -> dict[str, Any]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"reading {path} needs datasets ({error}): pip install 'zfunc[datasets]'") from error
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nothing is sent
+    try:
+        if path.is_file():
+            loaded = datasets.load_dataset("parquet", data_files=str(path), streaming=True)
+        elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path), streaming=True)
+    except Exception as error:  # of pyarrow, fsspec and datasets
+        raise _not_read(path, error) from error
+    return dict(loaded) if isinstance(loaded, dict) else {TRAIN: loaded}
+
+
+def _not_read(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"got {path}, which datasets cannot read ({type(error).__name__}: {error!s:.300}), expected "
+        "Parquet files or what save_to_disk writes: copy or save it again"
+    )
+
+
+def _columns(path: Path, split: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns that are read, of those of a split, and the others."""
+    names = split.column_names or next(iter(split), {}).keys()
+    read = tuple(name for name in (IDS, LABELS, MASK) if name in names) if IDS in names else read_keys(names)
+    if not read:
+        raise ValueError(
+            f"got {path} with the columns {', '.join(names) or 'none':.300}, {EXPECTED}, or {IDS} with or "
+            f"without {LABELS}: rename them with rename_column"
+        )
+    return read, tuple(name for name in names if name not in read)
+
+
+def _tokens(row: dict[str, Any], where: str) -> Tokens:
+    columns = {name: _integers(value, f"{where}: got {name}") for name, value in row.items()}
+    ids = columns[IDS]
+    for name, numbers in columns.items():
+        if len(numbers) != len(ids):
+            raise ValueError(f"{where}: got {len(numbers)} {name} for {len(ids)} {IDS}, expected as many")
+    loss_mask = columns[LABELS] != IGNORE_INDEX if LABELS in columns else None
+    if loss_mask is not None and (bad := np.flatnonzero(loss_mask & (columns[LABELS] != ids))).size:
+        raise ValueError(
+            f"{where}: got the label {columns[LABELS][bad[0]]} for the token {ids[bad[0]]}, expected the token "
+            f"itself, or {IGNORE_INDEX} where no loss counts: do not shift labels"
+        )
+    kept = columns[MASK] != 0 if MASK in columns else slice(None)  # padding is dropped
+    return Tokens(ids[kept], None if loss_mask is None else loss_mask[kept], where)
+
+
+def _integers(value: Any, got: str) -> np.ndarray:
+    try:
+        numbers = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        numbers = np.asarray(None)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ValueError(f"{got} {value!r:.60}, expected a list of whole numbers: tokenize it again")
+    return numbers.astype(np.int64)

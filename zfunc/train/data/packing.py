@@ -14,35 +14,35 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict, define, field, frozen
+from attrs import define, field
 
 from zfunc.checkpoint.durable_files import sync
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.chat import Chat
-from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.documents import (
     JSON,
     LINES,
     AnyDocument,
     Document,
-    Source,
+    SavedDataset,
+    TextFiles,
     Tokens,
-    file_documents,
-    is_held_out,
+    holds_tokens,
+    is_saved_dataset,
+    open_saved,
     stdlib_files,
     unreadable,
     walk,
 )
-from zfunc.train.data.saved_dataset import SavedDataset, holds_tokens, is_saved_dataset, open_saved
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 5  # of the folder, and of what is read as records
+FORMAT = 6  # of the folder, and of what is read as records
 STDLIB = "Python standard library"
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
@@ -56,7 +56,7 @@ def open_data(
     dtype: str = "uint16",
     vocab_size: int = 50257,
     split: bool = True,
-    whole_documents: bool = False,
+    whole_documents: int | None = None,
 ) -> Corpus:
     """Open the data at `path`; without a path, the sources of Python's standard library.
 
@@ -75,10 +75,10 @@ def open_data(
       The split train is read, and validation or test is held out.
 
     Without a tokenizer, bytes are the tokens. Documents are concatenated in the order of the files, with the
-    tokenizer's end token (zero, for bytes) after each; sequences are cut from that regardless of documents, or with
-    `whole_documents` made of them, for which the corpus says where they end. About 8 % of the files are held out,
-    by a hash of their names, where that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without
-    `split`, only what the data itself has as a split is held out. `cache` is the folder of packed documents.
+    tokenizer's end token (zero, for bytes) after each; sequences are cut from that regardless of documents, or, of
+    so many tokens, made of `whole_documents`. About 8 % of the files are held out, by a hash of their names, where
+    that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only what the data itself
+    has as a split is held out. `cache` is the folder of packed documents.
 
     Raises FileNotFoundError, and ValueError, with file and line, for what is not a document or cannot be read.
     """
@@ -91,46 +91,56 @@ def open_data(
     tokenized = saved.tokenized if saved is not None else path is not None and holds_tokens(path)
     if whole_documents and tokenized and saved is None:
         raise ValueError(
-            f"packing: got {path}, which does not say where documents end, expected text, JSONL or a "
+            f"packing: got documents for {path}, which does not say where documents end, expected text, JSONL or a "
             "saved dataset: name one of them, or leave `packing` out"
         )
     if tokenized and tokenizer is not None:
         raise ValueError(
             f"tokenizer: got one for {path}, which holds tokens, expected text or JSONL: leave it out"
         )
-    vocabulary = tokenizer or BYTES
-    if saved is not None:
-        vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else vocabulary
-        sources = walk(saved.path) if saved.path.is_dir() else [(saved.path.name, saved.path)]
-        return _packed(str(path), sources, cache, vocabulary, split, whole_documents, saved)
-    if path is not None and tokenized:
+    if path is not None and tokenized and saved is None:
         return _open_tokens(path, dtype, vocab_size, split)
-    if path is None or path.is_dir():
-        sources = stdlib_files() if path is None else walk(path)
-        return _packed(str(path or STDLIB), sources, cache, vocabulary, split, whole_documents, None)
-    if tokenizer is not None or whole_documents or path.suffix.lower() in (*LINES, JSON):
-        return _packed(
-            str(path), [(path.name, path)], cache, vocabulary, split, whole_documents, None, named=True
-        )
-    train, held_out = _split_by_position(_memory_map(path, np.dtype(np.uint8)), split)
-    lines = (
-        f"{path}: 1 file, {len(train) + len(held_out):,} bytes",
-        _held_out_line("the end", held_out, "bytes"),
-    )
-    return Corpus(str(path), train, held_out, BYTES.vocab_size, lines[: 1 + split])
+    vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else tokenizer or BYTES
+    text = vocabulary is not BYTES
+    if saved is not None:
+        source = saved
+    elif path is None or path.is_dir():
+        source = TextFiles(stdlib_files() if path is None else walk(path), named=False, text=text)
+    elif text or whole_documents or path.suffix.lower() in (*LINES, JSON):
+        source = TextFiles([(path.name, path)], named=True, text=text)
+    else:
+        content = _memory_map(path, np.dtype(np.uint8))
+        said = f"1 file, {len(content):,} bytes"
+        return _mapped(path, *_split_by_position(content, split), "the end" * split, BYTES.vocab_size, said)
+    return _packed(str(path or STDLIB), source, cache, vocabulary, split, whole_documents)
 
 
 def _open_tokens(path: Path, dtype: str, vocab_size: int, split: bool) -> Corpus:
     path = path / "train.bin" if path.is_dir() else path
     little = np.dtype(dtype).newbyteorder("<")
     tokens, beside = _memory_map(path, little), path.with_name("val.bin")
+    said = f"{{:,}} {dtype} tokens to train on, vocabulary {vocab_size:,}"
     if path.name == "train.bin" and beside.is_file():
-        train, held_out, where = tokens, _memory_map(beside, little), str(beside)
-    else:
-        (train, held_out), where = _split_by_position(tokens, split), "the end"
-    first = f"{path}: {len(train):,} {dtype} tokens to train on, vocabulary {vocab_size:,}"
-    lines = (first, _held_out_line(where, held_out, "tokens"))
-    return Corpus(str(path), train, held_out, vocab_size, lines[: 1 + split])
+        held_out = _memory_map(beside, little)
+        return _mapped(path, tokens, held_out, str(beside) * split, vocab_size, said)
+    return _mapped(path, *_split_by_position(tokens, split), "the end" * split, vocab_size, said)
+
+
+def _mapped(
+    path: Path, train: np.ndarray, held_out: np.ndarray, where: str, vocab_size: int, said: str
+) -> Corpus:
+    """A corpus of tokens as they are; `said` is about those to train on, `where` those held out are, if any."""
+    unit = "bytes" if train.dtype.itemsize == 1 else "tokens"
+    lines = (
+        f"{path}: {said.format(len(train))}",
+        *([_held_out_line(where, held_out, unit)] if where else ()),
+    )
+    return Corpus(str(path), TokenStream(train), TokenStream(held_out), vocab_size, lines)
+
+
+def _split_by_position(tokens: np.ndarray, split: bool) -> tuple[np.ndarray, np.ndarray]:
+    end = len(tokens) - max(1, len(tokens) // 10) if split else len(tokens)
+    return tokens[:end], tokens[end:]
 
 
 def _held_out_line(where: str, tokens: np.ndarray, unit: str) -> str:
@@ -152,124 +162,107 @@ def _memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
         raise unreadable(path, error) from error
 
 
-def _split_by_position(tokens: np.ndarray, split: bool) -> tuple[np.ndarray, np.ndarray]:
-    end = len(tokens) - max(1, len(tokens) // 10) if split else len(tokens)
-    return tokens[:end], tokens[end:]
-
-
 # --- packed documents -------------------------------------------------------------------------------------
-
-
-@frozen
-class Packed:
-    """What is in a packed folder, beside its arrays: `corpus.json`."""
-
-    files: int
-    held_out_files: int  # 0: split at the end
-    empty: int  # files
-    binary: int
-    documents: int
-    pairs: int  # documents of which some tokens are not learned
-    chats: int  # documents that are chats
-    unused: int  # keys of records that are not read, each time they occur
-    train: int  # tokens of them
 
 
 def _packed(
     name: str,
-    sources: list[Source],
+    source: TextFiles | SavedDataset,
     cache: Path,
     vocabulary: Vocabulary,
     split: bool,
-    whole_documents: bool,
-    saved: SavedDataset | None,
-    *,
-    named: bool = False,
+    whole_documents: int | None,
 ) -> Corpus:
-    """The corpus of the documents in files, which are packed unless they are already."""
-    stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in sources]
-    columns = () if saved is None else saved.columns
-    key = repr((FORMAT, vocabulary.digest, stats, columns, whole_documents))
+    """The corpus of the documents of `source`, which are packed unless they are already."""
+    stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
+    key = repr((FORMAT, vocabulary.digest, stats, source.columns, bool(whole_documents)))
     folder = cache / f".packed-{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
     if not folder.is_dir():  # hidden: `cache` may lie in the folder that is read
         cache.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(
-                dir=cache, prefix=".packing-", ignore_cleanup_errors=True
-            ) as unfinished,
-            _NpyFile(Path(unfinished, "tokens.npy"), vocabulary.dtype) as tokens,
-            _NpyFile(Path(unfinished, "mask.npy"), bool) as mask,
-            _NpyFile(Path(unfinished, "offsets.npy"), np.int64) as offsets,
-        ):
-            packing = _Packing(vocabulary, tokens, mask, offsets, whole_documents)
-            if saved is not None:
-                packing.add_rows(saved)
-            else:
-                packing.add_files(sources, named=named)
-            packing.finish(name, len(sources), saved)
+        with tempfile.TemporaryDirectory(
+            dir=cache, prefix=".packing-", ignore_cleanup_errors=True
+        ) as unfinished:
+            _write(Path(unfinished), name, source, vocabulary, bool(whole_documents))
             with suppress(OSError):  # another process was first
                 os.rename(unfinished, folder)
-    packed = Packed(**json.loads(folder.joinpath("corpus.json").read_text()))
-    tokens, offsets = (np.load(folder / f"{x}.npy", mmap_mode="r") for x in ("tokens", "offsets"))
-    mask = np.load(folder / "mask.npy", mmap_mode="r") if packed.pairs else None
-    end = packed.train if split or (saved is not None and saved.held_out is not None) else len(tokens)
-    ends = offsets[1:]
-    lines = _description(name, packed, vocabulary, tokens[end:], mask, split, saved)
-    return Corpus(
-        name,
-        tokens[:end],
-        tokens[end:],
-        vocabulary.vocab_size,
-        (f"{lines[0]}, {len(tokens):,} {_unit(vocabulary)}", *lines[1:]),
-        loss_mask=None if mask is None else mask[:end],
-        held_out_loss_mask=None if mask is None else mask[end:],
-        ends=np.append(ends[ends < end], end) if whole_documents else None,
-        held_out_ends=ends[ends > end] - end if whole_documents else None,
-    )
-
-
-def _unit(vocabulary: Vocabulary) -> str:
-    return "bytes" if vocabulary is BYTES else "tokens"
-
-
-def _description(
-    name: str,
-    packed: Packed,
-    vocabulary: Vocabulary,
-    held_out: np.ndarray,
-    loss_mask: np.ndarray | None,
-    split: bool,
-    saved: SavedDataset | None,
-) -> list[str]:
-    unit = _unit(vocabulary)
-    lines = [f"{name}: {packed.files:,} files, {packed.documents:,} documents"]
+    packed = json.loads(folder.joinpath("corpus.json").read_text())
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    mask = np.load(folder / "mask.npy", mmap_mode="r") if packed["masked"] else None
+    end: int = packed["train"] if split or source.held_out_split else len(tokens)
+    parts = [
+        TokenStream(tokens[part], None if mask is None else mask[part])
+        for part in (slice(end), slice(end, None))
+    ]
+    unit = "bytes" if vocabulary is BYTES else "tokens"
+    lines = [f"{name}: {packed['counted']}, {len(tokens):,} {unit}"]
     if not isinstance(vocabulary, Tokenizer):
         lines.append(f"tokens below {vocabulary.vocab_size:,}, as they are, without end tokens")
     elif vocabulary is not BYTES:
-        lines.append(
-            f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
-        )
-    if packed.chats and isinstance(vocabulary, Tokenizer):
-        template = f"by the chat template of {vocabulary.name}"
-        plain = "as User: ..., Assistant: ..., for want of a chat template"
-        lines.append(f"chats: {packed.chats:,}, written {template if vocabulary.chat.source else plain}")
-    if loss_mask is not None:
-        of_ids = f"the labels of the others, in {packed.pairs:,} documents, are {IGNORE_INDEX}"
-        pairs = f"without the {'other turns' if packed.chats else 'prompts'} of {packed.pairs:,} documents"
-        labels = of_ids if saved is not None and saved.tokenized else pairs
-        lines.append(f"learned: {np.count_nonzero(loss_mask):,} {unit}, {labels}")
-    where = f"{packed.held_out_files:,} of the files, by a hash of their names"
-    if saved is not None:
-        where = f"the split {saved.held_out_split}" if saved.held_out_split else "the end"
-    elif not packed.held_out_files:
-        where = "the end (too few files to hold whole ones out)"
+        end = f"end token {vocabulary.end}"
+        lines.append(f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, {end}")
     if split:
-        lines.append(_held_out_line(where, held_out, unit))
-    if packed.empty or packed.binary:
-        lines.append(f"left out: {packed.empty:,} empty and {packed.binary:,} binary files")
-    if packed.unused:
-        lines.append(f"left out: {packed.unused:,} keys of records that are not read")
-    return [*lines, *(() if saved is None else saved.notes)]
+        lines.append(_held_out_line(packed["held_out"], parts[1].tokens, unit))
+    lines += [*packed["lines"], *source.notes]
+    if whole_documents:
+        ends = np.load(folder / "offsets.npy", mmap_mode="r")[1:]
+        both = np.append(ends[ends < end], end), ends[ends > end] - end
+        parts = [part.of_whole_documents(x, whole_documents) for part, x in zip(parts, both, strict=True)]
+        count = parts[0].num_sequences(whole_documents)
+        padding = 1 - len(parts[0]) / (count * whole_documents)
+        lines.append(
+            f"sequences: {count:,} of {whole_documents} tokens, of whole documents, {padding:.0%} padding"
+        )
+    return Corpus(name, *parts, vocabulary.vocab_size, tuple(lines))
+
+
+def _write(
+    folder: Path, name: str, source: TextFiles | SavedDataset, vocabulary: Vocabulary, whole_documents: bool
+) -> None:
+    """Write a folder of packed documents. Raises ValueError if there are none."""
+    with (
+        _NpyFile(folder / "tokens.npy", vocabulary.dtype) as tokens,
+        _NpyFile(folder / "mask.npy", bool) as mask,
+        _NpyFile(folder / "offsets.npy", np.int64) as offsets,
+    ):
+        packing = _Packing(vocabulary, tokens, mask, offsets, whole_documents)
+        for held_out, documents in source.parts(packing.counts):
+            packing.add(documents, held_out=held_out)
+        for file in (tokens, mask, offsets):
+            file.finish()
+    counts, total = packing.counts, tokens.count
+    if not total:
+        raise ValueError(
+            f"got no text in {name} ({counts['empty']} empty and {counts['binary']} binary files), expected at "
+            "least one document: name other data, or a .bin of tokens"
+        )
+    train, where = packing.train, f"the split {source.held_out_split}"
+    if not source.held_out_split:
+        where = f"{counts['held_out']:,} of the files, by a hash of their names"
+        if not 0.01 <= (total - train) / total <= 0.5:
+            train, where = packing.nine_tenths(), source.at_the_end
+    lines = []
+    if counts["chats"] and isinstance(vocabulary, Tokenizer):
+        template = "by the chat template of the tokenizer"
+        plain = "as User: ..., Assistant: ..., for want of a chat template"
+        lines.append(f"chats: {counts['chats']:,}, written {template if vocabulary.chat.source else plain}")
+    if pairs := counts["pairs"]:
+        of_ids = f"the labels of the others, in {pairs:,} documents, are {IGNORE_INDEX}"
+        of_texts = f"without the {'other turns' if counts['chats'] else 'prompts'} of {pairs:,} documents"
+        unit = "bytes" if vocabulary is BYTES else "tokens"
+        lines.append(f"learned: {counts['learned']:,} {unit}, {of_ids if source.tokenized else of_texts}")
+    else:
+        mask.path.unlink()
+    if counts["empty"] or counts["binary"]:
+        lines.append(f"left out: {counts['empty']:,} empty and {counts['binary']:,} binary files")
+    if counts["unused"]:
+        lines.append(f"left out: {counts['unused']:,} keys of records that are not read")
+    files = len(source.files) - counts["empty"] - counts["binary"]
+    said = {
+        "counted": f"{files:,} files, {counts['documents']:,} documents",
+        "lines": lines,
+        "held_out": where,
+    }
+    folder.joinpath("corpus.json").write_text(json.dumps({**said, "train": train, "masked": pairs > 0}))
 
 
 class _NpyFile:
@@ -312,81 +305,58 @@ class _Packing:
     offsets: _NpyFile
     of_documents: bool  # the held-out end begins with a document, not at any byte
     counts: Counter[str] = field(factory=Counter[str])
-    unused: Counter[str] = field(factory=Counter[str])
-    train: int = 0
+    train: int = 0  # tokens that are not held out
 
-    def add_rows(self, saved: SavedDataset) -> None:
-        """The splits of a dataset."""
-        read = partial(saved.documents, vocab_size=self.vocabulary.vocab_size)
+    def __attrs_post_init__(self) -> None:
         self.offsets.append(np.zeros(1))
-        self._add(read(saved.train))
-        self.train = self.tokens.count
-        self._add(() if saved.held_out is None else read(saved.held_out))
 
-    def add_files(self, sources: list[Source], *, named: bool) -> None:
-        """Files, those held out last. Raises ValueError with the one that cannot be read."""
-        self.offsets.append(np.zeros(1))
-        for name, path in sorted(sources, key=lambda x: is_held_out(x[0])):
-            before = self.counts["documents"]
-            text = self.vocabulary is not BYTES
-            try:
-                self._add(file_documents(path, self.unused, named=named, text=text))
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if self.counts["documents"] == before:
-                self.counts["binary" if path.stat().st_size else "empty"] += 1
-            else:
-                self.counts["held_out_files"] += is_held_out(name)
-            self.train = self.train if is_held_out(name) else self.tokens.count
-
-    def finish(self, name: str, files: int, saved: SavedDataset | None) -> None:
-        """Close the files. Raises ValueError, with `name`, if there is nothing in them."""
-        for file in (self.tokens, self.mask, self.offsets):
-            file.finish()
-        total, counts = self.tokens.count, self.counts
-        if not total:
-            raise ValueError(
-                f"got no text in {name} ({counts['empty']} empty and {counts['binary']} binary files), expected at "
-                "least one document: name other data, or a .bin of tokens"
-            )
-        if not counts["pairs"]:
-            self.mask.path.unlink()
-        if (saved is None or saved.held_out is None) and not 0.01 <= (total - self.train) / total <= 0.5:
-            counts["held_out_files"], self.train = 0, self._nine_tenths(total)
-        used = files - counts["empty"] - counts["binary"]
-        names = ("held_out_files", "empty", "binary", "documents", "pairs", "chats")
-        packed = Packed(used, *(counts[x] for x in names), unused=self.unused.total(), train=self.train)
-        self.tokens.path.with_name("corpus.json").write_text(json.dumps(asdict(packed)))
-
-    def _nine_tenths(self, total: int) -> int:
-        """Tokens to train on: nine tenths, and the rest of that document unless it is long."""
-        least = total - max(1, total // 10)
-        ends = np.load(self.offsets.path, mmap_mode="r")
-        end = int(ends[np.searchsorted(ends, least)])
-        return end if self.of_documents and end <= least + min(total // 20, 1 << 20) else least
-
-    def _add(self, documents: Iterable[AnyDocument]) -> None:
-        rest = iter(documents)
+    def add(self, documents: Iterable[AnyDocument], *, held_out: bool) -> None:
+        """The documents of a file or a split; those held out come last."""
+        rest, before = iter(documents), self.tokens.count
         while some := list(_some(rest)):
             for kind, group in groupby(some, type):
                 self.of_documents |= kind is not bytes
                 for ids, learned in self._encoded(kind, list(group)):
                     if len(ids):
+                        learned = np.ones(len(ids), bool) if learned is None else learned
                         self.tokens.append(ids)
-                        self.mask.append(np.ones(len(ids)) if learned is None else learned)
+                        self.mask.append(learned)
                         self.offsets.append(np.array([self.tokens.count]))
-                        pair = learned is not None and (kind is Chat or not learned.all())
-                        self.counts.update(documents=1, chats=kind is Chat, pairs=pair)
+                        count = int(np.count_nonzero(learned))
+                        pair = kind is Chat or count < len(ids)
+                        self.counts.update(documents=1, chats=kind is Chat, pairs=pair, learned=count)
+        if held_out:
+            self.counts["held_out"] += self.tokens.count > before
+        else:
+            self.train = self.tokens.count
+
+    def nine_tenths(self) -> int:
+        """Tokens to train on: nine tenths, and the rest of that document unless it is long."""
+        total = self.tokens.count
+        least = total - max(1, total // 10)
+        ends = np.load(self.offsets.path, mmap_mode="r")
+        end = int(ends[np.searchsorted(ends, least)])
+        return end if self.of_documents and end <= least + min(total // 20, 1 << 20) else least
 
     def _encoded(self, kind: type, documents: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Tokens, and which of them are learned, of documents of one kind."""
         if kind is bytes:
             yield from ((np.frombuffer(x, np.uint8), None) for x in documents)
         elif kind is Tokens:
-            yield from ((x.ids, x.loss_mask) for x in documents)
+            yield from (_below(x, self.vocabulary.vocab_size) for x in documents)
         else:
             assert isinstance(self.vocabulary, Tokenizer)
             yield from (_chats if kind is Chat else _texts)(documents, self.vocabulary)
+
+
+def _below(document: Tokens, vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    ids = document.ids
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"{document.where}: got tokens from {ids.min()} to {ids.max()}, expected 0 or above and below "
+            f"{vocab_size}: pass the `vocab_size` of their tokenizer"
+        )
+    return ids, document.loss_mask
 
 
 def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
