@@ -20,6 +20,7 @@ from zfunc.optim.compact_reference import (
     BLOCK,
     Array,
     first_dither,
+    kernel_layout,
     pack_moments,
     pack_weights,
     round_to,
@@ -29,12 +30,12 @@ from zfunc.optim.compact_reference import (
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
 from zfunc.optim.reference import flush_small, reference_update
-from zfunc.optim.rules import Factors
 from zfunc.optim.sgd import SGD
 
 from .adafactor import roots, square_sums, unit_of
 from .stream import Buffer, Case
 
+DECAY_NAMES = {"none": "no_decay", "decoupled": "decoupled", "l2": "l2"}
 DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
 State = Sequence[Array]  # master, exp_avg, exp_avg_sq: [n] fp32
@@ -61,16 +62,16 @@ def stale(n: int, kind: str) -> Array:
 
 
 OPTIMIZERS = {
-    "adam": AdamW(1e-3),
+    "adamw": AdamW(1e-3),
     "sgd": SGD(0.01, momentum=0.9, dampening=0.75),
     "sgd without": SGD(0.01),
     "nesterov": SGD(0.01, momentum=0.9, nesterov=True),
     "lion": Lion(0.01, betas=(0.95, 0.9)),
     "adagrad": Adagrad(0.01, initial_accumulator_value=0.1),
     "direction": Muon(0.01),
+    "muon": Muon(0.01),
 }
-ROLES = {"master_high": "master", "master_low": "low"}
-STORED = {"fp32": "fp32", "bf16": "bf16"}  # a buffer without a scale
+ROLES = "master", "low", "moment_0", "moment_1", "scale_0", "scale_1"
 
 
 def update_case(
@@ -93,51 +94,37 @@ def update_case(
         moments.removesuffix("-split"), split_master="split" in moments
     )
     decision = StepDecision(False, scale, step, optimizer.factors(step) | ({} if lr is None else {"lr": lr}))
-    is_direction = isinstance(optimizer, Muon)
-    how = optimizer.direction_arguments(decision) if is_direction else optimizer.arguments(decision, 0)
+    if name == "direction":
+        how = optimizer.direction_arguments(decision)
+    else:
+        how = optimizer.arguments(decision, 0, ParameterPart.whole((1, 1)))
     weight_decay, decoupled = DECAYS[decay]
     shrink = weight_decay * (decision.factors["lr"] if decoupled else 1.0)
     how |= {"decay": decay, "factors": how["factors"]._replace(decay=shrink)}
-    own = moment_buffers(how["state_format"])
+    own, weights = moment_buffers(how["state_format"]), how["rule"].weights
     with np.errstate(all="ignore"):
         before = state
         if not isinstance(before, dict):
             before = pack_moments(
                 state[1 : 1 + sum(x.shared == 1 for x in own)], how["state_format"], step - 1
             )
-            before = before if is_direction else pack_weights(state[0], how["state_format"], before) | before
+            before = pack_weights(state[0], how["state_format"], before) | before if weights else before
         after, copy = reference_update(before, grad, out=None if out == "none" else out, **how)
-    roles, kinds = ROLES, moments
-    if name != "adam":
-        roles = {**ROLES, **dict(zip((x.name for x in own), ("buffer", "scale"), strict=False))}
-        codes = "signed" if own and own[0].signed else "unsigned"
-        kinds = f"buffer-{STORED.get(own[0].dtype, codes) if own else 'none'}"
+    names, kept = kernel_layout(how["state_format"], weights=weights)
+    roles = dict(zip(names, ROLES, strict=True))
     buffers = [
-        Buffer(roles.get(x, x), before[x], new, BLOCK if x.endswith("scale") else 1)
-        for x, new in after.items()
+        Buffer(roles[x], before[x], new, BLOCK if x.endswith("scale") else 1) for x, new in after.items()
     ]
     copies = () if copy is None else (Buffer("out", stale(grad.size, out), copy),)
     return Case(
-        f"{how['state_format']}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
-        name.partition(" ")[0],
+        f"{name}, {how['state_format']}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
+        "update",
         grad.size,
         (*(apart(buffers) if into else buffers), Buffer("grad", grad, grad), *copies),
-        kinds,
-        kind,
-        out,
-        decay,
-        dither=(first_dither(step, 0), first_dither(step, 1)),
-        factors=_in_c(name, how["factors"]),
+        (how["rule"].name, kind, out, DECAY_NAMES[decay], *kept),
+        sizes=(first_dither(step, 0), first_dither(step, 1)),
+        factors=tuple(how["factors"]),
     )
-
-
-def _in_c(name: str, k: Factors) -> tuple[float, ...]:
-    """The factors in kernel_cases.c's order."""
-    if name == "adam":
-        rule = (k.keep, k.add, k.keep_sq, k.add_sq, k.rate, k.root_scale, k.eps, k.decay)
-    else:
-        rule = (k.rate, k.decay, k.keep, k.add, k.look_keep, k.look_add, k.eps, k.initial)
-    return k.grad_scale, k.grad_floor, *rule
 
 
 def factored_cases(
@@ -170,7 +157,9 @@ def factored_cases(
             given,
             *(x._replace(before=x.before.reshape(-1), after=x.after.reshape(-1)) for x in buffers),
         )
-        return Case(name, op, p.size, buffers, "fp32", kind, out, decay, False, (rows, columns), factors)
+        how = op, kind, out, DECAY_NAMES[decay]
+        numbers = factors.grad_scale, factors.grad_floor, factors.limit, factors.rate, factors.decay
+        return Case(name, "factor", p.size, buffers, how, (rows, columns), numbers)
 
     def lines(role: str, before: Sequence[Array], after: Sequence[Array]) -> list[Buffer]:
         names = f"{role}rows", f"{role}columns"
@@ -203,14 +192,14 @@ def sum_case(acc: Array | None, grad: Array, kind: str, *, first: bool) -> Case:
     name = "without a sum" if acc is None else "first" if first else "next"
     held = () if acc is None else (Buffer("acc", stale(acc.size, "fp32") if first else acc, new),)
     buffers = (*held, Buffer("grad", grad, grad))
-    return Case(f"{name}, grad {kind}", "sum", grad.size, buffers, grad=kind, first=first, summed=new)
+    return Case(f"{name}, grad {kind}", "sum", grad.size, buffers, (kind, str(int(first))), summed=new)
 
 
 def skeleton_case(n: int, widths: Sequence[int], *, copy: bool) -> Case:
     """The benchmark's yardstick: state complemented, the gradient copied, or xor-ed into the first of 2 bytes."""
     grad = random_grad(n, "bf16")
     buffers = []
-    for role, width in zip(("master", "low", "exp_avg", "exp_avg_sq"), widths, strict=False):
+    for role, width in zip(("master", "low", "moment_0", "moment_1"), widths, strict=False):
         before = np.arange(n * width).astype(np.uint8).view(f"u{width}")
         mixed = role == "master" and not copy
         buffers.append(Buffer(role, before, ~before ^ grad if mixed else ~before))

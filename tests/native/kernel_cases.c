@@ -8,13 +8,13 @@
 #include <stdlib.h>
 
 #include "_adafactor_kernel.h"
-#include "_one_buffer_kernel.h"
+#include "_update_kernel.h"
 
-#define ROLES(each)                                                                                           \
-    each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_sq_scale)                                \
-    each(into_master) each(into_low) each(into_exp_avg) each(into_exp_avg_sq) each(into_exp_avg_sq_scale)      \
-    each(buffer) each(scale) each(into_buffer) each(into_scale) each(grad) each(out) each(acc)              \
-    each(rows) each(columns) each(new_rows) each(new_columns)
+/* The first 14 as zf_update_from takes them. */
+#define ROLES(each)                                                                                          \
+    each(grad) each(out) each(master) each(low) each(moment_0) each(moment_1) each(scale_0) each(scale_1)      \
+    each(into_master) each(into_low) each(into_moment_0) each(into_moment_1) each(into_scale_0)                \
+    each(into_scale_1) each(acc) each(rows) each(columns) each(new_rows) each(new_columns)
 #define AS_ENUM(name) ROLE_##name,
 #define AS_TEXT(name) #name,
 enum { ROLES(AS_ENUM) NUM_ROLES };
@@ -22,9 +22,9 @@ static const char *const roles[] = {ROLES(AS_TEXT)};
 
 typedef struct {
     uint32_t op, isa, threads, num_buffers, num_calls;
-    int32_t moments, grad_type, out_type, decay_mode, first;
-    uint32_t dither[2]; /* of Adafactor the rows and columns of a matrix */
-    double factor[10]; /* the factors of a reference, in its order */
+    int32_t how[7];
+    uint32_t sizes[2]; /* dithers; of Adafactor the rows and columns of a matrix */
+    double factor[13]; /* the factors of a reference, in its order */
 } header;
 
 typedef struct {
@@ -59,135 +59,44 @@ static void *at(const zf_case *c, uint32_t role, size_t begin) {
     return NULL;
 }
 
-/* The buffers of a state, whose roles follow each other from that of its master on. */
-static zf_state state_at(const zf_case *c, uint32_t master, size_t begin) {
-    zf_state s = {
-        .master = at(c, master, begin),
-        .low = at(c, master + ROLE_low - ROLE_master, begin),
-        .exp_avg = at(c, master + ROLE_exp_avg - ROLE_master, begin),
-        .exp_avg_sq = at(c, master + ROLE_exp_avg_sq - ROLE_master, begin),
-        .exp_avg_sq_scale = at(c, master + ROLE_exp_avg_sq_scale - ROLE_master, begin),
-    };
-    return s;
+/* The roles of some addresses; the new state is the old one in a case without another. */
+static void find(uintptr_t *address, const zf_case *c, const uint32_t *role, int count, size_t begin) {
+    const int here = !at(c, ROLE_into_master, 0) && !at(c, ROLE_into_moment_0, 0);
+    for (int i = 0; i < count; i++) {
+        const uint32_t r = role ? role[i] : (uint32_t)i, into = r >= ROLE_into_master && r <= ROLE_into_scale_1;
+        address[i] = (uintptr_t)at(c, here && into ? r - ROLE_into_master + ROLE_master : r, begin);
+    }
 }
 
-static double run_adam(const zf_case *c, size_t begin, size_t n) {
-    const double *f = c->h.factor;
-    const uint32_t into = at(c, ROLE_into_master, begin) ? ROLE_into_master : ROLE_master;
-    zf_adam_args args = {
-        .state = state_at(c, ROLE_master, begin),
-        .into = state_at(c, into, begin),
-        .grad = at(c, ROLE_grad, begin),
-        .out = at(c, ROLE_out, begin),
-        .moments = c->h.moments,
-        .grad_type = c->h.grad_type,
-        .out_type = c->h.out_type,
-        .decay_mode = c->h.decay_mode,
-        .exp_avg_dither = c->h.dither[0],
-        .exp_avg_sq_dither = c->h.dither[1],
-        .grad_scale = (float)f[0],
-        .grad_floor = (float)f[1],
-        .beta1 = (float)f[2],
-        .one_minus_beta1 = (float)f[3],
-        .beta2 = (float)f[4],
-        .one_minus_beta2 = (float)f[5],
-        .step_size = (float)f[6],
-        .inv_sqrt_bias2 = (float)f[7],
-        .eps = (float)f[8],
-        .decay = (float)f[9],
-    };
-    zf_adam(&args, n, (int)c->h.threads, (int)c->h.isa);
-    return 0;
-}
-
-/* SGD, Lion, Adagrad, Muon's direction: the op is the rule. */
-static double run_one(const zf_case *c, size_t begin, size_t n) {
-    const double *f = c->h.factor;
-    const zf_one_state state = {.master = at(c, ROLE_master, begin),
-                                .low = at(c, ROLE_low, begin),
-                                .buffer = at(c, ROLE_buffer, begin),
-                                .scale = at(c, ROLE_scale, begin)};
-    const zf_one_state into = {.master = at(c, ROLE_into_master, begin),
-                               .low = at(c, ROLE_into_low, begin),
-                               .buffer = at(c, ROLE_into_buffer, begin),
-                               .scale = at(c, ROLE_into_scale, begin)};
-    zf_one_args args = {
-        .state = state,
-        .into = into.master ? into : state,
-        .grad = at(c, ROLE_grad, begin),
-        .out = at(c, ROLE_out, begin),
-        .rule = (int)c->h.op,
-        .buffer_type = c->h.moments,
-        .grad_type = c->h.grad_type,
-        .out_type = c->h.out_type,
-        .decay_mode = c->h.decay_mode,
-        .dither = c->h.dither[0],
-        .grad_scale = (float)f[0],
-        .grad_floor = (float)f[1],
-        .rate = (float)f[2],
-        .decay = (float)f[3],
-        .keep = (float)f[4],
-        .add = (float)f[5],
-        .look_keep = (float)f[6],
-        .look_add = (float)f[7],
-        .eps = (float)f[8],
-        .initial = (float)f[9],
-    };
-    zf_one(&args, n, (int)c->h.threads, (int)c->h.isa);
+static double run_update(const zf_case *c, size_t begin, size_t n) {
+    uintptr_t address[14];
+    float factor[13];
+    find(address, c, NULL, 14, begin);
+    for (int i = 0; i < 13; i++) factor[i] = (float)c->h.factor[i];
+    zf_update_from(address, c->h.how, c->h.sizes, factor, n, (int)c->h.threads, (int)c->h.isa);
     return 0;
 }
 
 /* One sweep of Adafactor's, over all elements; the rate is that of the weights as they are. */
-static zf_factor_args factor_args(const zf_case *c) {
-    const double *f = c->h.factor;
-    const zf_weights weights = {at(c, ROLE_master, 0), at(c, ROLE_low, 0)};
-    const zf_weights into = {at(c, ROLE_into_master, 0), at(c, ROLE_into_low, 0)};
-    const zf_factor_args args = {
-        .grad = at(c, ROLE_grad, 0),
-        .grad_type = c->h.grad_type,
-        .rows = c->h.dither[0],
-        .columns = c->h.dither[1],
-        .grad_scale = (float)f[0],
-        .grad_floor = (float)f[1],
-        .limit = (float)f[5],
-        .rate = (float)f[6],
-        .decay = (float)f[9],
-        .decays = c->h.decay_mode,
-        .left = at(c, ROLE_rows, 0),
-        .right = at(c, ROLE_columns, 0),
-        .row_unit = at(c, ROLE_rows, 0),
-        .column_unit = at(c, ROLE_columns, 0),
-        .row_largest = at(c, ROLE_new_rows, 0),
-        .column_largest = at(c, ROLE_new_columns, 0),
-        .row_sum = at(c, ROLE_new_rows, 0),
-        .column_sum = at(c, ROLE_new_columns, 0),
-        .direction_squares = at(c, ROLE_new_rows, 0),
-        .weight_squares = at(c, ROLE_new_columns, 0),
-        .weights = weights,
-        .into = into.master ? into : weights,
-        .out = at(c, ROLE_out, 0),
-        .out_type = c->h.out_type,
-    };
-    return args;
+static double run_factor(const zf_case *c, size_t begin, size_t n) {
+    static const uint32_t role[] = {ROLE_grad,     ROLE_new_rows,    ROLE_new_columns, ROLE_rows,
+                                    ROLE_columns,  ROLE_new_rows,    ROLE_new_columns, ROLE_rows,
+                                    ROLE_columns,  ROLE_new_rows,    ROLE_new_columns, ROLE_master,
+                                    ROLE_low,      ROLE_into_master, ROLE_into_low,    ROLE_out};
+    const size_t sizes[3] = {c->h.sizes[0], c->h.sizes[1], 0};
+    uintptr_t address[16];
+    float factor[5];
+    find(address, c, role, 16, begin);
+    for (int i = 0; i < 5; i++) factor[i] = (float)c->h.factor[i];
+    zf_factor_from(c->h.how[0], address, sizes, c->h.how + 1, factor, n, (int)c->h.threads, (int)c->h.isa);
+    return 0;
 }
-
-#define RUN_FACTOR(sweep)                                                   \
-    static double run_##sweep(const zf_case *c, size_t begin, size_t n) {   \
-        zf_factor_args args = factor_args(c);                               \
-        (void)begin;                                                        \
-        zf_##sweep(&args, n, (int)c->h.threads, (int)c->h.isa);             \
-        return 0;                                                           \
-    }
-RUN_FACTOR(largest)
-RUN_FACTOR(factor_sums)
-RUN_FACTOR(factor_squares)
-RUN_FACTOR(factored)
 
 static double run_sum(const zf_case *c, size_t begin, size_t n) {
     zf_sum_args args = {.acc = at(c, ROLE_acc, begin),
                         .grad = at(c, ROLE_grad, begin),
-                        .grad_type = c->h.grad_type,
-                        .first = c->h.first};
+                        .grad_type = c->h.how[0],
+                        .first = c->h.how[1]};
     double parts[ZF_PARTS], sum = 0;
     zf_sum(&args, n, (int)c->h.threads, (int)c->h.isa, parts);
     for (int i = 0; i < ZF_PARTS; i++) sum += parts[i];
@@ -195,7 +104,7 @@ static double run_sum(const zf_case *c, size_t begin, size_t n) {
 }
 
 static double run_skeleton(const zf_case *c, size_t begin, size_t n) {
-    const uint32_t state[4] = {ROLE_master, ROLE_low, ROLE_exp_avg, ROLE_exp_avg_sq};
+    const uint32_t state[4] = {ROLE_master, ROLE_low, ROLE_moment_0, ROLE_moment_1};
     zf_skeleton_args args = {.in = at(c, ROLE_grad, begin), .out = at(c, ROLE_out, begin)};
     int used = 0;
     for (int k = 0; k < 4; k++)
@@ -222,15 +131,20 @@ static double run_race(const zf_case *c, size_t begin, size_t n) {
 static const struct {
     const char *name;
     double (*run)(const zf_case *, size_t begin, size_t n); /* a sum, or 0 */
-} ops[] = {[ZF_SGD] = {"sgd", run_one},   [ZF_NESTEROV] = {"nesterov", run_one},
-           [ZF_LION] = {"lion", run_one}, [ZF_ADAGRAD] = {"adagrad", run_one},
-           [ZF_DIRECTION] = {"direction", run_one},
-           {"adam", run_adam},            {"sum", run_sum},
-           {"skeleton", run_skeleton},    {"race", run_race},
-           {"largest", run_largest},      {"factor_sums", run_factor_sums},
-           {"factor_squares", run_factor_squares}, {"factored", run_factored}};
+} ops[] = {{"update", run_update}, {"factor", run_factor}, {"sum", run_sum}, {"skeleton", run_skeleton}, {"race", run_race}};
 
 enum { NUM_OPS = sizeof ops / sizeof *ops };
+
+#define CONSTANTS(each)                                                                                         \
+    each("none", ZF_NONE) each("fp32", ZF_FP32) each("bf16", ZF_BF16) each("fp16", ZF_FP16)                      \
+    each("no_decay", ZF_NO_DECAY) each("decoupled", ZF_DECOUPLED) each("l2", ZF_L2) each("adamw", ZF_ADAMW)      \
+    each("sgd", ZF_SGD) each("nesterov", ZF_NESTEROV) each("lion", ZF_LION) each("adagrad", ZF_ADAGRAD)          \
+    each("direction", ZF_DIRECTION) each("muon", ZF_MUON) each("NO_WEIGHTS", ZF_NO_WEIGHTS)                      \
+    each("MASTER", ZF_MASTER) each("HALVES", ZF_HALVES) each("HALVES_TO_EVEN", ZF_HALVES_TO_EVEN)                \
+    each("KEPT_NONE", ZF_KEPT_NONE) each("KEPT_FP32", ZF_KEPT_FP32) each("KEPT_BF16", ZF_KEPT_BF16)              \
+    each("UNSIGNED", ZF_UNSIGNED) each("SIGNED", ZF_SIGNED) each("BESIDE", ZF_BESIDE) each("largest", 0)         \
+    each("factor_sums", 1) each("factor_squares", 2) each("factored", 3)
+#define DESCRIBE(name, value) printf("constant %s %d\n", name, value);
 
 static void describe(void) {
     static const char *const sets[] = {"baseline", "avx2", "avx512"};
@@ -238,13 +152,7 @@ static void describe(void) {
         if (zf_supports(i)) printf("isa %s %d\n", sets[i], i);
     for (int i = 0; i < NUM_ROLES; i++) printf("role %s %d\n", roles[i], i);
     for (int i = 0; i < NUM_OPS; i++) printf("op %s %d\n", ops[i].name, i);
-    printf("type none %d\ntype fp32 %d\ntype bf16 %d\ntype fp16 %d\n", ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16);
-    printf("decay none %d\ndecay decoupled %d\ndecay l2 %d\n", ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2);
-    printf("moments fp32 %d\nmoments 16bit %d\n", ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT);
-    printf("moments 8bit %d\nmoments fp32-split %d\n", ZF_MOMENTS_8BIT, ZF_MOMENTS_FP32_SPLIT);
-    printf("moments buffer-none %d\nmoments buffer-fp32 %d\n", ZF_BUFFER_NONE, ZF_BUFFER_FP32);
-    printf("moments buffer-bf16 %d\n", ZF_BUFFER_BF16);
-    printf("moments buffer-signed %d\nmoments buffer-unsigned %d\n", ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED);
+    CONSTANTS(DESCRIBE)
 }
 
 /* ---- the stream ------------------------------------------------------------------------------------- */

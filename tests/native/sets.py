@@ -27,7 +27,7 @@ from .stream import Case
 
 MOMENTS = "fp32", "fp32-split", "16bit", "8bit"
 TYPES, OUTS = ("fp32", "bf16", "fp16"), ("none", "fp32", "bf16", "fp16")
-ONE_BUFFER = [x for x in OPTIMIZERS if x != "adam"]
+ONE_BUFFER = [x for x in OPTIMIZERS if x != "adamw"]
 SIZES = (0, 1, 15, 55, 64, 127, 128, 129, 4097)
 EXTREMES = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 2.0**-56, 2.0**-57)
 EXTREMES += (2.0**-100, 2.0**-120, 3.4028234663852886e38, 65504.0, 65520.0, 2.0**-24, 2.0**-25)
@@ -45,7 +45,7 @@ def types(sizes: Sequence[int]) -> Iterator[Case]:
         for n in (sizes[i % len(sizes)], sizes[(i // 3 + 4) % len(sizes)]):
             state, values = random_state(n, i), random_grad(n, grad, i)
             yield update_case(
-                "adam", state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3
+                "adamw", state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3
             )
 
 
@@ -82,7 +82,7 @@ def every_size(sizes: Sequence[int]) -> Iterator[Case]:
     for n, moments, offset in itertools.product(sizes, MOMENTS, (0, 1, 3, 7)):
         kind, out, decay = TYPES[n % 3], OUTS[(n + offset) % 4], list(DECAYS)[offset % 3]
         case = update_case(
-            "adam", random_state(n), random_grad(n, kind), kind, moments=moments, out=out, decay=decay
+            "adamw", random_state(n), random_grad(n, kind), kind, moments=moments, out=out, decay=decay
         )
         yield case._replace(offset=offset)
 
@@ -94,14 +94,14 @@ def into(sizes: Sequence[int]) -> Iterator[Case]:
         grad, how = random_grad(n, kind), {"moments": moments, "out": out, "decay": decay, "into": True}
         with np.errstate(all="ignore"):
             grad[n // 2 :: 777] = round_to(np.array([np.nan], np.float32), kind)[0]
-            yield update_case("adam", random_state(n), grad, kind, **how)._replace(offset=offset)
+            yield update_case("adamw", random_state(n), grad, kind, **how)._replace(offset=offset)
 
 
 def shared_into(n: int) -> Iterator[Case]:
     """The same for several threads, whole and in parts."""
     for moments in MOMENTS:
         how = {"moments": moments, "out": "bf16", "decay": "decoupled", "into": True}
-        case = update_case("adam", random_state(n), random_grad(n, "bf16"), "bf16", **how)
+        case = update_case("adamw", random_state(n), random_grad(n, "bf16"), "bf16", **how)
         yield case._replace(threads=1)
         yield case._replace(threads=3, cuts=(64, 192))
 
@@ -111,7 +111,7 @@ def shared(n: int, moments: Sequence[str] = MOMENTS) -> Iterator[Case]:
     ways = ((1, ()), (2, ()), (3, (64, 192, n // 2 // 64 * 64)), (5, (64 * 513,)))
     for kind, state in itertools.product(TYPES, moments):
         case = update_case(
-            "adam", random_state(n), random_grad(n, kind), kind, moments=state, out=kind, decay="decoupled"
+            "adamw", random_state(n), random_grad(n, kind), kind, moments=state, out=kind, decay="decoupled"
         )
         yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways)
     for case in sums([n], TYPES):
@@ -147,10 +147,10 @@ def special(scales: Sequence[float]) -> Iterator[Case]:
         with np.errstate(all="ignore"):
             grad = round_to(g, kind)
             yield update_case(
-                "adam", (p, m, v), grad, kind, moments=moments, out=out, decay=decay, scale=scale
+                "adamw", (p, m, v), grad, kind, moments=moments, out=out, decay=decay, scale=scale
             )
             yield update_case(
-                "adam", (p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale
+                "adamw", (p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale
             )
 
 
@@ -185,7 +185,9 @@ def conversions() -> Iterator[Case]:
     p, zero = x.view(np.float32), np.zeros(x.size, np.float32)
     for out, moments in (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "fp32-split"), ("fp16", "16bit")):
         with np.errstate(all="ignore"):  # with a zero gradient and learning rate the weights stay
-            yield update_case("adam", (p, zero, zero), zero, "fp32", moments=moments, out=out, step=2, lr=0.0)
+            yield update_case(
+                "adamw", (p, zero, zero), zero, "fp32", moments=moments, out=out, step=2, lr=0.0
+            )
 
 
 def codes() -> Iterator[Case]:
@@ -197,7 +199,7 @@ def codes() -> Iterator[Case]:
     names = ("master_high", "master_low", "exp_avg", "exp_avg_sq", "exp_avg_sq_scale")
     values = high, low, np.random.default_rng(0).permutation(every), every, blocks
     state = dict(zip(names, values, strict=True))
-    yield update_case("adam", state, random_grad(every.size, "fp32"), "fp32", moments="8bit", out="fp32")
+    yield update_case("adamw", state, random_grad(every.size, "fp32"), "fp32", moments="8bit", out="fp32")
 
 
 def full(isas: Sequence[str]) -> Iterator[Case]:

@@ -20,7 +20,7 @@ from zfunc.optim.reference import reference_square_sum
 
 from .variants import Variant
 
-HEADER, BUFFER, CALL = struct.Struct("=5I5i2I10d"), struct.Struct("=4IQ"), struct.Struct("=2Q")
+HEADER, BUFFER, CALL = struct.Struct("=5I7i2I13d"), struct.Struct("=4IQ"), struct.Struct("=2Q")
 BATCH = 32 << 20  # bytes of buffers for one run of the program
 Names = dict[str, dict[str, int]]
 
@@ -45,13 +45,9 @@ class Case(NamedTuple):
     op: str
     n: int
     buffers: tuple[Buffer, ...]
-    moments: str = "fp32"
-    grad: str = "fp32"
-    out: str = "none"
-    decay: str = "none"
-    first: bool = False
-    dither: tuple[int, int] = (0, 0)  # of Adafactor the rows and columns of a matrix
-    factors: tuple[float, ...] = (0.0,) * 10
+    how: tuple[str, ...] = ()  # names of the kernel's constants, and numbers
+    sizes: tuple[int, int] = (0, 0)  # dithers, or the rows and columns of Adafactor's matrices
+    factors: tuple[float, ...] = ()
     summed: Array | None = None  # [n] fp32 whose squares every call returns the sum of
     isa: str = "baseline"
     threads: int = 1
@@ -100,11 +96,11 @@ class Program(NamedTuple):
 
 def encode(case: Case, names: Names) -> bytes:
     """One case as kernel_cases.c reads it."""
-    types = names["type"]
-    kinds = names["moments"][case.moments], types[case.grad], types[case.out], names["decay"][case.decay]
+    how = [int(x) if x.isdigit() else names["constant"][x] for x in case.how]
     counts = case.threads, len(case.buffers), len(case.calls)
     op = names["op"][case.op], names["isa"][case.isa]
-    parts = [HEADER.pack(*op, *counts, *kinds, case.first, *case.dither, *case.factors)]
+    numbers = [*how, *[0] * (7 - len(how)), *case.sizes, *case.factors, *[0.0] * (13 - len(case.factors))]
+    parts = [HEADER.pack(*op, *counts, *numbers)]
     for b in case.buffers:
         width = b.before.itemsize
         parts += [BUFFER.pack(names["role"][b.role], width, b.per, case.offset * width, b.before.nbytes)]

@@ -4,6 +4,7 @@
     kernel_optimizer      what zfunc's own have in common
     elementwise           `Elementwise`: of an optimizer that says what it keeps and its rule, all the rest
     rules                 the frame of an element-wise step, its scalars and floors
+    rules_in_c            the C of the rules, printed from them
     adamw                 `AdamW`
     sgd                   `SGD`
     lion                  `Lion`

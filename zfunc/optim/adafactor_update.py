@@ -25,7 +25,7 @@ and the sum in odd ones:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
 from math import lcm, prod
@@ -44,6 +44,19 @@ from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR
 
 NUM_ROUNDS = 4
+# Buffers of the kernel, in the order of csrc/_adafactor_kernel.h
+POINTERS = (
+    "grad",
+    "row_largest",
+    "column_largest",
+    "row_unit",
+    "column_unit",
+    "row_sum",
+    "column_sum",
+    "left",
+    "right",
+)
+POINTERS += "direction_squares", "weight_squares", "master", "low", "into_master", "into_low", "out"
 
 
 class Rectangle(NamedTuple):
@@ -325,11 +338,11 @@ class KernelAdafactor(AdafactorUpdate):
         return rectangles(self.matrices, self.first, self.first + self.grad.numel())
 
     def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
-        cpu_adam.factor_largest(*self._matrix(at), *(x.data_ptr() for x in at.of(largest)), *self.team)
+        self._sweep(cpu_adam.LARGEST, at, zip(("row_largest", "column_largest"), at.of(largest), strict=True))
 
     def _sums_in(self, at: Rectangle, units: Tensor, sums: Tensor) -> None:
-        lines = (x.data_ptr() for x in (*at.of(units), *at.of(sums)))
-        cpu_adam.factor_sums(*self._matrix(at), *lines, *self.team)
+        names = "row_unit", "column_unit", "row_sum", "column_sum"
+        self._sweep(cpu_adam.FACTOR_SUMS, at, zip(names, (*at.of(units), *at.of(sums)), strict=True))
 
     def _units(self) -> Tensor:
         """A sum that is infinite or NaN is that of its unit."""
@@ -337,44 +350,45 @@ class KernelAdafactor(AdafactorUpdate):
         return torch.where(largest.isfinite(), super()._units(), largest)
 
     def _fill_blocks(self) -> None:
-        of = self._addresses(self.state)
-        cpu_adam.factor_squares(
-            *self._matrix(), *self._direction, of, *(x.data_ptr() for x in self.blocks), *self.team
-        )
+        squares = zip(("direction_squares", "weight_squares"), self.blocks, strict=True)
+        self._sweep(cpu_adam.FACTOR_SQUARES, None, (*squares, *self._direction, *self._weights(self.state)))
 
     def _move(self, rate: Tensor) -> None:
-        out = self.out
-        cpu_adam.factored_update(
-            *self._matrix(),
-            *self._direction,
-            self._addresses(self.state),
-            self._addresses(self.into),
-            0 if out is None else out.data_ptr(),
-            cpu_adam.NONE if out is None else KERNEL_DTYPES[out.dtype],
-            bool(self.k.decay),
-            rate.item(),
-            self.k.decay,
+        copy = () if self.out is None else (("out", self.out),)
+        into = self._weights(self.into, "into_")
+        moved = (*self._direction, *self._weights(self.state), *into, *copy)
+        self._sweep(cpu_adam.FACTORED, None, moved, rate.item())
+
+    def _sweep(
+        self, sweep: int, at: Rectangle | None, given: Iterable[tuple[str, Tensor]], rate: float = 0.0
+    ) -> None:
+        """One of the kernel's over matrices of their own, or over the whole part, with these tensors by name."""
+        grad = self.grad if at is None else self.grad[at.elements]
+        _, rows, columns = self.matrices[:3] if at is None else at.shape
+        known = {"grad": grad, **dict(given)}
+        out, k = known.get("out"), self.k
+        cpu_adam.factor(
+            sweep,
+            [known[x].data_ptr() if x in known else 0 for x in POINTERS],
+            (rows, columns, self.first if at is None else 0),
+            (
+                KERNEL_DTYPES[grad.dtype],
+                cpu_adam.NONE if out is None else KERNEL_DTYPES[out.dtype],
+                bool(k.decay),
+            ),
+            (k.grad_scale, k.grad_floor, k.limit, rate, k.decay),
+            grad.numel(),
             *self.team,
         )
 
-    def _matrix(self, at: Rectangle | None = None) -> tuple[tuple[Any, ...], int]:
-        """The gradient as the kernel takes it, and the number of elements: of matrices of its own, or all."""
-        grad = self.grad if at is None else self.grad[at.elements]
-        _, rows, columns = self.matrices[:3] if at is None else at.shape
-        first, kind = self.first if at is None else 0, KERNEL_DTYPES[grad.dtype]
-        matrix = grad.data_ptr(), kind, rows, columns, self.k.grad_scale, self.k.grad_floor, first
-        return matrix, grad.numel()
-
     @property
-    def _direction(self) -> tuple[int, int, float]:
-        left, right = self._split(self._lines)
-        return left.data_ptr(), right.data_ptr(), self.k.limit
+    def _direction(self) -> Iterable[tuple[str, Tensor]]:
+        return zip(("left", "right"), self._split(self._lines), strict=True)
 
-    def _addresses(self, state: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Of fp32 weights and 0, or of their halves."""
-        if "master" in state:
-            return state["master"].data_ptr(), 0
-        return state[HIGH_HALF].data_ptr(), state["master_low"].data_ptr()
+    def _weights(self, state: Mapping[str, Tensor], prefix: str = "") -> Iterable[tuple[str, Tensor]]:
+        """fp32 weights, or their halves."""
+        names = ("master",) if "master" in state else (HIGH_HALF, "master_low")
+        return [(prefix + role, state[x]) for role, x in zip(("master", "low"), names, strict=False)]
 
 
 # ---- arithmetic --------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class AdamW(Elementwise):
     """
 
     state: ClassVar = ("exp_avg", "exp_avg_sq")
-    kernel: ClassVar = "adam"
+    kernel: ClassVar = "adamw"
 
     lr: LearningRate = lr_field(1e-3)
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.999))

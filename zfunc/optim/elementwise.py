@@ -8,7 +8,7 @@ and on the host follow from them; a rule that the compiled kernel has (`kernel`)
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import STATE_FORMATS, Moments, formats_of
@@ -17,9 +17,6 @@ from zfunc.optim.kernel_optimizer import KernelOptimizer
 from zfunc.optim.optimizer_settings import checked_finite
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, grad_floor_of
 from zfunc.optim.workspaces import elementwise_workspace
-
-if TYPE_CHECKING:
-    pass
 
 
 class Elementwise(KernelOptimizer):
@@ -86,12 +83,17 @@ class Elementwise(KernelOptimizer):
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
         return {
-            "rule": Rule(self.update, self.kernel),
+            "rule": self.rule,
             "state_format": self.state_format(group),
             "factors": factors,
             "number": decision.number,
             "decay": decay,
         }
+
+    @property
+    def rule(self) -> Rule:
+        """What a step computes."""
+        return Rule(self.update, self.state, self.kernel)
 
     def checked_factors(self, decision: StepDecision, group: int) -> Factors:
         """The scalars of a step; ValueError for one that float32 cannot hold. Group 1 has no weight decay."""

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zfunc.core.optimizer_state import moment_buffers, weight_buffers
 from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.argument_checks import (
     INTO,
-    Span,
     check_disjoint,
     checked_span,
     checked_step,
@@ -21,19 +19,12 @@ from zfunc.optim.argument_checks import (
     numel_of,
     update_spans,
 )
-from zfunc.optim.compact_reference import first_dither
+from zfunc.optim.compact_reference import first_dither, kernel_layout
 from zfunc.optim.device_update import device_update_
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import Decay, Factors, Rule
 
-ADAM_FORMATS = {
-    "fp32": cpu_adam.MOMENTS_FP32,
-    "fp32-split": cpu_adam.MOMENTS_FP32_SPLIT,
-    "16bit": cpu_adam.MOMENTS_16BIT,
-    "8bit": cpu_adam.MOMENTS_8BIT,
-}
-BUFFERS = {"fp32": cpu_adam.BUFFER_FP32, "bf16": cpu_adam.BUFFER_BF16}
-CODES = cpu_adam.BUFFER_UNSIGNED, cpu_adam.BUFFER_SIGNED
+DECAYS = {"none": cpu_adam.NO_DECAY, "l2": cpu_adam.L2, "decoupled": cpu_adam.DECOUPLED}
 
 
 def host_update_(
@@ -62,47 +53,18 @@ def host_update_(
     spans = update_spans(state_format, state, grad, out, into, weights=rule.weights)
     dithers = [first_dither(checked_step(number), moment) for moment in (0, 1)]
     team = checked_threads(threads)
-    if rule.kernel is None:
+    if rule.name is None:
         for name in () if into is None else into:
             into[name].copy_(state[name])  # pyright: ignore
         how = {"rule": rule, "state_format": state_format, "factors": factors}
         device_update_(state if into is None else into, grad, number=number, decay=decay, out=out, **how)  # pyright: ignore
         return
-    cpu_adam.update(
-        getattr(cpu_adam, rule.kernel.upper()),
-        _kernel_format(rule, state_format),
-        _addresses(spans, state_format),
-        _addresses(spans, state_format, INTO if into is not None else ""),
-        spans["grad"][0],
-        spans["out"][0] if out is not None else 0,
-        grad.numel(),
-        KERNEL_DTYPES[grad.dtype],
-        cpu_adam.NONE if out is None else KERNEL_DTYPES[out.dtype],
-        {"none": cpu_adam.NO_DECAY, "l2": cpu_adam.L2, "decoupled": cpu_adam.DECOUPLED}[decay],
-        dithers,
-        factors,
-        team,
-        isa,
-    )
-
-
-def _kernel_format(rule: Rule, state_format: str) -> int:
-    """The kernel's constant for Adam's format, or for that of the one buffer of another rule."""
-    if rule.kernel == "adam":
-        return ADAM_FORMATS[state_format]
-    own = moment_buffers(state_format)
-    if len(own) == 2:
-        return CODES[own[0].signed]
-    return BUFFERS[own[0].dtype] if own else cpu_adam.BUFFER_NONE
-
-
-def _addresses(spans: Mapping[str, Span], state_format: str, prefix: str = "") -> tuple[int, ...]:
-    """Weights, their low half, two moments and a scale, 0 for what a format does not have."""
-    weights = [x for x in weight_buffers(state_format) if x.startswith("master")]
-    own = moment_buffers(state_format)
-    moments, scales = ([x.name for x in own if (x.shared > 1) == scale] for scale in (False, True))
-    names = [*weights, ""][:2] + [*moments, "", ""][:2] + [*scales, ""][:1]
-    return tuple(spans[prefix + x][0] if prefix + x in spans else 0 for x in names)
+    names, kept = kernel_layout(state_format, weights=rule.weights)
+    new = INTO if into is not None else ""
+    addresses = [spans[x][0] if x in spans else 0 for x in ("grad", "out", *names, *(new + x for x in names))]
+    types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
+    how = [cpu_adam.RULES[rule.name], *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
+    cpu_adam.update(addresses, how, dithers, factors, grad.numel(), team, isa)
 
 
 def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> Tensor:

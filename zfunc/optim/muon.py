@@ -82,7 +82,7 @@ class Muon(Elementwise):
     """
 
     state: ClassVar = ("momentum_buffer",)
-    kernel: ClassVar = "sgd"
+    kernel: ClassVar = "muon"
     decoupled: ClassVar = True
 
     lr: LearningRate = lr_field(1e-3)
@@ -105,6 +105,16 @@ class Muon(Elementwise):
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
         """Along the orthogonal direction, which is the gradient here."""
         return (k.rate * o.flush(0.0 + g, EXP_AVG_FLOOR),)
+
+    @property
+    def rule(self) -> Rule:
+        """The update of the weights, which reads no momentum."""
+        return Rule(self.update, (), self.kernel)
+
+    @property
+    def look_ahead_rule(self) -> Rule:
+        """The direction, which updates no weights."""
+        return Rule(self.look_ahead, self.state, "direction", weights=False)
 
     def look_ahead(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """The direction that is made orthogonal, and the momentum."""
@@ -188,7 +198,7 @@ class Muon(Elementwise):
         look_keep, look_add = (keep, add) if self.nesterov else (1.0, 0.0)
         look = {"keep": keep, "add": add, "look_keep": look_keep, "look_add": look_add}
         return {
-            "rule": Rule(self.look_ahead, "direction", weights=False),
+            "rule": self.look_ahead_rule,
             "state_format": self.state_format(),
             "factors": Factors(scale, grad_floor_of(scale), 0.0, **look),
             "number": decision.number,

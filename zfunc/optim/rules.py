@@ -1,8 +1,8 @@
 """What every element-wise optimizer shares: the frame of an update, its scalars, and the floors below which is 0.
 
-An optimizer's own rule is the method `update` of its class, written once, in the operations of `step`: NumPy
-(`reference`) and torch (`device_update`) run it, and the compiled kernel agrees with it to the bit, but for the
-payload of a NaN, because all do the same operations in the same order and round each one once to float32.
+An optimizer's own rule is the method `update` of its class, written once, in the operations of `step`. NumPy
+(`reference`) and torch (`device_update`) run it, the kernel's C is printed from it (`rules_in_c`). They agree to
+the bit, but for the payload of a NaN: all do the same operations in the same order, and round each once to float32.
 """
 
 import math
@@ -53,15 +53,16 @@ class Operations(Protocol):
 class Rule(NamedTuple):
     """`update(o, k, g, *moments)` returns the change of the weights, then the new moments.
 
-    `kernel` is its name in the compiled kernel; None for a rule that this does not have.
+    `name` is that of its C, printed by `rules_in_c`; None for a rule that the compiled kernel does not have.
     """
 
     update: Callable[..., tuple[Any, ...]]
-    kernel: str | None = None
+    state: tuple[str, ...] = ()
+    name: str | None = None
     weights: bool = True  # False: the change is the result, and there are no weights
 
 
-def step(o: Operations, rule: Rule, k: Factors, decay: Decay, g: Any, p: Any, *moments: Any) -> list[Any]:
+def step(o: Operations, rule: Rule, k: Factors, decay: Decay, grad: Any, p: Any, *moments: Any) -> list[Any]:
     """One step of any of them, each operation rounded once to float32: the new weights, then the new moments.
 
         g = grad * grad_scale                 0 where |grad * grad_scale| < 2^-56
@@ -72,13 +73,23 @@ def step(o: Operations, rule: Rule, k: Factors, decay: Decay, g: Any, p: Any, *m
 
     Of a rule without weights the first result is c.
     """
-    g = o.flush(g, k.grad_floor) * k.grad_scale
+    g = scaled(o, k, grad)
     if decay == "l2":
-        g = o.flush(g + k.decay * p, GRAD_FLOOR)
+        g = with_l2(o, k, g, p)
     change, *new = rule.update(o, k, g, *moments)
     if decay == "decoupled":
         change = change + k.decay * p
     return [p - change if rule.weights else change, *new]
+
+
+def scaled(o: Operations, k: Factors, grad: Any) -> Any:
+    """The gradient as a rule takes it."""
+    return o.flush(grad, k.grad_floor) * k.grad_scale
+
+
+def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
+    """The gradient of a loss with the weights' squares in it."""
+    return o.flush(g + k.decay * p, GRAD_FLOOR)
 
 
 def grad_floor_of(grad_scale: float) -> float:

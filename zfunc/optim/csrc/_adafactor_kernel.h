@@ -1,12 +1,12 @@
 /* Adafactor on the host: three reads of a gradient, and one of its weights, before the sweep that updates them.
  *
- * The meaning is adafactor_update.py, and the rules about bits are those of _adam_kernel.h. A parameter is `rows` by
+ * The meaning is adafactor.py, and the rules about bits are those of _sweeps.h. A parameter is `rows` by
  * `columns`, once or several times in a row. Its sums are of doubles that were rounded so that sums of them are exact:
  * threads, vector units and ranks may add them in any order. */
 #ifndef ZFUNC_ADAFACTOR_KERNEL_H
 #define ZFUNC_ADAFACTOR_KERNEL_H
 
-#include "_adam_kernel.h"
+#include "_sums_kernel.h"
 
 #define ZF_TILE 1024 /* columns whose sums are in L1 while rows go by */
 #define ZF_ROWS 4    /* rows that go by together */
@@ -18,20 +18,17 @@ typedef struct {
 
 typedef struct {
     const void *grad;                             /* IN    [n] of grad_type */
-    int grad_type;
-    size_t rows, columns;                         /* of each matrix */
-    size_t first;                                 /* number of element 0 in its parameter: third and fourth sweep */
-    float grad_scale, grad_floor;
     float *row_largest, *column_largest;          /* INOUT sizes of gradients: first sweep */
     const double *row_unit, *column_unit;         /* IN    what rounds a square, or a sum that is infinite or NaN */
     double *row_sum, *column_sum;                 /* INOUT second sweep */
     const float *left, *right;                    /* IN    factors of rows and of columns: third and fourth sweep */
-    float limit;                                  /* IN    of their product */
     double *direction_squares, *weight_squares;   /* OUT   [ceil(n / 64)]: third sweep */
     zf_weights weights, into;                     /* `into`: OUT, the same buffers or others: fourth sweep */
     void *out;                                    /* OUT   [n] of out_type, or NULL */
-    int out_type, decays;
-    float rate, decay;
+    size_t rows, columns;                         /* of each matrix */
+    size_t first;                                 /* number of element 0 in its parameter: third and fourth sweep */
+    int grad_type, out_type, decays;
+    float grad_scale, grad_floor, limit, rate, decay; /* limit: of the product of left and right */
     int stream, stream_state;
 } zf_factor_args;
 
@@ -308,21 +305,10 @@ ZF_INLINE void zf_factored_body(const void *args, size_t begin, size_t end, int 
     zf_fence(a->stream || a->stream_state);
 }
 
-#define ZF_FACTOR_COPIES(name, isa, target)    \
-    ZF_COPY(largest, name, isa, target)        \
-    ZF_COPY(factor_sum, name, isa, target)     \
-    ZF_COPY(factor_squares, name, isa, target) \
-    ZF_COPY(factored, name, isa, target)
-
-ZF_FACTOR_COPIES(baseline, ZF_BASELINE, )
-#if defined(__x86_64__)
-ZF_FACTOR_COPIES(avx2, ZF_AVX2, __attribute__((target("avx2,f16c"))))
-ZF_FACTOR_COPIES(avx512, ZF_AVX512, __attribute__((target(ZF_TARGET_AVX512))))
-#endif
-static const zf_range zf_largest_table[ZF_NUM_ISA] = ZF_TABLE(largest);
-static const zf_range zf_factor_sum_table[ZF_NUM_ISA] = ZF_TABLE(factor_sum);
-static const zf_range zf_factor_squares_table[ZF_NUM_ISA] = ZF_TABLE(factor_squares);
-static const zf_range zf_factored_table[ZF_NUM_ISA] = ZF_TABLE(factored);
+ZF_COPIES(largest)
+ZF_COPIES(factor_sum)
+ZF_COPIES(factor_squares)
+ZF_COPIES(factored)
 
 static void zf_largest(zf_factor_args *a, size_t n, int threads, int isa) {
     zf_run(zf_largest_table[isa], a, n, a->columns, threads);
@@ -341,6 +327,19 @@ static void zf_factored(zf_factor_args *a, size_t n, int threads, int isa) {
     a->stream = a->out_type != ZF_NONE && n >= ZF_STREAM_MIN;
     a->stream_state = !in_place && n >= ZF_STREAM_MIN && ((uintptr_t)a->into.master | (uintptr_t)a->into.low) % 64 == 0;
     zf_run(zf_factored_table[isa], a, n, ZF_BLOCK, threads);
+}
+
+/* A sweep by its number, its arguments as arrays in the order of zf_factor_args. */
+static void zf_factor_from(int sweep, const uintptr_t *addresses, const size_t *sizes, const int *how,
+                           const float *factors, size_t n, int threads, int isa) {
+    void (*const sweeps[])(zf_factor_args *, size_t, int, int) = {zf_largest, zf_factor_sums, zf_factor_squares, zf_factored};
+    zf_factor_args a;
+    memset(&a, 0, sizeof a);
+    memcpy(&a, addresses, offsetof(zf_factor_args, rows));
+    a.rows = sizes[0], a.columns = sizes[1], a.first = sizes[2];
+    a.grad_type = how[0], a.out_type = how[1], a.decays = how[2];
+    memcpy(&a.grad_scale, factors, 5 * sizeof(float));
+    sweeps[sweep](&a, n, threads, isa);
 }
 
 #endif

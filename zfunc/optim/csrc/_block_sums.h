@@ -8,7 +8,7 @@
 #ifndef ZFUNC_BLOCK_SUMS_H
 #define ZFUNC_BLOCK_SUMS_H
 
-#include "_adam_kernel.h"
+#include "_sweeps.h"
 
 #define ZF_DISK_BLOCK 4096 /* bytes */
 #define ZF_SIDE_BY_SIDE 4  /* blocks */

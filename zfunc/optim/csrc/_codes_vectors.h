@@ -1,14 +1,14 @@
-/* 8-bit moments over vectors, in the order and the stages of _adam_vectors.h.
+/* 8-bit moments over vectors, in the order and the stages of _update_vectors.h.
  *
  * Two codes side by side come apart in a 16-bit lane as two elements do in one of 32 bits. What packing needs first,
  * the largest and the smallest of a block, is known last: a turn of the loop is a whole block, and its packing follows
- * its new weights. A block with an infinite exp_avg_sq is left to zf_compact_block too. */
+ * its new weights. A block with an infinite exp_avg_sq is left to zf_update_block too. */
 #ifndef ZFUNC_CODES_VECTORS_H
 #define ZFUNC_CODES_VECTORS_H
 
-/* Beta1 times a decoded exp_avg: in the product the unit goes to beta, and no bit changes while beta stays a normal
+/* Beta1, `keep`, times a decoded exp_avg: in the product the unit goes to beta, and no bit changes while beta stays a normal
  * float. */
-ZF_INLINE int zf_ordinary(const zf_adam_args *a) { return a->beta1 >= 0x1p-46f && a->beta1 < 2; }
+ZF_INLINE int zf_ordinary(const zf_update_args *a) { return a->k.keep >= 0x1p-46f && a->k.keep < 2; }
 
 #define v_codes ZF_OF_SET(v_codes)
 #define v_block ZF_OF_SET(v_block)
@@ -29,7 +29,7 @@ ZF_INLINE int zf_ordinary(const zf_adam_args *a) { return a->beta1 >= 0x1p-46f &
 /* What is the same for all blocks. Of a float whose lower half is 0, `_16` is its upper half, twice a lane. */
 typedef struct {
     v_call call;
-    vu root, exponent, significand; /* bits of beta1 in exp_avg's unit */
+    vu root, exponent, significand; /* bits of `keep` in exp_avg's unit */
     vu sign, binade, normal;
     vh exponent_16;
     vf largest;
@@ -42,9 +42,9 @@ typedef struct {
     int infinite;      /* whether an old exp_avg_sq is */
 } v_block;
 
-ZF_V_INLINE void v_prepare_codes(v_codes *k, const zf_adam_args *a, const zf_dithers *d) {
-    const uint32_t beta = zf_bits(a->beta1), exponent = (beta & ZF_INF) + ((uint32_t)ZF_DECODED << 23) - (127u << 23);
-    v_prepare(&k->call, a, d);
+ZF_V_INLINE void v_prepare_codes(v_codes *k, const zf_update_args *a, const zf_dithers *d) {
+    const uint32_t beta = zf_bits(a->k.keep), exponent = (beta & ZF_INF) + ((uint32_t)ZF_DECODED << 23) - (127u << 23);
+    v_prepare(&k->call, a, d, ZF_MOMENTS_8BIT);
     for (int i = 0; i < ZF_SHARED; i++) k->call.dither[0][i] -= ZF_NORMAL; /* from where exp_avg's codes count */
     k->root = v_set(ZF_ROOT + exponent), k->exponent = v_set(ZF_INF), k->significand = v_set(beta & 0x7fffff);
     k->sign = v_set(0x80000000), k->binade = v_set(1 << 23), k->normal = v_set(ZF_NORMAL);
@@ -62,7 +62,7 @@ ZF_V_INLINE void v_load_codes(const v_codes *k, vf *m, vf *v, const uint8_t *exp
         v_decode(m + i, exp_avg + ZF_LANES * i);
         v_widen(&k->call, bits + i, v_shift_left_16(v_from_bytes(exp_avg_sq + ZF_LANES * i), shift) + base, ZF_EVEN_ODD);
     }
-    ZF_EACH_OF_4(i) v[i] = k->call.b2 * bits[i];
+    ZF_EACH_OF_4(i) v[i] = k->call.keep_sq * bits[i];
     if (zeros) /* their codes are 0, so their bits are those of the base */
         ZF_EACH_OF_4(i) v[i] = v_unless_equal(v[i], (vu)bits[i], (vu)base << 16);
     ZF_EACH_OF_4(i) m[i] = m[i] * (vf)(((((vu)bits[i] >> 1) + k->root) & k->exponent) | k->significand);
@@ -76,9 +76,9 @@ typedef struct {
     vu large, small;
 } v_opened;
 
-ZF_V_INLINE void v_open(const zf_adam_args *a, v_opened *o, v_block *x, size_t at) {
-    const uint8_t *exp_avg_sq = (const uint8_t *)a->state.exp_avg_sq + at;
-    const zf_scale s = zf_scale_of(a->state.exp_avg_sq_scale[at / ZF_SHARED]);
+ZF_V_INLINE void v_open(const zf_update_args *a, v_opened *o, v_block *x, size_t at) {
+    const uint8_t *exp_avg_sq = (const uint8_t *)a->state.moment[1] + at;
+    const zf_scale s = zf_scale_of(a->state.scale[1][at / ZF_SHARED]);
     o->shift = v_number(ZF_MIN_SHIFT - 16 + s.choice), o->base = v_set_16((uint16_t)(s.base >> 16));
     o->zeros = v_any_byte(exp_avg_sq, 0), x->infinite = v_any_byte(exp_avg_sq, ZF_INFINITE);
     o->large = v_set(0), o->small = v_set(0xffffffff);
@@ -89,12 +89,12 @@ ZF_V_INLINE void v_close(const v_codes *k, const v_opened *o, v_block *x) {
     v_range(o->large, o->small, x->range);
     if (x->range[1] >= ZF_FLOOR_EXP_AVG_SQ) return;
     for (int i = 0; i < ZF_GROUPS; i++)
-        ZF_EACH_OF_4(j) x->group[i].v[j] = v_flush(x->group[i].v[j], k->call.size, k->call.exp_avg_sq_floor);
+        ZF_EACH_OF_4(j) x->group[i].v[j] = v_flush(x->group[i].v[j], k->call.size, k->call.floor_exp_avg_sq);
 }
 
-ZF_V_INLINE void v_start_codes(const zf_adam_args *a, const v_codes *k, v_opened *o, v_pending *x, size_t at) {
+ZF_V_INLINE void v_start_codes(const zf_update_args *a, const v_codes *k, v_opened *o, v_pending *x, size_t at) {
     vf m[4], v[4];
-    v_load_codes(k, m, v, (const uint8_t *)a->state.exp_avg + at, (const uint8_t *)a->state.exp_avg_sq + at, o->shift,
+    v_load_codes(k, m, v, (const uint8_t *)a->state.moment[0] + at, (const uint8_t *)a->state.moment[1] + at, o->shift,
                  o->base, o->zeros);
     v_add_grad(a, &k->call, x, m, v, at, ZF_MOMENTS_8BIT);
     ZF_EACH_OF_4(i) o->large = v_max_u32(o->large, (vu)x->v[i]);
@@ -110,11 +110,11 @@ ZF_V_INLINE zf_scale v_scale_beside_zeros(v_block *x, int *reaches) {
     for (int i = 0; i < ZF_GROUPS; i++) /* less 1, a zero is above all */
         ZF_EACH_OF_4(j) small = v_min_u32(small, (vu)x->group[i].v[j] - 1);
     v_range(unused, small, range);
-    return zf_scale_for((int32_t)x->range[0], range[1] == 0x7fffffff ? 0x7fffffff : (int32_t)range[1] + 1, reaches);
+    return zf_scale_for((int32_t)x->range[0], range[1] == 0x7fffffff ? 0x7fffffff : (int32_t)range[1] + 1, 0, reaches);
 }
 
 /* Packs exp_avg_sq of a group; returns the inverses of exp_avg's units, as the upper halves of floats. */
-ZF_V_INLINE void v_pack_exp_avg_sq(const zf_adam_args *a, const v_codes *k, const vf *v, size_t at, vh *inverse,
+ZF_V_INLINE void v_pack_exp_avg_sq(const zf_update_args *a, const v_codes *k, const vf *v, size_t at, vh *inverse,
                                    v_bits shift, v_bits shift_half, vh base, vh half_base, const uint32_t *dither,
                                    int zeros) {
     vu u[4];
@@ -126,29 +126,29 @@ ZF_V_INLINE void v_pack_exp_avg_sq(const zf_adam_args *a, const v_codes *k, cons
         inverse[i / 2] = k->exponent_16 & ~(v_shift_left_16(code, shift_half) + half_base);
         q[i / 2] = code;
     }
-    v_store((uint8_t *)a->into.exp_avg_sq + at, v_to_bytes(q[0], q[1]));
+    v_store((uint8_t *)a->into.moment[1] + at, v_to_bytes(q[0], q[1]));
 }
 
-ZF_V_INLINE void v_pack_exp_avg(const zf_adam_args *a, const v_codes *k, const vf *m, size_t at, const vh *inverse,
+ZF_V_INLINE void v_pack_exp_avg(const zf_update_args *a, const v_codes *k, const vf *m, size_t at, const vh *inverse,
                                 const uint32_t *dither) {
     vf w[4];
     vu u[4];
     vh q[2];
     ZF_EACH_PAIR(i) v_widen(&k->call, w + i, inverse[i / 2], ZF_EVEN_ODD);
-    ZF_EACH_OF_4(i) { /* the larger of two readings, as in zf_pack_codes; a sign stays where it is */
+    ZF_EACH_OF_4(i) { /* the larger of two readings, as in zf_encode_beside; a sign stays where it is */
         w[i] = v_clip(m[i] * w[i], k->largest);
         const vu linear = (vu)(w[i] + (vf)(((vu)w[i] & k->sign) | k->normal));
         u[i] = v_max_u32(linear, (vu)w[i] + k->binade) + v_load(dither + ZF_LANES * i);
     }
     ZF_EACH_PAIR(i) q[i / 2] = v_sign_to_byte((vh)v_halves(u[i] >> 16, u[i + 1]) >> (ZF_CUT - 16));
-    v_store((uint8_t *)a->into.exp_avg + at, v_to_bytes(q[0], q[1]));
+    v_store((uint8_t *)a->into.moment[0] + at, v_to_bytes(q[0], q[1]));
 }
 
-ZF_V_INLINE void v_pack_block(const zf_adam_args *a, const v_codes *k, v_block *x, size_t at) {
+ZF_V_INLINE void v_pack_block(const zf_update_args *a, const v_codes *k, v_block *x, size_t at) {
     const int zeros = (int32_t)x->range[1] < ZF_FLOOR_EXP_AVG_SQ;
     int reaches;
     const zf_scale s = zeros ? v_scale_beside_zeros(x, &reaches)
-                             : zf_scale_for((int32_t)x->range[0], (int32_t)x->range[1], &reaches);
+                             : zf_scale_for((int32_t)x->range[0], (int32_t)x->range[1], 0, &reaches);
     if (!reaches) {
         const vu least = v_set(s.base + (1u << (ZF_MIN_SHIFT + s.choice)));
         for (int i = 0; i < ZF_GROUPS; i++)
@@ -169,27 +169,27 @@ ZF_V_INLINE void v_pack_block(const zf_adam_args *a, const v_codes *k, v_block *
                           k->call.dither[1 + s.choice] + ZF_GROUP * i, zeros);
         v_pack_exp_avg(a, k, g->m, to, inverse, k->call.dither[0] + ZF_GROUP * i);
     }
-    a->into.exp_avg_sq_scale[at / ZF_SHARED] = zf_stored(s);
+    a->into.scale[1][at / ZF_SHARED] = zf_stored(s);
 }
 
 /* ---- a range of blocks ---------------------------------------------------------------------------------- */
 
 /* Starts a block, finishes the one two before it. */
-ZF_V_INLINE void v_turn_block(const zf_adam_args *a, const zf_adam_args *given, const v_codes *k, const zf_dithers *d,
+ZF_V_INLINE void v_turn_block(const zf_update_args *a, const zf_update_args *given, const v_codes *k, const zf_dithers *d,
                               v_block *now, v_block *before, v_block *last, size_t at,
                               int starts, int finishes) {
     const size_t done = at - 2 * ZF_SHARED;
-    vf p[ZF_GROUPS][4], quotient[4];
+    vf p[ZF_GROUPS][4], change[4];
     v_opened o;
     int ordered = 1;
     if (starts) v_open(a, &o, now, at);
     for (int i = 0; i < ZF_GROUPS; i++) {
         const size_t group = ZF_GROUP * i;
         if (starts) v_prefetch_group(a, at + group, ZF_MOMENTS_8BIT);
-        if (finishes) v_divide(&k->call, quotient, &last->group[i]);
+        if (finishes) v_change(&k->call, change, &last->group[i]);
         if (starts) v_start_codes(a, k, &o, &now->group[i], at + group);
         v_root(&before->group[i]);
-        if (finishes) ordered &= v_weights(a, &k->call, p[i], quotient, done + group, ZF_MOMENTS_8BIT);
+        if (finishes) ordered &= v_weights(a, &k->call, p[i], change, done + group, ZF_MOMENTS_8BIT);
     }
     if (starts) v_close(k, &o, now);
     if (!finishes) return;
@@ -204,7 +204,7 @@ ZF_V_INLINE void v_turn_block(const zf_adam_args *a, const zf_adam_args *given, 
     v_pack_block(a, k, last, done);
 }
 
-ZF_V_INLINE void v_blocks(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin,
+ZF_V_INLINE void v_blocks(const zf_update_args *a, const zf_update_args *given, const zf_dithers *d, size_t begin,
                           size_t end) {
     v_block x[3], *now = x, *before = x + 1, *last = x + 2, *free;
     v_codes k;

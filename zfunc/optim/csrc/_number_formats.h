@@ -1,7 +1,6 @@
 /* Number formats, one element or one block at a time; free of torch and of Python.
  *
- * The meaning is reference.py and rules.py (rounding, floors) and compact_reference.py (the split master, bfloat16 and
- * 8-bit moments). Everything is integer arithmetic, exact float sums, or one float operation rounded once, so
+ * The meaning is rules.py (rounding, floors) and formats.py (the split master, bfloat16 and 8-bit moments). Everything is integer arithmetic, exact float sums, or one float operation rounded once, so
  * it gives the same bits on every CPU. The payload of a NaN is not promised. */
 #ifndef ZFUNC_NUMBER_FORMATS_H
 #define ZFUNC_NUMBER_FORMATS_H
@@ -40,6 +39,14 @@ ZF_INLINE float zf_from_bf16(uint16_t h) { return zf_float((uint32_t)h << 16); }
 ZF_INLINE uint32_t zf_select(int condition, uint32_t yes, uint32_t no) {
     uint32_t mask = (uint32_t)-condition;
     return (yes & mask) | (no & ~mask);
+}
+
+/* x, but 0 where it is none and NaN where it is that; elsewhere `size` with the sign of x. */
+ZF_INLINE float zf_signed(float x, float size) {
+    const uint32_t b = zf_bits(x), magnitude = b & 0x7fffffff;
+    uint32_t y = zf_bits(size) | (b & 0x80000000u);
+    y = zf_select((int32_t)magnitude > 0x7f800000, b, y);
+    return zf_float(zf_select(magnitude == 0, 0, y));
 }
 
 ZF_INLINE float zf_from_fp16(uint16_t h) {
@@ -107,7 +114,7 @@ ZF_INLINE void zf_narrow_fp16(uint16_t *restrict h, const float *restrict p, siz
     for (size_t i = 0; i < n; i++) h[i] = zf_to_fp16(p[i]);
 }
 
-/* ---- compact state: compact_reference.py ------------------------------------------------------------ */
+/* ---- compact state: formats.py ------------------------------------------------------------ */
 
 #define ZF_SHARED 64          /* elements that share a scale, and the period of the dither */
 #define ZF_SPREAD 0x9e3779b9u /* dither from an element to the next */
@@ -163,7 +170,7 @@ ZF_INLINE void zf_unpack_bf16(float *restrict x, const uint16_t *restrict h, siz
 ZF_INLINE void zf_pack_bf16(uint16_t *restrict h, const float *restrict x, size_t n,
                             const uint32_t *restrict dither) {
     for (size_t i = 0; i < n; i++)
-        h[i] = (uint16_t)(zf_select(x[i] != x[i], 0x7fc00000, zf_bits(x[i]) + dither[i]) >> 16);
+        h[i] = (uint16_t)(zf_select(x[i] != x[i], 0x7fc00000, zf_bits(x[i]) + (dither[i] >> 16)) >> 16);
 }
 
 /* The scale of a block of exp_avg_sq, apart. */
@@ -179,99 +186,92 @@ ZF_INLINE zf_scale zf_scale_of(int16_t stored) {
 
 ZF_INLINE int16_t zf_stored(zf_scale s) { return (int16_t)(s.base >> 16 | (uint32_t)s.choice); }
 
-/* A block of at most ZF_SHARED elements of both moments; `infinite` is a constant of the inlined call: whether an
- * element of exp_avg_sq may be so.
- *
- * A code of exp_avg is subnormal or not; both readings are computed, and which one holds is their order: below
- * ZF_NORMAL the linear scale lies above the logarithmic one when packing, and beneath it when unpacking. Its unit is
- * the power of two at or below the root of exp_avg_sq, as that code and scale would be read if none was special. */
-ZF_INLINE void zf_decode(float *restrict m, float *restrict v, const uint8_t *restrict m_code,
-                         const uint8_t *restrict v_code, zf_scale s, size_t n, int infinite) {
-    const int shift = ZF_MIN_SHIFT + s.choice;
-    for (size_t i = 0; i < n; i++) {
-        const int32_t code = v_code[i];
-        const uint32_t bits = s.base + ((uint32_t)code << shift), unit = ((bits >> 1) + ZF_ROOT) & ZF_INF;
-        const uint32_t c = (uint32_t)(int8_t)m_code[i], shifted = ((c & 127) << ZF_CUT) + ZF_NORMAL;
-        int32_t linear = (int32_t)zf_bits(zf_float(shifted) - zf_float(ZF_NORMAL));
-        int32_t size = (int32_t)(shifted - (1u << 23));
-        size = linear < size ? linear : size;
-        m[i] = zf_float((uint32_t)size | (c & 0x80000000u)) * zf_float(unit);
-        v[i] = zf_float(zf_select(code == 0, 0, infinite ? zf_select(code == ZF_INFINITE, ZF_INF, bits) : bits));
-    }
-}
-
-ZF_INLINE void zf_unpack_codes(float *restrict m, float *restrict v, const uint8_t *restrict m_code,
-                               const uint8_t *restrict v_code, int16_t stored, size_t n) {
-    uint8_t most = 0;
-    for (size_t i = 0; i < n; i++) most = v_code[i] > most ? v_code[i] : most;
-    if (most == ZF_INFINITE) zf_decode(m, v, m_code, v_code, zf_scale_of(stored), n, 1);
-    else zf_decode(m, v, m_code, v_code, zf_scale_of(stored), n, 0);
-}
-
 /* The scale with which codes reach from the largest to the smallest; `reaches` is 0 if none does. */
-ZF_INLINE zf_scale zf_scale_for(int32_t largest, int32_t smallest, int *reaches) {
-    const int32_t coarsest = 1 << (ZF_MIN_SHIFT + ZF_NUM_SHIFTS - 1), reach = (ZF_HIGHEST_CODE - 1) << ZF_MIN_SHIFT;
+ZF_INLINE zf_scale zf_scale_for(int32_t largest, int32_t smallest, int is_signed, int *reaches) {
+    const int highest = is_signed ? 126 : ZF_HIGHEST_CODE, least_shift = ZF_MIN_SHIFT + is_signed;
+    const int32_t coarsest = 1 << (least_shift + ZF_NUM_SHIFTS - 1), reach = (highest - 1) << least_shift;
     const int32_t top = (largest + coarsest - 1) & -coarsest, span = top - smallest; /* top: the highest code's */
     zf_scale s = {0, (span > reach) + (span > reach << 1) + (span > reach << 2)};
-    const int32_t base = top - (ZF_HIGHEST_CODE << (ZF_MIN_SHIFT + s.choice));
+    const int32_t base = top - (highest << (least_shift + s.choice));
     s.base = base > 0 ? (uint32_t)base : 0;
     *reaches = span <= reach << 3;
     return s;
 }
 
-/* `special`, a constant of the inlined call: an element of v may be infinite, or below what codes reach. */
-ZF_INLINE void zf_encode(uint8_t *restrict m_code, uint8_t *restrict v_code, const float *restrict m,
-                         const float *restrict v, size_t n, const uint32_t *restrict m_dither,
-                         const uint32_t *restrict v_dither, zf_scale s, int special) {
-    const int shift = ZF_MIN_SHIFT + s.choice;
-    const uint32_t half = (s.base >> 1) + ZF_ROOT + (1u << 23);
-    float inverse[ZF_SHARED] __attribute__((aligned(64))); /* of the unit, whose exponent is 254 less its own */
+/* A block of at most ZF_SHARED elements of a moment that has a scale of its own; `is_signed` is a constant of the
+ * inlined call. */
+ZF_INLINE void zf_decode(float *restrict m, const uint8_t *restrict codes, int16_t stored, size_t n, int is_signed) {
+    const zf_scale s = zf_scale_of(stored);
+    const int shift = ZF_MIN_SHIFT + is_signed + s.choice;
+    const uint32_t most = is_signed ? 127 : 255;
     for (size_t i = 0; i < n; i++) {
-        const int32_t size = (int32_t)(zf_bits(v[i]) & 0x7fffffff);
-        int32_t code = (int32_t)((uint32_t)size - s.base + v_dither[i]) >> shift;
-        code = code > 0 ? code : 0;
-        if (special) {
-            const int32_t least = size < 1 ? size : 1; /* what is above 0 stays there: it divides */
-            code = (int32_t)zf_select(size > ZF_LIMIT, ZF_INFINITE, (uint32_t)(code > least ? code : least));
-        }
-        v_code[i] = (uint8_t)code;
-        inverse[i] = zf_float(~(((uint32_t)code << (shift - 1)) + half) & ZF_INF);
-    }
-    for (size_t i = 0; i < n; i++) {
-        uint32_t x = zf_bits(m[i] * inverse[i]);
-        int32_t size = (int32_t)(x & 0x7fffffff);
-        if (special) x = zf_select(size > (int32_t)ZF_INF, 0, x); /* no CPU's sign of a NaN */
-        size = size < ZF_LARGEST ? size : ZF_LARGEST;
-        const int32_t linear = (int32_t)zf_bits(zf_float((uint32_t)size) + zf_float(ZF_NORMAL)), log = size + (1 << 23);
-        const uint32_t units = (uint32_t)(linear > log ? linear : log) - ZF_NORMAL + m_dither[i];
-        m_code[i] = (uint8_t)((units | (x >> 31 << (ZF_CUT + 7))) >> ZF_CUT);
+        const uint32_t code = codes[i] & most, sign = (codes[i] & ~most) << 24;
+        uint32_t b = s.base + (code << shift);
+        b = zf_select(code == most, ZF_INF, b);
+        m[i] = zf_float(zf_select(code == 0, 0, b) | sign);
     }
 }
 
-/* Returns the stored scale. The dither of v is one for each choice of a scale. */
-ZF_INLINE int16_t zf_pack_codes(uint8_t *restrict m_code, uint8_t *restrict v_code, const float *restrict m,
-                                const float *restrict v, size_t n, const uint32_t *restrict m_dither,
-                                const uint32_t (*restrict v_dithers)[ZF_SHARED]) {
-    int32_t largest = 0, smallest = 0x7fffffff; /* moved down by 2^31, but for 0, which is above all then */
+ZF_INLINE int16_t zf_encode(uint8_t *restrict codes, const float *restrict m, size_t n,
+                                const uint32_t *restrict dither, int is_signed) {
+    const int least_shift = ZF_MIN_SHIFT + is_signed;
+    const int32_t most = is_signed ? 127 : 255, limit = ZF_LIMIT & -(1 << (least_shift + ZF_NUM_SHIFTS - 1));
+    int32_t largest = 0, smallest = limit;
     int reaches;
     for (size_t i = 0; i < n; i++) {
-        const int32_t size = (int32_t)(zf_bits(v[i]) & 0x7fffffff), moved = (int32_t)((uint32_t)size + 0x7fffffff);
-        largest = size > largest ? size : largest;
-        smallest = moved < smallest ? moved : smallest;
+        const int32_t size = (int32_t)(zf_bits(m[i]) & 0x7fffffff), finite = size > limit ? 0 : size;
+        const int32_t positive = finite ? finite : limit;
+        largest = finite > largest ? finite : largest;
+        smallest = positive < smallest ? positive : smallest;
     }
-    smallest = smallest < 0 ? (int32_t)((uint32_t)smallest - 0x7fffffff) : 0x7fffffff;
-    const int finite = largest <= ZF_LIMIT;
-    if (!finite) {
-        largest = 0;
-        for (size_t i = 0; i < n; i++) {
-            const int32_t size = (int32_t)(zf_bits(v[i]) & 0x7fffffff);
-            if (size <= ZF_LIMIT && size > largest) largest = size;
-        }
+    const zf_scale s = zf_scale_for(largest, smallest, is_signed, &reaches);
+    const uint32_t base = s.base;
+    const int shift = least_shift + s.choice;
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t b = zf_bits(m[i]);
+        const int32_t size = (int32_t)(b & 0x7fffffff), least = size < 1 ? size : 1;
+        int32_t code = (int32_t)((uint32_t)size - base + (dither[i] >> (32 - shift))) >> shift;
+        code = code > least ? code : least; /* what is above 0 stays there */
+        code = (int32_t)zf_select(size > limit, (uint32_t)most, (uint32_t)code);
+        codes[i] = (uint8_t)((uint32_t)code | (is_signed ? zf_select(size > (int32_t)ZF_INF, 0, b >> 31 << 7) : 0));
     }
-    const zf_scale s = zf_scale_for(largest, smallest, &reaches);
-    if (finite && reaches) zf_encode(m_code, v_code, m, v, n, m_dither, v_dithers[s.choice], s, 0);
-    else zf_encode(m_code, v_code, m, v, n, m_dither, v_dithers[s.choice], s, 1);
     return zf_stored(s);
+}
+
+/* The same of an exp_avg whose unit is the power of two at or below the root of its exp_avg_sq, as that one's code and
+ * scale would be read if none was special. Both readings of a code are computed, as subnormal or not, and which one
+ * holds is their order: below ZF_NORMAL the linear scale lies above the logarithmic one when packing, and beneath it
+ * when unpacking. */
+ZF_INLINE uint32_t zf_unit(uint8_t code, zf_scale s) {
+    const uint32_t bits = s.base + ((uint32_t)code << (ZF_MIN_SHIFT + s.choice));
+    return ((bits >> 1) + ZF_ROOT) & ZF_INF;
+}
+
+ZF_INLINE void zf_decode_beside(float *restrict m, const uint8_t *restrict m_code, const uint8_t *restrict v_code,
+                                int16_t stored, size_t n) {
+    const zf_scale s = zf_scale_of(stored);
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t c = (uint32_t)(int8_t)m_code[i], shifted = ((c & 127) << ZF_CUT) + ZF_NORMAL;
+        int32_t linear = (int32_t)zf_bits(zf_float(shifted) - zf_float(ZF_NORMAL));
+        int32_t size = (int32_t)(shifted - (1u << 23));
+        size = linear < size ? linear : size;
+        m[i] = zf_float((uint32_t)size | (c & 0x80000000u)) * zf_float(zf_unit(v_code[i], s));
+    }
+}
+
+ZF_INLINE void zf_encode_beside(uint8_t *restrict m_code, const float *restrict m, const uint8_t *restrict v_code,
+                                int16_t stored, size_t n, const uint32_t *restrict dither) {
+    const zf_scale s = zf_scale_of(stored);
+    for (size_t i = 0; i < n; i++) {
+        const float inverse = zf_float((254u << 23) - zf_unit(v_code[i], s));
+        uint32_t x = zf_bits(m[i] * inverse);
+        int32_t size = (int32_t)(x & 0x7fffffff);
+        x = zf_select(size > (int32_t)ZF_INF, 0, x); /* no CPU's sign of a NaN */
+        size = size < ZF_LARGEST ? size : ZF_LARGEST;
+        const int32_t linear = (int32_t)zf_bits(zf_float((uint32_t)size) + zf_float(ZF_NORMAL)), log = size + (1 << 23);
+        const uint32_t units = (uint32_t)(linear > log ? linear : log) - ZF_NORMAL + (dither[i] >> (32 - ZF_CUT));
+        m_code[i] = (uint8_t)((units | (x >> 31 << (ZF_CUT + 7))) >> ZF_CUT);
+    }
 }
 
 #endif
