@@ -36,8 +36,8 @@ from zfunc.core.settings import PLACES
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
+from zfunc.options import as_flag
 from zfunc.planner import steady_state
-from zfunc.planner.suggestions import as_flag
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"

@@ -32,12 +32,12 @@ from zfunc.models import hf
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import GPTCosts
 from zfunc.optim.adamw import AdamW
+from zfunc.options import as_flag
 from zfunc.planner.cost_model import CostModel, SegmentCosts
 from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile import Profile, replace_figures
 from zfunc.planner.profile_toml import load_profile
-from zfunc.planner.suggestions import as_flag
 from zfunc.planner.traced_costs import TracedCosts
 
 ROWS = Path(__file__).with_suffix(".toml")

@@ -19,9 +19,9 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig, num_parameters
+from zfunc.options import as_flag
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile_toml import load_profile
-from zfunc.planner.suggestions import as_flag
 from zfunc.units import format_bytes
 
 TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks

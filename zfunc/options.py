@@ -81,6 +81,17 @@ def flag(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+def as_flag(name: str, value: Any) -> str:
+    """A field with its value as a command-line flag.
+
+    >>> as_flag("offload_ratio", 0.5), as_flag("max", True)
+    ('--offload-ratio 0.5', '--max')
+    """
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {f'{value:g}' if isinstance(value, float) else value}"
+
+
 count = partial(whole, least=1)
 zero_or_more = partial(whole, least=0)
 

@@ -13,11 +13,11 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.settings import TIERS_OF
 from zfunc.engine.compile.program import staging_buffers
 from zfunc.planner.disk_traffic import DRIVES
+from zfunc.planner.moves import WORTH
 from zfunc.planner.plan_step import plan
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile import replace_figures
 from zfunc.planner.profile_toml import load_profile
-from zfunc.planner.search_space import WORTH
 
 SETTINGS: dict[str, Any] = {"precision": "bf16", "state_on": "disk", "bucket_size": 1 << 12, "clip_norm": 1.0}
 EVERYTHING = {"params_on": "disk", "grads_on": "disk", "defer": True}

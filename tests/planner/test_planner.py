@@ -236,7 +236,7 @@ def test_room_is_asked_before_anything_is_allocated(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(room, "available_host_bytes", lambda: total - 1)
     with pytest.raises(OutOfMemory) as error:
         check_fits(program, batch, settable=("micro_batches", "moments"))
-    for words in ("1 B of host memory short", "nothing was allocated", "--micro-batches 2 would fit"):
+    for words in ("1 B of host memory short", "nothing was allocated", "micro_batches=2 would fit"):
         assert words in str(error.value)
     assert "--precision" not in str(error.value), "what cannot be set is not advised"
 

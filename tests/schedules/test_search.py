@@ -30,8 +30,9 @@ from zfunc.planner.candidate import (
     with_settings,
 )
 from zfunc.planner.largest import MOST_LAYERS, max_layers, with_layers
+from zfunc.planner.moves import SPACE as EVERYTHING
+from zfunc.planner.moves import WORTH, Space, most_persistent, shares_that_fit
 from zfunc.planner.search import search
-from zfunc.planner.search_space import SEARCHED, WORTH, SearchSpace, most_persistent, shares_that_fit
 from zfunc.planner.steady_state import Estimate
 from zfunc.planner.suggestions import suggest
 
@@ -64,7 +65,7 @@ def always(spec: StepSpec) -> Callable[[StepSettings], StepSpec]:
 
 COMPUTING = evolve(BALANCED, flops=COMPUTE // 100)
 START = StepSettings(bucket_size=1 << 18)
-SPACE = SearchSpace(bucket_sizes=(1 << 16, 1 << 17, 1 << 18, 1 << 19), recompute=())
+SPACE = EVERYTHING | {"bucket_size": (1 << 16, 1 << 17, 1 << 18, 1 << 19), "recompute": ()}
 
 
 def with_room(**memory: int) -> Hardware:
@@ -127,7 +128,7 @@ def test_two_steps_compare_in_words() -> None:
 
 
 def check_search(
-    step_spec: StepSpec, on: Hardware, start: StepSettings = START, space: SearchSpace = SPACE
+    step_spec: StepSpec, on: Hardware, start: StepSettings = START, space: Space = SPACE
 ) -> PlannedStep:
     """What is promised of every search; returns the best step."""
     result = search(always(step_spec), on, start, space)
@@ -142,7 +143,7 @@ def check_search(
     assert all(t.outcome for t in result.tried)
     fresh = simulate_choice(step_spec, result.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
-    differs = {f for f in SEARCHED if getattr(result.step.settings, f) != getattr(start, f)}
+    differs = {f for f in EVERYTHING if getattr(result.step.settings, f) != getattr(start, f)}
     assert {r.partition(" ")[0] for r in result.reasons} == differs
     return result.step
 
@@ -166,12 +167,12 @@ def test_search_holds_in_any_room(device: int, host: int, barrier: bool, parts: 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_search_holds_for_any_spec(name: str) -> None:
     check_search(
-        SPECS[name], BALANCED, StepSettings(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000))
+        SPECS[name], BALANCED, StepSettings(bucket_size=128), EVERYTHING | {"bucket_size": (64, 128, 1000)}
     )
 
 
 def test_with_a_barrier_deferral_is_found() -> None:
-    space = evolve(SPACE, offload_ratios=(1.0,))
+    space = SPACE | {"offload_ratio": (1.0,)}
     (reason,) = (
         r for r in search(always(model(barrier=True)), BALANCED, START, space).reasons if "defer" in r
     )
@@ -182,7 +183,7 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
     slow = evolve(BALANCED, rates={**BALANCED.rates, "host": 1e8})
     free = simulate_choice(model(), START, slow).memory["device"]
     all_of_it = 12 * model().layout.numel
-    ratios = evolve(SPACE, params_on=(), activations_on=())
+    ratios = SPACE | {"params_on": (), "activations_on": ()}
     for share in (0.0, 0.4, 1.0):
         room = int(free + share * all_of_it + 100_000)
         best = check_search(model(), evolve(slow, memory={"device": room}), space=ratios)
@@ -211,9 +212,7 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
     assert len({step.memory["device"] for step in steps}) == 4
     for step in steps:
         room = with_room(device=step.memory["device"])
-        best = search(
-            always(spec), room, start, SearchSpace.only(params_on=PLACES, activations_on=PLACES)
-        ).step
+        best = search(always(spec), room, start, {"params_on": PLACES, "activations_on": PLACES}).step
         fitting = [x.seconds for x in steps if x.memory["device"] <= step.memory["device"]]
         assert best.fits
         assert best.seconds <= min(fitting) * (1 + WORTH)
@@ -226,9 +225,9 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
 
 def test_as_much_is_kept_as_fits() -> None:
     """All where there is room, nothing where there is none, the residuals of the last segments in between."""
-    all_of_them = [evolve(SETUP, recompute=x) for x in SearchSpace().recompute]
+    all_of_them = [evolve(SETUP, recompute=x) for x in EVERYTHING["recompute"]]
     fixed = {x.recompute: simulate_choice(recomputing(x), x, COMPUTING) for x in all_of_them}
-    only, found = SearchSpace.only(recompute=tuple(fixed)), set[str]()
+    only, found = {"recompute": tuple(fixed)}, set[str]()
     for step in fixed.values():
         for start in ("all", "none"):
             room = evolve(COMPUTING, memory={"device": step.memory["device"]})
@@ -265,12 +264,7 @@ SLOW_DRIVES = evolve(
     shared={"disk": {"read": 1.0, "write": 1.0}},
 )
 FAST_DRIVES = evolve(BALANCED, flops=COMPUTE // 4, rates={**BALANCED.rates, "read": 1e10, "write": 1e10})
-WHEREVER = SearchSpace.only(
-    **{name: (*tiers,) for name, tiers in TIERS_OF.items() if name != "activations_on"},
-    activations_on=SearchSpace().activations_on,
-    disk_ratios=None,
-    offload_ratios=None,
-)
+WHEREVER = {name: EVERYTHING[name] for name in (*TIERS_OF, "disk_ratio", "offload_ratio")}
 FLOOR = {"state_on": "disk", "params_on": "disk", "activations_on": "disk"}  # as little memory as can be
 
 
@@ -359,7 +353,7 @@ def test_where_nothing_fits_the_least_is_taken() -> None:
 def test_settings_that_cannot_win_are_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
     room = simulate_choice(model(), START, BALANCED).memory["device"] + 1000
-    result = search(always(model()), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
+    result = search(always(model()), with_room(device=room), START, SPACE | {"offload_ratio": (0.0,)})
     reason = [t.outcome for t in result.tried if t.settings.offload_ratio == 0.0]
     assert reason
     assert all(x.startswith("offload_ratio 0: cannot fit, ") for x in reason)
@@ -376,7 +370,7 @@ def test_settings_that_gain_nothing_stay() -> None:
 
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
-    only = SearchSpace.only(offload_ratios=None)
+    only = {"offload_ratio": EVERYTHING["offload_ratio"]}
     choice = search(always(model(barrier=True)), BALANCED, START, only).step.settings
     assert evolve(choice, offload_ratio=1.0) == START
 
@@ -486,9 +480,7 @@ def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
     (advice,) = (a for a in suggest(start, step, rows=8, replan=replan) if a.changes == {"state_on": "disk"})
     assert advice.step.fits
     assert "needs folders" in advice.effect
-    found = search(
-        lambda x: replan(x).spec, room, start, SearchSpace.only(state_on=("disk",), disk_ratios=None)
-    )
+    found = search(lambda x: replan(x).spec, room, start, {"state_on": ("disk",), "disk_ratio": ("auto",)})
     chosen = found.step.settings
     assert found.step.fits
     assert chosen.state_on == "disk"
@@ -530,7 +522,7 @@ def test_advice_that_promises_speed_is_faster_and_fits() -> None:
         assert " % faster" in a.effect
     (defer,) = (a for a in advice if "defer" in a.changes)
     assert str(defer).startswith("defer=True: ")
-    assert defer.flags == "--defer"
+    assert defer.arguments == "defer=True"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the seg
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
-OPTION, CHECK, HELP = "option", "check", "help"  # keys of a field's metadata
+OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
 # Settings that are gone, and what to use instead.
 GONE = {
@@ -69,15 +69,19 @@ def _setting(
     *,
     typed: Check | None = None,
     note: str = "",
+    tries: tuple[Any, ...] = (),
     **more: Any,
 ) -> Any:
     """A field. `typed` checks the flag's value, where that differs from the setting's; `more` goes to its Option.
+
+    `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
+    for what it computes.
 
     `detail` is added to `help` in documentation, `note` in the help of commands. Without a `group` it has no flag.
     """
     option = Option(group, help + note, typed or check, **more)
     documentation = f"{help}. {detail}" if detail else f"{help}."
-    return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation})
+    return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation, TRIES: tries})
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
@@ -189,6 +193,7 @@ class StepSettings:
         "how it runs",
         f"dtype of parameters and gradients on the device: {_names(PRECISIONS)}",
         "Master weights are always fp32; fp16 trains with dynamic loss scaling.",
+        tries=("fp32", "bf16"),
     )
     schedule: str | Schedule = _setting(
         BY_DEVICE,
@@ -197,6 +202,7 @@ class StepSettings:
         "what runs when, and on which lane",
         "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`. By device: `Overlapped` "
         "with an accelerator; on a CPU, where lanes share the cores and overlap costs time, `SharedCores`.",
+        tries=("Overlapped", "Interleaved", "CriticalPath"),
     )
     recompute: str = _setting(
         "all",
@@ -207,6 +213,9 @@ class StepSettings:
         f"that are cheapest to keep. {SHARES} "
         '"auto", with `example`: min-cut if it fits, else all; `zfunc.plan` tries shares of the segments, too.',
         typed=SeveralOf(RECOMPUTE),
+        tries=(
+            *("none", "min-cut", "all,min-cut,min-cut,min-cut", "all,min-cut", "all,all,all,min-cut", "all"),
+        ),
     )
     compile_segments: bool | Literal["reduce-overhead"] = _setting(
         False,
@@ -231,6 +240,7 @@ class StepSettings:
         "step",
         "equal parts of a batch; their gradients are accumulated",
         f"In fp32, on the host. At most {MOST_MICRO_BATCHES:,}.",
+        tries=(AUTO,),
     )
     clip_norm: float | None = _setting(
         None,
@@ -260,6 +270,7 @@ class StepSettings:
         typed=_accumulate_as_typed,
         read=_read_number,
         metavar=f"{AUTO}|horizontal|vertical|N",
+        tries=("horizontal", "vertical", 2, 4, 8),
     )
     stage: Literal[1, 2, 3] = _setting(
         2,
@@ -271,6 +282,7 @@ class StepSettings:
         typed=one_of(("1", "2", "3")),
         read=int,
         metavar="1|2|3",
+        tries=(1, 2, 3),
     )
     ema: float | None = _setting(
         None,
@@ -300,6 +312,7 @@ class StepSettings:
         "else on the host, several ranks in stage 3, or on the disk with the state. On the disk they are part of "
         "the optimizer state; frozen ones are there too.",
         typed=one_of((*PLACES, DISK)),
+        tries=TIERS_OF["params_on"],
     )
     persistent_params: int | str = _setting(
         0,
@@ -311,9 +324,14 @@ class StepSettings:
         typed=anything,
         read=_read_number,
         metavar="N|NAME,...",
+        tries=(AUTO, 0),
     )
     weight_slots: int = _setting(
-        2, _count, "offload", "segments whose fetched parameters have room on the device"
+        2,
+        _count,
+        "offload",
+        "segments whose fetched parameters have room on the device",
+        tries=(4, 3, 2, 1),
     )
     activations_on: str = _setting(
         "device",
@@ -323,6 +341,10 @@ class StepSettings:
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
         typed=SeveralOf((*PLACES, DISK)),
+        tries=(
+            *("device", "host,device", "host,host,host,device", "host"),
+            *("disk,host,host,host", "disk,host", "disk"),
+        ),
     )
     moments: Moments = _setting(
         "fp32",
@@ -330,6 +352,7 @@ class StepSettings:
         "offload",
         f"format of Adam's moments on the host: {_names(MOMENTS)}; smaller is faster",
         "Set it here or in `zfunc.AdamW`.",
+        tries=MOMENTS,
     )
     bucket_size: int | None = _setting(
         None,
@@ -339,6 +362,7 @@ class StepSettings:
         "Without it 50,000,000; among more than 16 ranks so many times as there are 16, up to 500,000,000, because "
         "a collective takes longer to start the more ranks there are.",
         note=" (default: 50,000,000, and up to 500,000,000 among more than 16 ranks)",
+        tries=tuple(n * 1_000_000 for n in (500, 200, 100, 50, 25, 10)),
     )
     grad_slots: int = _setting(
         2,
@@ -346,6 +370,7 @@ class StepSettings:
         "offload",
         "staging buffers for gradients on the device, in buckets",
         "Room for so many in a row, in classes of size: a large embedding does not decide the size of all.",
+        tries=(4, 3, 2, 1),
     )
     host_slots: int = _setting(
         2,
@@ -353,6 +378,7 @@ class StepSettings:
         "offload",
         "staging buffers in pinned memory, in buckets, each way",
         "And of as many segments' activations on their way to the disk or back.",
+        tries=(4, 3, 2, 1),
     )
     offload_ratio: float | Literal["auto"] = _setting(
         1.0,
@@ -363,6 +389,7 @@ class StepSettings:
         typed=ratio,
         read=read_ratio,
         metavar=f"X|{AUTO}",
+        tries=(AUTO,),
     )
     state_on: Literal["host", "disk", "auto"] = _setting(
         "host",
@@ -372,6 +399,7 @@ class StepSettings:
         "Same result. A bucket's state is read before its update and written after it. "
         '"auto", with `example`: on the host if it fits.',
         typed=one_of(HOST_OR_DISK),
+        tries=TIERS_OF["state_on"],
     )
     disk_ratio: float = _setting(
         1.0,
@@ -381,6 +409,7 @@ class StepSettings:
         "offload",
         "with state_on disk, the share of the state that is there, 0 to 1; the rest stays on the host",
         "In whole buckets; those that are updated last stay.",
+        tries=(AUTO,),
     )
     grads_on: Literal["host", "disk", "auto"] = _setting(
         "host",
@@ -390,6 +419,7 @@ class StepSettings:
         "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there. "
         '"auto", with `example`: on the host if they fit.',
         typed=one_of(HOST_OR_DISK),
+        tries=TIERS_OF["grads_on"],
     )
     swap: tuple[str, ...] = _setting(
         (),
@@ -408,7 +438,11 @@ class StepSettings:
         "Such a step also writes what memory has of the state, and waits until the disk has it.",
     )
     state_slots: int = _setting(
-        3, _count, "offload", "with state_on disk, buckets whose state has room in pinned memory"
+        3,
+        _count,
+        "offload",
+        "with state_on disk, buckets whose state has room in pinned memory",
+        tries=(6, 4, 3, 2, 1),
     )
     defer: bool = _setting(
         False,
@@ -417,6 +451,7 @@ class StepSettings:
         "with clipping or fp16, update in the next step, behind its forward; same result, same memory",
         "`params`, `apply`, `evaluate`, `save` and `zfunc.flush` make an update that is left, so with several "
         "ranks all of them have to call these.",
+        tries=(False, True),
     )
 
     def __repr__(self) -> str:

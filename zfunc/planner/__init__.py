@@ -10,7 +10,7 @@
     candidate            one choice of settings, simulated
     steady_state         many micro-batches from a few
     search               the fastest settings that fit
-    search_space         which settings are tried
+    moves                which settings are tried
     suggestions          what would help, each simulated
     largest              the most layers, sequences or tokens that fit
     planned              its result: figures, and the report as text or HTML

@@ -204,9 +204,16 @@ def shortage_text(lacking: dict[Tier, int]) -> str:
 
 
 def _speed_change(new: float, old: float) -> str:
+    """Up to twice or half as long in percent, beyond that in times.
+
+    >>> _speed_change(1.01, 1.0), _speed_change(0.996, 1.0), _speed_change(5.32, 1.0), _speed_change(0.3, 1.0)
+    ('1 % slower', '0.4 % faster', '5.3 times as long', '3.3 times as fast')
+    """
     change = new / old - 1 if old else 0.0
     if abs(change) < 0.0005:
         return "as fast"
+    if new > 2 * old or old > 2 * new:
+        return f"{new / old:.2g} times as long" if new > old else f"{old / new:.2g} times as fast"
     digits = 0 if abs(change) >= 0.0095 else 1
     return f"{100 * abs(change):.{digits}f} % {'slower' if change > 0 else 'faster'}"
 

@@ -18,10 +18,10 @@ from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep
+from zfunc.planner.moves import Space
 from zfunc.planner.profile import Profile
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import SearchResult, search
-from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.steady_state import Estimate
 
 
@@ -110,7 +110,7 @@ class CostModel:
             self._graphs.pop(other).clear()
         return self._graphs.setdefault(unscheduled, {})
 
-    def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:
+    def search(self, settings: StepSettings, space: Space) -> SearchResult:
         """The best settings in `space`, from these on."""
         return search(self.spec, self.hardware(settings), settings, space)
 

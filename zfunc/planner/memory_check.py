@@ -69,5 +69,5 @@ def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str
 
 def _effect(suggestion: Suggestion) -> str:
     if suggestion.step.fits:
-        return f"{suggestion.flags} would fit"
-    return f"with {suggestion.flags} it would still be {shortage_text(suggestion.step.lacking)}"
+        return f"{suggestion.arguments} would fit"
+    return f"with {suggestion.arguments} it would still be {shortage_text(suggestion.step.lacking)}"

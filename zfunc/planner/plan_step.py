@@ -4,7 +4,8 @@ The plan is the one that `zfunc.compile` makes of the same settings, traced with
 hardware. Nothing is allocated and no GPU is used, whatever the size of the model and the number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from zfunc.core.settings import BY_DEVICE, StepSettings
 from zfunc.engine.compile.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import garbage_collection_paused
+from zfunc.planner.candidate import PlannedStep, garbage_collection_paused
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
+from zfunc.planner.moves import SPACE, Space
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile import Profile
-from zfunc.planner.search_space import SearchSpace
-from zfunc.planner.suggestions import suggest
+from zfunc.planner.profile_toml import load_profile, profile_names
+from zfunc.planner.steady_state import Estimate
+from zfunc.planner.suggestions import WORTH_SAYING, Suggestion, effect, suggest
 from zfunc.schedules import __all__ as SCHEDULES
 
 if TYPE_CHECKING:
@@ -93,31 +96,50 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     settings = evolve(settings, swap=given.swap if settings.needs_folders else ())
     step = model.step(settings)
     settable = UNSEARCHED if searched_all and step.fits else None
+    suggestions: list[Suggestion] = []
+    if advice:
+        rows = model.segments.rows
+        suggestions += suggest(settings, step, rows=rows, replan=model.estimate, settable=settable)
+        suggestions += _beyond_settings(model, step)
     return Planned(
         step.hardware,
         model.machine if isinstance(model.machine, Profile) else None,
         step,
         model.segments.tokens,
         model.segments.world,
-        suggest(settings, step, rows=model.segments.rows, replan=model.estimate, settable=settable)
-        if advice
-        else (),
+        tuple(suggestions),
         result.reasons if result else (),
         result.tried if result else (),
     )
 
 
-def _space(settings: StepSettings) -> SearchSpace | None:
+def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
+    """What a person would do beside changing settings: a larger batch where the device waits, or another card."""
+    if step.fits and step.work["compute"] < step.seconds * (1 - WORTH_SAYING):
+        count = 2 * step.settings.micro_batches
+        spec, settings = evolve(step.spec, micro_batches=count), evolve(step.settings, micro_batches=count)
+        new = Estimate(spec, settings, step.hardware).step
+        if new.fits and (gain := 2 * step.seconds / new.seconds) > 1 + WORTH_SAYING:
+            changes = {"batch_size": 2 * model.segments.rows * step.spec.world, "micro_batches": count}
+            yield Suggestion(changes, new, f"{gain:.3g} times the tokens/s")
+    if isinstance(model.machine, Profile) and not step.fits:
+        larger = [x for x in map(load_profile, profile_names()) if x.grouped == model.machine.grouped]
+        for profile in sorted(larger, key=lambda x: (x.device_bytes, x.name)):
+            with suppress(ValueError):  # a precision or a network that it does not have
+                hardware = profile.hardware(step.settings.precision, step.spec.world)
+                if not profile.unified and not hardware.lacking(step.memory):
+                    new = Estimate(step.spec, step.settings, hardware).step
+                    yield Suggestion({"hardware": profile.name}, new, effect({}, new, step))
+                    return
+
+
+def _space(settings: StepSettings) -> Space | None:
     """What a search varies: every setting for `schedule` "auto", else those that are; None if nothing is."""
     if settings.schedule == AUTO:
-        return SearchSpace()
-    values: dict[str, tuple[str, ...] | None] = {}
-    if settings.offload_ratio == AUTO:
-        values["offload_ratios"] = None  # those that fit
-    values |= {place: getattr(SearchSpace(), place) for place in settings.automatic}
-    if settings.state_on == AUTO:
-        values["disk_ratios"] = None
-    return SearchSpace.only(**values) if values else None
+        return SPACE
+    names = {*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])}
+    names |= {"disk_ratio"} if settings.state_on == AUTO else set()
+    return {name: values for name, values in SPACE.items() if name in names} or None
 
 
 def search_start(settings: StepSettings) -> StepSettings:

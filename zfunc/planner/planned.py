@@ -1,18 +1,18 @@
 """A planned step as figures, text and HTML: does it fit, how long does it take, what bounds it, what would help."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from textwrap import wrap
 from typing import Any
 
-from attrs import asdict, fields, frozen
+from attrs import asdict, frozen
 
 from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.core.display import html_table
 from zfunc.core.graph import TIERS, Kind, Tier
-from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
 from zfunc.core.plan import Plan
 from zfunc.core.settings import DISK, StepSettings
@@ -21,8 +21,7 @@ from zfunc.planner.candidate import PlannedStep, shortage_text
 from zfunc.planner.disk_traffic import DRIVES, DiskTraffic, disk_traffic
 from zfunc.planner.profile import Profile
 from zfunc.planner.search import TriedChoice
-from zfunc.planner.search_space import SEARCHED
-from zfunc.planner.suggestions import Suggestion, as_flag
+from zfunc.planner.suggestions import Suggestion
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes, format_seconds
 from zfunc.viz.notebook import timeline_html
@@ -30,7 +29,6 @@ from zfunc.viz.timeline_svg import svg
 from zfunc.viz.web_page import web_page
 
 BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "host", "read", "write")
-ALWAYS_TYPED = SEARCHED[:4]  # the others are named where they are not off
 LARGEST = 3  # buffers of a peak that are named
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes
 SMALL = 0.01  # of a peak: not named
@@ -192,11 +190,17 @@ class Planned:
 # --- the report -------------------------------------------------------------------------------------------
 
 
-def report(p: Planned, *, chosen_precision: bool = False, as_options: bool = False) -> str:
+def report(
+    p: Planned,
+    *,
+    chosen_precision: bool = False,
+    found: Sequence[str] = (),
+    written: Callable[[Suggestion], str] = str,
+) -> str:
     """The plan as one screen of text.
 
-    With `chosen_precision` it says of which the precision was chosen; with `as_options` what to type for
-    `zfunc train`.
+    With `chosen_precision` it says of which the precision was chosen; `found` are more lines on what a search
+    found, and `written` is how a suggestion is.
     """
     lines = [
         f"hardware   {_hardware(p, chosen_precision)}",
@@ -209,9 +213,8 @@ def report(p: Planned, *, chosen_precision: bool = False, as_options: bool = Fal
     ]
     if p.reasons:
         lines += ["", "found by search:", *(f"  {reason}" for reason in p.reasons)]
-    if as_options:
-        lines += ["", *_as_options(p)]
-    lines += ["", *_suggestions(p), "", *_assumptions(p)]
+    lines += ["", *found] if found else []
+    lines += ["", *_suggestions(p, written), "", *_assumptions(p)]
     return "\n".join(lines) + "\n"
 
 
@@ -232,12 +235,7 @@ def report_html(p: Planned, text: str = "") -> str:
     )
 
 
-def as_flags(suggestion: Suggestion) -> str:
-    """A suggestion as one types it, and its effect."""
-    return f"{suggestion.flags}: {suggestion.effect}"
-
-
-def _wrapped(sentence: str, indent: int = 2) -> list[str]:
+def wrapped(sentence: str, indent: int = 2) -> list[str]:
     """The lines of a sentence. No flag or value is cut in two."""
     return wrap(
         sentence, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
@@ -261,27 +259,13 @@ def _plan(p: Planned) -> Iterator[str]:
         *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
         *(["updates deferred"] if p.step.spec.deferred else []),
     ]
-    yield from _wrapped(f"plan       {', '.join(parts)}", 11)
+    yield from wrapped(f"plan       {', '.join(parts)}", 11)
 
 
 def _hardware(p: Planned, chosen_precision: bool) -> str:
     if p.profile is None or not chosen_precision:
         return p.hardware.name
     return f"{p.hardware.name} (chosen of {', '.join(p.profile.precisions)})"
-
-
-def _as_options(p: Planned) -> list[str]:
-    """The result of a search as options of zfunc train, which makes a schedule by its name alone."""
-    settings = p.step.settings
-    chosen = {
-        f.name: settings.schedule_name if f.name == "schedule" else getattr(settings, f.name)
-        for f in fields(StepSettings)
-        if f.name in ALWAYS_TYPED or (f.name in SEARCHED and getattr(settings, f.name) != f.default)
-    }
-    options = " ".join(as_flag(name, value) for name, value in chosen.items())
-    orders = hasattr(make_schedule(settings.schedule, p.hardware), "hardware") and p.hardware != ROUND
-    note = " (which orders for round numbers, not for this hardware)" if orders else ""
-    return _wrapped(f"as options of zfunc train{note}: {options}")
 
 
 def _memory(p: Planned) -> Iterator[str]:
@@ -348,12 +332,12 @@ def _disk(p: Planned) -> Iterator[str]:
     yield f"  wear     {wear}"
 
 
-def _suggestions(p: Planned) -> Iterator[str]:
+def _suggestions(p: Planned, written: Callable[[Suggestion], str]) -> Iterator[str]:
     if not p.suggestions:
         yield "no change of one setting that was tried makes it " + ("faster" if p.step.fits else "fit")
         return
     yield "to make it faster, each planned alone:" if p.step.fits else "to make it fit, each planned:"
-    yield from (f"  {as_flags(suggestion)}" for suggestion in p.suggestions)
+    yield from (f"  {written(suggestion)}" for suggestion in p.suggestions)
 
 
 def _assumptions(p: Planned) -> Iterator[str]:
@@ -361,16 +345,16 @@ def _assumptions(p: Planned) -> Iterator[str]:
         shares = p.profile.figures["reached"]
         rates = p.step.settings.precision, "attention", "d2h", "h2d", "host_memory", "device_memory"
         reached = ", ".join(f"{key} {shares[key].value:.0%}" for key in shares if key in rates)
-        yield from _wrapped(
+        yield from wrapped(
             f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; why is "
             "in the profile"
         )
     if p.step.settings.schedule_name == "SharedCores":
-        yield from _wrapped(
+        yield from wrapped(
             "SharedCores is the default on a CPU: there all lanes share the cores, so one does all but to wait for "
             "drives and other ranks"
         )
-    yield from _wrapped(
+    yield from wrapped(
         "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
         "attention is one of them; TFLOP/s counts forward with attention, and twice as much for backward"
         + (", but once for what is frozen" if p.step.spec.layout.frozen else "")

@@ -11,9 +11,7 @@ every rank: no clock is read.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 
-import attrs
 from attrs import define, evolve, field, frozen
 
 from zfunc.core.bucketing import default_bucket_size
@@ -24,17 +22,12 @@ from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.disk_traffic import DRIVES
-from zfunc.planner.search_space import COORDINATES, WORTH, SearchSpace, giving_way, may_give_way
+from zfunc.planner.moves import COORDINATES, SPACE, WORTH, Space, differing, giving_way, may_give_way, moved
 from zfunc.planner.steady_state import Estimate
 from zfunc.units import format_seconds
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
 ROUNDS = 8  # over all settings; the last mostly changes nothing
-# Settings that exclude or need each other, by the one that is changed back.
-TOGETHER = {
-    **dict.fromkeys(("params_on", "stage"), ("params_on", "stage")),
-    "state_on": ("state_on", "disk_ratio", "grads_on", "params_on", "stage", "offload_ratio"),
-}
 
 
 @frozen(eq=False)
@@ -66,7 +59,7 @@ def search(
     spec_of: Callable[[StepSettings], StepSpec],
     hardware: Hardware,
     start: StepSettings | None = None,
-    space: SearchSpace | None = None,
+    space: Space = SPACE,
 ) -> SearchResult:
     """The fastest step on `hardware` that fits its memory; if none does, the one that lacks least.
 
@@ -79,19 +72,21 @@ def search(
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
     >>> spec = StepSpec(layout, costs, [False] * 8, barrier=True)
-    >>> search(lambda _: spec, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
+    >>> search(lambda _: spec, ROUND, StepSettings(bucket_size=1 << 20), SPACE | {"offload_ratio": (1.0,)}).reasons
     ('defer True instead of False: 11 % faster',)
     """
     start = start or StepSettings()
     if start.bucket_size is None:
         start = evolve(start, bucket_size=default_bucket_size(spec_of(start).world))
     first = Estimate(spec_of(start), start, hardware).step
-    walk = _Walk(spec_of, hardware, space or SearchSpace(), first)
+    walk = _Walk(spec_of, hardware, space, first)
     for number in range(ROUNDS):
         before = walk.best
-        for alternatives in COORDINATES:
-            for settings in alternatives(walk.best, walk.space, number == 0):
-                walk.weigh(settings)
+        for coordinate in COORDINATES:
+            base = walk.best
+            for changes in coordinate(base, space, number == 0):
+                if (settings := moved(base.settings, base.spec.world, **changes)) is not None:
+                    walk.weigh(settings)
         if walk.best is before and (number or before.fits):
             break  # the first round looks at the disk only for what the host lacks
     walk.undo_idle_changes()
@@ -104,7 +99,7 @@ class _Walk:
 
     spec_of: Callable[[StepSettings], StepSpec]
     hardware: Hardware
-    space: SearchSpace
+    space: Space
     first: PlannedStep
     best: PlannedStep = field(init=False)
     fastest: float = field(init=False)
@@ -178,8 +173,8 @@ class _Walk:
 
     def undo_idle_changes(self) -> None:
         """Restore the start's value of every setting whose change gains next to nothing."""
-        for name in _changed(self.best.settings, self.first.settings):
-            settings = _with(self.best.settings, name, self.first.settings)
+        for name in differing(self.best.settings, self.first.settings):
+            settings = _back(self, name)
             if settings is None:
                 continue
             back = self.simulated(settings)
@@ -211,8 +206,8 @@ def _spares_drives(new: Mapping[Kind, float], old: Mapping[Kind, float]) -> bool
 
 def _reasons(walk: _Walk) -> Iterator[str]:
     """For each setting that differs from the start's, what the start's value would cost."""
-    for name in _changed(walk.best.settings, walk.first.settings):
-        settings = _with(walk.best.settings, name, walk.first.settings)
+    for name in differing(walk.best.settings, walk.first.settings):
+        settings = _back(walk, name)
         if settings is None:
             continue
         back = walk.simulated(settings)
@@ -221,19 +216,13 @@ def _reasons(walk: _Walk) -> Iterator[str]:
         yield f"{change}: {gains_and_costs(walk.best, back)}{shortage}"
 
 
-def _changed(new: StepSettings, old: StepSettings) -> list[str]:
-    return [f.name for f in attrs.fields(StepSettings) if getattr(new, f.name) != getattr(old, f.name)]
-
-
-def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings | None:
-    """The settings with the value of `other`, unless what else has changed since excludes that."""
-    with suppress(ValueError):
-        return evolve(settings, **{x: getattr(other, x) for x in TOGETHER.get(name, (name,))})
-    return None
+def _back(walk: _Walk, name: str) -> StepSettings | None:
+    """The best settings with the start's value, unless what else has changed since excludes that."""
+    return moved(walk.best.settings, walk.best.spec.world, **{name: getattr(walk.first.settings, name)})
 
 
 def _change(new: StepSettings, old: StepSettings) -> str:
-    return ", ".join(_named(name, new) for name in _changed(new, old)) or "nothing new"
+    return ", ".join(_named(name, new) for name in differing(new, old)) or "nothing new"
 
 
 def _named(name: str, settings: StepSettings) -> str:

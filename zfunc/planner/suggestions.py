@@ -1,45 +1,52 @@
-"""Changes of settings that make a step fit, or make it faster: each was planned on the same hardware."""
+"""Changes that make a step fit, or make it faster: each a step of the search from where it is, planned.
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import islice
+A change is one move (`zfunc.planner.moves`) to another value of a setting, here also of those that change numbers.
+Where no single one is enough, the one that helps most is made, and so on, and what was not needed is taken back.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from zfunc.core.display import brief
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments, format_with
-from zfunc.core.settings import DISK, StepSettings
-from zfunc.options import flag
+from zfunc.core.graph import Tier
+from zfunc.core.optimizer_state import STATE_FORMATS, format_with
+from zfunc.core.settings import DISK, TIERS_OF, StepSettings
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.search_space import (
-    QUARTERS,
+from zfunc.planner.moves import (
+    VALUES,
+    beside,
     cuts_of,
+    differing,
     lacks_host,
     most_persistent,
-    on_the_disk,
+    moved,
     share_of_state,
     shares_that_fit,
 )
 from zfunc.planner.steady_state import Estimate
 
-WORTH = 0.02  # of a step's time: a change that gains less is not suggested
+WORTH_SAYING = 0.02  # of a step's time: a change that gains less is not suggested
 MOST = 5  # suggestions
-REDUCTIONS = 6  # changes that are combined until a step fits
 
-NOTES = {
-    "moments": "different rounding",
-    "precision": "different rounding",
-}
+NOTES = {"moments": "different rounding", "precision": "different rounding"}
 FOLDERS = "needs folders for it: swap"
-SMALLER_MOMENTS: dict[Moments, tuple[Moments, ...]] = {
-    "fp32": ("16bit", "8bit"),
-    "16bit": ("8bit",),
-    "8bit": (),
+# The settings whose values further on take less memory of a tier, by what they cost a step at most.
+SAVING: dict[Tier, tuple[str, ...]] = {
+    "device": (
+        *("grad_slots", "bucket_size", "stage", "recompute", "offload_ratio", "activations_on"),
+        *("params_on", "micro_batches"),
+    ),
+    "host": (
+        *("moments", "precision", "host_slots", "bucket_size", "activations_on", "state_on"),
+        *("disk_ratio", "params_on", "grads_on"),
+    ),
+    "disk": ("moments", "bucket_size"),
 }
 
 Replan = Callable[[StepSettings], Estimate]
-Attempt = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
-Smaller = Callable[[StepSettings, PlannedStep], list[dict[str, Any]]]
 
 
 @frozen(eq=False)
@@ -51,27 +58,16 @@ class Suggestion:
     effect: str
 
     def __repr__(self) -> str:
-        return brief(self, "flags", "effect")
+        return brief(self, "changes", "effect")
 
     def __str__(self) -> str:
         """The changes as Python arguments, and their effect."""
-        return f"{', '.join(f'{name}={value!r}' for name, value in self.changes.items())}: {self.effect}"
+        return f"{self.arguments}: {self.effect}"
 
     @property
-    def flags(self) -> str:
-        """The changes as command-line flags, such as "--micro-batches 2 --offload-ratio 1"."""
-        return " ".join(as_flag(name, value) for name, value in self.changes.items())
-
-
-def as_flag(name: str, value: Any) -> str:
-    """A setting as a command-line flag.
-
-    >>> as_flag("offload_ratio", 0.5), as_flag("max", True)
-    ('--offload-ratio 0.5', '--max')
-    """
-    if value is True:
-        return flag(name)
-    return f"{flag(name)} {f'{value:g}' if isinstance(value, float) else value}"
+    def arguments(self) -> str:
+        """The changes as Python arguments, such as "micro_batches=2, offload_ratio=1.0"."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.changes.items())
 
 
 def suggest(
@@ -84,264 +80,202 @@ def suggest(
 ) -> tuple[Suggestion, ...]:
     """Changes that help `step`, the best first. `rows` is the size of a rank's batch; `replan` plans others.
 
-    Where `step` does not fit: every single change after which it does, the fastest first; if there is none, a
-    combination of which none can be left out; if all of them together are not enough, those. Where it fits: changes
-    that make it faster and still fit. Only settings in `settable` change, if it is given.
+    Where `step` does not fit: every setting that alone makes it fit, changed as little as that takes, the fastest
+    first; if there is none, a combination of which none can be left out; if all of them together are not enough,
+    those. Where it fits: changes that make it faster and still fit. Only settings in `settable` change, if it is
+    given.
     """
-
-    def allowed(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [c for c in changes if settable is None or c.keys() <= set(settable)]
-
-    def attempt(base: StepSettings, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
-        return list(_planned(base, step, allowed(changes), replan))
-
-    def smaller(base: StepSettings, now: PlannedStep) -> list[dict[str, Any]]:
-        return allowed(_smaller(base, now, rows))
-
-    if step.fits:
-        return _faster(settings, step, rows, attempt)[:MOST]
-    singles = attempt(settings, smaller(settings, step))
-    fitting = [_only_needed(settings, a, rows, attempt) for a in singles if a.step.fits]
-    if fitting or not singles:
-        return _one_of_each(sorted(fitting, key=lambda a: a.step.seconds))[:MOST]
-    together = _together(settings, singles, smaller, attempt)
-    if together is None or not together.step.fits:
-        return (together,) if together else ()
-    found = _one_by_one(settings, step, smaller, attempt) or together
-    return (_only_needed(settings, found, rows, attempt),)
+    advisor = _Advisor(settings, step, rows, replan, settable)
+    return tuple([*(advisor.faster() if step.fits else advisor.fitting())][:MOST])
 
 
-def _planned(
-    settings: StepSettings, step: PlannedStep, changes: list[dict[str, Any]], replan: Replan
-) -> Iterator[Suggestion]:
-    for change in changes:
-        try:
-            estimate = replan(evolve(settings, **change))
-            if step.fits and not _may_be_faster(estimate, step):
-                continue
-            new = estimate.step
-        except ValueError:  # settings that exclude each other
-            continue
-        yield Suggestion(change, new, _effect(change, new, step))
+@frozen(eq=False)
+class _Advisor:
+    """A step with its settings, and how others are planned."""
+
+    settings: StepSettings
+    step: PlannedStep
+    rows: int
+    replan: Replan
+    settable: Collection[str] | None
+
+    def values(self, name: str) -> Sequence[Any]:
+        """The values of a setting, those that take most memory of the device first."""
+        if name == "micro_batches":
+            return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+        if name in ("offload_ratio", "disk_ratio"):
+            shares = shares_that_fit(self.step, name) if self.step.fits else (1.0,)
+            return sorted({*shares, getattr(self.settings, name)})
+        if name == "moments":
+            return self._moments()
+        if name == "stage" and self.step.spec.world == 1:
+            return (1, 2)
+        return [x for x in VALUES[name] if str(x).count(",") < self.step.spec.num_segments]
+
+    def _moments(self) -> list[Any]:
+        """Without those that have the buffers of others, as Adafactor's of 8 bits have those of 16."""
+        formats = {b.state_format for b in self.step.spec.layout.buckets}
+        now, first = VALUES["moments"].index(self.settings.moments), dict[tuple[Any, ...], Any]()
+        for moments in VALUES["moments"][now:]:
+            first.setdefault(tuple(STATE_FORMATS.get(format_with(x, moments)) for x in formats), moments)
+        return [*first.values()]
+
+    def above(self, name: str) -> Sequence[Any]:
+        """The values that take more memory than the present one."""
+        values, now = self.values(name), getattr(self.settings, name)
+        return values[: values.index(now)] if now in values else ()
+
+    def below(self, name: str) -> Sequence[Any]:
+        """The values that take less memory than the present one."""
+        values, now = self.values(name), getattr(self.settings, name)
+        if name == "bucket_size":
+            return [x for x in values if x < now]
+        return values[values.index(now) + 1 :] if now in values else ()
+
+    def with_changes(self, changes: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The changes with all that they need, if they are possible, and settable."""
+        new = moved(self.settings, self.step.spec.world, **changes)
+        found = differing(new, self.settings) if new is not None else {}
+        return found if found and (self.settable is None or found.keys() <= {*self.settable}) else None
+
+    def planned(self, changes: Mapping[str, Any] | None) -> Suggestion | None:
+        """The step with these changes; None where that is not possible, or by arithmetic not faster than one that
+        fits."""
+        if not changes:
+            return None
+        with suppress(ValueError):
+            estimate = self.replan(evolve(self.settings, **changes))
+            enough = self.step.seconds * (1 - WORTH_SAYING)
+            if not self.step.fits or max(*estimate.work.values(), estimate.unsettled_seconds) < enough:
+                return Suggestion(changes, estimate.step, effect(changes, estimate.step, self.step))
+        return None
+
+    # --- to make it faster ---------------------------------------------------------------------------------
+
+    def faster(self) -> list[Suggestion]:
+        """Of each setting the fastest value that fits, if it is faster than the step is."""
+        found: dict[str, Suggestion] = {}
+        for name, values in self._alternatives():
+            for value in values:
+                new = self.planned(self.with_changes({name: value}))
+                if new is None or not new.step.fits or new.step.seconds >= self._enough:
+                    continue
+                if name not in found or new.step.seconds < found[name].step.seconds:
+                    found[name] = new
+                break
+        # The deferred update first: it changes no number and takes no memory.
+        return sorted(found.values(), key=lambda x: ("defer" not in x.changes, x.step.seconds))
+
+    @property
+    def _enough(self) -> float:
+        return self.step.seconds * (1 - WORTH_SAYING)
+
+    def _alternatives(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Settings with values that may be faster, the fastest first: the first that fits is enough."""
+        settings, step = self.settings, self.step
+        yield "recompute", self.above("recompute")
+        yield "micro_batches", self.above("micro_batches")[-1:]
+        if settings.group_size < settings.micro_batches:
+            yield "accumulate", ("vertical",)
+        cuts = cuts_of(step, settings.bucket_size)
+        for size in beside(VALUES["bucket_size"], settings.bucket_size):
+            yield "bucket_size", [size] if cuts_of(step, size) != cuts else ()
+        if step.work["compute"] >= self._enough:
+            return  # the others take no arithmetic from a device that does not wait
+        yield from ((place, self.above(place)) for place in TIERS_OF)
+        share = share_of_state(settings)
+        yield share, self.above(share)
+        if step.spec.barrier and not settings.defer:
+            if step.total(_after_decision)["decide"] >= WORTH_SAYING * step.seconds:
+                yield "defer", (True,)
+                yield "moments", self.below("moments")[-1:]
+        else:
+            yield "moments", self.below("moments")[-1:]
+        if max(step.work.values()) < self._enough:  # these do the same work
+            yield from (("schedule", (x,)) for x in VALUES["schedule"] if x != settings.schedule)
+            yield from ((name, (getattr(settings, name) + 1,)) for name in ("grad_slots", "host_slots"))
+        if settings.state_on == DISK:
+            yield "state_slots", (settings.state_slots + 1,)
+        if settings.streams:
+            yield "weight_slots", (settings.weight_slots + 1,)
+            if not settings.persistent_params:
+                yield "persistent_params", (most_persistent(step),)
+
+    # --- to make it fit ------------------------------------------------------------------------------------
+
+    def fitting(self) -> list[Suggestion]:
+        """Single changes after which it fits, or as few together as can be, or all of them."""
+        smaller = self._smaller(self.step)
+        singles = {name: self._least({}, name, values) for name, values in smaller.items()}
+        known = {name: found for name, found in singles.items() if found is not None}
+        fitting = [self._needed(found) for found in known.values() if found.step.fits]
+        if fitting or len(known) < 2:
+            once = {frozenset(x.changes): x for x in sorted(fitting, key=lambda x: -x.step.seconds)}
+            return [*reversed(once.values())] or [*known.values()]
+        together, options = min(known.values(), key=_shortage), [*known.values()]
+        while options and not together.step.fits:  # what has moved may be too much for its new tier
+            more = {x: values[-1] for x, values in self._smaller(together.step).items()}
+            names = more.keys() - together.changes.keys()
+            tried = (self.planned(self.with_changes({**together.changes, x: more[x]})) for x in sorted(names))
+            options = [x for x in tried if x is not None and _shortage(x)[0] <= _shortage(together)[0]]
+            together = min(options, key=_shortage, default=together)
+        if not together.step.fits:
+            return [together]
+        # What slows a step most, alone, is taken back first.
+        slowest = sorted(together.changes, key=lambda x: -known[x].step.seconds if x in known else 0.0)
+        return [self._needed(together, slowest)]
+
+    def _smaller(self, step: PlannedStep) -> dict[str, Sequence[Any]]:
+        """The settings that save what `step` lacks, with the values that do so, the least change first."""
+        unified, off_host = step.hardware.unified, lacks_host(step)
+        off_device = "device" in step.lacking and not unified
+        tiers: Collection[Tier] = ("device", "host") if unified else step.lacking
+        found: dict[str, Sequence[Any]] = {}
+        for name in dict.fromkeys(x for tier in tiers for x in SAVING[tier]):
+            values = self.below(name)
+            if name in TIERS_OF:
+                values = [x for x in values if (off_host if DISK in x.split(",") else off_device)]
+            stays = not (off_device or self.settings.stashes)  # on the device, which has room
+            useless = stays if name == "activations_on" else name == "grads_on" and not self.step.spec.barrier
+            found |= {name: values} if values and not useless else {}
+        return found
+
+    def _least(self, others: Mapping[str, Any], name: str, values: Sequence[Any]) -> Suggestion | None:
+        """Beside `others` the least of the changes after which it fits; else the strongest."""
+        strongest = self.planned(self.with_changes({**others, name: values[-1]}))
+        if strongest is None or not strongest.step.fits:
+            return strongest
+        tried = (self.planned(self.with_changes({**others, name: value})) for value in values[:-1])
+        return next((x for x in tried if x is not None and x.step.fits), strongest)
+
+    def _needed(self, found: Suggestion, order: Sequence[str] = ()) -> Suggestion:
+        """Without the changes without which it fits, in this order, and the others as small as they can be."""
+        for name in order or (*found.changes,):
+            others = {x: value for x, value in found.changes.items() if x != name}
+            without = self.planned(others)
+            if without is not None and without.step.fits:
+                found = without
+            elif order and (values := [*self.below(name)]):
+                least = self._least(others, name, values[: values.index(found.changes[name]) + 1])
+                found = least if least is not None and least.step.fits else found
+        return found
 
 
-def _may_be_faster(estimate: Estimate, step: PlannedStep) -> bool:
-    """Whether a change may be worth it, by what is known before all micro-batches are simulated."""
-    enough = step.seconds * (1 - WORTH)  # under no schedule is a step shorter than its work
-    return max(*estimate.work.values(), estimate.unsettled_seconds) < enough
+def _shortage(suggestion: Suggestion) -> tuple[int, float]:
+    """The bytes that are lacking; the less, and the faster, the better."""
+    return sum(suggestion.step.lacking.values()), suggestion.step.seconds
 
 
-def _effect(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
+def effect(changes: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
+    """What the `new` step gains and costs against the `old` one, with notes on the changes between them."""
     fits = "fits, " if new.fits and not old.fits else ""
     shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
-    notes = [NOTES[name] for name in change if name in NOTES]
-    notes += [FOLDERS] if DISK in change.values() and not old.settings.needs_folders else []
+    notes = [NOTES[name] for name in changes if name in NOTES]
+    notes += [FOLDERS] if DISK in changes.values() and not old.settings.needs_folders else []
     numbers = ", ".join(notes)
     return f"{fits}{gains_and_costs(new, old)}{shortage}{f' ({numbers})' if numbers else ''}"
-
-
-def _one_of_each(suggestions: list[Suggestion]) -> tuple[Suggestion, ...]:
-    """The first of those that change the same settings."""
-    first: dict[tuple[str, ...], Suggestion] = {}
-    for suggestion in suggestions:
-        first.setdefault(tuple(suggestion.changes), suggestion)
-    return tuple(first.values())
-
-
-# --- to make it fit ----------------------------------------------------------------------------------------
-
-
-def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
-    """Changes that need less of what is lacking."""
-    tiers = {"device", "host"} if step.hardware.unified else set(step.lacking)
-    if "device" in tiers:
-        yield from _smaller_on_device(settings, rows)
-        if not step.hardware.unified:
-            yield from _to_host(settings, step.spec.world)
-    if "host" in tiers:
-        yield from _smaller_on_host(settings, step)
-    if lacks_host(step):
-        if settings.stashes and not settings.spills_activations:
-            places = ("disk,host,host,host", "disk,host") if step.spec.num_segments >= QUARTERS else ()
-            yield from ({"activations_on": x} for x in (*places, DISK))
-        yield from on_the_disk(settings, waits=step.spec.barrier, world=step.spec.world)
-    if "disk" in tiers:
-        yield from _smaller_moments(settings, step)
-    for size in (100_000_000, 25_000_000, 10_000_000):
-        if size < settings.bucket_size:
-            yield {"bucket_size": size}
-
-
-def _smaller_on_device(settings: StepSettings, rows: int) -> Iterator[dict[str, Any]]:
-    more = [parts for parts in _divisors(rows) if parts > settings.micro_batches]
-    yield from ({"micro_batches": parts} for parts in dict.fromkeys((*more[:1], *more[-1:])))
-    if settings.grad_slots > 1 and settings.stage == 2:
-        yield {"grad_slots": 1}
-    if settings.recompute != "all":
-        yield {"recompute": "all"}
-    if settings.offload_ratio < 1:
-        yield {"offload_ratio": 1.0}
-    if settings.stage == 1:
-        yield {"stage": 2}
-
-
-def _to_host(settings: StepSettings, world: int) -> Iterator[dict[str, Any]]:
-    """Activations and parameters that move from the device to the host; of several ranks, each has its slice."""
-    if settings.activations_on == "device":
-        yield from ({"activations_on": places} for places in ("host,device", "host"))
-    if settings.params_on == "device":
-        sliced = {"stage": 3} if world > 1 and settings.stage != 3 else {}
-        if sliced:
-            yield sliced
-        yield {"params_on": "host", **sliced}
-
-
-def _smaller_moments(settings: StepSettings, step: PlannedStep) -> list[dict[str, Any]]:
-    """Without those that have the buffers of others, as Adafactor's of 8 bits have those of 16."""
-    formats = {b.state_format for b in step.spec.layout.buckets}
-    first: dict[tuple[Any, ...], Moments] = {}
-    for moments in (settings.moments, *SMALLER_MOMENTS[settings.moments]):
-        first.setdefault(tuple(STATE_FORMATS.get(format_with(x, moments)) for x in formats), moments)
-    return [{"moments": moments} for moments in first.values() if moments != settings.moments]
-
-
-def _smaller_on_host(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
-    yield from _smaller_moments(settings, step)
-    if settings.precision == "fp32":
-        yield {"precision": "bf16"}
-    if settings.host_slots > 1:
-        yield {"host_slots": 1}
-
-
-def _together(
-    settings: StepSettings, singles: list[Suggestion], smaller: Smaller, attempt: Attempt
-) -> Suggestion | None:
-    """The last of each setting's changes, and of those that they make possible, until it fits or none is left."""
-    found, more = None, {name: value for a in singles for name, value in a.changes.items()}
-    while more and (tried := attempt(settings, [{**(found.changes if found else {}), **more}])):
-        (found,) = tried
-        base = evolve(settings, **found.changes)
-        more = {} if found.step.fits else {x: y for c in smaller(base, found.step) for x, y in c.items()}
-    return found
-
-
-def _one_by_one(
-    settings: StepSettings, step: PlannedStep, smaller: Smaller, attempt: Attempt
-) -> Suggestion | None:
-    """One change after the other, each the one after which least is lacking, until it fits."""
-    changes: dict[str, Any] = {}
-    now = step
-    for _ in range(REDUCTIONS):
-        base = evolve(settings, **changes)
-        options = attempt(base, smaller(base, now))
-        best = min(options, key=lambda a: (sum(a.step.lacking.values()), a.step.seconds), default=None)
-        if best is None or sum(best.step.lacking.values()) >= sum(now.lacking.values()):
-            break
-        changes, now = {**changes, **best.changes}, best.step
-        if now.fits:
-            return Suggestion(changes, now, _effect(changes, now, step))
-    return None
-
-
-def _only_needed(settings: StepSettings, found: Suggestion, rows: int, attempt: Attempt) -> Suggestion:
-    """Without the changes without which it fits, and with the fewest micro-batches that do, if that is faster.
-
-    One after the other, each the one after which a step is fastest.
-    """
-
-    def fitting(changes: Iterable[dict[str, Any]]) -> Iterator[Suggestion]:
-        return (a for one in changes for a in attempt(settings, [one]) if a.step.fits)
-
-    while True:
-        now = found.changes
-        parts = range(settings.micro_batches + 1, now.get("micro_batches", 0))
-        fewest = islice(fitting({**now, "micro_batches": n} for n in _divisors(rows) if n in parts), 1)
-        options = [a for a in fewest if a.step.seconds < found.step.seconds]
-        if len(now) > 1:
-            options += fitting({x: y for x, y in now.items() if x != name} for name in now)
-        if not options:
-            return found
-        found = min(options, key=lambda a: a.step.seconds)
-
-
-def _divisors(rows: int) -> list[int]:
-    return [n for n in range(1, rows + 1) if rows % n == 0]
-
-
-# --- to make it faster ---------------------------------------------------------------------------------------
-
-
-def _faster(settings: StepSettings, step: PlannedStep, rows: int, attempt: Attempt) -> tuple[Suggestion, ...]:
-    changes = [*_changes(settings, step, rows)]
-    fitting = [a for a in attempt(settings, changes) if a.step.fits]
-    fitting += _least_share(settings, step, attempt)
-    if any("recompute" in a.changes for a in fitting):  # otherwise keeping everything does not fit either
-        fitting += (a for a in attempt(settings, [{"recompute": "none"}]) if a.step.fits)
-    elif settings.recompute == "all":
-        fitting += (a for a in attempt(settings, [{"recompute": "all,min-cut"}]) if a.step.fits)
-    faster = [a for a in fitting if a.step.seconds < step.seconds * (1 - WORTH)]
-    # The deferred update first: it changes no number and takes no memory.
-    return _one_of_each(sorted(faster, key=lambda a: ("defer" not in a.changes, a.step.seconds)))
-
-
-def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
-    """Changes that may make the step faster."""
-    if settings.recompute == "all":
-        yield {"recompute": "min-cut"}
-    fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
-    yield from ({"micro_batches": n} for n in fewer[-1:])
-    if settings.group_size < settings.micro_batches:
-        yield {"accumulate": "vertical"}
-    cuts = cuts_of(step, settings.bucket_size)
-    yield from ({"bucket_size": x} for x in (25_000_000, 200_000_000) if cuts_of(step, x) != cuts)
-    enough = step.seconds * (1 - WORTH)
-    if step.work["compute"] >= enough:
-        return  # the others take no arithmetic from a device that does not wait
-    yield from _less_moved(settings)
-    yield from _changed_updates(settings, step)
-    if max(step.work.values()) < enough:  # these do the same work
-        yield from (
-            {"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule
-        )
-        yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
-    if settings.state_on == DISK:
-        yield {"state_slots": settings.state_slots + 1}
-    if settings.streams:
-        yield {"weight_slots": settings.weight_slots + 1}
-        if not settings.persistent_params and (most := most_persistent(step)):
-            yield {"persistent_params": most}
-
-
-def _least_share(settings: StepSettings, step: PlannedStep, attempt: Attempt) -> Iterator[Suggestion]:
-    """The least share of the state on the host, or on the disk, that fits."""
-    if step.work["compute"] >= step.seconds * (1 - WORTH):
-        return
-    name = share_of_state(settings)
-    for share in sorted(x for x in shares_that_fit(step, name) if x < getattr(settings, name)):
-        if found := [a for a in attempt(settings, [{name: share}]) if a.step.fits]:
-            yield from found
-            return
-
-
-def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
-    """Changes of the updates on the host, where these may take long enough."""
-    if step.spec.barrier and not settings.defer:
-        if step.total(_after_decision)["decide"] < WORTH * step.seconds:
-            return
-        yield {"defer": True}
-    yield from _smaller_moments(settings, step)[-1:]
 
 
 def _after_decision(step: PlannedStep) -> dict[str, float]:
     """The seconds after the decision: with a barrier no update comes before, and nothing else after."""
     return {e.op: step.seconds - e.end for e in step.timeline.events if e.op == "decide"}
-
-
-def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
-    """Changes after which fewer bytes cross a bus."""
-    yield from (
-        {x: "host"} for x in ("params_on", "grads_on", "activations_on") if getattr(settings, x) == DISK
-    )
-    yield from (
-        {place: "device"} for place in ("params_on", "activations_on") if getattr(settings, place) == "host"
-    )

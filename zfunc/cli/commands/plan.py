@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, fields, frozen
 
 from zfunc import schedules
 from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command, write_files
@@ -25,10 +26,12 @@ from zfunc.cli.simulated_step import (
     hardware,
     profile_of,
 )
+from zfunc.core.hardware import ROUND
 from zfunc.core.settings import BY_DEVICE, CHOICES, StepSettings
 from zfunc.options import (
     AUTO,
     Option,
+    as_flag,
     check_each,
     count,
     flag_fields,
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from zfunc.planner.candidate import PlannedStep
     from zfunc.planner.cost_model import CostModel
     from zfunc.planner.planned import Planned
+    from zfunc.planner.suggestions import Suggestion
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
 MAXIMA = {  # of --max
@@ -63,6 +67,12 @@ MAXIMA = {  # of --max
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
 LENGTH_UNIT = 128  # tokens
 PATIENCE = 2.0  # seconds
+ALWAYS_TYPED = (
+    "schedule",
+    "bucket_size",
+    "grad_slots",
+    "host_slots",
+)  # others where they are not the default
 
 PLANNED = {
     **SIMULATED,
@@ -254,8 +264,6 @@ def _most(
 
 def as_json(answer: PlannedModel) -> str:
     """The answer as one object; memory in bytes, times in seconds."""
-    from zfunc.planner.planned import as_flags
-
     p = answer.planned
     content: dict[str, Any] = {
         "fits": p.fits,
@@ -267,7 +275,7 @@ def as_json(answer: PlannedModel) -> str:
         "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
         "lanes": p.lanes,
         "bound": p.bound,
-        "advice": [as_flags(suggestion) for suggestion in p.suggestions],
+        "advice": [_typed(suggestion) for suggestion in p.suggestions],
         "lacking": p.lacking,
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},
         "parameters": answer.model.parameters,
@@ -290,7 +298,36 @@ def plan_text(answer: PlannedModel) -> str:
 
     flags = answer.settings
     chosen, searched = flags.precision == AUTO, flags.schedule == AUTO
-    return "\n".join([*_job(answer), report(answer.planned, chosen_precision=chosen, as_options=searched)])
+    found = _found(answer.planned) if searched else []
+    whole = answer.model.trained == answer.model.parameters
+    if not answer.planned.fits and whole and (flags.hf or flags.hf_config):
+        found.append(
+            "or train adapters alone (--lora 16): weights in 16 bits, and no optimizer state of them"
+        )
+    return "\n".join(
+        [*_job(answer), report(answer.planned, chosen_precision=chosen, found=found, written=_typed)]
+    )
+
+
+def _typed(suggestion: "Suggestion") -> str:
+    """A suggestion as one types it, and its effect."""
+    return f"{' '.join(starmap(as_flag, suggestion.changes.items()))}: {suggestion.effect}"
+
+
+def _found(p: "Planned") -> list[str]:
+    """The result of a search as options of zfunc train, which makes a schedule by its name alone."""
+    from zfunc.planner.moves import SPACE
+    from zfunc.planner.planned import wrapped
+
+    settings = p.step.settings
+    chosen = {
+        name: settings.schedule_name if name == "schedule" else getattr(settings, name)
+        for name, default in ((f.name, f.default) for f in fields(StepSettings))
+        if name in ALWAYS_TYPED or (name in SPACE and getattr(settings, name) != default)
+    }
+    orders = hasattr(p.settings["schedule"], "hardware") and p.hardware != ROUND
+    note = " (which orders for round numbers, not for this hardware)" if orders else ""
+    return wrapped(f"as options of zfunc train{note}: {' '.join(starmap(as_flag, chosen.items()))}")
 
 
 def _job(answer: PlannedModel) -> Iterator[str]:
