@@ -25,12 +25,11 @@ from typing import Any
 from attrs import frozen
 from saved import everything, fill, save, save_swap
 
-from zfunc.checkpoint import manifest_json as manifest_file
+from zfunc.checkpoint import manifest as manifest_file
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
-from zfunc.checkpoint.safetensors_file import Shard
-from zfunc.checkpoint.shard_reader import open_shard
+from zfunc.checkpoint.safetensors_file import Shard, open_shard
 from zfunc.checkpoint.swap_file import frame_header, frame_record, parse_header, parse_record, swap_file_name
 from zfunc.errors import CheckpointError
 

@@ -82,8 +82,7 @@ WATCHED: dict[str, list[list[str]]] = {
         ["tests/checkpoint/test_shards.py"],
         ["tests/checkpoint/test_hostile.py", "-k", "false_sizes or hostile_manifest"],
     ],
-    "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
-    "checkpoint/striped_io": [["tests/checkpoint/test_swap_space.py"]],
+    "checkpoint/swap_stripes": [["tests/checkpoint/test_swap_space.py"]],
     "checkpoint/swap_file": [
         ["tests/checkpoint/test_swap_space.py", "tests/checkpoint/test_swap_checkpoint.py"]
     ],

@@ -17,18 +17,25 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import swap_space
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, TrainingPosition
-from zfunc.checkpoint.manifest_json import position_fields
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, cut, describe_shard
-from zfunc.checkpoint.shard_writer import create_shard
-from zfunc.checkpoint.snapshot import Snapshot
+from zfunc.checkpoint.safetensors_file import (
+    BYTES,
+    Header,
+    Shard,
+    TensorInfo,
+    create_shard,
+    cut,
+    describe_shard,
+)
+from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
+from zfunc.checkpoint.strict_json import to_plain
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import SwapHeader
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.optimizer_state import AdamFormat, stored_buffers
+from zfunc.core.optimizer_state import AdamFormat, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
@@ -100,6 +107,11 @@ def in_format(model: list[list[Parameter]], state_format: str) -> list[list[Para
     return [[evolve(p, state_format=state_format) for p in own] for own in model]
 
 
+def kinds_in(layout: Layout) -> dict[int, list[StateBuffer]]:
+    """What is kept of each bucket; of frozen ones fp32."""
+    return stored_kinds(layout, {x.index: "fp32" for x in layout.frozen_buckets})
+
+
 def save_swap(
     folders: list[Path],
     *,
@@ -113,7 +125,7 @@ def save_swap(
     """Commit the same state to a new swap space, with something else in all padding."""
     layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
-    snapshot = Snapshot(layout, {x.index: "fp32" for x in layout.frozen_buckets}, position, {}, {})
+    snapshot = Snapshot(layout, kinds_in(layout), position, {})
     numels = {span.name: span.stop - span.start for span in (*layout.spans, *layout.frozen)}
     stored = stored_buffers(moments)[::-1]
     for rank in range(world):
@@ -142,7 +154,7 @@ def save_swap(
             buffers[x.bucket][x.kind][x.at * item : x.at * item + len(part)] = part
         for b, pages in buffers.items():
             space.write(b, list(pages), [memoryview(x) for x in pages.values()])
-        space.commit({"position": position_fields(position), "optimizer": {}, "extra": {"salt": salt}})
+        space.commit({"position": to_plain(position), "optimizer": {}, "extra": {"salt": salt}})
         space.close()
 
 
@@ -152,7 +164,7 @@ def write_all(
     """The files of all ranks, and the manifest of them."""
     position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
-    snapshot = Snapshot(layout, {x.index: "fp32" for x in layout.frozen_buckets}, position, optimizer, {})
+    snapshot = Snapshot(layout, kinds_in(layout), position, optimizer)
     numels = {span.name: span.stop - span.start for span in layout.spans}
     shards: list[Shard] = []
     for rank in range(world):

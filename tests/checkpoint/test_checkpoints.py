@@ -27,8 +27,7 @@ from zfunc.checkpoint.directory import (
     publish_checkpoint,
 )
 from zfunc.checkpoint.manifest import FILE
-from zfunc.checkpoint.safetensors_file import TensorInfo
-from zfunc.checkpoint.shard_writer import create_shard
+from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard
 from zfunc.errors import CheckpointError
 
 

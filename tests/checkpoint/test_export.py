@@ -356,7 +356,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from zfunc.checkpoint.export import export_weights
-from zfunc.checkpoint.shard_writer import ShardWriter
+from zfunc.checkpoint.safetensors_file import ShardWriter
 written = ShardWriter.write_at
 def killed(*args):
     written(*args)

@@ -15,7 +15,7 @@ from fuzz_checkpoint import Sample, sample, try_manifest, try_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zfunc.checkpoint import manifest_json as manifest_file
+from zfunc.checkpoint import manifest as manifest_file
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
 from zfunc.errors import CheckpointError

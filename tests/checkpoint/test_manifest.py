@@ -14,11 +14,11 @@ from saved import MODEL, assert_complete, content, everything, fill, in_format, 
 from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint import manifest_json as manifest_file
+from zfunc.checkpoint import manifest as manifest_file
 from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, ParameterEntry, StateSlice, check_model
 from zfunc.checkpoint.reader import WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
-from zfunc.checkpoint.snapshot import state_slices
+from zfunc.checkpoint.snapshot import slices_of, stored_kinds
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.optimizer_state import STATE_FORMATS, Moments
@@ -34,7 +34,10 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def wanted_by(layout: Layout, world: int, rank: int) -> list[WantedSlice]:
-    return [WantedSlice(x.kind, x.parameter, x.start, x.stop) for x in state_slices(layout, rank, world, {})]
+    return [
+        WantedSlice(x.kind, x.parameter, x.start, x.stop)
+        for x in slices_of(layout, stored_kinds(layout, {}), rank, world)
+    ]
 
 
 @settings(max_examples=25)
@@ -66,13 +69,12 @@ def partition(layout: Layout, world: int) -> Manifest:
     shards = []
     for rank in range(world):
         ends = dict.fromkeys(KINDS, 0)
-        for x in state_slices(layout, rank, world, {}):
+        for x in slices_of(layout, stored_kinds(layout, {}), rank, world):
             pieces[x.parameter][x.kind].append(StateSlice(x.start, x.stop, rank, x.kind, ends[x.kind]))
             ends[x.kind] += x.stop - x.start
         end = ends["master"]
-        tensors = tuple(TensorInfo(kind, "F32", (end,)) for kind in KINDS)
-        sums = dict.fromkeys(KINDS, (0,) if end else ())
-        shards.append(Shard(f"rank{rank}", end * 12 + 64, 0, 1 << 20, tensors, sums))
+        tensors = tuple(TensorInfo(kind, "F32", (end,), (0,) if end else ()) for kind in KINDS)
+        shards.append(Shard(f"rank{rank}", end * 12 + 64, 0, 1 << 20, tensors))
     entries = tuple(
         ParameterEntry(s.name, s.shape, True, {k: tuple(x) for k, x in pieces[s.name].items()})
         for s in layout.spans
@@ -158,7 +160,7 @@ def test_shards_have_no_padding(tmp_path: Path) -> None:
 
 def test_frozen_parameters_are_kept_as_they_are() -> None:
     for dtype in ("F32", "BF16", "F16"):
-        shard = Shard("a", 1000, 0, 64, (TensorInfo("x", dtype, (5,)),), {"x": (0,)})
+        shard = Shard("a", 1000, 0, 64, (TensorInfo("x", dtype, (5,), (0,)),))
         entry = ParameterEntry("stem", (5,), False, {FROZEN: (StateSlice(0, 5, 0, "x", 0),)})
         other = evolve(EMPTY, shards=(shard,), parameters=(entry,))
         assert manifest_file.from_json(manifest_file.to_json(other)) == other
@@ -169,8 +171,8 @@ def test_frozen_parameters_are_kept_as_they_are() -> None:
 
 
 def test_the_pieces_of_one_kind_have_one_type() -> None:
-    tensors = TensorInfo("x", "F32", (2,)), TensorInfo("y", "BF16", (3,))
-    shard = Shard("a", 1000, 0, 64, tensors, {"x": (0,), "y": (0,)})
+    tensors = TensorInfo("x", "F32", (2,), (0,)), TensorInfo("y", "BF16", (3,), (0,))
+    shard = Shard("a", 1000, 0, 64, tensors)
     pieces = StateSlice(0, 2, 0, "x", 0), StateSlice(2, 5, 0, "y", 0)
     entry = ParameterEntry("stem", (5,), False, {FROZEN: pieces})
     with pytest.raises(

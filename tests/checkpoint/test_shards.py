@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from saved import checksummed, content, write_shard
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest_json import shape as shape_kind
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, cut_elements
-from zfunc.checkpoint.shard_reader import open_shard
-from zfunc.checkpoint.shard_writer import create_shard
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, create_shard, cut_elements, open_shard
+from zfunc.checkpoint.safetensors_file import shape as shape_kind
 from zfunc.checkpoint.strict_json import decode
 from zfunc.errors import CheckpointError
 

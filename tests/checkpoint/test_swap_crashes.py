@@ -15,7 +15,7 @@ import pytest
 from attrs import define, field
 from forgetful_drive import Drive, ForgetfulFile, Killed
 
-from zfunc.checkpoint import striped_io, swap_folders, swap_space
+from zfunc.checkpoint import swap_folders, swap_space, swap_stripes
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
@@ -160,7 +160,7 @@ def simulate(module: ModuleType, tmp_path: Path, kills: int, seed: int) -> int:
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (swap_folders, swap_space):
         monkeypatch.setattr(module, "DirectFile", ForgetfulFile)
-    monkeypatch.setattr(striped_io, "in_parallel", in_any_order)
+    monkeypatch.setattr(swap_stripes, "in_parallel", in_any_order)
 
 
 def in_any_order(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:

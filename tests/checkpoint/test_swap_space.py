@@ -19,10 +19,10 @@ from attrs import evolve
 from saved import with_shares
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint import striped_io, swap_file, swap_folders, swap_space
-from zfunc.checkpoint.striped_io import block_checksum
+from zfunc.checkpoint import swap_file, swap_folders, swap_space, swap_stripes
 from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, parse_header, parse_record
 from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.swap_stripes import block_checksum
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError, DiskError
 from zfunc.optim.kernel_loader import cpu_adam
@@ -444,7 +444,7 @@ def test_no_flipped_bit_and_no_zeroed_or_moved_block_or_word_gets_through() -> N
 
 
 def test_headers_and_records_read_back(tmp_path: Path) -> None:
-    header = SwapHeader(IDENTITY, "one", 1, 2, ("/a", "/b"), (1, 2), EXTENTS, folder=1)
+    header = SwapHeader(IDENTITY, "one", 1, 2, ("/a", "/b"), (1, 2), EXTENTS, 1)
     assert parse_header(header.raw, "x") == header
     with pytest.raises(CheckpointError, match=r"got 2 of \[1, 2\], expected a file of one of the folders"):
         parse_header(evolve(header, folder=2).raw, "x")
@@ -461,8 +461,8 @@ def test_headers_and_records_read_back(tmp_path: Path) -> None:
 def test_a_large_buffer_goes_in_batches_and_what_is_damaged_is_found_in_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(striped_io, "SUMMED", 4096)
-    monkeypatch.setattr(striped_io, "BATCH", 3 * 4096)
+    monkeypatch.setattr(swap_stripes, "SUMMED", 4096)
+    monkeypatch.setattr(swap_stripes, "BATCH", 3 * 4096)
     transfer, moved = DirectFile.write, list[int]()
     monkeypatch.setattr(
         DirectFile, "write", lambda *x: (moved.append(sum(v.nbytes for v in x[1])), transfer(*x))
@@ -496,7 +496,7 @@ def test_after_an_error_on_one_drive_the_others_do_not_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SUMMED", "BATCH"):
-        monkeypatch.setattr(striped_io, name, 4096)
+        monkeypatch.setattr(swap_stripes, name, 4096)
     good, bad, written = tmp_path / "good", tmp_path / "bad", list[int]()
     space = create(good, bad, extents={0: Extent.of([("low", 100 * 4096)])})
 

@@ -27,8 +27,9 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.snapshot import frozen_slices, state_slices
+from zfunc.checkpoint.snapshot import slices_of, stored_kinds
 from zfunc.core.optimizer_state import stored_buffers
+from zfunc.core.spec import FROZEN
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state import restore as loading
 from zfunc.engine.state.state import State
@@ -207,9 +208,10 @@ def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
     pieces: dict[tuple[str, str], list[Tensor]] = {}
     for program, state in loaded:
         ranks, layout = program.ranks, program.layout
-        slices = [*state_slices(layout, ranks.rank, ranks.world, {})]
-        for bucket in layout.frozen_buckets:  # of which each rank has all
-            slices += frozen_slices(layout, bucket, "fp32", 0, 1) if not ranks.rank else ()
+        slices = [*slices_of(layout, stored_kinds(layout, {}), ranks.rank, ranks.world)]
+        if not ranks.rank:  # each has all of these
+            frozen = stored_kinds(layout, {x.index: "fp32" for x in layout.frozen_buckets})
+            slices += (x for x in slices_of(layout, frozen, 0, 1) if x.kind == FROZEN)
         for x in slices:
             pieces.setdefault((x.parameter, x.kind), []).append(loading.slice_memory(state.buffers, x))
     return {what: torch.cat(x) for what, x in pieces.items()}

@@ -20,9 +20,8 @@ from pathlib import Path
 from attrs import define
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint import manifest_json as manifest_file
-from zfunc.checkpoint.manifest import FILE, Checkpoint, Manifest
-from zfunc.checkpoint.shard_reader import open_shard
+from zfunc.checkpoint.manifest import FILE, Checkpoint, Manifest, read_manifest, to_json
+from zfunc.checkpoint.safetensors_file import open_shard
 from zfunc.checkpoint.swap_checkpoint import has_swap_files, open_swap_checkpoint
 from zfunc.errors import USE_ANOTHER, CheckpointError
 
@@ -87,7 +86,7 @@ def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, kee
     _check_files(pending.path, manifest)
     for shard in manifest.shards:
         disk.sync(pending.path / shard.file)
-    disk.write_durably(pending.path / FILE, manifest_file.to_json(manifest))
+    disk.write_durably(pending.path / FILE, to_json(manifest))
     with disk.locked(pending.folder):
         with disk.os_errors_as(pending.path, "giving a checkpoint its name"):
             path = _free(pending.folder, pending.step)
@@ -176,7 +175,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if has_swap_files(path):
         return open_swap_checkpoint(path)
-    manifest = manifest_file.read_manifest(path)
+    manifest = read_manifest(path)
     name, step = _STEP.fullmatch(path.name), manifest.position.step
     if name and int(name[1]) != step:
         raise CheckpointError(

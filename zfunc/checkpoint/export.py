@@ -18,8 +18,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo
-from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
+from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, create_shard
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN

@@ -1,45 +1,94 @@
-"""What a checkpoint is, as values: which file holds which elements of which parameter, and where training stood.
+"""What a checkpoint is: which file holds which elements of which parameter, and where training stood.
 
 A Manifest is complete: the pieces of every parameter's state tile it, and they tile the tensors of the shards.
 Offsets are logical, within a flattened parameter: they do not depend on buckets, world size or padding.
+
+As strict JSON, in a file of the checkpoint's folder, it reads back equal to the one written; anything else is
+refused with its place in the file. Fields are there by their names, of the kinds that their annotations say.
 """
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 from attrs import field, frozen
 
+from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
     CHUNK_LIMIT,
     HEADER_LIMIT,
     LENGTH,
+    Shape,
     Shard,
     TensorInfo,
     num_chunks,
 )
+from zfunc.checkpoint.strict_json import COUNT, MAX_INT, TEXT, Count, JsonNode, Text, Within, known
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import EMA, stored_buffers
+from zfunc.core.optimizer_state import ADAM_FORMATS, EMA, FORMER_FORMATS, STATE_FORMATS, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
+VERSION = 1
+LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 PENDING = "pending"  # the kind of a gradient that is still to be applied
 BUFFER = "buffer"  # the only kind of state of a module's buffer that forward changes: its values
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 
 
-@frozen
-class StateSlice:
+# State formats with another name in the file: "8bit" was the first format of 8-bit moments, and a zfunc that knows
+# only that one has to refuse the current one.
+_FORMAT_NAMES = {"8bit-1": "8bit", "8bit": "8bit-2"}
+_FACTORS = {"lr": float, "betas": (float, float)}  # others are numbers, or lists of them
+Format = Annotated[str, known(lambda: {_written(name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)})]
+
+
+def _written(state_format: str) -> str:
+    """The name of a state format in the file."""
+    return _FORMAT_NAMES.get(state_format, state_format)
+
+
+def _loss_scale(value: Any) -> LossScale:
+    """The kind of a loss scale: all of its fields, but for the one that older versions did not write."""
+    kinds = {
+        name if name == "consecutive?" else name[:-1]: x
+        for name, x in strict_json.kinds_of(LossScale).items()
+    }
+    named = strict_json.of_kind(value, kinds)
+    return strict_json.made(LossScale, named, "the counters of a loss scale")
+
+
+def _decision(value: Any) -> StepDecision:
+    """The kind of a decision whose update is still to be made: some of its fields, and beside them the factors."""
+    own = {"skip": bool, "grad_scale": float, "number": Within(int, 1, MAX_INT)}
+    factors = strict_json.of_kind(value, dict).keys() - own
+    x = strict_json.of_kind(
+        value, {**own, **{name: _FACTORS.get(factor_kind(name), _factor) for name in factors}}
+    )
+    return StepDecision(**{name: x.pop(name) for name in own}, factors=x)
+
+
+def _factor(value: Any) -> Any:
+    return strict_json.of_kind(value, [float] if isinstance(value, list) else float)
+
+
+def factor_kind(name: str) -> str:
+    """What a factor is: its name without the group it is of."""
+    return name.rpartition(".")[2]
+
+
+class StateSlice(NamedTuple):
     """Elements start to stop of one kind of a parameter's state are in a shard's tensor, from `offset` on."""
 
     start: int
@@ -49,6 +98,10 @@ class StateSlice:
     offset: int
 
 
+def _slice(value: Any) -> StateSlice:
+    return StateSlice(*strict_json.of_kind(value, (COUNT, COUNT, COUNT, TEXT, COUNT)))
+
+
 @frozen
 class ParameterEntry:
     """A parameter in a checkpoint, or a module's buffer, and the pieces of its state by kind, ascending.
@@ -56,11 +109,11 @@ class ParameterEntry:
     `state_format` is None if it is the manifest's.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    name: Text
+    shape: Shape
     trainable: bool
-    pieces: Mapping[str, tuple[StateSlice, ...]]
-    state_format: str | None = None
+    pieces: Mapping[str, tuple[Annotated[StateSlice, _slice], ...]]
+    state_format: Format | None = field(default=None, alias="moments")
 
     @property
     def numel(self) -> int:
@@ -72,15 +125,16 @@ class ParameterEntry:
 class TrainingPosition:
     """The counters of a State: with them and the buffers a resume is exact.
 
-    `pending` is the decision of an update whose gradient is part of the checkpoint and still to be applied.
+    `pending` is the decision of an update whose gradient is part of the checkpoint and still to be applied, as in
+    those of delayed updates of earlier versions.
     """
 
-    step: int
-    batches: int
-    sequences: int
+    step: Count
+    batches: Count
+    sequences: Count
     seed: int
-    loss_scale: LossScale
-    pending: StepDecision | None = None
+    loss_scale: Annotated[LossScale, _loss_scale]
+    pending: Annotated[StepDecision, _decision] | None = None
 
 
 @frozen
@@ -91,8 +145,8 @@ class Manifest:
     types. Raises CheckpointError if the parts do not fit together.
     """
 
-    world: int
-    state_format: str
+    world: Annotated[int, Within(int, 1, 1 << 20)]
+    state_format: Format = field(alias="moments")
     shards: tuple[Shard, ...]
     parameters: tuple[ParameterEntry, ...]
     position: TrainingPosition
@@ -102,7 +156,7 @@ class Manifest:
     def __attrs_post_init__(self) -> None:
         check_plain(self.optimizer, "optimizer")
         check_plain(self.extra, "extra")
-        _check_position(self.position, self.pending)
+        _check_position(self.position, self.pending, self.state_format)
         _check_unique("shard", [x.file for x in self.shards])
         _check_unique("parameter", [x.name for x in self.parameters])
         for shard in self.shards:
@@ -209,10 +263,15 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: 
         )
 
 
-def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None:
+def _check_position(position: TrainingPosition, pending: frozenset[str], state_format: str) -> None:
     """A pending decision is of the last update that was counted, and has a gradient."""
     if (decision := position.pending) is None:
         return
+    names = decision.factors.keys()
+    if state_format in ADAM_FORMATS and names != _FACTORS.keys() and not any("." in name for name in names):
+        # older versions did not write betas
+        got, expected = ", ".join(sorted(names)) or "none", "lr and betas of the pending update"
+        raise _bad("position.pending", got, f"{expected}: flush with the zfunc that saved it")
     due = position.step + decision.skip
     if decision.number != due:
         raise _bad("position.pending", f"update {decision.number}", f"{due}, the last one decided")
@@ -224,11 +283,6 @@ def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None
             raise _bad("position.pending", f"betas of {value}", "two numbers, 0 or above and below 1")
     if not pending:
         raise _bad("position.pending", "a decision without a gradient", "some parameter with a pending one")
-
-
-def factor_kind(name: str) -> str:
-    """What a factor is: its name without the group it is of."""
-    return name.rpartition(".")[2]
 
 
 def _check_shard(shard: Shard) -> None:
@@ -244,7 +298,7 @@ def _check_shard(shard: Shard) -> None:
     if shard.places is None and shard.header_size > (limit := LENGTH + HEADER_LIMIT):
         raise _bad(shard.file, f"a header of {shard.header_size} bytes", f"at most {limit}")
     for t in shard.tensors:
-        if len(shard.checksums.get(t.name, ())) != (count := num_chunks(t.nbytes, shard.chunk)):
+        if len(t.checksums) != (count := num_chunks(t.nbytes, shard.chunk)):
             raise _bad(f"{shard.file}, {t.name!r}", "another number of checksums", f"{count}")
 
 
@@ -306,3 +360,44 @@ def check_plain(value: object, where: str) -> None:
 
 def _bad(where: str, got: str, expected: str) -> CheckpointError:
     return CheckpointError(f"{where}: got {got}, expected {expected}: {USE_ANOTHER}")
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The text of a manifest. Raises CheckpointError if it is larger than LIMIT."""
+    named: dict[str, Any] = {"version": VERSION, **strict_json.to_plain(manifest)}
+    for x in (named, *named["parameters"]):
+        if "moments" in x:
+            x["moments"] = _written(x["moments"])
+    raw = strict_json.render({**named, "checksum": _checksum(named)})
+    if len(raw) > LIMIT:
+        raise CheckpointError(
+            f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: save with fewer ranks"
+        )
+    return raw
+
+
+def from_json(raw: bytes, where: str = FILE) -> Manifest:
+    """Parse a manifest. Raises CheckpointError, which begins with `where`, for anything else."""
+    root = strict_json.parse_json(raw, where)
+    kinds = {**strict_json.kinds_of(Manifest), "checksum?": int}  # older versions did not write it
+    x = root.of_version(VERSION).read(kinds)
+    checksum, named = x.pop("checksum", None), {k: v for k, v in root.value.items() if k != "checksum"}
+    try:
+        manifest = Manifest(**x)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    if checksum is not None and checksum != _checksum(named):
+        expected = f"{_checksum(named)}, the checksum of the other fields"
+        JsonNode(checksum, f"{where}.checksum").refuse(expected)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest in a checkpoint's folder. Raises CheckpointError, naming the file, if it is not valid."""
+    path = folder / FILE
+    return from_json(disk.read_small(path, LIMIT), str(path))
+
+
+def _checksum(named: Mapping[str, Any]) -> int:
+    """The CRC-32 of the other fields as they are written."""
+    return zlib.crc32(strict_json.render(named))

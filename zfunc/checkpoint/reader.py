@@ -10,10 +10,9 @@ from typing import Any
 from attrs import define, field, frozen
 
 from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import Checkpoint, Manifest
-from zfunc.checkpoint.parallel_io import in_parallel
-from zfunc.checkpoint.safetensors_file import BYTES, cut_elements
-from zfunc.checkpoint.shard_reader import ShardReader, open_shard
+from zfunc.checkpoint.safetensors_file import BYTES, ShardReader, cut_elements, open_shard
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.errors import did_you_mean
 

@@ -1,4 +1,4 @@
-"""A file of tensors in the safetensors format: which tensor, of what type and shape, lies where.
+"""A file of tensors in the safetensors format: which tensor, of what type and shape, lies where; written and read.
 
 The format (github.com/huggingface/safetensors): 8 bytes, the length of the rest, little-endian; JSON that begins
 with `{` and may end in spaces: for every name its dtype, shape and [begin, end) in the data; then the data. Files
@@ -7,20 +7,40 @@ written here have larger elements first, so that every tensor is aligned to the 
 Checksums are CRC-32, which protects against disks and memory, not against an attacker, who would change the
 manifest too. It finds every error of up to 32 neighbouring bits and every three flipped bits in a chunk, and misses
 one in 2^32 of the others. It is as fast as a good disk (blake2b: a third of it) and needs no interpreter lock.
+
+A new file's space is reserved at once, and its tensors are filled in any order by any thread; `finish` returns only
+if all bytes are written and on the disk. No byte of one that is read is returned before its checksum was compared,
+and nothing is allocated before the file has the expected size.
 """
 
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
+from reprlib import repr as brief
+from threading import Lock
+from typing import Annotated, Any
 
-from attrs import field, frozen, validators
+from attrs import define, evolve, field, frozen, validators
 
+from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
+from zfunc.checkpoint.strict_json import (
+    COUNT,
+    IN_MEMORY,
+    MAX_INT,
+    Checksum,
+    Count,
+    Refusal,
+    Text,
+    Within,
+    known,
+)
 from zfunc.core.dtypes import DTYPES
-from zfunc.errors import did_you_mean
+from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 
 BYTES = {
     **{x.safetensors: x.nbytes for x in DTYPES.values()},
@@ -42,15 +62,28 @@ _NAME = (
     validators.not_(validators.in_((_METADATA,))),
 )
 _COUNT = validators.and_(validators.instance_of(int), validators.ge(0))
+_NEXT = f"{USE_ANOTHER}; check this disk"
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    """The kind of shapes whose bytes fit in 64 bits, at any precision, even if every 0 were 1."""
+    dims: tuple[int, ...] = strict_json.of_kind(value, [COUNT])
+    if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
+        raise Refusal(brief(value), "at most 64 dimensions and 2^60 elements")
+    return dims
+
+
+Shape = Annotated[tuple[int, ...], shape]
 
 
 @frozen
 class TensorInfo:
-    """A tensor in a file: its dtype is a key of BYTES."""
+    """A tensor in a file: its dtype is a key of BYTES. Of one that was written, the checksums of its chunks."""
 
-    name: str = field(validator=_NAME)
-    dtype: str = field(validator=validators.in_(BYTES))
-    shape: tuple[int, ...] = field(converter=tuple[int, ...], validator=validators.deep_iterable(_COUNT))
+    name: Text = field(validator=_NAME)
+    dtype: Annotated[str, known([*BYTES])] = field(validator=validators.in_(BYTES))
+    shape: Shape = field(converter=tuple[int, ...], validator=validators.deep_iterable(_COUNT))
+    checksums: tuple[Checksum, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -67,19 +100,18 @@ class TensorInfo:
 class Shard:
     """A checkpoint's file as the manifest describes it: the bytes of a header, then the tensors, in this order.
 
-    `header` is the CRC-32 of the header; `checksums[name]` are those of a tensor's chunks, each of `chunk` bytes
-    except the last. In a file of another format, which may have gaps between and in tensors and more than them,
-    `places` says where they begin, and `checksum` is how chunks were summed.
+    `header` is the CRC-32 of the header; a tensor's checksums are of chunks of `chunk` bytes, except the last. In a
+    file of another format, which may have gaps between and in tensors and more than them, `places` says where they
+    begin, and `checksum` is how chunks were summed.
     """
 
-    file: str
-    size: int
-    header: int
-    chunk: int
+    file: Annotated[str, Within(str, 1, 200)]
+    size: Count
+    header: Checksum
+    chunk: Annotated[int, Within(int, 1, CHUNK_LIMIT)]
     tensors: tuple[TensorInfo, ...]
-    checksums: Mapping[str, tuple[int, ...]]
-    places: Mapping[str, int] | None = None
-    checksum: Callable[[memoryview], int] = zlib.crc32
+    places: Mapping[str, int] | None = field(default=None, metadata=IN_MEMORY)
+    checksum: Callable[[memoryview], int] = field(default=zlib.crc32, metadata=IN_MEMORY)
 
     @property
     def header_size(self) -> int:
@@ -158,8 +190,7 @@ def describe_shard(file: str, header: Header, checksums: Mapping[str, Sequence[i
         size=header.size,
         header=zlib.crc32(header.raw),
         chunk=chunk,
-        tensors=tuple(header.tensors.values()),
-        checksums={name: tuple(checksums[name]) for name in header.tensors},
+        tensors=tuple(evolve(t, checksums=tuple(checksums[t.name])) for t in header.tensors.values()),
     )
 
 
@@ -169,3 +200,198 @@ def find_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str) -> Ten
         hint = did_you_mean(name, list(tensors))
         raise ValueError(f"{path}: got the name {name!r}{hint}, expected that of a tensor in it")
     return tensors[name]
+
+
+@define(eq=False)
+class ShardWriter:
+    """A file being written: `write_at` by any thread, in any order, then `finish`."""
+
+    path: Path
+    header: Header
+    _fd: int
+    _missing: dict[str, int]  # bytes still to be written, by tensor
+    _lock: Lock = field(factory=Lock)
+    _writing: int = 0  # calls under way
+    _closing: bool = False
+
+    def write_at(self, name: str, start: int, buffer: Any) -> None:
+        """Write a contiguous buffer (an array, bytes) as elements `start` and on of tensor `name`.
+
+        Raises ValueError for a buffer that does not fit; CheckpointError if the disk cannot take it: `close` the
+        file then. Slices have to be disjoint.
+        """
+        data = disk.bytes_of(buffer)
+        tensor = find_tensor(self.path, self.header.tensors, name)
+        item = BYTES[tensor.dtype]
+        first, last = start * item, start * item + data.nbytes
+        if data.nbytes % item or not 0 <= first <= last <= tensor.nbytes:
+            raise ValueError(
+                f"{name!r}: got {data.nbytes} bytes for element {start}, expected whole {tensor.dtype} elements "
+                f"within {tensor.numel}: pass a slice of the tensor and where it begins"
+            )
+        with self._lock:
+            self._writing += 1
+        try:
+            with disk.os_errors_as(self.path, f"writing bytes {first} to {last} of {name!r}"):
+                disk.write_all(self._fd, data, self.header.begins[name] + first)
+            with self._lock:
+                self._missing[name] -= data.nbytes
+        finally:
+            with self._lock:
+                self._writing -= 1
+                self._close_if_idle()
+
+    def finish(self) -> None:
+        """Wait until the file is on the disk, and close it.
+
+        Raises CheckpointError if the number of bytes written is not that of all tensors, or the disk fails.
+        """
+        for name, missing in self._missing.items():
+            if missing:
+                nbytes = self.header.tensors[name].nbytes
+                raise CheckpointError(
+                    f"{self.path}: got {nbytes - missing} bytes of {name!r}, expected {nbytes}: call write_at once "
+                    "for every slice before finish"
+                )
+        with disk.os_errors_as(self.path, "waiting until it is on the disk"):
+            os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, after the writes under way. A second call does nothing."""
+        with self._lock:
+            self._closing = True
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        """Close the file unless a call still writes, which would write to the next file with its descriptor."""
+        if self._closing and not self._writing and self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def create_shard(
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    mode: int = 0o600,
+) -> ShardWriter:
+    """Make the file for `tensors` at its full size, with its header, in which `metadata` is stored as text.
+
+    Its owner alone may read it, unless `mode` and the umask say otherwise.
+
+    Raises ValueError for two tensors of one name; CheckpointError if the file exists or the disk has no space.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     writer = create_shard(Path(folder, "a.safetensors"), [TensorInfo("w", "F32", (2, 3))])
+    ...     writer.write_at("w", 4, bytes(8))
+    ...     writer.write_at("w", 0, bytes(16))
+    ...     writer.finish()
+    """
+    header = make_header(tensors, metadata or {})
+    fd = disk.open_new(path, header.size, mode)
+    try:
+        with disk.os_errors_as(path, "writing its header"):
+            disk.write_all(fd, memoryview(header.raw), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return ShardWriter(path, header, fd, {t.name: t.nbytes for t in tensors})
+
+
+@define(eq=False)
+class ShardReader:
+    """A validated file, open for reading; closes at the end of a `with`. Any thread may read."""
+
+    path: Path
+    shard: Shard
+    _fd: int
+    _lock: Lock = field(factory=Lock)
+    _last_chunk: tuple[tuple[str, int], memoryview] | None = None  # of those that were wanted in part
+
+    def __enter__(self) -> "ShardReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and free the memory. A second call does nothing."""
+        fd, self._fd, self._last_chunk = self._fd, -1, None
+        if fd >= 0:
+            os.close(fd)
+
+    def read_into(self, name: str, start: int, stop: int, buffer: Any) -> None:
+        """Fill a writable contiguous buffer with elements start to stop of tensor `name`.
+
+        Reads those, and at both ends the rest of a chunk, at most. Raises ValueError for a range or buffer that
+        does not fit; CheckpointError, with file, tensor and offset, for bytes that are not what was written: what
+        the buffer holds is undefined then.
+        """
+        tensor, data = find_tensor(self.path, self.shard.by_name, name), disk.bytes_of(buffer)
+        item = BYTES[tensor.dtype]
+        fits = data.nbytes == (stop - start) * item and not (data.readonly and data.nbytes)
+        if not 0 <= start <= stop <= tensor.numel or not fits:
+            raise ValueError(
+                f"{name!r}: got elements {start} to {stop} for {data.nbytes} bytes, expected a range within "
+                f"{tensor.numel} {tensor.dtype} elements and a writable buffer of its size"
+            )
+        first = start * item
+        for begin, end in cut(first, stop * item, self.shard.chunk):
+            self._read(tensor, begin, data[begin - first : end - first])
+
+    def _read(self, tensor: TensorInfo, begin: int, part: memoryview) -> None:
+        """Bytes of a tensor from `begin`, all of one chunk."""
+        index, offset = divmod(begin, self.shard.chunk)
+        size = min(self.shard.chunk, tensor.nbytes - index * self.shard.chunk)
+        if part.nbytes == size:
+            return self._read_chunk(tensor, index, part)
+        with self._lock:
+            if self._last_chunk is None or self._last_chunk[0] != (tensor.name, index):
+                self._last_chunk = None  # freed before the next one is allocated
+                chunk = memoryview(bytearray(size))
+                self._read_chunk(tensor, index, chunk)
+                self._last_chunk = (tensor.name, index), chunk
+            part[:] = self._last_chunk[1][offset : offset + part.nbytes]
+
+    def _read_chunk(self, tensor: TensorInfo, index: int, part: memoryview) -> None:
+        begin, item = index * self.shard.chunk, BYTES[tensor.dtype]
+        end, at = begin + part.nbytes, self.shard.begins[tensor.name] + begin
+        with disk.os_errors_as(self.path, f"reading bytes {begin} to {end} of {tensor.name!r}"):
+            disk.read_all(self._fd, part, at)
+        if self.shard.checksum(part) != tensor.checksums[index]:
+            raise CheckpointError(
+                f"{self.path}: got other bytes than were written in {tensor.name!r}, elements {begin // item} to "
+                f"{end // item} (bytes {at} to {at + part.nbytes} of the file): the checksum differs; {_NEXT}"
+            )
+
+
+def open_shard(path: Path, shard: Shard) -> ShardReader:
+    """Open the file that `shard` describes. Raises CheckpointError if it has another size or header."""
+    fd, size = disk.open_file(path)
+    try:
+        if size != shard.size:
+            raise CheckpointError(
+                f"{path}: got {size} bytes, expected {shard.size}: the file is truncated or another one; "
+                f"{USE_ANOTHER}"
+            )
+        if shard.places is None:
+            _check_header(path, fd, shard)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # two threads would look like random access
+        return ShardReader(path, shard, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _check_header(path: Path, fd: int, shard: Shard) -> None:
+    header = bytearray(shard.header_size)
+    with disk.os_errors_as(path, "reading its header"):
+        disk.read_all(fd, memoryview(header), 0)
+    if zlib.crc32(header) != shard.header:
+        raise CheckpointError(
+            f"{path}: got another header than was written, in bytes 0 to {len(header)}: the checksum differs; "
+            f"{_NEXT}"
+        )

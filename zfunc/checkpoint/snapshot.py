@@ -9,17 +9,10 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from zfunc.checkpoint.manifest import (
-    BUFFER,
-    PENDING,
-    Manifest,
-    ParameterEntry,
-    StateSlice,
-    TrainingPosition,
-)
+from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.dtypes import DTYPES, Dtype
-from zfunc.core.layout import Bucket, Layout, Span
+from zfunc.core.layout import Layout, Span
 from zfunc.core.optimizer_state import EMA, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
 
@@ -41,29 +34,28 @@ class Slice:
     stored: TensorInfo
 
 
-def state_slices(
-    layout: Layout, rank: int, world: int, pending: Mapping[int, Dtype], *, ema: bool = False
-) -> Iterator[Slice]:
-    """One rank's slices of the trained parameters, by bucket; with `ema` of the moving averages too.
+Kinds = Mapping[int, Sequence[StateBuffer]]  # what is kept of the parameters of each bucket
+Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]  # by name and kind
 
-    `pending` has the buckets whose gradient is still to be applied, with its type.
-    """
-    averages = (EMA,) if ema else ()
-    for bucket in layout.buckets:
-        gradient = [StateBuffer(PENDING, pending[bucket.index])] if bucket.index in pending else []
-        for span in bucket.spans:
+
+def stored_kinds(
+    layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False
+) -> dict[int, list[StateBuffer]]:
+    """The kinds of state that a checkpoint has by bucket; `frozen` has the type of each frozen bucket's values, and
+    with `ema` there are moving averages."""
+    averages = [EMA] if ema else []
+    kinds = {x.index: [*stored_buffers(x.state_format), *averages] for x in layout.buckets}
+    return kinds | {b: [StateBuffer(FROZEN, dtype)] for b, dtype in frozen.items()}
+
+
+def slices_of(layout: Layout, kinds: Kinds, rank: int, world: int) -> Iterator[Slice]:
+    """One rank's slices of every parameter's state of these kinds, by bucket."""
+    for bucket in (*layout.buckets, *layout.frozen_buckets):
+        for span in bucket.spans if bucket.index in kinds else ():
             piece = layout.piece(span, rank, world)
             if piece.start < piece.stop:
-                for buffer in (*stored_buffers(bucket.state_format), *averages, *gradient):
-                    yield _slice(span, bucket.index, buffer, piece.start, piece.stop, piece.at)
-
-
-def frozen_slices(layout: Layout, bucket: Bucket, dtype: Dtype, rank: int, world: int) -> Iterator[Slice]:
-    """One rank's slices of the frozen parameters of a bucket."""
-    for span in bucket.spans:
-        piece = layout.piece(span, rank, world)
-        if piece.start < piece.stop:
-            yield _slice(span, bucket.index, StateBuffer(FROZEN, dtype), piece.start, piece.stop, piece.at)
+                for kind in kinds[bucket.index]:
+                    yield _slice(span, bucket.index, kind, piece.start, piece.stop, piece.at)
 
 
 def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, at: int) -> Slice:
@@ -74,18 +66,14 @@ def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, 
     return Slice(span.name, bucket, buffer.name, first, last, buffer.numel(at), stored)
 
 
-def parameter_entries(
-    layout: Layout, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]], *, ema: bool = False
-) -> Iterator[ParameterEntry]:
-    """The parameters of a checkpoint, from their pieces by name and kind. An empty parameter has none."""
+def entries_of(layout: Layout, kinds: Kinds, pieces: Pieces) -> Iterator[ParameterEntry]:
+    """The parameters of a checkpoint, from their pieces. An empty parameter has none."""
     common = layout.state_format
     for bucket in (*layout.buckets, *layout.frozen_buckets):
         trainable = bucket.index < len(layout.buckets)
-        state = (*stored_buffers(bucket.state_format), *((EMA,) if ema else ()))
-        kinds = [x.name for x in state] if trainable else [FROZEN]
         own = bucket.state_format if trainable and bucket.state_format != common else None
         for span in bucket.spans:
-            by_kind = {**dict.fromkeys(kinds, ()), **pieces.get(span.name, {})}
+            by_kind = {x.name: pieces.get(span.name, {}).get(x.name, ()) for x in kinds[bucket.index]}
             yield ParameterEntry(span.name, span.shape, trainable, by_kind, own)
 
 
@@ -94,20 +82,15 @@ class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
 
     layout: Layout
-    frozen_dtypes: Mapping[int, Dtype]  # of the frozen buckets
+    kinds: Kinds
     position: TrainingPosition
     optimizer: Mapping[str, Any]
     buffers: Sequence[TensorInfo] = ()  # of modules, by full name
-    ema: bool = False  # whether there are moving averages
 
     def slices(self, rank: int, world: int) -> list[Slice]:
         """What one rank writes: its slices, of frozen parameters too; rank 0 also modules' buffers."""
-        layout = self.layout
-        slices = [*state_slices(layout, rank, world, {}, ema=self.ema)]
-        for bucket in layout.frozen_buckets:
-            slices += frozen_slices(layout, bucket, self.frozen_dtypes[bucket.index], rank, world)
-        first = len(layout.buckets) + len(layout.frozen_buckets)
-        for number, x in enumerate(self.buffers if rank == 0 else (), first):
+        slices = [*slices_of(self.layout, self.kinds, rank, world)]
+        for number, x in enumerate(self.buffers if rank == 0 else (), len(self.kinds)):
             if x.numel:
                 stored = evolve(x, name=f"{x.name}/{BUFFER}")
                 slices.append(Slice(x.name, number, BUFFER, 0, x.numel, 0, stored))
@@ -115,25 +98,22 @@ class Snapshot:
 
     def manifest(self, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Manifest:
         """The manifest of the shards that all ranks wrote, in their order."""
-        pieces: dict[str, dict[str, tuple[StateSlice, ...]]] = {}
+        pieces: Pieces = {}
         for rank in range(len(shards)):
             for x in self.slices(rank, len(shards)):
                 by_kind = pieces.setdefault(x.parameter, {})
                 piece = StateSlice(x.start, x.stop, rank, x.stored.name, 0)
                 by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
-
+        buffers = (
+            ParameterEntry(x.name, x.shape, False, {BUFFER: (), **pieces.get(x.name, {})})
+            for x in self.buffers
+        )
         return Manifest(
             world=len(shards),
-            state_format=self.layout.state_format,
+            moments=self.layout.state_format,
             shards=tuple(shards),
-            parameters=(*parameter_entries(self.layout, pieces, ema=self.ema), *self._buffer_entries(pieces)),
+            parameters=(*entries_of(self.layout, self.kinds, pieces), *buffers),
             position=self.position,
             optimizer=self.optimizer,
             extra=extra,
         )
-
-    def _buffer_entries(
-        self, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]]
-    ) -> Iterator[ParameterEntry]:
-        for x in self.buffers:
-            yield ParameterEntry(x.name, x.shape, False, {BUFFER: (), **pieces.get(x.name, {})})

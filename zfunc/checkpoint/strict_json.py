@@ -8,14 +8,17 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from reprlib import Repr
-from typing import Any, NoReturn, cast
+from types import NoneType
+from typing import Annotated, Any, NoReturn, TypeAlias, cast, get_args, get_origin, get_type_hints
 
-from attrs import define, frozen
+from attrs import NOTHING, define, fields, frozen, has
 
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 
 MAX_INT = 2**63 - 1
+IN_MEMORY = {"in a file": False}  # metadata of an attrs class's fields
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _short = Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
@@ -139,6 +142,9 @@ def known(names: dict[str, Any] | Sequence[str] | Callable[[], Any]) -> Callable
 
 
 COUNT, CHECKSUM, TEXT = Within(int, 0, MAX_INT), Within(int, 0, 2**32 - 1), Within(str, 1, 1000)
+Count: TypeAlias = Annotated[int, COUNT]
+Checksum: TypeAlias = Annotated[int, CHECKSUM]
+Text: TypeAlias = Annotated[str, TEXT]
 _PLAIN: dict[Any, str] = {
     bool: "true or false",
     int: "an integer",
@@ -153,8 +159,9 @@ def decode(value: object, kind: Any, where: str) -> Any:
     """`value`, if it is of a kind. Raises CheckpointError, with `where` and the place in the value, if not.
 
     Kinds are a type of JSON; `[kind]`, a list of any length; `(kind, kind)`, a list of that length; `{str: kind}`,
-    any names; `{"name": kind, "name?": kind}`, these names, of which the second may be missing; and a function that
-    returns the value, or another in its place, or raises Refusal.
+    any names; `{"name": kind, "name?": kind}`, these names, of which the second may be missing; an attrs class, an
+    object of its fields, which becomes one of the class; and a function that returns the value, or another in its
+    place, or raises Refusal.
 
     >>> decode({"at": [1, 2.5]}, {"at": (COUNT, float), "name?": TEXT}, "x")
     {'at': (1, 2.5)}
@@ -187,7 +194,59 @@ def of_kind(value: Any, kind: Any) -> Any:
         return _object(of_kind(value, dict), cast("dict[Any, Any]", kind))
     if kind in _PLAIN and type(value) is not kind and (kind, type(value)) != (float, int):
         raise Refusal(_short.repr(value), _PLAIN[kind])
+    if isinstance(kind, type) and has(kind):
+        return made(kind, _object(of_kind(value, dict), kinds_of(kind)))
     return kind(value)
+
+
+def made(cls: type, named: Mapping[str, Any], expected: str = "") -> Any:
+    """`cls(**named)`. Raises Refusal, of what was `expected`, for values that the class refuses."""
+    try:
+        return cls(**named)
+    except (ValueError, TypeError) as error:
+        raise Refusal(_short.repr(str(error)), expected or f"the fields of a {cls.__name__}") from error
+
+
+@cache
+def kinds_of(cls: type) -> dict[str, Any]:
+    """The kinds of the fields of an attrs class that a file has, by their aliases, from the annotations.
+
+    One with a default may be missing. `Annotated[T, kind]` is a T in memory, and of that kind in a file; a field
+    with the metadata IN_MEMORY is not in a file at all.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        f"{x.alias}{'?' * (x.default is not NOTHING)}": _kind(hints[x.name])
+        for x in fields(cls)
+        if x.metadata != IN_MEMORY
+    }
+
+
+def _kind(hint: Any) -> Any:
+    origin, of = get_origin(hint), [x for x in get_args(hint) if x is not NoneType]
+    if origin is Annotated:
+        return of[1]
+    if origin is tuple:
+        return [_kind(of[0])] if of[1:] == [...] else tuple(map(_kind, of))
+    if origin is Mapping:
+        return dict if of[1] is Any else {str: _kind(of[1])}
+    return _kind(of[0]) if of else hint
+
+
+def to_plain(value: Any) -> Any:
+    """A value of an attrs class as JSON's own types, which reads back equal as of that class; None is left out."""
+    if has(cast("type", type(value))):
+        own = [x for x in fields(cast("type", type(value))) if x.metadata != IN_MEMORY]
+        named = ((x.alias, getattr(value, x.name)) for x in own)
+        return {name: to_plain(x) for name, x in named if x is not None}
+    if isinstance(value, Mapping):
+        return {name: to_plain(x) for name, x in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        values = cast("Sequence[Any]", value)
+        return (
+            [*values] if values and type(values[0]) is int else [*map(to_plain, values)]
+        )  # of checksums: millions
+    return value
 
 
 def _object(given: dict[str, Any], kind: Mapping[Any, Any]) -> dict[str, Any]:
@@ -224,6 +283,14 @@ class JsonNode:
     def read(self, kind: Any) -> Any:
         """The value, if it is of a kind, as of `decode`."""
         return decode(self.value, kind, self.where)
+
+    def of_version(self, version: int) -> "JsonNode":
+        """An object of this version, without it. Raises CheckpointError for another one."""
+        found = self.entries().get("version")
+        if found is None or found.read(int) != version:
+            got = "no version" if found is None else f"version {found.value}"
+            self.refuse(f"version {version}, the one that this zfunc reads", got)
+        return JsonNode({name: x for name, x in self.value.items() if name != "version"}, self.where)
 
     def entries(self) -> "dict[str, JsonNode]":
         """The values of an object, by name."""

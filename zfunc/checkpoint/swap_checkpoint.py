@@ -12,30 +12,28 @@ from typing import Any
 from attrs import evolve
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest import Checkpoint, Manifest, StateSlice
-from zfunc.checkpoint.manifest_json import read_position
+from zfunc.checkpoint.manifest import Checkpoint, Manifest, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
-from zfunc.checkpoint.snapshot import Slice, frozen_slices, parameter_entries, state_slices
+from zfunc.checkpoint.snapshot import Pieces, Slice, entries_of, slices_of, stored_kinds
 from zfunc.checkpoint.strict_json import COUNT, TEXT, JsonNode, known
-from zfunc.checkpoint.striped_io import Stripe, block_checksum
 from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
     CommitRecord,
+    Stripes,
     SwapHeader,
     read_header,
     read_records,
     swap_file_name,
 )
+from zfunc.checkpoint.swap_stripes import Stripe, block_checksum
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.extents import SUMMED
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import MASTER, STATE_FORMATS
-from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 
-Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]
 _EDGES, _SPANS, _FORMAT = [(COUNT, COUNT)], [(TEXT, [COUNT], COUNT, COUNT)], known(lambda: [*STATE_FORMATS])
-_METADATA = {"position": dict, "optimizer": dict, "extra": dict}
+_METADATA = {"position": TrainingPosition, "optimizer": dict, "extra": dict}
 _IDENTITY = {
     **{"state_format": _FORMAT, "state_formats?": [_FORMAT], "precision": known(PRECISIONS)},
     **{"buckets": _EDGES, "frozen_buckets": _EDGES, "trained": _SPANS, "frozen": _SPANS},
@@ -121,39 +119,38 @@ def _check_all_there(paths: Sequence[Path]) -> None:
 
 def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
     identity = JsonNode(headers[0].identity, f"{where}.identity").read(_IDENTITY)
-    metadata = JsonNode(commits[0].metadata, f"{where}.metadata").read(
-        {"position": dict, "optimizer": dict, "extra": dict}
-    )
-    stored, kept_in, layout = identity["state_format"], identity["precision"], _layout(identity)
-    dtypes: dict[int, dict[str, Dtype]] = {}
-    for x in layout.frozen_buckets:  # in fp32 too, if they were rounded
-        in_fp32 = MASTER in headers[0].stripes.get(x.index, ({},))[0]
-        dtypes[x.index] = {MASTER: "fp32"} if in_fp32 else {FROZEN: kept_in}
-    for x in layout.buckets:
-        dtypes[x.index] = {kind.name: kind.dtype for kind in STATE_FORMATS[x.state_format]}
+    metadata = JsonNode(commits[0].metadata, f"{where}.metadata").read(_METADATA)
+    layout = _layout(identity)
+
+    def parts(header: SwapHeader, b: int) -> Stripes:
+        return header.stripes.get(b, ({},))[0]  # generations are cut alike
+
+    # Frozen parameters that were rounded are there in fp32 too.
+    in_fp32 = {x.index for x in layout.frozen_buckets if MASTER in parts(headers[0], x.index)}
+    kept_in: Dtype = identity["precision"]
+    frozen: dict[int, Dtype] = {
+        x.index: "fp32" if x.index in in_fp32 else kept_in for x in layout.frozen_buckets
+    }
+    kinds = stored_kinds(layout, frozen)
+    dtypes: dict[int, dict[str, Dtype]] = {
+        b: {MASTER if b in in_fp32 else x.name: x.dtype for x in own} for b, own in kinds.items()
+    }
     shards = list[Shard]()
     pieces: Pieces = {}
     for rank, (header, commit) in enumerate(zip(headers, commits, strict=True)):
-        slices = [*state_slices(layout, rank, header.world, {})]
-        for bucket in layout.frozen_buckets:
-            (dtype,) = dtypes[bucket.index].values()
-            slices += frozen_slices(layout, bucket, dtype, rank, header.world)
-        for x in slices:
+        for x in slices_of(layout, kinds, rank, header.world):
             by_kind = pieces.setdefault(x.parameter, {})
-            stripes, *_ = header.stripes.get(x.bucket, ({},))  # generations are cut alike
-            part = next(iter(dtypes[x.bucket])) if x.kind == FROZEN else x.kind
-            item = DTYPES[dtypes[x.bucket][part]].nbytes
-            parts = _cut_at_stripes(evolve(x, kind=part), stripes.get(part, ()), item, len(shards))
-            by_kind[x.kind] = (*by_kind.get(x.kind, ()), *parts)
+            part = MASTER if x.bucket in in_fp32 else x.kind
+            stripes, item = parts(header, x.bucket).get(part, ()), DTYPES[dtypes[x.bucket][part]].nbytes
+            cut = _cut_at_stripes(evolve(x, kind=part), stripes, item, len(shards))
+            by_kind[x.kind] = (*by_kind.get(x.kind, ()), *cut)
         shards += _shards(header, commit, dtypes)
     return Manifest(
         world=len(headers),
-        state_format=stored,
+        moments=identity["state_format"],
         shards=tuple(shards),
-        parameters=tuple(parameter_entries(layout, pieces)),
-        position=read_position(JsonNode(metadata["position"], f"{where}.metadata.position"), stored),
-        optimizer=metadata["optimizer"],
-        extra=metadata["extra"],
+        parameters=tuple(entries_of(layout, kinds, pieces)),
+        **metadata,
     )
 
 
@@ -175,7 +172,6 @@ def _shards(
     """The committed generations of the extents in each of a rank's files; a tensor for each buffer's stripe."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
-    checksums: list[dict[str, tuple[int, ...]]] = [{} for _ in header.folders]
     sums = header.checksums_of(commit)
     for b, g in zip(header.extents, commit.generations, strict=True):
         own = dtypes.get(b, {})
@@ -184,12 +180,12 @@ def _shards(
                 dtype, name = DTYPES[own[kind]], _tensor(b, kind)
                 for x in stripes:
                     numel = (x.stop - x.start) // dtype.nbytes
-                    tensors[x.file].append(TensorInfo(name, dtype.safetensors, (numel,)))
+                    own_sums = tuple(sums[b][kind][x.first : x.last])
+                    tensors[x.file].append(TensorInfo(name, dtype.safetensors, (numel,), own_sums))
                     places[x.file][name] = x.place
-                    checksums[x.file][name] = tuple(sums[b][kind][x.first : x.last])
     for n, size in enumerate(header.sizes):
         file = swap_file_name(header.rank, header.world, n)
-        yield Shard(file, size, 0, SUMMED, tuple(tensors[n]), checksums[n], places[n], block_checksum)
+        yield Shard(file, size, 0, SUMMED, tuple(tensors[n]), places[n], block_checksum)
 
 
 def _tensor(b: int, kind: str) -> str:

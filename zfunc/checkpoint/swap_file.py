@@ -8,7 +8,8 @@ A file holds, each part padded to 4,096 bytes:
     2 records  in the first folder's file alone: number and generation of every extent, checksums of their bytes,
                and the metadata of the commit
 
-A header or record is read back equal to the one written, or refused.
+A header or record is read back equal to the one written, or refused. The bytes of extents are checked where they
+are read (`zfunc.checkpoint.swap_stripes`), what else is in a folder in `zfunc.checkpoint.swap_folders`.
 """
 
 import re
@@ -19,13 +20,14 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.strict_json import COUNT, MAX_INT, TEXT, Within
-from zfunc.checkpoint.striped_io import Stripe, lay_stripes, num_checksums
+from zfunc.checkpoint.strict_json import COUNT, MAX_INT, Count, Text, Within
+from zfunc.checkpoint.swap_stripes import Stripe, lay_stripes, num_checksums
 from zfunc.core.extents import BLOCK, Extent, record_bytes, whole_blocks
 from zfunc.errors import CheckpointError
 from zfunc.runtime.direct_io import DirectFile, pages_for
@@ -39,11 +41,15 @@ Read = Callable[[int, int], bytes]  # from an offset of a file, so many bytes
 Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
-_HEADER_FIELDS = {
-    **{"version": int, "identity": dict, "run": TEXT, "rank": COUNT, "world": Within(int, 1, MAX_INT)},
-    **{"folders": [Within(str, 1, 10_000)], "shares": [COUNT], "folder": COUNT},
-    "extents": [(COUNT, Within(int, 1, 2), {str: COUNT})],  # the bucket, its generations, its buffers
-}
+
+
+def _extents(value: Any) -> dict[int, Extent]:
+    """The kind of extents: of each a list of its bucket, its generations, and its buffers' sizes by name."""
+    each = strict_json.of_kind(value, [(COUNT, Within(int, 1, 2), {str: COUNT})])
+    extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
+    if len(extents) < len(each):
+        raise strict_json.Refusal("one twice", "extents of each bucket once")
+    return extents
 
 
 def swap_file_name(rank: int, world: int, folder: int) -> str:
@@ -65,33 +71,20 @@ class SwapHeader:
     """
 
     identity: Mapping[str, Any]
-    run: str
-    rank: int
-    world: int
-    folders: tuple[str, ...]
-    shares: tuple[int, ...]
-    extents: Mapping[int, Extent]
-    folder: int = 0
+    run: Text
+    rank: Count
+    world: Annotated[int, Within(int, 1, MAX_INT)]
+    folders: tuple[Annotated[str, Within(str, 1, 10_000)], ...]
+    shares: tuple[Count, ...]
+    extents: Annotated[Mapping[int, Extent], _extents]
+    folder: Count
 
     @cached_property
     def raw(self) -> bytes:
         """The bytes that a file begins with. Raises CheckpointError for too many of them."""
-        text = strict_json.render(
-            {
-                "version": VERSION,
-                "identity": self.identity,
-                "run": self.run,
-                "rank": self.rank,
-                "world": self.world,
-                "folders": self.folders,
-                "shares": self.shares,
-                "extents": [
-                    [b, extent.generations, {x.name: x.nbytes for x in extent.parts}]
-                    for b, extent in self.extents.items()
-                ],
-                "folder": self.folder,
-            }
-        )
+        extents = [[b, x.generations, {p.name: p.nbytes for p in x.parts}] for b, x in self.extents.items()]
+        named = {"version": VERSION, **asdict(self, recurse=False), "extents": extents}
+        text = strict_json.render(named)
         if len(text) > HEADER_LIMIT:
             raise CheckpointError(
                 f"swap space: got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer and "
@@ -198,20 +191,46 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
             "another swap folder; check this disk"
         )
     root = strict_json.parse_json(text, where)
-    if (version := root.entries().get("version")) is None or version.read(int) != VERSION:
-        root.refuse(f"version {VERSION}, the one that this zfunc reads", "another version")
-    x = root.read(_HEADER_FIELDS)
-    del x["version"]
-    count, each, shares = len(x["folders"]), x["extents"], x["shares"]
-    if x["folder"] >= count or len(shares) != count or not all(shares):
-        root.refuse(
-            "a file of one of the folders, which have shares above 0", f"{x['folder']} of {list(shares)}"
+    header: SwapHeader = root.of_version(VERSION).read(SwapHeader)
+    if (
+        header.folder >= len(header.folders)
+        or len(header.shares) != len(header.folders)
+        or not all(header.shares)
+    ):
+        got = f"{header.folder} of {list(header.shares)}"
+        root.refuse("a file of one of the folders, which have shares above 0", got)
+    return header
+
+
+def check_header(
+    path: Path,
+    header: SwapHeader,
+    first: SwapHeader,
+    identity: Mapping[str, Any],
+    extents: Mapping[int, Extent],
+    place: tuple[int, int, int],
+) -> None:
+    """Raise CheckpointError unless the file is of this identity, these extents, this place (rank, ranks, number
+    of folders), and of one space with the first."""
+    same = "continue with the settings it was made with, or name another swap folder"
+    for key in {**header.identity, **identity}:
+        if header.identity.get(key) != identity.get(key):
+            got, expected = (f"{x.get(key)!r:.60}" for x in (header.identity, identity))
+            raise CheckpointError(f"{path}: got a swap space with {key} {got}, expected {expected}: {same}")
+    if (got := (header.rank, header.world, len(header.folders))) != place:
+        raise CheckpointError(
+            f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "
+            f"{', '.join(header.folders)}"
         )
-    extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
-    if len(extents) < len(each):
-        root.refuse("extents of each bucket once", "one twice")
-    x["extents"] = extents
-    return SwapHeader(**x)
+    if [*header.extents.items()] != [*extents.items()]:
+        raise CheckpointError(
+            f"{path}: got a swap space of other buckets, expected those of this model: {same}"
+        )
+    if header != first:
+        raise CheckpointError(
+            f"{path}: got a file of another swap space than {first.folders[0]}, expected one of the same: name its "
+            f"folders in their order, {', '.join(header.folders)}"
+        )
 
 
 @frozen

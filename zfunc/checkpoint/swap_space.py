@@ -22,13 +22,13 @@ from typing import Any
 from attrs import define, field
 
 from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import check_plain
-from zfunc.checkpoint.parallel_io import in_parallel
-from zfunc.checkpoint.striped_io import StripedBuffer, read_striped, write_striped
 from zfunc.checkpoint.swap_file import (
     CommitRecord,
     Stripes,
     SwapHeader,
+    check_header,
     read_header,
     read_records,
     reader_of,
@@ -43,6 +43,7 @@ from zfunc.checkpoint.swap_folders import (
     tell_shared_drives,
     unfinished_name,
 )
+from zfunc.checkpoint.swap_stripes import StripedBuffer, read_striped, write_striped
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError
 from zfunc.runtime.direct_io import DirectFile, pages_for
@@ -120,7 +121,7 @@ class SwapSpace:
         check_folders(folders)
         tell_shared_drives(folders)
         names = tuple(str(x.absolute()) for x in folders)
-        header = SwapHeader(identity, run, rank, world, names, (1,) * len(folders), dict(extents))
+        header = SwapHeader(identity, run, rank, world, names, (1,) * len(folders), dict(extents), 0)
         paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
@@ -194,7 +195,7 @@ class SwapSpace:
             for n, (file, header) in enumerate(zip(files, headers, strict=True)):
                 other = {b: x for b, x in (instead or {}).items() if header.extents.get(b) == x}
                 expected = {**extents, **other}
-                _check_header(
+                check_header(
                     file.path, header, headers[0].of(n), identity, expected, (rank, world, len(folders))
                 )
             for file in files:  # what a killed process wrote may still be in a cache
@@ -373,36 +374,6 @@ def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
     """Make a record invalid, and wait until that is on the disk."""
     _write(file, bytes(BLOCK), header.record_at(record.number), f"the record of commit {record.number}")
     file.sync()
-
-
-def _check_header(
-    path: Path,
-    header: SwapHeader,
-    first: SwapHeader,
-    identity: Mapping[str, Any],
-    extents: Mapping[int, Extent],
-    place: tuple[int, int, int],
-) -> None:
-    """The file is of this identity and place, and of one space with the first."""
-    same = "continue with the settings it was made with, or name another swap folder"
-    for key in {**header.identity, **identity}:
-        if header.identity.get(key) != identity.get(key):
-            got, expected = (f"{x.get(key)!r:.60}" for x in (header.identity, identity))
-            raise CheckpointError(f"{path}: got a swap space with {key} {got}, expected {expected}: {same}")
-    if (got := (header.rank, header.world, len(header.folders))) != place:
-        raise CheckpointError(
-            f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "
-            f"{', '.join(header.folders)}"
-        )
-    if [*header.extents.items()] != [*extents.items()]:
-        raise CheckpointError(
-            f"{path}: got a swap space of other buckets, expected those of this model: {same}"
-        )
-    if header != first:
-        raise CheckpointError(
-            f"{path}: got a file of another swap space than {first.folders[0]}, expected one of the same: name its "
-            f"folders in their order, {', '.join(header.folders)}"
-        )
 
 
 def _lock_file(path: Path) -> int:

@@ -19,11 +19,17 @@ from torch import Tensor
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
+from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import check_plain
-from zfunc.checkpoint.manifest_json import position_fields, read_shard, shard_fields
-from zfunc.checkpoint.parallel_io import in_parallel
-from zfunc.checkpoint.safetensors_file import CHUNK, Shard, cut_elements, describe_shard, num_chunks
-from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
+from zfunc.checkpoint.safetensors_file import (
+    CHUNK,
+    Shard,
+    ShardWriter,
+    create_shard,
+    cut_elements,
+    describe_shard,
+    num_chunks,
+)
 from zfunc.checkpoint.snapshot import Slice, Snapshot
 from zfunc.core.decision import StepDecision
 from zfunc.core.spec import FROZEN
@@ -109,7 +115,7 @@ class CheckpointWriter:
         ranks = self.ranks
         try:
             shard = all_or_none(ranks, self._finish)
-            texts = ranks.texts(strict_json.render(shard_fields(shard)).decode())
+            texts = ranks.texts(strict_json.render(strict_json.to_plain(shard)).decode())
             path = all_or_none(ranks, partial(self._publish, texts))
             return SaveResult(Path(ranks.texts(str(path))[0]))
         except RankError:
@@ -138,7 +144,7 @@ class CheckpointWriter:
         """On rank 0: publish the shards that the ranks describe, and return the checkpoint's folder."""
         if self._unfinished is None:
             return None
-        shards = [read_shard(strict_json.parse_json(text.encode(), "a rank's shard")) for text in texts]
+        shards = [strict_json.parse_json(text.encode(), "a rank's shard").read(Shard) for text in texts]
         manifest = self.snapshot.manifest(shards, self.save.extra)
         return checkpoints.publish_checkpoint(self._unfinished, manifest, keep=self.save.keep)
 
@@ -158,7 +164,7 @@ def begin_writing(
 
     def begin() -> UnfinishedCheckpoint | None:
         for name, value in (
-            ("position", position_fields(snapshot.position)),
+            ("position", strict_json.to_plain(snapshot.position)),
             ("optimizer", dict(snapshot.optimizer)),
             ("extra", dict(save.extra)),
         ):

@@ -8,7 +8,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zfunc.checkpoint.striped_io import (
+from zfunc.checkpoint.swap_folders import check_folders
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.swap_stripes import (
     Stripe,
     StripedBuffer,
     lay_stripes,
@@ -16,8 +18,6 @@ from zfunc.checkpoint.striped_io import (
     read_striped,
     write_striped,
 )
-from zfunc.checkpoint.swap_folders import check_folders
-from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region

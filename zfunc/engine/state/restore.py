@@ -14,11 +14,11 @@ from torch import Tensor
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import BUFFER, PENDING, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
+from zfunc.checkpoint.snapshot import Slice, slices_of, stored_kinds
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, stored_buffers, weight_buffers
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, stored_buffers, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.state.state import Buffers
 from zfunc.engine.state.weights import begin_averages, send_weights
@@ -51,19 +51,19 @@ def fill_state(
     """
     manifest, world = checkpoint.manifest, ranks.world
     trained = {x.name for x in manifest.parameters if x.trainable}
-    pending: dict[int, Dtype] = {}
+    kinds = stored_kinds(layout, {}, ema=buffers.ema(0) is not None)
     if manifest.position.pending is not None:
-        pending = dict.fromkeys(buffers.waiting(), "fp32")
-    state = [*state_slices(layout, ranks.rank, world, pending, ema=buffers.ema(0) is not None)]
+        for b in buffers.waiting():
+            kinds[b].append(StateBuffer(PENDING, "fp32"))
+    state = [*slices_of(layout, kinds, ranks.rank, world)]
     averages = [x for x in state if x.kind == EMA.name]
     own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
     other = {x for x in own if x not in trained or manifest.format_of(manifest.by_name[x]) != own[x]}
     changed = [x for x in state if x.parameter in other and x.kind not in BESIDE]
     frozen = [*_frozen_slices(buffers, layout, ranks)]
     converted = [x for x in frozen if x.parameter in trained]
-    for b in buffers.masters:
-        rounded = frozen_slices(layout, layout.weights(b), "fp32", ranks.rank, world)
-        converted += [evolve(x, kind=MASTER) for x in rounded]
+    masters = {b: [StateBuffer(MASTER, "fp32")] for b in buffers.masters}
+    converted += slices_of(layout, masters, ranks.rank, world)
     equal = [x for x in state if (x.parameter not in other and x.kind != EMA.name) or x.kind == PENDING]
     equal += [x for x in frozen if x.parameter not in trained]
     begun: list[str] = []
@@ -129,7 +129,7 @@ def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterat
         params = buffers.weights.get(bucket.index)  # None: each has its slice on the disk
         whole = params is not None and params.flat.numel() == bucket.numel
         rank, world = (0, 1) if whole else (ranks.rank, ranks.world)
-        yield from frozen_slices(layout, bucket, "fp32", rank, world)
+        yield from slices_of(layout, {bucket.index: [StateBuffer(FROZEN, "fp32")]}, rank, world)
 
 
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:

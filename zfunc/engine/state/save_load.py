@@ -19,7 +19,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import Manifest, check_model
 from zfunc.checkpoint.safetensors_file import TensorInfo
-from zfunc.checkpoint.snapshot import Snapshot
+from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
@@ -109,11 +109,12 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         )
     precision: Dtype = program.settings.precision
     masters = state.buffers.masters
+    frozen: dict[int, Dtype] = {
+        x.index: "fp32" if x.index in masters else precision for x in program.layout.frozen_buckets
+    }
     snapshot = Snapshot(
         layout=program.layout,
-        frozen_dtypes={
-            x.index: "fp32" if x.index in masters else precision for x in program.layout.frozen_buckets
-        },
+        kinds=stored_kinds(program.layout, frozen, ema=program.spec.ema),
         position=position_of(state),
         optimizer=optimizer_settings(program, state.step),
         buffers=[
@@ -121,7 +122,6 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
             for segment in program.segments
             for short, t in segment.buffers.items()
         ],
-        ema=program.spec.ema,
     )
     return begin_writing(snapshot, save, program.ranks, state.buffers.frozen_master)
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import TrainingPosition
-from zfunc.checkpoint.manifest_json import position_fields, read_position
-from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.strict_json import JsonNode, to_plain
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_folders import check_folders
 from zfunc.checkpoint.swap_space import SwapSpace
@@ -172,14 +171,14 @@ def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict
         raise CheckpointError(
             f"{where}: got a swap space that nothing was committed to: start again with init, which replaces it"
         )
-    position = read_position(JsonNode(metadata["position"], where), swap.header.identity["state_format"])
+    position: TrainingPosition = JsonNode(metadata["position"], where).read(TrainingPosition)
     return position, dict(metadata["optimizer"]), dict(metadata["extra"])
 
 
 def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What a commit of `state` says beside the bytes."""
     return {
-        "position": position_fields(position_of(state)),
+        "position": to_plain(position_of(state)),
         "optimizer": optimizer_settings(program, state.step),
         "extra": dict(extra),
     }

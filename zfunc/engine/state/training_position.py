@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zfunc.checkpoint.manifest import TrainingPosition
-from zfunc.checkpoint.manifest_json import factor_fields
+from zfunc.checkpoint.strict_json import to_plain
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import Buffers, State
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -42,7 +42,7 @@ def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
     """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
     optimizer, update = program.optimizer, max(1, step)
     return {
-        **factor_fields(optimizer.factors(update)),
+        **to_plain(optimizer.factors(update)),
         **optimizer.describe(),
         "clip_norm": program.settings.clip_norm,
         "precision": program.settings.precision,

@@ -16,8 +16,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, check_averages, read_weights
 from zfunc.checkpoint.reader import CheckpointReader
-from zfunc.checkpoint.safetensors_file import TensorInfo
-from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
+from zfunc.checkpoint.safetensors_file import ShardWriter, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.engine.compile.program import Program, check_state

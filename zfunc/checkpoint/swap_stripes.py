@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import frozen
 
-from zfunc.checkpoint.parallel_io import in_parallel
+from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.safetensors_file import cut, num_chunks
 from zfunc.core.extents import BLOCK, SUMMED, cut_in_shares, whole_blocks
 from zfunc.errors import CheckpointError
