@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from zfunc.optim.sgd import SGD
     from zfunc.planner.plan_step import plan as plan
     from zfunc.runtime.executor import Jitter
-    from zfunc.train.deepspeed.convert import from_deepspeed
+    from zfunc.train.deepspeed.mapping import from_deepspeed
 
 _HOMES = {
     "AbandonedCalls": "errors",
@@ -89,7 +89,7 @@ _HOMES = {
     "compile": "engine.compile.compile",
     "evaluate": "engine.step.evaluate",
     "flush": "engine.step.flush",
-    "from_deepspeed": "train.deepspeed.convert",
+    "from_deepspeed": "train.deepspeed.mapping",
     "groups": "optim.groups",
     "init": "engine.state.init",
     "load": "engine.state.save_load",

@@ -20,7 +20,7 @@ from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.keyword_settings import settings_with
 from zfunc.core.settings import HELP, OPTION, StepSettings
 from zfunc.options import flag_fields, options_of, values_of_flags
-from zfunc.train.deepspeed.convert import from_deepspeed
+from zfunc.train.deepspeed.mapping import from_deepspeed
 from zfunc.train.settings import TRAIN, ModelFlags, TrainSettings, step_settings
 
 FIELDS = {f.name: f for f in fields(StepSettings)}

@@ -16,9 +16,8 @@ from zfunc.errors import NonFiniteError
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
 from zfunc.optim.optimizer_settings import matrices_only
-from zfunc.train.deepspeed.convert import DeepSpeedSettings
-from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, read_value
-from zfunc.train.deepspeed.lr import (
+from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, ConfigValues, read_value, read_values
+from zfunc.train.deepspeed.learning_rate_schedules import (
     SCHEDULERS,
     LRSchedule,
     OneCycle,
@@ -27,8 +26,7 @@ from zfunc.train.deepspeed.lr import (
     WarmupDecayLR,
     lr_schedule,
 )
-from zfunc.train.deepspeed.reader import ConfigValues, read_config_file, read_values
-from zfunc.train.deepspeed.settings import optimizer_arguments
+from zfunc.train.deepspeed.mapping import DeepSpeedSettings, optimizer_arguments
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "deepspeed.json"
@@ -191,7 +189,7 @@ def test_every_key_accepts_its_default() -> None:
     for key in KEYS.values():
         assert key.name in refusal(nested(key.name, [object()]))
         if key.default is not None and key.default not in key.exceptions:
-            values = read_values(read_config_file(nested(key.name, key.default)))
+            values = read_values(nested(key.name, key.default))
             assert values[key.name] == key.default
             assert list(values.ignored().values()) == ([[key.name]] if key.fate == "ignored" else []), key
     assert set(OLD_NAMES.values()) <= KEYS.keys()
@@ -373,7 +371,7 @@ def name(case: dict[str, Any]) -> str:
 def values(case: dict[str, Any]) -> ConfigValues:
     """A file that has this case."""
     scheduler = {"type": case["type"], "params": case["params"]}
-    return read_values(read_config_file({**adam(lr=case["lr"]), "scheduler": scheduler}))
+    return read_values({**adam(lr=case["lr"]), "scheduler": scheduler})
 
 
 def test_every_scheduler_has_cases() -> None:

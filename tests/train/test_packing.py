@@ -181,6 +181,10 @@ def test_a_tokenizer_makes_tokens_with_its_end_after_each_document(
     assert sorted(tokens_of(corpus)) == sorted(expected)
     assert "left out: 1 empty and 1 binary files" in str(corpus)
     assert f"tokenizer: {tokenizer_file}, vocabulary 53, end token 2" in str(corpus)
+    whole = opened(folder, tmp_path, tokenizer=tokenizer, whole_documents=9)
+    assert (tokens_of(whole), whole.train.num_sequences(9)) == (tokens_of(corpus), len(whole.train) // 8)
+    alone = opened(folder, tmp_path, tokenizer=tokenizer, whole_documents=9, split=False)
+    assert (len(alone.train), alone.held_out.num_sequences(9)) == (len(tokens_of(corpus)), 0)
 
 
 def test_a_long_text_is_split_by_position(tokenizer_file: Path, tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
     """The settings of the given flags."""
     given = given_fields(command.settings, args)
     if "config" in given:
-        given = _with_config(given)
+        from zfunc.train.deepspeed.mapping import with_config
+
+        given = with_config(given, world_size())
     if command.settings is TrainSettings:
         given = {**_length(given), **given}
         if "hf" in given:
@@ -113,14 +115,6 @@ def _length(given: dict[str, Any]) -> dict[str, Any]:
     if given.keys() & {"steps", "epochs", "seconds"}:
         return {"steps": None}
     return {"steps": None, "epochs": 1.0} if "hf" in given else {}
-
-
-def _with_config(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags and the DeepSpeed configuration that they name, as flags."""
-    from zfunc.train.deepspeed.reader import read_config_file
-    from zfunc.train.deepspeed.settings import merge_flags
-
-    return merge_flags(given, read_config_file(given["config"]), world_size())
 
 
 # --- streams and errors ----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
-from zfunc.train.deepspeed.convert import config_extras
+from zfunc.train.deepspeed.mapping import config_extras
 from zfunc.train.events import (
     INTERRUPT,
     TEMPERATURE,

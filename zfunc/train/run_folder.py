@@ -30,7 +30,7 @@ import attrs
 from attrs import define
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
-from zfunc.train.deepspeed.reader import read_config_file
+from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, read_json_object, rows_of
 from zfunc.viz.chrome_trace import chrome_trace
@@ -210,9 +210,7 @@ def _config(event: Started) -> dict[str, Any]:
     return {
         "settings": {**attrs.asdict(event.settings), **event.sizes},
         "architecture": event.architecture or "GPT",
-        "deepspeed": None
-        if event.settings.config is None
-        else read_config_file(event.settings.config).values,
+        "deepspeed": None if event.settings.config is None else read_file(event.settings.config),
         "data": event.data,
         "unit": event.unit,
         "parameters": event.parameters,

@@ -41,7 +41,7 @@ from zfunc.runtime.thread_budget import local_ranks
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
-from zfunc.train.deepspeed.convert import config_extras, startup_notes
+from zfunc.train.deepspeed.mapping import config_extras, startup_notes
 from zfunc.train.gpt_flags import GPT2_VOCAB_SIZE, gpt_config
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (

@@ -76,7 +76,7 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
     """Returns why the last step could not be saved, or ""."""
     from zfunc.cli.train_lines import PlainOutput, progress
     from zfunc.planner.kept_costs import cache_folder
-    from zfunc.train.deepspeed.convert import config_extras
+    from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
     from zfunc.train.run_folder import record_event, record_failure

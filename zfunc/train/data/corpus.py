@@ -51,7 +51,7 @@ class DocumentRows:
 
 def document_rows(ends: np.ndarray, seq_length: int) -> DocumentRows:
     """The sequences of documents that end at `ends` [documents], ascending."""
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
     counts = -(-(ends - starts) // seq_length)  # of pieces
     number = np.arange(counts.sum()) - np.repeat(
         np.cumsum(counts) - counts, counts

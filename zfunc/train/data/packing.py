@@ -198,8 +198,8 @@ def _packed(
     if not isinstance(vocabulary, Tokenizer):
         lines.append(f"tokens below {vocabulary.vocab_size:,}, as they are, without end tokens")
     elif vocabulary is not BYTES:
-        end = f"end token {vocabulary.end}"
-        lines.append(f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, {end}")
+        size = f"vocabulary {vocabulary.vocab_size:,}"
+        lines.append(f"tokenizer: {vocabulary.name}, {size}, end token {vocabulary.end}")
     if split:
         lines.append(_held_out_line(packed["held_out"], parts[1].tokens, unit))
     lines += [*packed["lines"], *source.notes]

@@ -1,17 +1,25 @@
-"""DeepSpeed's keys, read from keys.toml: checks, messages and docs/deepspeed.md are derived from this table."""
+"""DeepSpeed's keys, of keys.toml, and a file read by them: JSON with comments and trailing commas.
+
+Every key is known, every value has its type, nothing is unsupported; all that is wrong is said at once. Checks,
+messages and docs/deepspeed.md are derived from the table.
+"""
 
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import frozen
+from attrs import field, frozen
 
+from zfunc.errors import did_you_mean
 from zfunc.options import AUTO
 
 READ_BY_NAME = ("aio", "activation_checkpointing")  # where DeepSpeed 0.19 ignores unknown keys
 FATES = ("supported", "ignored", "unsupported")
+OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of today
+LIMIT = 1 << 20  # bytes of a file; they have a few thousand, and json5 is slow
 
 
 @frozen
@@ -53,12 +61,23 @@ class Key:
         return self.note if self.fate == "unsupported" and self.acts(value) else ""
 
     def acts(self, value: Any) -> bool:
-        """Whether a value differs from the default; of a block, whether it is on."""
+        """Whether a value differs from the default; of a block, whether it is on: by its `switch`, else by the keys
+        `enabled` in it, and without any, by not being empty.
+        """
         if self.type != "object":
             return value != self.default
         if self.switch and isinstance(value, dict):
             return cast("dict[str, Any]", value).get(self.switch) not in (None, False, 0, AUTO)
-        return switched_on(value)
+        switches = [*_switches(cast("dict[str, Any]", value))] if isinstance(value, dict) else []
+        return any(switches) if switches else bool(value)
+
+
+def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
+    for name, value in block.items():
+        if name == "enabled":
+            yield bool(value)
+        elif isinstance(value, dict):
+            yield from _switches(cast("dict[str, Any]", value))
 
 
 def read_value(kind: str | list[Any], value: Any) -> Any:
@@ -99,43 +118,160 @@ _TABLE = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
 KEYS = {name: _key(name, row, _TABLE["notes"]) for name, row in _TABLE["keys"].items()}
 OLD_NAMES: dict[str, str] = _TABLE["old"]
 """Names that older files have, each with the name of today."""
-OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of today
-
-
-def _blocks() -> Iterator[str]:
-    for name in (*KEYS, *OLD_NAMES):
-        while name := name.rpartition(".")[0]:
-            yield name
-
-
-BLOCKS = frozenset(_blocks())
+_NAMES: dict[str, dict[str, None]] = {}  # that a block may have, in the table's order
+for _name in (*KEYS, *OLD_NAMES):
+    while _name:
+        _block, _, _last = _name.rpartition(".")
+        _NAMES.setdefault(_block, {})[_last] = None
+        _name = _block
+BLOCKS = _NAMES.keys() - {""}
 """Objects that a file may have, by dotted name."""
 
 
-def names_in(block: str) -> list[str]:
-    """The keys that a block may have, in the table's order, as a file writes them.
+# --- a file -----------------------------------------------------------------------------------------------
 
-    >>> names_in("bf16")[0]
-    'enabled'
+
+@frozen
+class ConfigValues:
+    """The value of every key.
+
+    >>> values = read_values({"bf16": {"enabled": "auto"}})
+    >>> values["bf16.enabled"], values.sets("bf16.enabled"), values.auto
+    (False, False, ['bf16.enabled'])
     """
-    prefix = f"{block}." if block else ""
-    inside = (name[len(prefix) :] for name in (*KEYS, *OLD_NAMES) if name.startswith(prefix))
-    return list(dict.fromkeys(name.partition(".")[0] for name in inside))
+
+    source: str  # as errors name it
+    given: Mapping[str, Any] = field(factory=dict[str, Any])  # what the caller sets where the file does not
+    file: dict[str, Any] = field(factory=dict[str, Any])  # what the file sets
+    auto: list[str] = field(factory=list[str])  # keys that are "auto" in the file
+    old: dict[str, str] = field(factory=dict[str, str])  # names of today, each with the file's old one
+    unread: list[str] = field(factory=list[str])  # names in the file that DeepSpeed ignores too
+
+    def __getitem__(self, name: str) -> Any:
+        """The file's value of a key, else the caller's, else DeepSpeed's default."""
+        return self.file.get(name, self.given.get(name, KEYS[name].default))
+
+    def sets(self, name: str) -> bool:
+        """Whether the file or the caller sets a key."""
+        return name in self.file or name in self.given
+
+    def leaves_open(self, name: str) -> bool:
+        """Whether a key is "auto" and nobody gives it: then zfunc's own default for the kind of run holds."""
+        return name in self.auto and name not in self.given
+
+    def has(self, block: str) -> bool:
+        """Whether the file has anything in a block."""
+        return any(name.startswith(f"{block}.") for name in (*self.file, *self.auto))
+
+    def ignored(self) -> dict[str, list[str]]:
+        """Keys in the file that have no effect, by the reason."""
+        reasons = {"DeepSpeed ignores it too": [*self.unread]} if self.unread else {}
+        for name, value in self.file.items():
+            key = KEYS[name]
+            if key.fate == "ignored" and (key.type != "object" or key.acts(value)):
+                reasons.setdefault(key.note, []).append(name)
+        return reasons
+
+    def refused(self, name: str, got: Any, key: str) -> ValueError:
+        """The error for an argument that contradicts a key."""
+        return ValueError(
+            f"{name}: got {got}, and {self.source} says {key} {self[key]}, expected one of them: leave one out, or "
+            f'write "{AUTO}" into the file'
+        )
 
 
-def switched_on(value: Any) -> bool:
-    """Whether a block is on: by the keys `enabled` in it; without any, by not being empty.
+Source = str | PathLike[str] | Mapping[str, Any]
 
-    >>> switched_on({"enabled": False, "size": 3}), switched_on({"size": 3}), switched_on({})
-    (False, True, False)
+
+def read_file(source: Source) -> Mapping[str, Any]:
+    """The object in a file, or a dict as if it were one. Raises ValueError, with the line, for a syntax error."""
+    if isinstance(source, Mapping):
+        return source
+    import json5
+
+    path = Path(source).expanduser()
+    try:
+        if path.stat().st_size > LIMIT:
+            raise ValueError("more than 1 MiB")
+        values = json5.loads(path.read_bytes().decode("utf-8-sig"), allow_duplicate_keys=False)
+    except OSError as error:
+        raise ValueError(f"{path}: got {error.strerror!r}, expected a JSON file: pass one") from error
+    except (ValueError, RecursionError) as error:
+        at = str(error).replace("<string>:", "line ", 1)  # json5 gives line, token and column
+        raise ValueError(
+            f"{path}: got {at}, expected JSON, with comments as // and /* */: correct it"
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: got a {type(values).__name__}, expected a JSON object: put it in {{ }}")
+    return cast("dict[str, Any]", values)
+
+
+def read_values(source: Source, given: Mapping[str, Any] | None = None) -> ConfigValues:
+    """The values of a file or dict, which leaves open what `given` fills, by key.
+
+    Raises ValueError for unknown keys, each with the nearest one, for values of another type, for what is
+    unsupported, with what to do instead; and for a given value that the file contradicts.
     """
-    switches = list(_switches(cast("dict[str, Any]", value))) if isinstance(value, dict) else []
-    return any(switches) if switches else bool(cast("object", value))
+    name = "the dict" if isinstance(source, Mapping) else str(Path(source).expanduser())
+    values = ConfigValues(name, dict(given or {}))
+    wrong = list(_take(values, _of_known_optimizer(read_file(source)), ""))
+    for name, value in values.given.items():
+        if name not in KEYS:
+            hint = f"expected a key{did_you_mean(name, list(KEYS))}"
+            wrong.append(f"given[{name!r}]: got {value!r}, {hint}: correct it")
+        elif read_value(KEYS[name].type, value) is None:
+            wrong.append(f"given[{name!r}]: got {value!r}, expected {KEYS[name].expected}: correct it")
+        elif values.file.get(name, value) != value:
+            raise values.refused(f"given[{name!r}]", value, name)
+    if wrong:
+        raise ValueError(f"{values.source}: " + "\n".join(wrong))
+    return values
 
 
-def _switches(block: dict[str, Any]) -> Iterator[bool]:
-    for name, value in block.items():
-        if name == "enabled":
-            yield bool(value)
-        elif isinstance(value, dict):
-            yield from _switches(cast("dict[str, Any]", value))
+def _of_known_optimizer(file: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The file, without the parameters of an optimizer that zfunc lacks: its name alone is refused."""
+    block = file.get("optimizer")
+    kind = cast("Mapping[str, Any]", block).get("type") if isinstance(block, Mapping) else None
+    known = kind in (None, AUTO) or read_value(KEYS["optimizer.type"].type, kind)
+    return file if known else {**file, "optimizer": {"type": kind}}
+
+
+def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> Iterator[str]:
+    """Take the keys of a block, by dotted name, and say what is wrong with them; null sets nothing."""
+    for last, value in block_values.items():
+        written = name = f"{block}.{last}" if block else str(last)
+        if name == "zero_optimization" and isinstance(value, bool):  # an early form
+            name, value = "zero_optimization.stage", int(value)
+        if name in OLD_NAMES:
+            name = OLD_NAMES[written]
+            value = OLD_SWITCHES[value] if isinstance(value, bool) and name.endswith(".device") else value
+            values.old[name] = written
+        if name in KEYS:
+            if value is not None:
+                yield from _take_value(values, KEYS[name], value)
+        elif name in BLOCKS:
+            if isinstance(value, Mapping):
+                yield from _take(values, cast("Mapping[str, Any]", value), name)
+            elif value not in (None, AUTO):
+                yield f"got {name} {value!r}, expected an object: write {name!r}: {{ }}"
+        elif not (near := did_you_mean(str(last), [*_NAMES[block]])) and block in READ_BY_NAME:
+            values.unread.append(name)
+        else:
+            others = [key.block or "the file itself" for key in KEYS.values() if key.last == last]
+            hint = f" (it belongs in {' or '.join(others)})" if others else near
+            yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{hint}: correct it"
+
+
+def _take_value(values: ConfigValues, key: Key, value: Any) -> Iterator[str]:
+    name = key.name
+    if name in values.file or name in values.auto:
+        yield f"got both {values.old[name]} and {name}, its name today, expected one: delete the old one"
+    elif value == AUTO and key.default != AUTO:
+        values.auto.append(name)
+    elif (plain := read_value(key.type, value)) is None:
+        hint = did_you_mean(value, key.expected.split(", ")) if isinstance(value, str) else ""
+        yield f"{name}: got {value!r}, expected {key.expected}{hint}: correct it"
+    elif instead := key.refusal(plain):
+        yield f"{name}: got {value!r}, which is not supported: {instead}"
+    else:
+        values.file[name] = plain

@@ -15,7 +15,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.errors import did_you_mean
-from zfunc.train.deepspeed.reader import ConfigValues
+from zfunc.train.deepspeed.keys import ConfigValues
 from zfunc.train.settings import FINAL_LR
 
 PARAMS = "scheduler.params."
