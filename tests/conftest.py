@@ -81,12 +81,12 @@ def night(request: pytest.FixtureRequest) -> list[str]:
     return [NIGHT] if any(item.get_closest_marker("slow") for item in own) else []
 
 
-LONGEST = ["laws", "hf", "ranks", "compile", "streaming", "finetuning", "examples", "train_command"]
+LONGEST = ["laws", "hf", "ranks", "compile", "placement", "finetuning", "examples", "train_command"]
 LONGEST += ["random_operations"]
 LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", "hf_plans", "update"]
 LONGEST += ["resume", "plan_command", "gradients", "disk", "document_rows", "lora", "search"]
-LONGEST += ["verify", "disk_faults", "planner", "threads", "whole_parameters", "deferred"]
-LONGEST += ["own_optimizer", "command_errors", "train_step", "timeline_pictures", "compact"]
+LONGEST += ["verify", "disk_faults", "planner", "threads", "whole_parameters", "deferred", "optimizers"]
+LONGEST += ["command_errors", "train_step", "timeline_pictures", "compact"]
 LONGEST += ["hf_folders", "calibrate", "native", "page_in_browser", "page"]
 SLOW = pytest.StashKey[int]()
 

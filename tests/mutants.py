@@ -38,14 +38,14 @@ SAVED = [
     "step_that_saves and tied or sends_the_device or first_8_bit or resume and fp16",
 ]
 WAITS = ["tests/engine/test_deferred.py"]
-DROPOUT = ["tests/engine/test_laws.py", "-k", "recompute_changes and dropout and fp32"]
+DROPOUT = ["tests/engine/test_laws.py", "-k", "no_way and dropout"]
 RESUMED = ["tests/engine/test_saving.py", "-k", "load_it_too or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
     "engine/step/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
     "engine/step/clipping_stages": [GRADIENTS, SKIPPED],
     "engine/step/update_stages": [
         GRADIENTS,
-        ["tests/engine/test_partial.py", "-k", "changes_no_bit"],
+        ["tests/engine/test_laws.py", "-k", "no_way and on_the_device"],
     ],
     "engine/step/stage_context": [GRADIENTS],
     "core/recipes": [
@@ -58,7 +58,7 @@ WATCHED: dict[str, list[list[str]]] = {
     ],
     "engine/compile/vjp": [
         GRADIENTS,
-        ["tests/engine/test_laws.py", "-k", "recompute_changes and pairs"],
+        ["tests/engine/test_laws.py", "-k", "no_way and pairs"],
         ["tests/engine/test_passes.py", "-k", "vjp_to_the_bit"],
     ],
     "optim/host_update": [
@@ -101,7 +101,7 @@ WATCHED: dict[str, list[list[str]]] = {
         SAVED,
         WAITS,
         RESUMED,
-        ["tests/engine/test_partial.py", "-k", "any_ratio_loads"],
+        ["tests/engine/test_laws.py", "-k", "checkpoint_of_any_way"],
     ],
 }
 """Modules by their path in the package, and the tests that should notice, the quickest first, in turn."""

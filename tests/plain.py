@@ -126,6 +126,36 @@ def clipped(grads: Values, clip_norm: float | None) -> tuple[float, Values]:
     return float(norm), {name: holder.grad for name, holder in holders.items() if holder.grad is not None}
 
 
+def train(
+    parts: Sequence[Part],
+    values: Values,
+    trained: set[str],
+    batch: Callable[[int], tuple[Any, Any]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    steps: int,
+    clip_norm: float | None,
+    lr: Callable[[int], float] | None = None,
+    late: bool = False,
+    **how: Any,
+) -> list[float]:
+    """The losses of a loop of plain PyTorch. Its optimizers have the values of what is trained, which they change;
+    `late` ones get a gradient one step after it was made."""
+    losses, waiting = list[float](), Values()
+    for i in range(steps):
+        loss, _, grads = gradient(parts, values, trained, [batch(i)], **how)
+        losses.append(loss)
+        made = clipped(grads, clip_norm)[1]
+        applied, waiting = (waiting, made) if late else (made, waiting)
+        for name, grad in applied.items():
+            values[name].grad = grad
+        for optimizer in optimizers if applied else ():
+            for group in optimizer.param_groups if lr else ():
+                group["lr"] = lr(i + 1)
+            optimizer.step()
+    return losses
+
+
 def remembering(optimizer: zfunc.AdamW) -> zfunc.AdamW:
     """The same optimizer with beta1 = 0: its first moment is the gradient it was given, to the bit."""
     return evolve(optimizer, betas=(0.0, 0.9))

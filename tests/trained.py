@@ -12,7 +12,7 @@ from zfunc.engine.step.stages import STAGES
 
 
 def compiled(
-    model: str = "tied GPT",
+    model: Any = "tied GPT",
     *,
     lr: Any = 1e-2,
     betas: Any = (0.9, 0.999),
@@ -21,13 +21,15 @@ def compiled(
     optimizer: Any = None,
     **settings: Any,
 ) -> tuple[Program, Callable[[int], Batch]]:
-    """One of MODELS on the CPU, in buckets that make several of it, and its batches by number."""
-    segments, batch = MODELS[model]()
+    """One of MODELS, or segments and batches, on the CPU, in buckets that make several of it; and its batches."""
+    segments, batch = MODELS[model]() if isinstance(model, str) else model
     state = {"moments": moments, "split_master": split_master}
-    adamw = zfunc.AdamW(lr, betas=betas, weight_decay=0.1, decay=zfunc.matrices_only, **state)
-    return zfunc.compile(
-        segments, optimizer=optimizer or adamw, **{"bucket_size": 3000, "device": "cpu", **settings}
-    ), batch
+    if optimizer is None:
+        optimizer = zfunc.AdamW(lr, betas=betas, weight_decay=0.1, decay=zfunc.matrices_only, **state)
+    elif moments != "fp32":
+        settings["moments"] = moments
+    usual = {"bucket_size": 3000, "device": "cpu"}
+    return zfunc.compile(segments, optimizer=optimizer, **{**usual, **settings}), batch
 
 
 def steps(

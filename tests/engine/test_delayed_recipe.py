@@ -1,7 +1,6 @@
 """The delayed update of examples/ is that of plain PyTorch a step late, and has one result under any schedule."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from trained import steps
 
 import zfunc
 from zfunc.core.graph import Graph
-from zfunc.engine.compile.program import Program
 from zfunc.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -48,37 +46,18 @@ def same(a: tuple[str, list[Tensor]], b: tuple[str, list[Tensor]]) -> bool:
     return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
 
 
-def late_in_plain_pytorch(
-    program: Program, batch: Callable[[int], Any]
-) -> tuple[list[float], dict[str, Tensor]]:
-    parts = [plain.Part.of(segment) for segment in program.segments]
-    values = zfunc.params(program, zfunc.init(program, seed=1))
-    names = {span.name for span in program.layout.spans}
-    kinds = {
-        d: [values[x] for x in names if zfunc.matrices_only(x, values[x].shape) == d] for d in (True, False)
-    }
-    optimizer = torch.optim.AdamW([{"params": x, "weight_decay": 0.1 * d} for d, x in kinds.items()], lr=1e-2)
-    losses, waiting = list[float](), dict[str, Tensor]()
-    for i in range(31):
-        loss, _, grads = plain.gradient(parts, values, names, [batch(i)])
-        losses += [loss] if i < 30 else []
-        for name, grad in waiting.items():
-            values[name].grad = grad
-        if waiting:
-            optimizer.step()
-        waiting = plain.clipped(grads, program.settings.clip_norm)[1]
-    return losses, values
-
-
 def test_the_delayed_update_is_that_of_plain_pytorch_a_step_late() -> None:
-    program, batch = trained.compiled(
-        "odd sizes", precision="fp32", clip_norm=0.5, bucket_size=100, **DELAYED
-    )
+    chosen = {"precision": "fp32", "clip_norm": 0.5, "bucket_size": 100}
+    program, batch = trained.compiled("odd sizes", **chosen, **DELAYED)
+    values, names = zfunc.params(program, zfunc.init(program, seed=1)), {x.name for x in program.layout.spans}
+    kinds = {d: [values[x] for x in names if (values[x].dim() == 2) == d] for d in (True, False)}
+    adamw = torch.optim.AdamW([{"params": x, "weight_decay": 0.1 * d} for d, x in kinds.items()], lr=1e-2)
+    parts = [plain.Part.of(segment) for segment in program.segments]
+    losses = plain.train(parts, values, names, batch, [adamw], steps=31, clip_norm=0.5, late=True)
     state, seen = steps(program, zfunc.init(program, seed=1), batch, 0, 30)
-    losses, weights = late_in_plain_pytorch(program, batch)
-    assert [loss for _, loss, *_ in seen] == pytest.approx(losses, abs=2e-4)
+    assert [loss for _, loss, *_ in seen] == pytest.approx(losses[:30], abs=2e-4)
     for name, value in zfunc.params(program, zfunc.flush(program, state)).items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=3e-4)
+        torch.testing.assert_close(value, values[name], rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize(("settings", "schedule"), in_pairs(SETTINGS, ["Overlapped", "Interleaved"]))

@@ -1,9 +1,9 @@
-"""Parameters and activations on the host, sharded or not, micro-batches in any order: the same training.
+"""Where things live: the share that was asked for, what fits, what is refused, and the memory it takes.
 
-The reference is each setting without them: everything on the device, one micro-batch after the other.
+That no bit changes, and that a checkpoint of one place goes on in another, are laws (test_laws.py).
 """
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,134 +11,30 @@ import pytest
 import torch
 import trained
 from attrs import evolve
-from small_models import rows_of
-from table import in_pairs
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import NUMBERS, Row, results
+from small_models import MODELS, rows_of
+from table import chain, layouts, spec
 from threaded_ranks import ThreadedRanks, on_every, programs_of
 
 import zfunc
 from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
+from zfunc.core.bucketing import resident_buckets
+from zfunc.core.layout import make_layout
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import CHOICES, StepSettings
+from zfunc.core.spec import ALLOCATION
 from zfunc.engine.compile import compile as compiling
 from zfunc.engine.compile import fit_to_memory
 from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.fit_to_memory import share_on_host, smallest_ratio
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.state import ActivationSlot
+from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fp32, clipped": {"precision": "fp32", "clip_norm": 0.1},
-    "bf16 in 2, 16 bits": {"precision": "bf16", "moments": "16bit", "micro_batches": 2},
-    "fp16 in 2": {"precision": "fp16", "micro_batches": 2},
-    "min-cut, bf16 in 2, half on the device": {
-        "precision": "bf16",
-        "micro_batches": 2,
-        "recompute": "min-cut",
-        "offload_ratio": 0.5,
-        "clip_norm": 0.1,
-    },
-}
-STREAMED: dict[str, dict[str, Any]] = {
-    "vertical": {"accumulate": "vertical", "bucket_size": 100},
-    "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
-    "half of the activations on the host, another half recomputed": {
-        "activations_on": "device,host,device",
-        "recompute": ["min-cut", "all"],
-        "accumulate": "vertical",
-    },
-    "parameters on the host": {"params_on": "host", "bucket_size": 100_000},
-    "large ones on the host": {"params_on": "host", "persistent_params": 40, "defer": True},
-    "everything on the host, one slot": {
-        "params_on": "host",
-        "activations_on": "host",
-        "accumulate": "horizontal",
-        "weight_slots": 1,
-        "defer": True,
-    },
-}
-SHARDED: dict[str, dict[str, Any]] = {
-    "stage 3": {"stage": 3},
-    "stage 3 on the host, deferred": {
-        "stage": 3,
-        "params_on": "host",
-        "activations_on": "host",
-        "defer": True,
-        "persistent_params": 40,
-    },
-    "stage 3, horizontal, in other buckets": {
-        "stage": 3,
-        "accumulate": "horizontal",
-        "schedule": "CriticalPath",
-        "bucket_size": 500,
-        "persistent_params": 20,
-    },
-}
-MODELS = ("GPT with dropout", "odd sizes", "norms", "pairs")
-STEPS = 3
-Result = tuple[list[float], float, dict[str, torch.Tensor]]
-
-
-def trainings(model: str, world: int, **settings: Any) -> list[Result]:
-    """Losses and norms, an evaluation and the parameters, by rank."""
-    whole = trained.MODELS[model]()[1]
-
-    def batch(i: int, rank: int) -> Any:
-        """The rank's rows, in micro-batches of one shape: a segment is traced once for each precision."""
-        rows = 2 * world * settings.get("micro_batches", 1)
-        return rows_of(tuple(x[:rows] for x in whole(i)), rank, world)
-
-    def one(program: Program) -> Result:
-        rank, losses, state = program.ranks.rank, list[float](), zfunc.init(program, seed=2)
-        for i in range(STEPS):
-            state, metrics = zfunc.train_step(program, state, batch(i, rank))
-            losses += metrics.loss, metrics.grad_norm
-        return losses, zfunc.evaluate(program, state, batch(9, rank)), zfunc.params(program, state)
-
-    return on_every(programs_of(world, lambda: trained.compiled(model, **settings)[0], batch(0, 0)), one)
-
-
-@cache
-def reference(model: str, world: int, settings: str) -> list[Result]:
-    """The training with everything on the device."""
-    return trainings(model, world, **SETTINGS[settings])
-
-
-def same(a: Result, b: Result) -> bool:
-    return repr(a[:2]) == repr(b[:2]) and all(torch.equal(b[2][name], x) for name, x in a[2].items())
-
-
-@pytest.mark.parametrize(("model", "settings", "streamed"), in_pairs(MODELS, SETTINGS, STREAMED, meets=2))
-def test_where_parameters_live_changes_no_bit(model: str, settings: str, streamed: str) -> None:
-    (got,) = trainings(model, 1, **{**SETTINGS[settings], **STREAMED[streamed]})
-    (expected,) = reference(model, 1, settings)
-    assert same(got, expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sharded", "job"),
-    in_pairs(SETTINGS, SHARDED, ["odd sizes on 2", "pairs on 3", "odd sizes on 3", "pairs on 2"]),
-)
-def test_nor_does_sharding_them(settings: str, sharded: str, job: str) -> None:
-    model, _, world = job.rpartition(" on ")
-    got = trainings(model, int(world), **SETTINGS[settings], **SHARDED[sharded])
-    assert all(map(same, got, reference(model, int(world), settings)))
-
-
-@pytest.mark.parametrize("model", ["tied GPT", "frozen below"])
-def test_any_number_of_micro_batches_passes_in_any_order(model: str) -> None:
-    for micro_batches, groups in ((3, (2, 3)), (8, (5, 8))):
-        results = []
-        for size in (1, *groups):
-            program, batch = trained.compiled(
-                model, micro_batches=micro_batches, accumulate=size, bucket_size=3000, precision="bf16"
-            )
-            state = zfunc.init(program, seed=2)
-            rows = tuple(torch.cat(parts) for parts in zip(batch(0), batch(1), strict=True))
-            state, metrics = zfunc.train_step(program, state, rows)
-            results.append(([metrics.loss], metrics.grad_norm, zfunc.params(program, state)))
-        assert all(same(result, results[0]) for result in results[1:])
 
 
 @pytest.mark.parametrize("settings", ["fp32, clipped", "bf16 in 2, 16 bits"])
@@ -146,11 +42,11 @@ def test_shards_of_parameters_on_the_host_export_and_go_on_as_the_whole_does(
     settings: str, tmp_path: Path
 ) -> None:
     """One process, then two ranks in stage 3, then one process: the same file, and the same next step."""
-    program, batch = trained.compiled("odd sizes", **SETTINGS[settings])
+    program, batch = trained.compiled("odd sizes", **NUMBERS[settings])
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=2), batch(0))
     zfunc.save(tmp_path / "one", program, state)
     more = {"stage": 3, "params_on": "host", "activations_on": "host", "bucket_size": 900}
-    sharded = programs_of(2, lambda: trained.compiled("odd sizes", **SETTINGS[settings], **more)[0])
+    sharded = programs_of(2, lambda: trained.compiled("odd sizes", **NUMBERS[settings], **more)[0])
     on_every(sharded, lambda own: zfunc.save(tmp_path / "two", own, zfunc.load(tmp_path / "one", own)))
     files = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
     for file in files:
@@ -327,5 +223,98 @@ def test_stage_1_has_the_bits_of_stage_2_where_it_adds_in_one_order(
 ) -> None:
     """In the dtype of the precision on the device, the parts of tied parameters of "pairs" too."""
     settings = {"precision": precision, "micro_batches": micro_batches, "clip_norm": 0.1}
-    (first,), (second,) = (trainings(model, 1, stage=stage, **settings) for stage in (1, 2))
-    assert same(first, second) == same_bits
+    row = Row("fp32", "one slot", model)
+    (first,), (second,) = (results(row, {"stage": stage, **settings}) for stage in (1, 2))
+    assert first.same(second) == same_bits
+
+
+# --- a share of the optimizer's state on the device ----------------------------------------
+
+
+@given(layouts(), st.floats(0, 1))
+def test_the_share_is_as_near_to_the_ratio_as_half_a_bucket(inputs: Any, ratio: float) -> None:
+    segments, bucket_size, world = inputs
+    layout = make_layout(segments, bucket_size=bucket_size, world=world)
+    resident = resident_buckets(layout, ratio)
+    on_device = sum(layout.buckets[b].numel for b in resident)
+    largest = max(b.numel for b in layout.buckets)
+    assert abs(on_device - (1 - ratio) * layout.numel) <= largest / 2 + 1e-6 * layout.numel
+    assert len(resident_buckets(layout, 0.0)) == len(layout.buckets)
+    assert not resident_buckets(layout, 1.0)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 30])
+@pytest.mark.parametrize("bucket_size", [1000, 50_000_000])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+def test_the_ratio_holds_at_any_size_of_model_and_bucket(
+    ratio: float, bucket_size: int, num_layers: int
+) -> None:
+    """A ratio of a half of a model in one bucket is a half all the same: it is cut into more."""
+    modules = [
+        (f"layer{n}", torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(8)]))
+        for n in range(num_layers)
+    ]
+    segments = [zfunc.segment(n, m) for n, m in modules]
+    program = zfunc.compile(
+        segments, offload_ratio=ratio, bucket_size=bucket_size, device="cpu", precision="fp32"
+    )
+    assert share_on_host(program.spec) == pytest.approx(ratio, abs=1 / 32)
+
+
+def test_a_ratio_of_0_leaves_nothing_on_the_host() -> None:
+    program, data = trained.compiled(precision="bf16", clip_norm=0.5, bucket_size=1000, offload_ratio=0.0)
+    state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
+    assert {r.tier for r in state.buffers.memory} == {"device"}
+    assert not {"to_host", "adam", "to_device"} & {op.verb for op in program.plan.graph}
+    assert peak_memory(program.plan)["host"].nbytes < 100_000
+
+
+def test_resident_buckets_are_planned_on_the_device() -> None:
+    settings = {"precision": "fp32", "bucket_size": 200}
+    half, full = (trained.compiled("odd sizes", offload_ratio=x, **settings)[0] for x in (0.5, 1.0))
+    kept = sum(half.layout.buckets[b].numel for b in half.spec.resident)
+    a, b = peak_memory(half.plan), peak_memory(full.plan)
+    rounding = a["device"].kept - b["device"].kept - 12 * kept  # of three buffers, to the allocator's units
+    assert 0 <= rounding < 3 * ALLOCATION
+    assert b["host"].kept - a["host"].kept == 12 * kept
+
+
+def test_the_share_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="zfunc"):
+        program, _ = trained.compiled(precision="fp32", bucket_size=1000, offload_ratio=0.25)
+    share = f"{100 * share_on_host(program.spec):.1f}%"
+    assert f"offload: {share} of the optimizer's state is on the host (requested: 25%)" in caplog.text
+
+
+def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where all memory is one: then less is needed the more stays where it is."""
+    segments, data = MODELS["tied GPT"]()
+    options: dict[str, Any] = {"precision": "bf16", "bucket_size": 400, "device": "cpu", "example": data(0)}
+    needed = {
+        ratio: sum(
+            p.nbytes
+            for p in peak_memory(zfunc.compile(segments, offload_ratio=ratio, **options).plan).values()
+        )
+        for ratio in (0.0, 1.0)
+    }
+    assert needed[0.0] < needed[1.0]
+    program = zfunc.compile(segments, offload_ratio="auto", **options)
+    assert share_on_host(program.spec) == 0
+    state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
+    assert state.step == 1
+    monkeypatch.setattr(fit_to_memory, "available_host_bytes", lambda: needed[0.0] // 2)
+    with pytest.raises(OutOfMemory, match="offload_ratio 'auto'"):
+        zfunc.compile(segments, offload_ratio="auto", **options)
+    with pytest.raises(ValueError, match="got 'auto' without an example"):
+        zfunc.compile(segments, offload_ratio="auto", device="cpu")
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 0.97, 1.0, None])
+def test_the_smallest_ratio_that_fits_is_found(least: float | None) -> None:
+    ratio = smallest_ratio(lambda x: least is not None and x >= least)
+    assert ratio == (None if least is None else -(-least * 32 // 1) / 32)
+
+
+def test_unknown_resident_buckets_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"resident: got buckets \[7\]"):
+        evolve(spec(chain((8, 8))), resident={7})

@@ -1,0 +1,251 @@
+"""Every optimizer in a training: one of one's own, several in one model, and those that need whole parameters.
+
+That a way of training changes no bit of any, and that torch's optimizers do the same, are laws (test_laws.py).
+"""
+
+from functools import partial
+from importlib import import_module
+from inspect import isabstract
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import pytest
+import torch
+import trained
+from attrs import evolve
+from parity import (
+    ADAMW,
+    GROUPS,
+    NUMBERS,
+    TWO,
+    WAYS,
+    WHOLE,
+    Momentum,
+    Row,
+    is_matrix,
+    own_format,  # noqa: F401
+    results,
+)
+from small_models import MODELS, flats
+from threaded_ranks import programs_of
+from torch import Tensor
+from zfunc.schedules import Overlapped
+
+import zfunc
+import zfunc.optim
+from zfunc.core.graph import Graph
+from zfunc.core.hardware import ROUND
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.plan import PlanError
+from zfunc.core.recipes import zero_offload
+from zfunc.core.verifier import verify
+from zfunc.engine.compile.program import Program
+from zfunc.errors import CheckpointError
+from zfunc.optim.base import Optimizer
+from zfunc.optim.groups import GroupedOptimizer
+
+pytestmark = pytest.mark.usefixtures("own_format")
+MUON = zfunc.Muon(0.02, momentum=0.8)
+ALONE = Row("groups", "one slot", "odd sizes")
+TWO_ADAMW = NUMBERS["two AdamW"]["optimizer"]
+
+
+OWN = Momentum()
+
+
+def compiled(optimizer: Any = OWN, **settings: Any) -> tuple[Program, Any]:
+    return trained.compiled("odd sizes", optimizer=optimizer, **{**TWO, "bucket_size": 300, **settings})
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+def test_every_optimizer_of_zfunc_is_in_the_table() -> None:
+    modules = [import_module(m.name) for m in iter_modules(zfunc.optim.__path__, "zfunc.optim.")]
+    classes = [
+        x for m in modules for x in vars(m).values() if isinstance(x, type) and x.__module__ == m.__name__
+    ]
+    optimizers = {x for x in classes if hasattr(x, "host_update") and not isabstract(x)} - {Optimizer}
+    every = [NUMBERS[name]["optimizer"] for name in WITH_OWN]
+    members = (x for made in every for x in (made, *getattr(made, "optimizers", ())))
+    assert {type(optimizer) for optimizer in members} == optimizers | {Momentum}
+
+
+WITH_OWN = [name for name, row in NUMBERS.items() if "optimizer" in row]
+OF_A_PLAN = [Row(name, [*WAYS][(5 * n) % len(WAYS)], "odd sizes") for n, name in enumerate(WITH_OWN)]
+
+
+@pytest.mark.parametrize("row", OF_A_PLAN, ids=str)
+def test_it_is_planned_as_it_is_compiled(row: Row, tmp_path: Path) -> None:
+    segments, data = MODELS["odd sizes"]()
+    on = evolve(ROUND, memory={"host": 1}, unified=True)  # so that everything that may save memory is tried
+    settings = {"bucket_size": 300, **row.given(tmp_path)}
+    p = zfunc.plan(segments, data(0), hardware=on, **settings)
+    program = zfunc.compile(segments, example=data(0), device="cpu", **settings)
+    assert p.memory == {tier: peak.nbytes for tier, peak in peak_memory(program.plan).items()}
+    if row.numbers in ("momentum of one's own", "groups"):  # whose state has one format, and several
+        assert any("moments" in x.changes for x in p.suggestions) == (row.numbers == "groups")
+    if row.numbers == "Adafactor, 16 bits":  # whose state of 8 bits is that of 16
+        assert not any("moments" in x.changes for x in p.suggestions)
+
+
+def test_it_has_no_choice_of_moments() -> None:
+    with pytest.raises(ValueError, match="got '8bit' with Momentum, whose state is in the format 'momentum'"):
+        compiled(moments="8bit")
+
+
+def test_its_state_is_no_other_optimizers(tmp_path: Path) -> None:
+    program, _ = compiled()
+    path = zfunc.save(tmp_path, program, zfunc.init(program))
+    with pytest.raises(
+        CheckpointError, match="got optimizer state in the format 'momentum', expected 'fp32'"
+    ):
+        zfunc.load(path, compiled(zfunc.AdamW())[0])
+
+
+def test_it_converts_the_state_of_others_itself(tmp_path: Path) -> None:
+    adam, data = compiled(zfunc.AdamW(), bucket_size=200)
+    state, _ = zfunc.train_step(adam, zfunc.init(adam, seed=1), data(0))
+    program, _ = compiled()
+    loaded = zfunc.load(zfunc.save(tmp_path / "fp32", adam, state), program)
+    weights = zfunc.params(adam, state)
+    assert all(torch.equal(x, weights[name]) for name, x in zfunc.params(program, loaded).items())
+    assert flats(loaded, "state")["buf"].norm() == flats(state, "state")["exp_avg"].norm() > 0
+    compact, _ = compiled(zfunc.AdamW(moments="16bit"))
+    path = zfunc.save(tmp_path / "16bit", compact, zfunc.init(compact))
+    with pytest.raises(CheckpointError, match="step 0: no momentum from 16bit"):
+        zfunc.load(path, program)
+
+
+# --- several in one model ---
+
+
+def test_alike_groups_are_one_optimizer() -> None:
+    """In as many buckets, whose runs differ by group."""
+    one, _ = compiled(ADAMW)
+    several, _ = compiled(zfunc.groups(("huge.*", ADAMW), ("*.bias", evolve(ADAMW)), ADAMW))
+    assert len(one.layout.buckets) == len(several.layout.buckets)
+    (expected,), (got,) = (results(ALONE, {**TWO, "optimizer": x.optimizer}) for x in (one, several))
+    assert got.same(expected)
+
+
+def test_each_parameter_moves_by_its_own_learning_rate() -> None:
+    still = zfunc.groups(("huge.*", zfunc.AdamW(0.0)), ("back.*", zfunc.Lion(0.0)), zfunc.SGD(0.1))
+    program, data = compiled(still)
+    before = {name: x.clone() for name, x in zfunc.params(program, zfunc.init(program, seed=1)).items()}
+    state, metrics = zfunc.train_step(program, zfunc.init(program, seed=1), data(0))
+    assert metrics.lr == 0.1
+    trains = {x.name for x in program.layout.spans}
+    for name, x in zfunc.params(program, state).items():
+        assert torch.equal(x, before[name]) == (name.startswith(("huge.", "back.")) or name not in trains), (
+            name
+        )
+
+
+def test_groups_may_change_where_the_state_fits(tmp_path: Path) -> None:
+    program, data = compiled(TWO_ADAMW)
+    state, _ = zfunc.train_step(program, zfunc.init(program, seed=1), data(0))
+    path = zfunc.save(tmp_path, program, state)
+    moved, _ = compiled(zfunc.groups(("*.bias", zfunc.AdamW(1e-2)), ADAMW), moments="8bit")
+    assert same(zfunc.params(moved, zfunc.load(path, moved)), zfunc.params(program, state))
+    with pytest.raises(
+        CheckpointError, match="'back.weight': got optimizer state in the format 'fp32', expected 'lion"
+    ):
+        zfunc.load(path, compiled(zfunc.groups(("back.*", zfunc.Lion()), ADAMW))[0])
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: zfunc.groups(), ValueError, "got no optimizer for the parameters that no rule matches"),
+    (lambda: zfunc.groups(("a.*", ADAMW)), ValueError, "got no optimizer for the parameters that no rule"),
+    (lambda: zfunc.groups(ADAMW, ADAMW), TypeError, "got AdamW in place 1, expected .rule, optimizer."),
+    (lambda: zfunc.groups((3, ADAMW), ADAMW), TypeError, "got the rule 3, expected a glob over names"),
+    (
+        lambda: zfunc.groups((len, zfunc.Lion), ADAMW),
+        TypeError,
+        "groups: got <class .*Lion'>, expected an opti",
+    ),
+    (
+        lambda: zfunc.groups(("a", GROUPS), ADAMW),
+        TypeError,
+        "groups: got GroupedOptimizer.*expected an optim",
+    ),
+    (
+        lambda: zfunc.groups(("a", zfunc.Lion(moments="8bit")), ADAMW),
+        ValueError,
+        "got Lion.moments='8bit'. and AdamW.moments='fp32'., expected one format",
+    ),
+    (
+        lambda: compiled(zfunc.groups(("hug.*", ADAMW), ADAMW)),
+        ValueError,
+        "got the rule 'hug..', which matches no parameter, expected one that does: names are such as 'inlet.0",
+    ),
+    (
+        lambda: compiled(zfunc.groups(("*.weight", ADAMW), ("back.*", zfunc.Lion()), ADAMW)),
+        ValueError,
+        "got the rule 'back..', whose parameters, such as 'back.weight', all match an earlier rule",
+    ),
+    (
+        lambda: compiled(zfunc.groups(("*", ADAMW), zfunc.Lion())),
+        ValueError,
+        "got rules that match every parameter, expected one for the default",
+    ),
+    (
+        lambda: trained.compiled("frozen below", optimizer=zfunc.groups(("frozen.bias", ADAMW), ADAMW)),
+        ValueError,
+        "such as 'frozen.bias', all are frozen, expected one for its optimizer: leave",
+    ),
+    (
+        lambda: compiled(MUON),
+        ValueError,
+        "got Muon for 'inlet.0.bias' of .16,..*expected matrices alone: pass zfunc.groups",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_what_cannot_be_is_refused_at_birth(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_what_a_group_is_of_is_said() -> None:
+    assert isinstance(GROUPS, GroupedOptimizer)
+    described = GROUPS.describe()["groups"]
+    assert [x["rule"] for x in described] == ["huge.*", "*.weight", "<lambda>", "loss.*", "default"]
+    assert [x["optimizer"] for x in described] == ["AdamW", "SGD", "Adagrad", "SGD", "Lion"]
+    factors = GROUPS.factors(2)
+    assert (factors["lr"], factors["0.lr"], factors["0.betas"]) == (1e-3, 1e-2 * (2 / 3), (0.9, 0.999))
+
+
+# --- of whole parameters ---
+
+
+@pytest.mark.parametrize(
+    ("verb", "message"),
+    [
+        ("gather_direction", "orthogonalize.* reads direction_slot.*, which no operation before it writes"),
+        ("join_measures", "measure.* reads joined.*, which no operation before it writes"),
+    ],
+)
+def test_a_part_of_a_parameter_does_not_verify(verb: str, message: str) -> None:
+    program = programs_of(2, lambda: compiled(WHOLE)[0])[0]
+    ops = tuple(zero_offload(program.spec))
+    verify(Overlapped()(Graph(ops)))
+    with pytest.raises(PlanError, match=message):
+        verify(Overlapped()(Graph(op for op in ops if op.verb != verb)))
+
+
+def test_it_is_made_once_a_step_with_the_flops_of_newton_schulz() -> None:
+    """On several ranks with those of the matrices that the slice of the busiest has a part of."""
+    flops = {}
+    for world in (1, 2):
+        made = partial(compiled, zfunc.groups((is_matrix, MUON), zfunc.AdamW(1e-3)), micro_batches=4)
+        program = programs_of(world, lambda made=made: made()[0])[0]
+        made = [op for op in program.plan.graph if op.verb == "orthogonalize"]
+        assert [op.index[0] for op in made] == sorted(program.spec.matrix_buckets, reverse=True)
+        flops[world] = sum(op.flops for op in made)
+    each = [MUON.update_work(x.shape, group=0).flops for x in program.layout.spans if len(x.shape) == 2]
+    assert flops[1] == sum(each)
+    assert max(each) <= flops[2] <= flops[1]

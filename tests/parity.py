@@ -1,0 +1,342 @@
+"""The table of parity: what a training computes, of which model on how many ranks, and the ways it may do so.
+
+A row of NUMBERS has a result of its own. A row of WAYS changes no bit of any of them: where things live, when they
+move, in what order, what is kept for backward. A new setting is one row, and goes through every law of
+tests/engine/test_laws.py.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trained
+from attrs import frozen
+from small_models import MODELS, rows_of, tied_gpt
+from table import Scattered
+from threaded_ranks import on_every, programs_of
+from torch import Tensor
+
+import zfunc
+from zfunc import schedules
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.state import State
+from zfunc.errors import CheckpointError
+
+Settings = dict[str, Any]
+MOMENTUM = "momentum"
+
+
+@pytest.fixture
+def own_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of Momentum is one that zfunc knows."""
+    monkeypatch.setitem(STATE_FORMATS, MOMENTUM, (StateBuffer("master", "fp32"), StateBuffer("buf", "fp32")))
+
+
+@frozen
+class Momentum:
+    """One of one's own: SGD with momentum, as `torch.optim.SGD` writes it. `own_format` adds its state's row."""
+
+    lr: float = 0.01
+    momentum: float = 0.9
+
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        return len(shape) > len(name)  # never
+
+    def state_format(self, group: int) -> str:
+        assert group == 0
+        return MOMENTUM
+
+    def factors(self, step: int) -> dict[str, Any]:
+        return {"lr": self.lr / step}
+
+    def describe(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        assert group == 0
+        new = state if into is None else into
+        new["buf"].copy_(state["buf"] * self.momentum + grad.float() * decision.grad_scale)
+        new["master"].copy_(state["master"] - decision.factors["lr"] * new["buf"])
+        if out is not None:
+            out.copy_(new["master"])
+
+    device_update = host_update
+
+    def device_workspace(self, numel: int) -> int:
+        return 16 * numel
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
+    ) -> Mapping[str, Tensor]:
+        if group or state_format != "fp32":
+            raise CheckpointError(f"step {step}: no momentum from {state_format}")
+        return {"master": state["master"], "buf": -state["exp_avg"]}
+
+
+def is_matrix(_name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2
+
+
+ADAMW = zfunc.AdamW(1e-3, weight_decay=0.1, decay=zfunc.matrices_only)
+GROUPS = zfunc.groups(
+    ("huge.*", zfunc.AdamW(zfunc.lr.linear_warmup(1e-2, 3))),
+    ("*.weight", zfunc.SGD(0.1, momentum=0.9, nesterov=True)),
+    (lambda _, shape: not shape, zfunc.Adagrad(0.1)),
+    ("loss.*", zfunc.SGD(0.1)),
+    zfunc.Lion(1e-3, weight_decay=0.1),
+)
+WHOLE = zfunc.groups(  # what needs whole parameters, which slices of two ranks cut
+    ("huge.*", zfunc.Adafactor(0.1)),
+    ("inlet.*", zfunc.Adafactor(0.05, weight_decay=0.1)),
+    (is_matrix, zfunc.Muon(0.02, momentum=0.8)),
+    zfunc.AdamW(1e-3),
+)
+TWO = {"precision": "bf16", "micro_batches": 2, "clip_norm": 0.5}
+NUMBERS: dict[str, Settings] = {
+    "fp32": {"precision": "fp32", "ema": 0.9},
+    "fp32, clipped": {"precision": "fp32", "clip_norm": 0.1},
+    "fp32 in 2, clipped, 8 bits": {
+        "precision": "fp32",
+        "clip_norm": 0.55,
+        "micro_batches": 2,
+        "moments": "8bit",
+    },
+    "bf16, clipped in part, 16 bits": {
+        "precision": "bf16",
+        "clip_norm": 0.85,
+        "moments": "16bit",
+        "ema": 0.75,
+    },
+    "bf16 in 2, 16 bits": {"precision": "bf16", "moments": "16bit", "micro_batches": 2},
+    "bf16 in 3, clipped": {"precision": "bf16", "clip_norm": 0.5, "micro_batches": 3},
+    "bf16 in 6": {"precision": "bf16", "micro_batches": 6},
+    "fp16": {"precision": "fp16"},
+    "fp16 in 2": {"precision": "fp16", "micro_batches": 2},
+    "a split master": {"precision": "bf16", "clip_norm": 0.5, "split_master": True},
+    "momentum of one's own": {**TWO, "optimizer": Momentum()},
+    "groups": {**TWO, "optimizer": GROUPS},
+    "groups, 8 bits": {**TWO, "optimizer": GROUPS, "moments": "8bit"},
+    "two AdamW": {**TWO, "optimizer": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), ADAMW)},
+    "whole parameters, 8 bits": {**TWO, "optimizer": WHOLE, "moments": "8bit"},
+    "whole parameters, no barrier": {"precision": "bf16", "optimizer": WHOLE},
+    "momentum, 16 bits": {
+        **TWO,
+        "optimizer": zfunc.SGD(0.1, momentum=0.9, dampening=0.1),
+        "moments": "16bit",
+    },
+    "Lion, 16 bits": {**TWO, "optimizer": zfunc.Lion(1e-3, weight_decay=0.1), "moments": "16bit"},
+    "Adafactor, 16 bits": {**TWO, "optimizer": zfunc.Adafactor(0.1, weight_decay=0.1), "moments": "16bit"},
+    "Adagrad, 16 bits": {**TWO, "optimizer": zfunc.Adagrad(0.1), "moments": "16bit"},
+}
+ALL_ON_DISK = {"state_on": "disk", "params_on": "disk", "grads_on": "disk"}
+WAYS: dict[str, Settings] = {
+    "one slot": {"grad_slots": 1, "host_slots": 1},
+    "small buckets": {"bucket_size": 100},
+    "one bucket": {"bucket_size": 1 << 20},
+    "norms": {"norms": True},
+    "deferred": {"defer": True},
+    "half on the device": {"offload_ratio": 0.5, "bucket_size": 400},
+    "a third on the host": {"offload_ratio": 0.3, "bucket_size": 400},
+    "on the device": {"offload_ratio": 0.0},
+    "vertical": {"accumulate": "vertical", "bucket_size": 100},
+    "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
+    "four at a time": {"accumulate": 4},
+    "half of the activations on the host": {"activations_on": "device,host,device", "accumulate": "vertical"},
+    "from the host": {"params_on": "host", "bucket_size": 100_000},
+    "large ones from the host": {"params_on": "host", "persistent_params": 40, "defer": True},
+    "half from the host, two at a time": {
+        **{"params_on": "host", "weight_slots": 1, "offload_ratio": 0.5, "accumulate": 2},
+    },
+    "all from the host, one slot": {
+        **{"params_on": "host", "activations_on": "host", "accumulate": "horizontal", "weight_slots": 1},
+        "defer": True,
+    },
+    "stage 3": {"stage": 3},
+    "stage 3, all from the host": {
+        **{"stage": 3, "params_on": "host", "activations_on": "host", "defer": True, "persistent_params": 40},
+    },
+    "stage 3, horizontal": {
+        **{"stage": 3, "accumulate": "horizontal", "bucket_size": 500, "persistent_params": 20},
+    },
+    "state on the disk": {"state_on": "disk"},
+    "state on the disk, deferred": {"state_on": "disk", "defer": True, "commit_every": 2},
+    "half of the state on the disk": {
+        **{"state_on": "disk", "disk_ratio": 0.5, "commit_every": 3, "state_slots": 1},
+    },
+    "state on the disk, from the host": {"state_on": "disk", "params_on": "host", "commit_every": 2},
+    "all on the disk": {**ALL_ON_DISK, "activations_on": "disk", "defer": True, "bucket_size": 300},
+    "all on the disk, one slot": {
+        **{**ALL_ON_DISK, "state_slots": 1, "host_slots": 1, "weight_slots": 1},
+        **{"accumulate": "horizontal", "activations_on": "host,disk"},
+    },
+}
+SHORTER = {"GPT with dropout": lambda: tied_gpt(0.2, num_layers=2)}
+JOBS = (  # a model, and on how many ranks
+    *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT"),
+    *("odd sizes on 2", "pairs on 3", "frozen below on 2", "norms on 2", "odd sizes on 3"),
+)
+STEPS = 4
+SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, num_lanes=3))
+
+
+@frozen
+class Row:
+    """A row of the table: what is computed, how, and of which model on how many ranks."""
+
+    numbers: str
+    way: str
+    job: str
+
+    def __str__(self) -> str:
+        return f"{self.numbers}-{self.way}-{self.job}"
+
+    @property
+    def settings(self) -> Settings:
+        return {**NUMBERS[self.numbers], **WAYS[self.way]}
+
+    @property
+    def number(self) -> int:
+        """Its place in the table."""
+        return [*NUMBERS].index(self.numbers) + [*WAYS].index(self.way) + JOBS.index(self.job)
+
+    @property
+    def model(self) -> str:
+        return self.job.partition(" on ")[0]
+
+    @property
+    def world(self) -> int:
+        return int(self.job.partition(" on ")[2] or 1)
+
+    @property
+    def possible(self) -> bool:
+        """Whether nothing in it excludes something else there, and a batch has rows enough."""
+        given = self.settings
+        if "optimizer" in given and self.model != "odd sizes":
+            return False  # its rules are of those parameters
+        if "state_on" in given and self.model == "norms":
+            return False  # a swap space has no modules' buffers
+        return self.world * given.get("micro_batches", 1) <= 6
+
+    def given(self, folder: Path) -> Settings:
+        """What `zfunc.compile` is given, with a swap space in the folder if there has to be one."""
+        given: Settings = {"defer": False, **self.settings}
+        if self.world > 1 and given.get("params_on", "device") != "device":
+            given["stage"] = 3
+        if "state_on" in given:
+            (second := folder / "second").mkdir(parents=True, exist_ok=True)
+            given["swap"] = [folder, second]
+            given.pop("ema", None)  # a swap space has no averages
+        return given
+
+
+def rows(every: int) -> list[Any]:
+    """For parametrize: all pairs of NUMBERS and WAYS, each with three of the jobs, all jobs in turn. One pair in
+    `every` is run by day with one job, so that all entries of two axes are, and the others are `slow`."""
+    found: list[Any] = []
+    for (n, numbers), (w, way) in product(enumerate(NUMBERS), enumerate(WAYS)):
+        jobs = [x for x in JOBS if Row(numbers, way, x).possible]
+        for k in range(3):
+            row = Row(numbers, way, jobs[(n + w + k * len(jobs) // 3) % len(jobs)])
+            marks = () if k == (n + w) % every == 0 else (pytest.mark.slow,)
+            found.append(pytest.param(row, marks=marks, id=str(row)))
+    return found
+
+
+@frozen
+class Result:
+    """What a training of one rank has come to, and all that its steps told."""
+
+    seen: str
+    evaluated: float
+    values: dict[str, Tensor]  # weights, averages, moments: what there is, by name
+
+    def same(self, other: "Result") -> bool:
+        """To the bit, in all that both have."""
+        mine, theirs = self.values, other.values
+        same = all(torch.equal(mine[name], theirs[name]) for name in mine.keys() & theirs.keys())
+        return same and (self.seen, self.evaluated) == (other.seen, other.evaluated)
+
+
+def programs(
+    row: Row, given: Mapping[str, Any], *, alike: bool = False
+) -> tuple[list[Program], Callable[..., Any]]:
+    """Those of every rank of a row; and the batch with a number of a rank, in micro-batches of two rows: a segment
+    is traced once for each precision. `alike` are the rows of all ranks."""
+    made = {**MODELS, **SHORTER}[row.model]()
+    whole, count = made[1], 2 * given.get("micro_batches", 1)
+
+    def batch(i: int, rank: int) -> Any:
+        rank, world = (0, 1) if alike else (rank, row.world)
+        return rows_of(tuple(x[: count * world] for x in whole(i)), rank, world)
+
+    return programs_of(row.world, lambda: trained.compiled(made, **given)[0], batch(0, 0)), batch
+
+
+def begun(program: Program) -> State:
+    """With fp16 at a scale that overflows at first, and again when it has grown."""
+    return zfunc.init(program, seed=1, loss_scale=zfunc.LossScale(scale=2.0**20, window=2, hysteresis=1))
+
+
+def steps(
+    program: Program, batch: Callable[..., Any], state: State, stop: int = STEPS, **step: Any
+) -> tuple[State, list[Any]]:
+    """Train on until so many batches have been seen, and what the steps told."""
+    rank, told = program.ranks.rank, list[Any]()
+    while state.batches < stop:
+        state, m = zfunc.train_step(program, state, batch(state.batches, rank), **step)
+        assert m.skipped or m.lr == program.optimizer.factors(m.step)["lr"]
+        told.append((m.loss, m.grad_norm, m.skipped, m.loss_scale, m.aux))
+    return state, told
+
+
+def result(program: Program, batch: Callable[..., Any], state: State, told: list[Any]) -> Result:
+    """All that can be known of a State."""
+    values = dict(zfunc.params(program, state))
+    if program.spec.ema:
+        values |= {f"average of {k}": x for k, x in zfunc.params(program, state, ema=True).items()}
+    if program.ranks.world == 1:
+        values |= moments(program, state)
+    values = {name: x.clone() for name, x in values.items()}
+    return Result(repr(told), zfunc.evaluate(program, state, batch(9, program.ranks.rank)), values)
+
+
+def moments(program: Program, state: State) -> dict[str, Tensor]:
+    """What is kept of each trained parameter, element by element; not what blocks of elements share."""
+    found: dict[str, Tensor] = {}
+    for bucket in program.layout.buckets:
+        for kind, x in state.buffers.state(bucket.index).items():
+            for span in bucket.spans if x.numel() == bucket.numel else ():
+                found[f"{kind} of {span.name}"] = x[span.start - bucket.start : span.stop - bucket.start]
+    return found
+
+
+def results(row: Row, given: Mapping[str, Any], *, alike: bool = False, **step: Any) -> list[Result]:
+    """Of every rank of a training from beginning to end."""
+    every, batch = programs(row, given, alike=alike)
+
+    def train(program: Program) -> Result:
+        return result(program, batch, *steps(program, batch, begun(program), **step))
+
+    return on_every(every, train)
+
+
+@cache
+def plain(numbers: str, job: str, *, alike: bool = False) -> list[Result]:
+    """The plain way: all but the update on the device, one operation after the other."""
+    given = {"schedule": "Serial", "defer": False, **NUMBERS[numbers]}
+    return results(Row(numbers, "one slot", job), given, alike=alike)
