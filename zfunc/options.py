@@ -44,7 +44,7 @@ class Option:
     `metavar` stands for its value in the help; "" is that of its type. What of it is not in capitals is typed as it
     is: `PATH|auto`. A `positional` one has no flag. `words` are those there are to choose from, if there are.
     `alone` is the value of its flag without one, if that may be. `name` is the flag's, where it is not the field's;
-    `read` makes the field's value of what is typed.
+    `read` makes the field's value of what is typed. A `common` one is in the short help.
     """
 
     group: str
@@ -54,6 +54,7 @@ class Option:
     positional: bool = False
     name: str = field(default="", kw_only=True)
     alone: str = field(default="", kw_only=True)
+    common: bool = field(default=False, kw_only=True)
     read: Callable[[Any], Any] = field(default=lambda typed: typed, kw_only=True)
     words: Collection[str] = field(kw_only=True)
 
@@ -172,12 +173,8 @@ def option(
 ) -> Any:
     """A field of a command's settings, with its Option; `more` goes to that, and a `converter` to the field."""
     converter = more.pop("converter", None)
-    return option_field(default, Option(group, help, check, metavar, **more), converter)
-
-
-def option_field(default: Any, option: Option, converter: Any = None) -> Any:
-    """A field of a command's settings that has this Option."""
-    return attrs.field(default=default, converter=converter, metadata={"option": option})
+    metadata = {"option": Option(group, help, check, metavar, **more)}
+    return attrs.field(default=default, converter=converter, metadata=metadata)
 
 
 def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[str, Option]:
@@ -192,14 +189,10 @@ def flag_fields(
 ) -> type[Any]:
     """A class for a command to extend: the fields of `base`, and those of `settings` that have a flag, as typed.
 
-    `changed` are the options of fields of `base`, and others than a setting's; `defaults` are the command's own.
-    What is a number or a word, or a word among several, is typed as a text.
+    `changed` are other options than a setting's; `defaults` are the command's own. What is a number or a word, or a
+    word among several, is typed as a text.
     """
-    own: dict[str, Any] = {
-        f.name: attrs.field(default=f.default, type=f.type, metadata={"option": changed[f.name]})
-        for f in attrs.fields(base)
-        if f.name in changed
-    }
+    own: dict[str, Any] = {}
     for f in attrs.fields(settings):
         name = f.metadata["option"].name or f.name
         if name in options_of(settings, without=without):
@@ -227,9 +220,9 @@ def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
     return values
 
 
-def check_each(settings: Any, options: Options | None = None) -> None:
+def check_each(settings: Any) -> None:
     """Check every field of `settings` that is not None by its option."""
-    for name, option in (options or options_of(type(settings))).items():
+    for name, option in options_of(type(settings)).items():
         if (value := getattr(settings, name)) is not None:
             option.check(name, value)
 

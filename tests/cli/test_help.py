@@ -30,7 +30,7 @@ EXAMPLES = [
 
 
 def help_of(name: str, capsys: Out, asked: str = "") -> str:
-    assert main([name, asked or ("--help-all" if COMMANDS[name].common else "--help")]) == 0
+    assert main([name, asked or ("--help-all" if common_of(name) else "--help")]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return out
@@ -41,6 +41,11 @@ def options_of(text: str) -> dict[str, str]:
     body = text.partition("\nexamples:\n")[0]
     lines = re.findall(r"^  (--\S+|-h, --help|[A-Z]+|\S+\|\S+) (.*?)(?=^  \S|^\n|\Z)", body, re.M | re.S)
     return {name: " ".join(words.split()) for name, words in lines}
+
+
+def common_of(name: str) -> set[str]:
+    """The flags of the short help."""
+    return {flag(field) for field, option in COMMANDS[name].options.items() if option.common}
 
 
 @every_command
@@ -69,15 +74,14 @@ def test_help_has_every_option_once_with_its_default_and_what_there_is_to_choose
         assert all(word in line or word in option.metavar for word in option.words)
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.common])
+@pytest.mark.parametrize("name", [*filter(common_of, COMMANDS)])
 def test_help_is_a_screen_of_what_most_people_need(
     name: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     text = help_of(name, capsys, "--help")
     assert len(text.splitlines()) <= 55
-    common = {flag(field) for field in COMMANDS[name].common}
-    assert options_of(text).keys() - {"-h, --help", "--debug"} == common | {"--help-all"}
+    assert options_of(text).keys() - {"-h, --help", "--debug"} == common_of(name) | {"--help-all"}
 
 
 @every_command

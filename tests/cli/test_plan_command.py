@@ -24,11 +24,12 @@ from zfunc.core.settings import StepSettings
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import GPTCosts, gpt_parameters
+from zfunc.options import options_of
 from zfunc.planner import memory_check as room
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.profile_toml import load_profile, profile_text
-from zfunc.train.settings import TRAIN, TrainSettings
+from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import gpt_config, prepare_job
 
 TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
@@ -283,12 +284,11 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
 @pytest.mark.parametrize("kind", [PlanSettings, DrawSettings, CalibrateSettings])
 def test_without_options_the_model_and_the_step_are_those_of_zfunc_train(kind: Any) -> None:
     """What is chosen for a GPU is that of a GPU; the vocabulary follows from the data, as below."""
-    groups = "model", "step", "offload", "how it runs"
-    same = {name for name in attrs.fields_dict(kind) if name in TRAIN and TRAIN[name].group in groups}
+    groups, theirs = ("model", "step", "offload", "how it runs"), options_of(TrainSettings)
+    same = {name for name in attrs.fields_dict(kind) if name in theirs and theirs[name].group in groups}
     assert {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size", "clip"} <= same
     for name in same - {"precision"}:
-        mine, theirs = getattr(kind(), name), getattr(TrainSettings(), name)
-        assert mine == theirs, name
+        assert getattr(kind(), name) == getattr(TrainSettings(), name), name
 
 
 PRESETS = {  # profile, layers, hidden size, ranks

@@ -21,12 +21,12 @@ from zfunc.core.keyword_settings import settings_with
 from zfunc.core.settings import HELP, OPTION, StepSettings
 from zfunc.options import flag_fields, options_of, values_of_flags
 from zfunc.train.deepspeed.mapping import from_deepspeed
-from zfunc.train.settings import TRAIN, ModelFlags, TrainSettings, step_settings
+from zfunc.train.settings import ModelFlags, TrainSettings, step_settings
 
 FIELDS = {f.name: f for f in fields(StepSettings)}
 FLAGS = {f.metadata[OPTION].name or name: f for name, f in FIELDS.items() if f.metadata[OPTION].group}
 COMMANDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "train": (TrainSettings, TRAIN),
+    "train": (TrainSettings, options_of(TrainSettings)),
     "plan": (PlanSettings, options_of(PlanSettings)),
     "draw": (DrawSettings, options_of(DrawSettings)),
     "calibrate": (CalibrateSettings, options_of(CalibrateSettings)),

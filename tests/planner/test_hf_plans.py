@@ -16,7 +16,6 @@ from zfunc.cli.commands.calibrate import CalibrateSettings, measure_machine
 from zfunc.cli.commands.plan import PlanSettings
 from zfunc.cli.main import main
 from zfunc.cli.simulated_model import simulated_model
-from zfunc.cli.simulated_step import profile_of
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile.compile import compile
@@ -139,7 +138,7 @@ def test_the_largest_batch_and_length_fit_and_one_more_does_not(
     assert (rows > 24, tokens) == (True, 256) if which == "batch" else (rows, tokens % 128) == (24, 0)
     rows, tokens = (rows + 1, tokens) if which == "batch" else (rows, tokens + 128)
     settings = PlanSettings(hf_config=config, lora=4, lora_targets="q_proj", with_=("bytes.device=1.1e9",))
-    machine = profile_of(evolve(settings, hardware="rtx4090"))
+    machine = evolve(settings, hardware="rtx4090").profile
     assert machine is not None
     costs = simulated_model(settings).cost_model(machine, rows, tokens)
     assert not costs.step(step_settings(settings, precision="bf16", schedule="Overlapped")).fits

@@ -100,7 +100,7 @@ def test_bad_swap_spaces_are_one_line(capsys: pytest.CaptureFixture[str], in_mem
     Path("file").touch()
     Path("free").mkdir()
     cases = {
-        ("--swap", "free"): "--state-on 'host', expected",
+        ("--swap", "free"): "--state-on host, expected",
         ("--state-on", "disk"): "--swap: got no folder",
         ("--state-on", "disk", "--swap", "nowhere"): "nowhere: got none, expected a folder",
         ("--state-on", "disk", "--swap", "file"): "file: got something else, expected a folder",

@@ -6,8 +6,7 @@
     command                         what a command is
     parser                          arguments and help from the fields of settings
     terminal                        signals, logs, and text that a terminal can show
-    simulated_model                 the model of `zfunc plan` and `draw`: a GPT, or a Hugging Face config's
-    simulated_step                  flags that `plan` and `draw` share
+    simulated_model                 the model and the hardware of `zfunc plan` and `draw`
     train_lines                     a training as lines, and on a terminal a progress bar below them
     report_page                     a run as one HTML page
     sensors                         cores, memory and GPUs, for the page of a run that is under way

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from zfunc.checkpoint.durable_files import replace_text
 from zfunc.options import Option, options_of
@@ -19,7 +19,7 @@ class Command:
     """A command: a line of help and more of it, its settings, whose fields are its options, and what runs it.
 
     `examples` are lines to type, each below a comment; `ending` says how the command ends. `run` returns its exit
-    code. `common` are the options that most people need, which --help shows; --help-all shows all.
+    code.
     """
 
     summary: str
@@ -28,11 +28,10 @@ class Command:
     run: Callable[[Any], int]
     examples: str
     ending: str = ""
-    common: tuple[str, ...] = ()
-    options: dict[str, Option] = field(kw_only=True)
 
-    @options.default
-    def _options(self) -> dict[str, Option]:
+    @property
+    def options(self) -> dict[str, Option]:
+        """The options of its settings, by the names of the fields."""
         return options_of(self.settings)
 
     @property
@@ -53,7 +52,7 @@ def write_files(files: dict[Path, str], *, tell: bool = True) -> None:
             replace_text(path, text)
         except OSError as error:
             raise ValueError(
-                f"--out: got {path}, which cannot be written ({error.strerror}), expected a file in a folder "
+                f"out: got {path}, which cannot be written ({error.strerror}), expected a file in a folder "
                 "that exists: name another"
             ) from error
         if tell:

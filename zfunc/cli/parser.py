@@ -35,8 +35,10 @@ REWORDED = (  # argparse's errors, as got, expected, next action
     (r"argument (\S+): (.+)", r"\1: \2"),
 )
 
-NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|(?=[\d'\"])(?!\S*[/:])|(?='\w+':))")
-"""An argument and its value, or a switch, in an error: a word of its own, and no path as in "--out: got lr=3"."""
+NAMED = re.compile(
+    r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|'(\w[\w.-]*)'(?=[\s:,.)]|$)|(?=[\d'\"])(?!\S*[/:]))"
+)
+"""An argument and its value, a word or a number, or a switch: a word of its own, no path as in "out: got lr=3"."""
 SUBJECT = re.compile(r"^(?:\w+(?:, \w+)*: )+")
 """What an error begins with: the settings, as in "data: tokenizer: got" or "steps, seconds: got"."""
 QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
@@ -115,40 +117,34 @@ def make_parser(
 
 def _add_command(subparsers: Any, name: str, command: Command, everything: bool) -> Parser:
     """With an argument for every field of its settings, in its group; last --help and --debug."""
-    shown = command.options if everything else command.common or command.options
-    positional = [o.metavar for o in command.options.values() if o.positional]
+    options, fields = command.options, attrs.fields_dict(command.settings)
+    common = {name for name, option in options.items() if option.common}
+    everything |= not common
     parser = subparsers.add_parser(
         name,
         help=command.summary,
         description=command.description,
-        usage=" ".join(["zfunc", name, *positional, "[options]"]),
-        epilog=command.epilog(everything=shown is command.options),
+        usage=" ".join(["zfunc", name, *(o.metavar for o in options.values() if o.positional), "[options]"]),
+        epilog=command.epilog(everything=everything),
         formatter_class=Help,
         allow_abbrev=False,
         add_help=False,
     )
-    for title, fields in _grouped(command, everything=shown is command.options).items():
-        arguments = parser.add_argument_group(title)
-        for field in fields:
-            _add_argument(arguments, field, command, shown)
-    common = parser.add_argument_group("help")
-    if command.common:
-        more = f"show all {len(command.options)} options, and all that there is to say of each"
-        common.add_argument("--help-all", action="help", help=more)
-    _add_common(common)
+    groups: dict[str, Any] = {}
+    for field in sorted(fields.values(), key=lambda f: GROUPS.index(options[f.name].group)):
+        title = options[field.name].group if everything else "options"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        help = options[field.name].help if everything else first_clause(options[field.name].help)
+        shown = with_flags(help, options) if everything or field.name in common else None
+        _add_argument(groups[title], field, options[field.name], shown)
+    more = parser.add_argument_group("help")
+    if common:
+        all_of_them = f"show all {len(options)} options, and all that there is to say of each"
+        more.add_argument("--help-all", action="help", help=all_of_them)
+    _add_common(more)
     parser.set_defaults(command=name, prog=parser.prog)
     return parser
-
-
-def _grouped(command: Command, *, everything: bool) -> dict[str, list["attrs.Attribute[Any]"]]:
-    """The fields of its settings by group; all in one, as `common` has them, in the short help."""
-    fields = attrs.fields_dict(command.settings)
-    if not everything:
-        return {"options": [fields[name] for name in dict.fromkeys((*command.common, *fields))]}
-    groups = sorted({option.group for option in command.options.values()}, key=GROUPS.index)
-    return {
-        title: [f for name, f in fields.items() if command.options[name].group == title] for title in groups
-    }
 
 
 def _add_common(group: Any) -> None:
@@ -157,15 +153,10 @@ def _add_common(group: Any) -> None:
     group.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
 
 
-def _add_argument(
-    group: Any, field: "attrs.Attribute[Any]", command: Command, shown: Collection[str]
-) -> None:
-    """An option of which help says all, its first clause if `shown` are names, or nothing if it is not shown."""
-    option = command.options[field.name]
-    help = option.help if isinstance(shown, Mapping) else first_clause(option.help)
-    help = with_flags(help, command.options)
+def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, help: str | None) -> None:
+    """An option, with its help and its default if it has any."""
     given: dict[str, Any] = {
-        "help": (help + _default(field)).replace("%", "%%") if field.name in shown else argparse.SUPPRESS,
+        "help": argparse.SUPPRESS if help is None else (help + _default(field)).replace("%", "%%"),
         "default": argparse.SUPPRESS,
     }
     if field.type is bool:
@@ -265,8 +256,12 @@ def as_typed(message: str, options: Mapping[str, Option]) -> str:
         return m[0] if option is None else option.metavar if option.positional else flag(m[0])
 
     message = SUBJECT.sub(lambda m: re.sub(r"\w+", typed, m[0]), message)
-    message = NAMED.sub(lambda m: flag(m[1]) + " " * (not m[2]) if m[1] in options else m[0], message)
+    message = NAMED.sub(lambda m: _with_value(*m.groups()) if m[1] in options else m[0], message)
     return with_flags(message, options)
+
+
+def _with_value(name: str, value: str, word: str | None) -> str:
+    return flag(name) if value == "True" else f"{flag(name)} {word or ''}"
 
 
 def with_flags(text: str, options: Mapping[str, Option]) -> str:

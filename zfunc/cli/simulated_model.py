@@ -1,26 +1,125 @@
-"""The model of a step that is simulated: the GPT of a command's flags, or that of a Hugging Face config.
+"""The model and the hardware of a step that is simulated, for `zfunc plan` and `zfunc draw`.
 
-A GPT needs no torch; any other is traced on the meta device, once: its costs are kept on the disk.
+A GPT needs no torch; any other model is traced on the meta device, once: its costs are kept on the disk. Sizes that
+would take for ever are refused by arithmetic.
 """
 
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import evolve, frozen
 
+from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
 from zfunc.errors import CheckpointError
 from zfunc.models.config_file import check_config_file, check_flags
-from zfunc.models.gpt_config import num_parameters
-from zfunc.models.gpt_costs import GPTCosts
-from zfunc.options import flag
-from zfunc.planner.cost_model import CostModel, SegmentCosts
-from zfunc.planner.kept_costs import KeptCosts, ModelFacts, kept
-from zfunc.planner.profile import Profile
-from zfunc.train.gpt_flags import gpt_config, planned_optimizer
+from zfunc.options import AUTO, option
+from zfunc.planner.profile import Profile, replace_figures
+from zfunc.planner.profile_toml import load_profile, profile_names
+from zfunc.train.settings import HF_CONFIG, GPTFlags
 from zfunc.units import format_parameters
+
+if TYPE_CHECKING:
+    from zfunc.planner.cost_model import CostModel, SegmentCosts
+
+MOST_LAYERS = 10_000  # each takes time
+MOST_ELEMENTS = 10**17  # torch counts bytes in 63 bits
+
+
+def _check_profile(name: str, value: Any) -> None:
+    """A profile that comes with zfunc, or a file of one."""
+    try:
+        load_profile(value)
+    except FileNotFoundError:  # says all that
+        raise
+    except (OSError, ValueError) as error:
+        binary = f"got {value}, which is no text, expected TOML: name a file that zfunc calibrate wrote"
+        raise ValueError(f"{name}: {binary if isinstance(error, UnicodeDecodeError) else error}") from error
+
+
+def _check_figures(name: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        _figure(name, text)
+
+
+def _figure(name: str, text: str) -> tuple[str, float]:
+    """Table and key of a figure, and its value: "bytes.host=1.28e11"."""
+    place, _, value = text.rpartition("=")
+    try:
+        if not all(place.rpartition(".")):
+            raise ValueError(place)
+        return place, float(value)
+    except ValueError:
+        raise ValueError(
+            f"{name}: got {text!r}, expected TABLE.KEY=NUMBER: write such as bytes.host=1.28e11"
+        ) from None
+
+
+@frozen(kw_only=True)
+class SimulatedFlags(GPTFlags):
+    """A model, and the hardware that it is simulated on: `UNNAMED` where none is named, None for round figures."""
+
+    UNNAMED: ClassVar[str | None] = None
+
+    hf_config: Path | None = HF_CONFIG
+    hardware: str | None = option(
+        None,
+        "hardware",
+        f"{', '.join(profile_names())}, or a file that zfunc calibrate wrote (default: v100-32gb; zfunc "
+        "draw: round figures)",
+        _check_profile,
+        "NAME|FILE",
+        words=profile_names(),
+        common=True,
+    )
+    with_: tuple[str, ...] = option(
+        (),
+        "hardware",
+        "replace a figure of that profile, as bytes.host=1.28e11 does, once for each (default: none)",
+        _check_figures,
+        "TABLE.KEY=VALUE",
+        converter=tuple,
+    )
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile with the figures of `with_`."""
+        if (name := self.hardware or self.UNNAMED) is None:
+            if self.with_:
+                raise ValueError(
+                    "with_: got it without `hardware`, expected the profile of a figure: name one"
+                )
+            return None
+        try:
+            return replace_figures(load_profile(name), dict(_figure("with_", text) for text in self.with_))
+        except ValueError as error:
+            raise ValueError(f"with_: {error}") from error
+
+    def check_simulated(self) -> None:
+        """Raise ValueError for sizes that cannot be simulated, or a precision that the profile does not have."""
+        layers, width, tokens = self.num_layers, self.hidden_size, self.batch_size * self.seq_length
+        vocab_size = self.vocab_size or 0
+        parameters = (12 * layers * width + vocab_size) * width
+        widest = max(4 * width, vocab_size, self.num_attention_heads * self.seq_length)
+        for names, what, got, most in (
+            ("num_layers", "layers", layers, MOST_LAYERS),
+            ("hidden_size, num_layers, vocab_size", "parameters", parameters, MOST_ELEMENTS),
+            ("batch_size, seq_length", "elements of an activation", tokens * widest, MOST_ELEMENTS),
+        ):
+            if got > most:
+                raise ValueError(
+                    f"{names}: got {got:.3g} {what}, expected at most {most:.3g}: make it smaller"
+                )
+        profile, precision = self.profile, getattr(self, "precision", AUTO)
+        name = profile and profile.name
+        available = (AUTO, *(PRECISIONS if profile is None else profile.precisions))
+        if precision not in available:
+            raise ValueError(
+                f"precision: got {precision!r} with hardware={name!r}, expected one that it has: pass "
+                f"{' or '.join(available)}"
+            )
 
 
 @frozen(eq=False)
@@ -37,7 +136,7 @@ class SimulatedModel:
     hidden_size: int
     parameters: int
     trained: int
-    costs: Callable[[int, int, int], SegmentCosts]
+    costs: "Callable[[int, int, int], SegmentCosts]"
     longest: int | None = None
     learned: bool = True
     quantized: str = ""
@@ -50,35 +149,44 @@ class SimulatedModel:
 
     def cost_model(
         self, machine: Profile | Hardware, rows: int, seq_length: int, world: int = 1
-    ) -> CostModel:
+    ) -> "CostModel":
         """Its costs with so many sequences of so many tokens on each of the ranks."""
+        from zfunc.planner.cost_model import CostModel
+
         return CostModel(self.costs(rows, seq_length, world), machine)
 
 
-def simulated_model(settings: Any) -> SimulatedModel:
+def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
     """The model of the settings. Raises ValueError for a config that is not supported."""
     if settings.hf is not None or settings.hf_config is not None:
         return _described(settings)
+    from zfunc.models.gpt_config import num_parameters
+    from zfunc.models.gpt_costs import GPTCosts
+    from zfunc.train.gpt_flags import gpt_config, planned_optimizer
+
     config, optimizer = gpt_config(settings), planned_optimizer(settings)
     count = num_parameters(config)
 
-    def costs(rows: int, seq_length: int, world: int) -> SegmentCosts:
+    def costs(rows: int, seq_length: int, world: int) -> "SegmentCosts":
         return GPTCosts(evolve(config, seq_length=seq_length), rows, optimizer, world)
 
     return SimulatedModel("GPT", settings.num_layers, settings.hidden_size, count, count, costs)
 
 
-def _described(settings: Any) -> SimulatedModel:
-    name = "hf" if settings.hf_config is None else "hf_config"
-    try:
-        check_config_file(getattr(settings, name).expanduser())
-    except CheckpointError as error:
-        raise ValueError(f"{flag(name)}: {error}") from error
+def _described(settings: SimulatedFlags) -> SimulatedModel:
+    """The model of a Hugging Face config. Torch and transformers are imported where nothing is kept of it."""
+    from zfunc.planner.kept_costs import KeptCosts, ModelFacts, kept
+    from zfunc.train.gpt_flags import planned_optimizer
 
-    place: Path = getattr(settings, name).expanduser()
-    lora = (settings.lora, settings.lora_alpha, settings.lora_targets, str(settings.hf))
+    name = "hf" if settings.hf_config is None else "hf_config"
+    place = Path(getattr(settings, name))
+    try:
+        check_config_file(place)
+    except CheckpointError as error:
+        raise ValueError(f"{name}: {error}") from error
     config = (place if place.suffix == ".json" else place / "config.json").read_text(errors="replace")
-    question, optimizer = [config, *lora], planned_optimizer(settings)
+    question = [config, settings.lora, settings.lora_alpha, settings.lora_targets, str(settings.hf)]
+    optimizer = planned_optimizer(settings)
 
     @cache
     def opened() -> Any:
@@ -104,8 +212,8 @@ def _described(settings: Any) -> SimulatedModel:
             [s.parameters for s in model.segments],
         )
 
-    def costs(rows: int, seq_length: int, world: int) -> SegmentCosts:
-        def traced() -> SegmentCosts:
+    def costs(rows: int, seq_length: int, world: int) -> "SegmentCosts":
+        def traced() -> "SegmentCosts":
             import torch
 
             from zfunc.planner.traced_costs import TracedCosts
@@ -116,7 +224,7 @@ def _described(settings: Any) -> SimulatedModel:
         return KeptCosts(known, question, cache(traced), rows, seq_length, optimizer, world)
 
     known = kept(question, facts, ModelFacts.plain, ModelFacts.read)
-    check_flags(settings, getattr(settings, name), known.longest, known.vocab_size)
+    check_flags(settings, place, known.longest, known.vocab_size)
     count, trained = (sum(p.numel for p in known.owned if p.trainable >= only) for only in (False, True))
     sizes = known.architecture, known.num_layers, known.hidden_size
     return SimulatedModel(*sizes, count, trained, costs, known.longest, known.learned, known.quantized)

@@ -194,6 +194,7 @@ class StepSettings:
         f"dtype of parameters and gradients on the device: {_names(PRECISIONS)}",
         "Master weights are always fp32; fp16 trains with dynamic loss scaling.",
         tries=("fp32", "bf16"),
+        common=True,
     )
     schedule: str | Schedule = _setting(
         BY_DEVICE,
@@ -203,6 +204,7 @@ class StepSettings:
         "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`. By device: `Overlapped` "
         "with an accelerator; on a CPU, where lanes share the cores and overlap costs time, `SharedCores`.",
         tries=("Overlapped", "Interleaved", "CriticalPath"),
+        common=True,
     )
     recompute: str = _setting(
         "all",
@@ -216,6 +218,7 @@ class StepSettings:
         tries=(
             *("none", "min-cut", "all,min-cut,min-cut,min-cut", "all,min-cut", "all,all,all,min-cut", "all"),
         ),
+        common=True,
     )
     compile_segments: bool | Literal["reduce-overhead"] = _setting(
         False,
@@ -241,6 +244,7 @@ class StepSettings:
         "equal parts of a batch; their gradients are accumulated",
         f"In fp32, on the host. At most {MOST_MICRO_BATCHES:,}.",
         tries=(AUTO,),
+        common=True,
     )
     clip_norm: float | None = _setting(
         None,
@@ -313,6 +317,7 @@ class StepSettings:
         "the optimizer state; frozen ones are there too.",
         typed=one_of((*PLACES, DISK)),
         tries=TIERS_OF["params_on"],
+        common=True,
     )
     persistent_params: int | str = _setting(
         0,
@@ -345,6 +350,7 @@ class StepSettings:
             *("device", "host,device", "host,host,host,device", "host"),
             *("disk,host,host,host", "disk,host", "disk"),
         ),
+        common=True,
     )
     moments: Moments = _setting(
         "fp32",
@@ -353,6 +359,7 @@ class StepSettings:
         f"format of Adam's moments on the host: {_names(MOMENTS)}; smaller is faster",
         "Set it here or in `zfunc.AdamW`.",
         tries=MOMENTS,
+        common=True,
     )
     bucket_size: int | None = _setting(
         None,
@@ -400,6 +407,7 @@ class StepSettings:
         '"auto", with `example`: on the host if it fits.',
         typed=one_of(HOST_OR_DISK),
         tries=TIERS_OF["state_on"],
+        common=True,
     )
     disk_ratio: float = _setting(
         1.0,
@@ -429,6 +437,7 @@ class StepSettings:
         "A state there is a checkpoint: training goes on from it with `zfunc.load`.",
         note=" (default: none)",
         metavar="FOLDER",
+        common=True,
     )
     commit_every: int = _setting(
         1,

@@ -1,7 +1,7 @@
-"""Settings of `zfunc train`: each is one field with its default, check and help; other commands share some.
+"""Settings of `zfunc train`, a field for each option, and the fields that other commands share.
 
-A value that exists can be run, as far as that can be checked without the data and the machine. Help and errors have
-the names of settings, which the command line shows as flags. No torch here: its help answers at once.
+The fields' defaults are the command line's. A value that exists can be run, as far as that can be checked without
+the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,10 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import OPTIMIZER_NAMES
-from zfunc.core.settings import BY_DEVICE, DISK, TIERS_OF, StepSettings
+from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
-    Option,
     check_each,
     count,
     flag_fields,
@@ -42,29 +41,7 @@ LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
 PACKINGS = ("stream", "documents")
 LR_SCHEDULES = ("cosine", "linear", "constant")
-PRETRAINED = ("hf", "lora", "lora_alpha", "lora_targets")
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of a model has
-OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where nobody sets them
-    "adamw": {"lr": 4e-3, "weight_decay": 0.1},
-    "sgd": {"lr": 0.1, "weight_decay": 1e-4},
-    "lion": {"lr": 1e-3, "weight_decay": 0.4},
-    "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
-    "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
-    "muon": {"lr": 4e-3, "weight_decay": 0.1},
-}
-OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
-    "adamw": {"betas": (0.9, 0.95)},
-    "sgd": {"momentum": 0.9},
-    "lion": {},
-    "adagrad": {},
-    "adafactor": {},
-    "muon": {"betas": (0.9, 0.95)},
-}
-_names = ", ".join
-
-
-def _by_optimizer(name: str) -> str:
-    return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of `hf` has
 
 
 def _device(name: str, value: Any) -> None:
@@ -90,24 +67,60 @@ def _resume(name: str, value: Any) -> None:
         )
 
 
-# --- the model and its data, which other commands have too ------------------------------------------------
+_names = ", ".join
+
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets them
+    "adamw": {"lr": 4e-3, "weight_decay": 0.1},
+    "sgd": {"lr": 0.1, "weight_decay": 1e-4},
+    "lion": {"lr": 1e-3, "weight_decay": 0.4},
+    "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
+    "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
+    "muon": {"lr": 4e-3, "weight_decay": 0.1},
+}
+OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
+    "adamw": {"betas": (0.9, 0.95)},
+    "sgd": {"momentum": 0.9},
+    "lion": {},
+    "adagrad": {},
+    "adafactor": {},
+    "muon": {"betas": (0.9, 0.95)},
+}
+
+
+def _by_optimizer(name: str) -> str:
+    return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
+
+
+DEVICE = option(
+    "auto",
+    "how it runs",
+    f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
+    _device,
+    words=DEVICES,
+    common=True,
+)
+HF_CONFIG = option(
+    None,
+    "model",
+    "config.json of a Hugging Face model, instead of its folder (default: none)",
+    path,
+    "FILE",
+    common=True,
+)
+"""Fields that several commands have."""
 
 
 @frozen(kw_only=True)
 class ModelFlags:
-    """The model of a command, a new GPT or a Hugging Face model, and the size of its batch."""
+    """A new GPT, or a Hugging Face model with or without adapters, and the size of its batch."""
 
-    num_layers: int = option(4, "model", "transformer blocks", count)
-    hidden_size: int = option(128, "model", "features of a token, a multiple of the heads", count)
-    num_attention_heads: int = option(4, "model", "attention heads", count)
-    seq_length: int = option(128, "model", "tokens of a sequence", count)
-    batch_size: int = option(8, "step", "sequences of a step, a multiple of the micro-batches", count)
     hf: Path | None = option(
         None,
         "model",
-        "folder of a Hugging Face model to fine-tune: its config, safetensors and tokenizer (default: a new GPT)",
+        "folder of a Hugging Face model: config, and to be trained safetensors and tokenizer (default: a new GPT)",
         path,
         "FOLDER",
+        common=True,
     )
     lora: int | None = option(
         None,
@@ -116,6 +129,7 @@ class ModelFlags:
         "device; needs zfunc[lora] (default: the whole model is trained)",
         count,
         "RANK",
+        common=True,
     )
     lora_alpha: float | None = option(
         None, "model", "scale of the adapters, times their rank (default: twice the rank)", positive
@@ -127,11 +141,31 @@ class ModelFlags:
         "(default: those that peft has for the model, or its query, value and fused projections)",
         metavar="NAMES",
     )
+    num_layers: int = option(4, "model", "transformer blocks", count, common=True)
+    hidden_size: int = option(
+        128, "model", "features of a token, a multiple of the heads", count, common=True
+    )
+    num_attention_heads: int = option(4, "model", "attention heads", count, common=True)
+    vocab_size: int | None = option(
+        None,
+        "model",
+        "tokens in the vocabulary (default: those of the tokenizer; of bytes 256, of a .bin 50257 as GPT-2 has)",
+        count,
+        common=True,
+    )
+    seq_length: int = option(128, "model", "tokens of a sequence", count, common=True)
+    batch_size: int = option(
+        8,
+        "step",
+        "sequences of a step, a multiple of the ranks times the micro-batches",
+        count,
+        common=True,
+    )
 
 
 @frozen(kw_only=True)
 class GPTFlags(ModelFlags):
-    """A GPT whose vocabulary is that of its data, unless it is given."""
+    """The data that a model is trained on, which decide a new GPT's vocabulary, and its optimizer."""
 
     data: Path | None = option(
         None,
@@ -142,6 +176,7 @@ class GPTFlags(ModelFlags):
         "JSONL, or input_ids and perhaps labels; these need zfunc[datasets] "
         "(default: the sources of Python's standard library)",
         path,
+        common=True,
     )
     tokenizer: Path | None = option(
         None,
@@ -149,65 +184,44 @@ class GPTFlags(ModelFlags):
         "a local tokenizer.json, for text and JSONL (default: that of `hf`; without one, bytes are the tokens)",
         path,
         "FILE",
-    )
-    vocab_size: int | None = option(
-        None,
-        "data",
-        "size of the vocabulary of a .bin (default: 50257, GPT-2's; bytes have 256)",
-        count,
+        common=True,
     )
     optimizer: str = option(
         "adamw",
         "step",
         f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
         one_of(OPTIMIZER_NAMES),
+        common=True,
     )
 
 
-DESCRIBED = {  # a model of which no weights are read
-    **options_of(ModelFlags),
-    "hf": evolve(
-        options_of(ModelFlags)["hf"],
-        help="folder of a Hugging Face model: its config, no weights are read (default: a new GPT)",
+STEP = options_of(StepSettings)
+DRAWN = {
+    "precision": STEP["precision"].offering(
+        (AUTO, *PRECISIONS), f"; {AUTO}: the 16 bits that the device is fast in, fp32 on a CPU"
     ),
-    "hf_config": Option(
-        "model",
-        "config.json of a Hugging Face model, instead of its folder (default: none)",
-        path,
-        metavar="FILE",
+    "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__)),
+}
+CHOSEN = {
+    **DRAWN,
+    **{
+        name: STEP[name].offering(
+            (*STEP[name].words, AUTO), f". {AUTO}: the nearest that fits, and of zfunc plan the fastest"
+        )
+        for name in CHOICES
+    },
+    "offload_ratio": evolve(
+        STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much there as fits"
+    ),
+    "bucket_size": evolve(
+        STEP["bucket_size"],
+        help=f"{STEP['bucket_size'].help}; on a CPU {CPU_BUCKET_SIZE:,}, to fit its caches",
     ),
 }
+"""Options of a step that commands know more of than `zfunc.compile`: `DRAWN` in any of them, `CHOSEN` where "auto"
+is chosen for the machine."""
 
-
-# --- a training -------------------------------------------------------------------------------------------
-
-STEP = options_of(StepSettings)
-StepFlags = flag_fields(
-    StepSettings,
-    GPTFlags,
-    {
-        "precision": STEP["precision"].offering(
-            (AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"
-        ),
-        "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__)),
-        "bucket_size": evolve(
-            STEP["bucket_size"],
-            help=f"{STEP['bucket_size'].help}; on a CPU {CPU_BUCKET_SIZE:,}, to fit its caches",
-        ),
-        "offload_ratio": evolve(
-            STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much as fits there"
-        ),
-        **{
-            place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the nearest that fits")
-            for place in TIERS_OF
-        },
-        "recompute": STEP["recompute"].offering(
-            (*STEP["recompute"].words, AUTO), f". {AUTO}: min-cut if it fits, else all"
-        ),
-    },
-    precision=AUTO,
-    clip=1.0,
-)
+StepFlags = flag_fields(StepSettings, GPTFlags, CHOSEN, precision=AUTO, clip=1.0)
 
 
 @frozen(kw_only=True)
@@ -225,6 +239,7 @@ class TrainSettings(StepFlags):
         "(default: none)",
         path,
         "FILE",
+        common=True,
     )
     eval_data: Path | None = option(
         None,
@@ -232,6 +247,7 @@ class TrainSettings(StepFlags):
         "data to evaluate on, as for `data`, of which all is then trained on (default: about a tenth of `data` is "
         "held out)",
         path,
+        common=True,
     )
     packing: str = option(
         "stream",
@@ -250,6 +266,7 @@ class TrainSettings(StepFlags):
         "step",
         f"peak learning rate, {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else {_by_optimizer('lr')}",
         positive,
+        common=True,
     )
     lr_schedule: str = option(
         "cosine",
@@ -275,6 +292,7 @@ class TrainSettings(StepFlags):
         "how long",
         "steps to train, and of `lr_schedule`; with `seconds` alone there is no limit, and no decay",
         count,
+        common=True,
     )
     epochs: float | None = option(
         None,
@@ -282,6 +300,7 @@ class TrainSettings(StepFlags):
         "passes over the data, also parts of one, instead of `steps` (default: 1 with `hf`, where none of `steps`, "
         "`epochs` and `seconds` is given)",
         positive,
+        common=True,
     )
     seconds: float | None = option(
         None,
@@ -289,6 +308,7 @@ class TrainSettings(StepFlags):
         "seconds to train, with evaluations and those before a resume: the step in which they have passed is the "
         "last; the learning rate follows `steps`, however many are taken (default: no limit)",
         positive,
+        common=True,
     )
     eval_every: int = option(
         250,
@@ -303,6 +323,7 @@ class TrainSettings(StepFlags):
         f"run folder, new or empty, or with `resume={AUTO}` the run's own (default: runs/DATE-TIME)",
         path,
         "FOLDER",
+        common=True,
     )
     save_every: int | None = option(
         None,
@@ -310,6 +331,7 @@ class TrainSettings(StepFlags):
         "steps between checkpoints, beside that of the last step; 0 saves none at all (default: the last step "
         "alone)",
         zero_or_more,
+        common=True,
     )
     keep: int = option(2, "run folder", "how many checkpoints to keep; older ones are deleted", count)
     resume: str | None = option(
@@ -319,14 +341,9 @@ class TrainSettings(StepFlags):
         "in `out`, or from the beginning if it has none (default: from the beginning)",
         _resume,
         f"PATH|{AUTO}",
+        common=True,
     )
-    device: str = option(
-        AUTO,
-        "how it runs",
-        f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
-        _device,
-        words=DEVICES,
-    )
+    device: str = DEVICE
     seed: int = option(
         0, "how it runs", "seed of initial values, the order of data, dropout and the sample", _seed
     )
@@ -364,11 +381,8 @@ class TrainSettings(StepFlags):
             )
 
 
-TRAIN = options_of(TrainSettings)
-
-
 def check_pretrained(settings: Any) -> None:
-    """Raise ValueError for settings that do not go with a Hugging Face model, or only with one."""
+    """Raise ValueError for flags that do not go with a Hugging Face model, or only with one."""
     sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
     if len(sources) > 1:
         raise ValueError("hf_config: got it with `hf`, expected one of them: leave one out")
@@ -379,7 +393,8 @@ def check_pretrained(settings: Any) -> None:
     for f in attrs.fields(type(settings)) if sources else ():
         if f.name in SIZES and getattr(settings, f.name) != f.default:
             raise ValueError(
-                f"{f.name}: got it with `{sources[0]}`, whose config sets it, expected one of them: leave one out"
+                f"{f.name}: got it with `{sources[0]}`, whose config sets it, expected one of them: "
+                "leave one out"
             )
 
 
@@ -405,7 +420,7 @@ def step_settings(flags: Any, **changes: Any) -> StepSettings:
 
 
 def check_together(settings: Any) -> None:
-    """Check every field of a command's settings, alone and with the others. Raises ValueError."""
+    """Check every field, alone and with the others."""
     check_each(settings)
     check_pretrained(settings)
     given = values_of_flags(StepSettings, settings)

@@ -9,11 +9,11 @@ from attrs import frozen
 from zfunc.cli.command import EXIT_OK, Command, write_files
 from zfunc.cli.terminal import logged
 from zfunc.core.settings import StepSettings
-from zfunc.options import AUTO, count, flag_fields, option, option_field, path
+from zfunc.options import AUTO, count, flag_fields, option, path
 from zfunc.train.settings import (
-    DESCRIBED,
-    PRETRAINED,
-    TRAIN,
+    CHOSEN,
+    DEVICE,
+    HF_CONFIG,
     ModelFlags,
     TrainSettings,
     check_rows,
@@ -35,7 +35,7 @@ UNMEASURED = (
 VOCABULARY_SIZE = 256  # of a GPT, where none is given
 
 MeasuredStepFlags = flag_fields(
-    StepSettings, ModelFlags, {**TRAIN, **DESCRIBED}, without=UNMEASURED, clip=1.0, precision=AUTO
+    StepSettings, ModelFlags, CHOSEN, without=UNMEASURED, clip=1.0, precision=AUTO
 )
 
 
@@ -43,17 +43,17 @@ MeasuredStepFlags = flag_fields(
 class CalibrateSettings(MeasuredStepFlags):
     """A model to measure with, by default that of `zfunc train`: choose the one you want to plan for."""
 
-    hf_config: Path | None = option_field(None, DESCRIBED["hf_config"])
-    vocab_size: int | None = option(
-        None, "model", "tokens in the vocabulary (default: 256; of --hf its own)", count
+    hf_config: Path | None = HF_CONFIG
+    device: str = DEVICE
+    turns: int = option(
+        20, "measurement", "steps that are measured, after 3 that are not", count, common=True
     )
-    device: str = option_field("auto", TRAIN["device"])
-    turns: int = option(20, "measurement", "steps that are measured, after 3 that are not", count)
     folder: Path = option(
         Path("."),
         "measurement",
         "folder on the drive that is measured, with 512 MiB of room",
         metavar="FOLDER",
+        common=True,
     )
     out: Path = option(
         Path("machine.toml"),
@@ -61,6 +61,7 @@ class CalibrateSettings(MeasuredStepFlags):
         "file to write, or to write anew, that ends in .toml",
         path,
         "FILE",
+        common=True,
     )
 
     def __attrs_post_init__(self) -> None:
@@ -68,23 +69,21 @@ class CalibrateSettings(MeasuredStepFlags):
         check_together(self)
         if self.out.suffix != ".toml":
             raise ValueError(
-                f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
+                f"out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
             )
         if not self.out.parent.is_dir():  # refused before minutes of measuring
             raise ValueError(
-                f"--out: got {self.out}, expected a file in a folder that exists: make {self.out.parent}"
+                f"out: got {self.out}, expected a file in a folder that exists: make {self.out.parent}"
             )
         if not self.folder.is_dir():
             raise ValueError(
-                f"--folder: got {self.folder}, expected a folder that exists: make it, or name another"
+                f"folder: got {self.folder}, expected a folder that exists: make it, or name another"
             )
 
     def training(self) -> TrainSettings:
         """The training whose steps are measured; under Serial, and slow to learn, so that nothing overflows."""
-        names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - {
-            "out",
-            *PRETRAINED,
-        }
+        own = {"out", "hf", "lora", "lora_alpha", "lora_targets"}
+        names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - own
         model = {name: getattr(self, name) for name in names}
         return TrainSettings(**model, schedule="Serial", lr=1e-5, warmup=0)
 

@@ -13,14 +13,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.cli.command import EXIT_OK, Command, write_files
-from zfunc.cli.simulated_step import (
-    SIMULATED,
-    check_precision,
-    check_sizes,
-    figures,
-    hardware,
-    profile_of,
-)
+from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.cli.terminal import printable
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
@@ -29,16 +22,10 @@ from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
-from zfunc.options import AUTO, flag, flag_fields, one_of, option, option_field, path
+from zfunc.options import AUTO, flag_fields, one_of, option, path
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
-from zfunc.train.settings import (
-    DESCRIBED,
-    STEP,
-    GPTFlags,
-    check_together,
-    step_settings,
-)
+from zfunc.train.settings import DRAWN, STEP, check_together, step_settings
 from zfunc.units import format_bytes
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.compare import table
@@ -51,27 +38,27 @@ SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 # Settings without a flag here.
 UNDRAWN = ("compile_segments", "deterministic", "offload_ratio")
 
-DRAWN = {
-    **SIMULATED,
-    "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__, "all")),
-}
-
-DrawnStepFlags = flag_fields(StepSettings, GPTFlags, DRAWN, without=UNDRAWN, precision=AUTO, clip=1.0)
+DrawnStepFlags = flag_fields(
+    StepSettings,
+    SimulatedFlags,
+    {**DRAWN, "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__, "all"))},
+    without=UNDRAWN,
+    precision=AUTO,
+    clip=1.0,
+)
 
 
 @frozen(kw_only=True)
 class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
-    hf_config: Path | None = option_field(None, DESCRIBED["hf_config"])
-    hardware: str | None = hardware(None, " (default: round figures)")
-    with_: tuple[str, ...] = figures()
     format: str | None = option(
         None,
         "picture",
-        f"{', '.join(FORMATS)} (default: by the suffix of --out, .svg, .html or .json; else text, or html with "
-        "--compare)",
+        f"{', '.join(FORMATS)} (default: by the suffix of `out`, .svg, .html or .json; else text, or html with "
+        "`compare`)",
         one_of(FORMATS),
+        common=True,
     )
     compare: Path | None = option(
         None,
@@ -80,24 +67,25 @@ class DrawSettings(DrawnStepFlags):
         "(default: draw a step that was not run)",
         path,
         "RUN",
+        common=True,
     )
     out: Path | None = option(
         None,
         "picture",
-        "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
+        "file to write, or to write anew (default: print the picture; of `compare`: RUN/compare.html or .svg)",
         path,
         "FILE",
+        common=True,
     )
 
     def __attrs_post_init__(self) -> None:
         check_together(self)
-        check_sizes(self)
-        check_precision(self)
+        self.check_simulated()
         for f in attrs.fields(DrawSettings) if self.compare is not None else ():
             of_step = f.metadata["option"].group in ("data", "model", "step", "how it runs", "offload")
             if of_step and getattr(self, f.name) != f.default:
                 raise ValueError(
-                    f"{flag(f.name)}: got it with --compare, which draws the run's own plan, expected one of them: "
+                    f"{f.name}: got it with `compare`, which draws the run's own plan, expected one of them: "
                     "leave one out"
                 )
 
@@ -131,14 +119,13 @@ def _format_of(settings: DrawSettings) -> str:
     suffix = settings.out.suffix if settings.out else ""
     if settings.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
         raise ValueError(
-            f"--out: got {settings.out}, expected a name that ends in {', '.join(SUFFIXES)} or .txt: or add "
-            "--format"
+            f"out: got {settings.out}, expected a name that ends in {', '.join(SUFFIXES)} or .txt: or add `format`"
         )
     default = "html" if settings.compare and not suffix else "text"
     form = settings.format or SUFFIXES.get(suffix, default)
     if settings.schedule == "all" and settings.out is None and form != "text":
         raise ValueError(
-            f"--schedule all: got --format {form} without --out, expected a file: add --out FILE"
+            f"schedule: got all in {form} without `out`, expected a file: add such as out='step.{form}'"
         )
     return form
 
@@ -164,11 +151,10 @@ class DrawnStep:
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     """The step under the schedule of the settings, or under each, slowest first; by name."""
-    from zfunc.cli.simulated_model import simulated_model
     from zfunc.planner.candidate import operations_of
     from zfunc.planner.cost_model import precision_for
 
-    precision = precision_for(profile_of(settings) or ROUND, settings.precision)
+    precision = precision_for(settings.profile or ROUND, settings.precision)
     step = step_settings(settings, precision=precision, schedule="Serial")
     step.check_folders()
     model = simulated_model(settings)
@@ -189,7 +175,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
         on = _hardware(settings, step.setting.precision, step.setting.world)
         simulated = simulate(step.plan, on)
     except ValueError as error:
-        raise ValueError(f"--compare: {error}") from error
+        raise ValueError(f"compare: {error}") from error
     how = step.setting
     heading = f"A step of {run}: {how.schedule} in {how.precision}, world {how.world}"
     return DrawnStep(heading, step.plan, on, simulated, step.timeline)
@@ -197,7 +183,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
 
 def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardware:
     """That of the profile, or round numbers."""
-    profile = profile_of(settings)
+    profile = settings.profile
     return ROUND if profile is None else profile.hardware(precision, world)
 
 

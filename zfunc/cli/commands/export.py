@@ -25,7 +25,7 @@ class ExportSettings:
     out: Path | None = option(
         None,
         "file",
-        "new file to write, which ends in .safetensors; with --hf a new folder; to be given",
+        "new file to write, which ends in .safetensors; with `hf` a new folder; to be given",
         path,
     )
     hf: Path | None = option(
@@ -47,16 +47,16 @@ class ExportSettings:
         check_each(self)
         if self.hf is not None and not (self.hf / "config.json").is_file():
             raise ValueError(
-                f"--hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
+                f"hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
                 "the one that training began with"
             )
         if self.adapter_only and self.hf is None:
             raise ValueError(
-                "--adapter-only: got it without --hf, expected the model that the adapters are for: add --hf FOLDER"
+                "adapter_only: got it without `hf`, expected the model that the adapters are for: add `hf`"
             )
         if self.out is None:
             kind, example = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
-            raise ValueError(f"--out: got none, expected a new {kind} to write: pass such as --out {example}")
+            raise ValueError(f"out: got none, expected a new {kind} to write: pass such as out={example!r}")
 
 
 def run_export(settings: ExportSettings) -> int:
@@ -75,7 +75,7 @@ def run_export(settings: ExportSettings) -> int:
             lora = adapters_of_run(settings.checkpoint)
             if settings.adapter_only and lora is None:
                 raise ValueError(
-                    f"--adapter-only: got {settings.checkpoint}, which is in no run with --lora, expected one: "
+                    f"adapter_only: got {settings.checkpoint}, which is in no run with --lora, expected one: "
                     "name the run's folder, or leave it out"
                 )
             try:
@@ -91,7 +91,7 @@ def run_export(settings: ExportSettings) -> int:
             except ValueError as error:
                 if not str(error).startswith("config: "):
                     raise
-                raise ValueError(f"--hf: {str(error).removeprefix('config: ')}") from error
+                raise ValueError(f"hf: {str(error).removeprefix('config: ')}") from error
     print(
         f"written: {exported.path}: {exported.parameters} parameters of step {exported.step} as {exported.dtype}, "
         f"{format_bytes(exported.bytes)}"

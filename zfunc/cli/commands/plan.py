@@ -18,39 +18,13 @@ from attrs import asdict, evolve, fields, frozen
 
 from zfunc import schedules
 from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command, write_files
-from zfunc.cli.simulated_step import (
-    SIMULATED,
-    check_precision,
-    check_sizes,
-    figures,
-    hardware,
-    profile_of,
-)
+from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import BY_DEVICE, CHOICES, StepSettings
-from zfunc.options import (
-    AUTO,
-    Option,
-    as_flag,
-    check_each,
-    count,
-    flag_fields,
-    multiple,
-    one_of,
-    option,
-    option_field,
-    path,
-)
+from zfunc.core.settings import BY_DEVICE, StepSettings
+from zfunc.options import AUTO, as_flag, check_each, count, flag_fields, multiple, one_of, option, path
 from zfunc.planner.candidate import garbage_collection_paused
 from zfunc.planner.profile import Profile
-from zfunc.train.settings import (
-    DESCRIBED,
-    STEP,
-    GPTFlags,
-    check_pretrained,
-    check_rows,
-    step_settings,
-)
+from zfunc.train.settings import CHOSEN, STEP, check_pretrained, check_rows, step_settings
 
 if TYPE_CHECKING:
     from zfunc.cli.simulated_model import SimulatedModel
@@ -60,7 +34,7 @@ if TYPE_CHECKING:
     from zfunc.planner.suggestions import Suggestion
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
-MAXIMA = {  # of --max
+MAXIMA = {  # of `max`
     **{"layers": "num_layers", "batch": "batch_size", "length": "seq_length"},
     "longer": "seq_length",  # than the positions of the config
 }
@@ -74,49 +48,47 @@ ALWAYS_TYPED = (
     "host_slots",
 )  # others where they are not the default
 
-PLANNED = {
-    **SIMULATED,
-    "batch_size": Option(
-        "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
-    ),
-    "schedule": STEP["schedule"].offering(
-        (BY_DEVICE, *schedules.__all__, AUTO),
-        f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
-    ),
-    **{
-        name: STEP[name].offering((*STEP[name].words, AUTO), f". {AUTO}: the fastest that fits")
-        for name in CHOICES
+PlannedStepFlags = flag_fields(
+    StepSettings,
+    SimulatedFlags,
+    {
+        **CHOSEN,
+        "schedule": STEP["schedule"].offering(
+            (BY_DEVICE, *schedules.__all__, AUTO),
+            f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
+        ),
     },
-    "offload_ratio": evolve(STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: the fastest"),
-}
-
-PlannedStepFlags = flag_fields(StepSettings, GPTFlags, PLANNED, without=UNPLANNED, precision=AUTO, clip=1.0)
+    without=UNPLANNED,
+    precision=AUTO,
+    clip=1.0,
+)
 
 
 @frozen(kw_only=True)
 class PlanSettings(PlannedStepFlags):
     """A step to plan. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
-    hf_config: Path | None = option_field(None, DESCRIBED["hf_config"])
+    UNNAMED = "v100-32gb"
+
     max: str | None = option(
         None,
         "model",
-        "find the most that fits, whatever its flag says: layers, as --max alone does, sequences of a batch, or "
+        "find the most that fits, whatever its flag says: layers, as `max` alone does, sequences of a batch, or "
         f"the length of a sequence, in steps of {LENGTH_UNIT} tokens, up to the positions of a Hugging Face "
         "config; or longer, where these are computed and not learned (default: nothing)",
         one_of(MAXIMA),
         "|".join(MAXIMA),
         alone="layers",
+        common=True,
     )
-    hardware: str = hardware("v100-32gb")
-    with_: tuple[str, ...] = figures()
-    world: int = option(1, "hardware", "ranks that train together, one on a device", count)
+    world: int = option(1, "hardware", "ranks that train together, one on a device", count, common=True)
     out: Path | None = option(
         None,
         "output",
         "write the answer to a file, or anew: .html with a picture of the step, or .txt (default: print it)",
         path,
         "FILE",
+        common=True,
     )
     json: bool = option(False, "output", "print one JSON object, for programs")
 
@@ -124,22 +96,22 @@ class PlanSettings(PlannedStepFlags):
         check_each(self)
         if self.out is not None and (self.json or self.out.suffix not in (".html", ".txt")):
             raise ValueError(
-                f"--out: got {self.out}{' with --json' * self.json}, expected a name that ends in .html or .txt, "
-                "and no --json, which is printed"
+                f"out: got {self.out}{' with `json`' * self.json}, expected a name that ends in .html or .txt, "
+                "and no `json`, which is printed"
             )
         check_pretrained(self)
-        check_sizes(self)
-        if self.max == "layers" and (self.hf or self.hf_config):
+        described = self.hf or self.hf_config
+        if self.max == "layers" and described:
             raise ValueError(
-                "--max: got layers with a Hugging Face model, whose config says how many, expected batch, length "
-                "or longer: pass --max batch"
+                "max: got layers with a Hugging Face model, whose config says how many, expected batch, length "
+                "or longer: pass max='batch'"
             )
-        if self.max == "longer" and not (self.hf or self.hf_config):
+        if self.max == "longer" and not described:
             raise ValueError(
-                "--max: got longer without --hf, expected a Hugging Face model: pass --max length, which has "
-                "no such limit here"
+                "max: got longer without `hf`, expected a Hugging Face model: pass max='length', which has no such "
+                "limit here"
             )
-        check_precision(self)
+        self.check_simulated()
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.world == 1:
             multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
@@ -192,11 +164,10 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
     Raises ValueError for what cannot work, FileNotFoundError for hardware that is not known.
     """
-    from zfunc.cli.simulated_model import simulated_model
     from zfunc.planner.cost_model import precision_for
     from zfunc.planner.plan_step import plan_settings
 
-    hardware = profile_of(settings)
+    hardware = settings.profile
     assert hardware is not None
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
     begin = settings if MAXIMA.get(settings.max or "") != "seq_length" else evolve(settings, seq_length=1)
@@ -217,9 +188,8 @@ def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -
 def _most(
     settings: PlanSettings, step: StepSettings, hardware: Profile, model: "SimulatedModel"
 ) -> tuple[int, str]:
-    """The most of what --max names that fits, however what is "auto" is placed; the least if nothing fits. And what
+    """The most of what `max` names that fits, however what is "auto" is placed; the least if nothing fits. And what
     else bounds it, if anything does."""
-    from zfunc.cli.simulated_model import simulated_model
     from zfunc.planner.largest import max_layers, most_that_fit
     from zfunc.planner.plan_step import search_start
 
@@ -236,8 +206,8 @@ def _most(
         longest = MOST_TOKENS if settings.max == "longer" else model.longest or MOST_TOKENS
         if settings.max == "longer" and model.learned:
             raise ValueError(
-                f"--max: got longer for a {model.architecture}, whose positions are learned, expected a model that "
-                "computes them: pass --max length"
+                f"max: got longer for a {model.architecture}, whose positions are learned, expected a model that "
+                "computes them: pass max='length'"
             )
         unit = min(LENGTH_UNIT, longest)
         most = longest // unit
@@ -253,9 +223,7 @@ def _most(
 
     found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
     if found == most and name == "batch_size":
-        raise ValueError(
-            f"--max batch: {most * unit:,} sequences fit, and more are not tried: pass longer ones"
-        )
+        raise ValueError(f"max: {most * unit:,} sequences fit, and more are not tried: pass longer ones")
     return max(1, found) * unit, limit if found == most else ""
 
 
@@ -373,17 +341,4 @@ COMMAND = Command(
         --hardware rtx4090 --max batch
     """,
     "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
-    (
-        *(
-            "hf_config",
-            "lora",
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "seq_length",
-            "vocab_size",
-        ),
-        *("max", "batch_size", "micro_batches", "optimizer", "hardware", "world", "precision", "schedule"),
-        *("recompute", "offload_ratio", "params_on", "state_on", "activations_on", "moments", "out"),
-    ),
 )

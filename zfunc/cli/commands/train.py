@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from zfunc.cli.command import EXIT_OK, Command
 from zfunc.cli.parser import with_flags
 from zfunc.cli.terminal import can_redraw, interrupts, logged, printable
-from zfunc.train.settings import AUTO, TRAIN, TrainSettings
+from zfunc.options import AUTO
+from zfunc.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from zfunc.runtime.collectives import RankGroup
@@ -32,7 +33,7 @@ def _lead(settings: TrainSettings, ranks: "RankGroup") -> None:
     from zfunc.train import resume, tracking
     from zfunc.train.run_folder import create_run
 
-    with logged(TRAIN):
+    with logged(COMMAND.options):
         with resume.broadcasting_errors(ranks):
             tracking.check_packages(settings)
             run = create_run(settings.out, again=settings.resume == AUTO)
@@ -55,7 +56,7 @@ def _follow(settings: TrainSettings, ranks: "RankGroup") -> None:
     from zfunc.train.loop import train_events
     from zfunc.train.setup import prepare_job
 
-    with logged(TRAIN):
+    with logged(COMMAND.options):
         start = resume.receive(ranks)
         if start.over:
             return
@@ -84,7 +85,7 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
     from zfunc.train.tracking import tracking
 
     if start.line:
-        print(printable(with_flags(start.line, TRAIN)), flush=True)
+        print(printable(with_flags(start.line, COMMAND.options)), flush=True)
     if start.over:
         return ""
     live = can_redraw()
@@ -133,18 +134,4 @@ COMMAND = Command(
     "code 0); one in the middle of an evaluation ends that too; a second one stops at once (130). SIGTERM and "
     "SIGHUP end it with checkpoint and summary alone (0). Other exit codes: 1 failed while training or to save "
     "the last step, 2 cannot start.",
-    (
-        *("config", "data", "eval_data", "tokenizer", "hf", "lora", "num_layers", "hidden_size"),
-        *(
-            "num_attention_heads",
-            "seq_length",
-            "batch_size",
-            "micro_batches",
-            "optimizer",
-            "lr",
-            "weight_decay",
-        ),
-        *("steps", "epochs", "seconds", "eval_every", "out", "save_every", "resume", "device", "precision"),
-        *("offload_ratio", "params_on", "state_on", "swap", "moments"),
-    ),
 )
