@@ -14,9 +14,9 @@ from attrs import evolve, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
-from zfunc.core.graph import KINDS, Graph, Kind, Tier
+from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Moment, Peak, peak_breakdown, peak_memory
+from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.settings import StepSettings
@@ -57,15 +57,11 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @frozen(eq=False)
 class Repetition:
-    """A step of many micro-batches that is the `small` one and, `more` times, what the `large` one adds to it.
-
-    `moments` are those of the peaks in both.
-    """
+    """A step of many micro-batches that is the `small` one and, `more` times, what the `large` one adds to it."""
 
     small: "PlannedStep"
     large: "PlannedStep"
     more: int
-    moments: tuple[dict[Tier, Moment], dict[Tier, Moment]]
 
 
 @frozen(eq=False)
@@ -109,14 +105,11 @@ class PlannedStep:
     @cached_property
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of each tier's peak by buffer, the largest first."""
-        if (of := self._repetition) is None:
-            known = {tier: peak.moment for tier, peak in self.peaks.items()} if self._simulated else None
-            return peak_breakdown(self.plan, known)
-        small, large = (
-            peak_breakdown(step.plan, at) for step, at in zip((of.small, of.large), of.moments, strict=True)
-        )
-        parts = {tier: extrapolate_linearly(small[tier], large[tier], of.more) for tier in small}
-        return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
+        if (of := self._repetition) is not None:
+            parts = {x: extrapolate_linearly(of.small.held[x], of.large.held[x], of.more) for x in TIERS}
+            return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
+        known = {tier: peak.moment for tier, peak in self.peaks.items()} if self._simulated else None
+        return peak_breakdown(self.plan, known)
 
     @property
     def of_few(self) -> "PlannedStep | None":
