@@ -235,7 +235,7 @@ def as_the_peer(row: Row, plan: Planned) -> Iterator[Measured]:
     ranks = min(row.world, int(profile(row).value("count", "devices")))
     buckets, hardware = plan.step.spec.layout.buckets, plan.hardware
     for op in (plan.step.of_few or plan.step).plan.graph:
-        if op.verb == "adam" and row.adam is not None:
+        if op.verb == "update" and row.adam is not None:
             seconds = buckets[op.index[0]].numel / row.world * ranks / row.adam
             yield Measured("host", 0, op.nbytes, seconds)
         elif op.verb == "reduce_scatter" and row.reductions != 1:

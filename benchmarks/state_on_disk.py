@@ -46,8 +46,8 @@ from zfunc.models.gpt import gpt_segments
 from zfunc.runtime.host_memory import LEAST_GIVEN_BACK
 from zfunc.viz.timeline_svg import svg
 
-TRANSFERS = ("page_in", "page_out")
-UPDATE = ("adam",)
+TRANSFERS = ("page_in", "page_out", "page_out_all")
+UPDATE = ("update",)
 PATHS = ("folder", "draw", "json")  # arguments that say where, which a result does not depend on
 
 

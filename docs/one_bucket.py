@@ -223,7 +223,7 @@ def schedules_table() -> str:
         plan = planned(PLAIN, name)
         at, same = events(plan), first.setdefault(plan.digest, name)
         label = name if same == name else f"{name}: the plan of {same}"
-        ends = [at[op].end for op in ("to_host[0,2,0]", "adam[2]", "to_device[2]")]
+        ends = [at[op].end for op in ("to_host[0,2,0]", "update[2]", "to_device[2]")]
         times = map(format_seconds, [*ends, simulate(plan).seconds])
         rows.append((label, str(len(plan.lanes)), str(plan.num_waits), *times, moved))
     ends = ("gradient on the host", "updated", "new on the device")
@@ -311,7 +311,7 @@ def figures() -> Iterator[str]:
         f"{kind} {ROUND.rates[kind] / 1e9:,g} GB/s" for kind in ("compute", "host", "d2h")
     )
     yield f"squares on the host: {format_seconds(params / ROUND.rates['host'])}"
-    yield f"the gradient waits: {format_seconds(at['adam[2]'].start - at['to_host[0,2,0]'].end)}"
+    yield f"the gradient waits: {format_seconds(at['update[2]'].start - at['to_host[0,2,0]'].end)}"
     last = max(e.end for e in at.values() if e.kind == "compute")
     idle = at["global_norm"].start, at["to_device[0]"].end - last
     yield f"idle: host {format_seconds(idle[0])}, device {format_seconds(idle[1])}"

@@ -76,8 +76,8 @@ print(f"\n{len(overlapped.graph)} operations, {overlapped.num_waits} waits")
 # `pack[0,0,0]` (micro-batch 0, bucket 0, segment 0) after `to_host[0,2,0]` (micro-batch 0, bucket 2,
 # delivery 0) is a slot that is used again: there are two on the device, for the gradients of three buckets.
 #
-# `Interleaved` orders the copies by when they become possible. In one process they are already in that
-# order, and the two schedules make the same plan, as the digests tell:
+# `Interleaved` orders the copies by when they become possible: a gradient before its squares, which the device has
+# yet to sum. In one process nothing else differs. A plan has a digest, by which ranks compare theirs:
 
 print()
 print(*(f"{name:<12} {program.plan.digest}" for name, program in programs.items()), sep="\n")

@@ -12,6 +12,7 @@ from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory
+from zfunc.core.moves import move
 from zfunc.core.ops import OpBuilder
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.recipes import zero_offload
@@ -30,13 +31,14 @@ layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], buck
 cost = SegmentCost(flops=2 * SIZE * 4096, backward_flops=6 * SIZE * 4096)
 spec = StepSpec(layout, costs=(cost,) * 4, recompute=(True,) * 4)
 
-# `OpBuilder` makes the operations, each with what it reads and writes. `adam` of bucket 3 reads the decision on
+# `OpBuilder` makes the operations, each with what it reads and writes. `update` of bucket 3 reads the decision on
 # this step and the gradient's slot; it updates the master weights and moments, and leaves a copy for the
-# device:
+# device. The slot is the one that `to_host` has given the gradient:
 
-adam = OpBuilder(spec).adam(3, host_slot=0)
-print(f"{adam} reads {', '.join(map(str, adam.reads))}")
-print(f"{adam} writes {', '.join(map(str, adam.writes))}")
+emit = OpBuilder(spec)
+for op in (emit.pack(0, 3, 3, first=True), move(emit, "to_host", 0, 3, 0), emit.update(3)):
+    print(f"{op} reads {', '.join(map(str, op.reads))}")
+    print(f"{op} writes {', '.join(map(str, op.writes))}")
 
 # The recipe yields operations in serial order. That is the meaning of the step, and what two operations
 # both touch is all there is to know about their order.

@@ -59,10 +59,10 @@ programs = {
 
 # ## What they look like
 #
-# On hardware that is made up, with a slow host. In the plain step `adam` begins when `decide` has the norm. The
-# deferred one opens with the `adam` of the step before, and forward follows it. In the delayed one the host
+# On hardware that is made up, with a slow host. In the plain step `update` begins when `decide` has the norm. The
+# deferred one opens with the `update` of the step before, and forward follows it. In the delayed one the host
 # applies the gradient of the step before during forward, and nothing waits for a norm. In the partial one most
-# buckets never leave: `adam_on_device` is on the lane that computes.
+# buckets never leave: `update_on_device` is on the lane that computes.
 
 rates = {
     "compute": 20e9,
@@ -110,7 +110,7 @@ for name, (losses, weights) in results.items():
 # ## What they mean
 #
 # The plain recipe is in `zfunc/core/recipes.py`, which reads like the loop it stands for; the others change its
-# order. Here is the graph of the delayed step, in serial order, by verb: every bucket's `adam` comes first, with
+# order. Here is the graph of the delayed step, in serial order, by verb: every bucket's `update` comes first, with
 # a gradient that this step did not compute, and `to_device` comes after the backward that still needs the old
 # parameters.
 

@@ -44,10 +44,9 @@ def compressed(spec: StepSpec) -> Iterator[Op]:
         if op.verb != "to_host":
             yield op
             continue
-        full, (into, *squares) = op.nbytes, op.writes
-        yield Op("compress", op.index, "compute", op.reads[:1], (device,), nbytes=full)
-        yield Op("send", op.index, "d2h", (device, *op.reads[1:]), (host, *squares), nbytes=device.nbytes)
-        yield Op("widen", op.index, "host", (host,), (into,), nbytes=full)
+        yield Op("compress", op.index, "compute", op.reads, (device,), nbytes=op.nbytes)
+        yield Op("send", op.index, "d2h", (device,), (host,), nbytes=device.nbytes)
+        yield Op("widen", op.index, "host", (host,), op.writes, nbytes=op.nbytes)
 
 
 # ## The stages
@@ -68,8 +67,7 @@ def compress(op: Op, mem: dict, step: object) -> None:
 
 
 def send(op: Op, mem: dict, _: object) -> None:
-    for source, into in zip(op.reads, op.writes, strict=True):
-        mem[into].copy_(mem[source], non_blocking=True)
+    mem[op.write("small_host")].copy_(mem[op.read("small_device")], non_blocking=True)
 
 
 def widen(op: Op, mem: dict, step: object) -> None:

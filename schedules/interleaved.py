@@ -15,7 +15,8 @@ from zfunc.core.plan import Plan, build
 class Interleaved:
     """One lane for each kind; all but compute sorted by depth.
 
-    The depth of an operation is the length of the longest chain of dependencies before it. So reduces and copies to
+    The depth of an operation is the length of the longest chain of dependencies before it, in which one of the host
+    counts twice. So reduces and copies to
     the host precede the gathers and copies to the device, which wait for the host.
     """
 
@@ -28,6 +29,7 @@ class Interleaved:
             # Compute keeps its order: otherwise the forwards of all micro-batches would come first and fill the
             # device.
             before = (*graph.predecessors[i], *(lane[-1:] if op.kind == "compute" else ()))
-            depth.append(1 + max((depth[n] for n in before), default=0))
+            # The host is slow: what waits for it is farther away than what waits for other lanes.
+            depth.append((2 if op.kind == "host" else 1) + max((depth[n] for n in before), default=0))
             lane.append(i)
         return build(graph, {kind: sorted(lane, key=lambda i: depth[i]) for kind, lane in lanes.items()})

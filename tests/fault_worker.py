@@ -165,7 +165,7 @@ def collective(together: RankGroup, rank: int, out: Path) -> None:
         raise
 
 
-STEP = "step=2,op=adam[1]"  # in the middle of the second step
+STEP = "step=2,op=update[1]"  # in the middle of the second step
 SCENARIOS = {
     # Of four, one is not the neighbour of the one that is gone: its own connections hold.
     "killed": Scenario(

@@ -61,11 +61,12 @@ OTHERS = (
     "global_norm",
     "mean_loss",
     "decide",
-    "adam",
+    "update",
     "write",
     "publish",
     "page_in",
     "page_out",
+    "page_out_all",
     "commit",
 )
 PATIENCE = 60.0  # seconds for a survivor to stop by itself

@@ -77,7 +77,7 @@ def test_a_run_prints_lines_and_leaves_a_folder(capsys: Out) -> None:
     assert re.fullmatch("[0-9a-f]{16}", config("run")["plan"]["digest"])
 
     trace = json.loads(Path("run/timeline.json").read_text())["traceEvents"]
-    assert {e["name"].partition("[")[0] for e in trace} >= {"forward", "backward", "adam", "to_device"}
+    assert {e["name"].partition("[")[0] for e in trace} >= {"forward", "backward", "update", "to_device"}
     assert "measured" in Path("run/timeline.svg").read_text()
 
     end = summary("run")

@@ -138,13 +138,13 @@ def test_an_empty_step_has_no_chain() -> None:
 
 
 OTHER_PLANS = {
-    "without adam[0]": lambda events: [e for e in events if e.op != "adam[0]"],
-    "with adam[0] twice": lambda events: [*events, next(e for e in events if e.op == "adam[0]")],
-    "with adam[9] on lane host": lambda events: [
-        evolve(e, op="adam[9]") if e.op == "adam[0]" else e for e in events
+    "without update[0]": lambda events: [e for e in events if e.op != "update[0]"],
+    "with update[0] twice": lambda events: [*events, next(e for e in events if e.op == "update[0]")],
+    "with update[9] on lane host": lambda events: [
+        evolve(e, op="update[9]") if e.op == "update[0]" else e for e in events
     ],
-    "with adam[0] on lane other": lambda events: [
-        evolve(e, lane="other") if e.op == "adam[0]" else e for e in events
+    "with update[0] on lane other": lambda events: [
+        evolve(e, lane="other") if e.op == "update[0]" else e for e in events
     ],
 }
 

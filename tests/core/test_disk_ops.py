@@ -53,11 +53,14 @@ def test_a_state_is_read_before_its_update_and_written_after_it(places: tuple[An
     ops = list(recipe_of(job)(job))
     at = {op.name: i for i, op in enumerate(ops)}
     for b in job.offloaded:
-        assert (f"page_in[{b}]" in at) == (b in job.paged)
-        assert (f"page_out[{b}]" in at) == (b in job.paged or job.commit)
+        outs = [op for op in ops if op.verb in ("page_out", "page_out_all") and op.index == (b,)]
+        assert (f"page_in[0,{b}]" in at) == (b in job.paged)
+        assert len(outs) == (b in job.paged or job.commit)
+        assert (f"copy_state[{b}]" in at) == (outs != [] and outs[0].verb == "page_out_all")
         if b in job.paged:
-            assert at[f"page_in[{b}]"] < at[f"adam[{b}]"] < at[f"page_out[{b}]"]
-            ins, outs = ops[at[f"page_in[{b}]"]], ops[at[f"page_out[{b}]"]]
+            (outs,) = outs
+            assert at[f"page_in[0,{b}]"] < at[f"update[{b}]"] < at[outs.name]
+            ins = ops[at[f"page_in[0,{b}]"]]
             assert ins.nbytes == job.extent(b).moved_bytes
             assert outs.nbytes == (job.extent(b).nbytes if job.commit else ins.nbytes)
         assert (f"spill[{b}]" in at) == (f"unspill[{b}]" in at) == job.spilled(b)
@@ -76,7 +79,7 @@ def test_reading_parameters_moves_what_a_bucket_has_whatever_its_page_has_room_f
         **{"params_on": "disk", "paged": {0, 1, 2}, "bucket_size": 5000, "state_format": "16bit"},
     )
     ops = [op for op in recipe_of(job)(job) if op.verb == "page_in_weights"]
-    assert {op.writes[0].index[0] for op in ops} == {0}
+    assert {op.writes[0].nbytes for op in ops} == {3 * BLOCK}
     assert {op.index[1]: op.nbytes for op in ops} == {0: 2 * BLOCK, 1: 3 * BLOCK, 2: 3 * BLOCK}
 
 

@@ -16,8 +16,9 @@ from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan, build, topological_order
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.core.slots import StagingSlots
+from zfunc.core.slots import Ring
 from zfunc.core.spec import ALLOCATION
+from zfunc.errors import PlanError
 
 
 def times(plan: Plan, random: Random) -> dict[int, tuple[int, int]]:
@@ -174,15 +175,16 @@ def test_staging_slots_serve_as_many_in_a_row_as_slots_of_the_largest_would(
 ) -> None:
     """With no more memory; and what is sent in ascending or descending order never meets its neighbours."""
     sizes, depth = dict(enumerate(numels)), data.draw(st.integers(1, 4))
-    order = [*sizes, *data.draw(st.lists(st.sampled_from([*sizes])))]
-    slots = StagingSlots(sizes, order, depth)
-    given = [slots.next(item) for item in order]
-    assert all(slots.numels[k] >= sizes[item] for k, item in zip(given, order, strict=True))
-    assert all(len({*row}) == depth for row in zip(*(given[i:] for i in range(depth)), strict=False))
-    assert sum(slots.numels) <= depth * max(numels)
-    fixed, neighbours = StagingSlots(sizes, [*sizes], depth), [range(i, len(sizes)) for i in range(depth)]
-    assert all(fixed.numels[fixed.of(item)] >= sizes[item] for item in sizes)
-    assert all(len({*map(fixed.of, row)}) == depth for row in zip(*neighbours, strict=False))
+    drawn = [*sizes, *data.draw(st.lists(st.sampled_from([*sizes])))]
+    for planned, order in ((drawn, drawn), ([*sizes], [*sizes]), ([*sizes], [*reversed(sizes)])):
+        ring = Ring.passing("slot", sizes, planned, depth)
+        given = [ring.give(item) for item in order]
+        assert all(slot.nbytes >= sizes[item] for slot, item in zip(given, order, strict=True))
+        assert all(len({*row}) == depth for row in zip(*(given[i:] for i in range(depth)), strict=False))
+        assert sum(count * room for _, count, room in ring.classes) <= depth * max(numels)
+        assert ring.slot(order[-1]) == given[-1]
+    with pytest.raises(PlanError, match="item 0 of slot before one that gives it a slot"):
+        Ring.passing("slot", sizes, [*sizes], depth).slot(0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -44,10 +44,10 @@ def test_zero_offload_is_the_default_recipe() -> None:
         ),
         (
             lambda spec: (
-                evolve(op, reads=tuple(r for r in op.reads if op.verb != "adam" or r.buffer != "decision"))
+                evolve(op, reads=tuple(r for r in op.reads if op.verb != "update" or r.buffer != "decision"))
                 for op in zero_offload(spec)
             ),
-            r"got adam\[\d+\], whose effect leaves the step.*let it read the region decision",
+            r"got update\[\d+\], whose effect leaves the step.*let it read the region decision",
         ),
         (
             lambda spec: (

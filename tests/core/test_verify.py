@@ -205,15 +205,15 @@ def test_a_long_plan_is_shown_near_the_marks_only() -> None:
 
 def test_a_dropped_operation_is_shown_in_its_place() -> None:
     plan = Overlapped()(graph_of("zero_offload", "tied"))
-    dropped = plan.graph.position["adam[1]"]
+    dropped = plan.graph.position["update[1]"]
     less = [Lane(lane.name, [i for i in lane.ops if i != dropped]) for lane in plan.lanes]
     text = message(evolve(plan, lanes=less))
-    assert "without it param_slot[1] is not written before to_device[1] (lane h2d)" in text
+    assert "without it param_slot[0] is not written before to_device[1] (lane h2d)" in text
     assert "put it on lane host, with the others of kind host" in text
-    assert marked(text, by="+>") == ["adam[1]  is missing"]
+    assert marked(text, by="+>") == ["update[1]  is missing"]
     lines = [line[2:].strip() for line in text.splitlines()]
     host = lines[lines.index("lane host") : lines.index("lane d2h")]
-    place = host.index("adam[1]  is missing")
+    place = host.index("update[1]  is missing")
     assert plan.graph.position[host[place - 1].split()[0]] < dropped
     assert plan.graph.position[host[place + 1].split()[0]] > dropped
 

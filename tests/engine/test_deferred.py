@@ -149,8 +149,8 @@ def test_after_any_operation_that_fails_the_state_is_as_before_or_known_to_be_lo
         with pytest.raises(ExecutionError, match="here"):
             zfunc.train_step(program, state, data(2))
         failing.clear()
-        if op.verb in ("adam", "adam_on_device"):
-            with pytest.raises(DonatedStateError, match=r"failed after adam(_on_device)?\[\d+\] had begun"):
+        if op.verb in ("update", "update_on_device"):
+            with pytest.raises(DonatedStateError, match=r"failed after update(_on_device)?\[\d+\] had begun"):
                 zfunc.params(program, state)
             continue
         if n % 2:
@@ -160,18 +160,18 @@ def test_after_any_operation_that_fails_the_state_is_as_before_or_known_to_be_lo
 
 
 def test_an_update_that_fails_when_the_state_is_read_is_told_and_loses_it() -> None:
-    def adam(op: Any, mem: Any, step: Any) -> None:
+    def update(op: Any, mem: Any, step: Any) -> None:
         if len(calls) == 1:
             raise RuntimeError("here")
-        STAGES["adam"](op, mem, step)
+        STAGES["update"](op, mem, step)
 
     calls: list[int] = []
-    program, data = compiled("pairs", "fp32 in 2, clipped", stages={"adam": adam})
+    program, data = compiled("pairs", "fp32 in 2, clipped", stages={"update": update})
     state, _ = steps(program, start(program), data, 0, 1)
     calls.append(0)
     with pytest.raises(ExecutionError, match="here"):
         zfunc.params(program, state)
-    with pytest.raises(DonatedStateError, match="params after step 1 failed after adam"):
+    with pytest.raises(DonatedStateError, match="params after step 1 failed after update"):
         zfunc.params(program, state)
 
 

@@ -70,7 +70,7 @@ def test_a_delayed_update_has_one_result_under_any_schedule(settings: str, sched
 
 def test_the_host_updates_beside_all_of_forward_and_backward() -> None:
     late = [op.verb for op in Graph(delayed(SPECS["small buckets"]))]
-    assert late.index("adam") < late.index("forward") < late.index("to_device") < late.index("decide")
+    assert late.index("update") < late.index("forward") < late.index("to_device") < late.index("decide")
 
 
 def test_a_gradient_that_waits_in_a_checkpoint_of_an_earlier_version_is_applied() -> None:

@@ -67,7 +67,7 @@ def test_kernels_are_deterministic_during_the_programs_own_work_alone(
         device="cpu",
         deterministic=deterministic,
         schedule="Overlapped",
-        stages={verb: noting(verb) for verb in ("forward", "backward", "adam", "to_host")},
+        stages={verb: noting(verb) for verb in ("forward", "backward", "update", "to_host")},
     )
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
@@ -76,7 +76,7 @@ def test_kernels_are_deterministic_during_the_programs_own_work_alone(
         assert setting() == before
     finally:
         torch.use_deterministic_algorithms(False)
-    assert {what for what, _ in seen} == {"segment", "forward", "backward", "adam", "to_host"}
+    assert {what for what, _ in seen} == {"segment", "forward", "backward", "update", "to_host"}
     assert {now for _, now in seen} == {ON if deterministic else before}
 
 

@@ -114,18 +114,18 @@ def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: s
 
 
 def test_a_failure_in_the_middle_of_the_updates_ends_the_state() -> None:
-    from zfunc.engine.step.stages import adam
+    from zfunc.engine.step.stages import update
 
     def broken(op: Any, mem: Any, step: Any) -> None:
         if op.index == (0,):
             raise ZeroDivisionError("on purpose")
-        adam(op, mem, step)
+        update(op, mem, step)
 
-    program, data = compiled(bucket_size=2000, stages={"adam": broken})
+    program, data = compiled(bucket_size=2000, stages={"update": broken})
     state = zfunc.init(program)
     with pytest.raises(ExecutionError, match="on purpose"):
         zfunc.train_step(program, state, data(0))
-    with pytest.raises(DonatedStateError, match="adam"):
+    with pytest.raises(DonatedStateError, match="update"):
         zfunc.params(program, state)
 
 
@@ -392,11 +392,11 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
     """The signal comes while the calling thread waits for a slow copy: no update may follow behind its back."""
     import time
 
-    from zfunc.engine.step.stages import to_host
+    from zfunc.engine.step.stages import STAGES
 
     def slow(op: Any, mem: Any, step: Any) -> None:
         time.sleep(0.2)
-        to_host(op, mem, step)
+        STAGES["to_host"](op, mem, step)
 
     program, data = compiled(bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow})
     state = zfunc.init(program)

@@ -15,7 +15,7 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
 from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.step.stages import adam, forward, to_host
+from zfunc.engine.step.stages import STAGES, forward, update
 from zfunc.errors import LaneTimeout, UndeclaredAccess
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
 
@@ -135,12 +135,12 @@ def peeks(op: Op, mem: Any, step: Any) -> None:
 
 
 def scribbles(op: Op, mem: Any, step: Any) -> None:
-    to_host(op, mem, step)
+    STAGES["to_host"](op, mem, step)
     mem[Region("norm")] = 0.0
 
 
 def spoils(op: Op, mem: Any, step: Any) -> None:
-    adam(op, mem, step)
+    update(op, mem, step)
     mem[op.read("host_grad")].zero_()
 
 
@@ -149,7 +149,7 @@ def spoils(op: Op, mem: Any, step: Any) -> None:
     [
         ("forward", peeks, r"forward\[0,0\] reads master\[0\], expected one of.*zfunc\.core\.ops"),
         ("to_host", scribbles, "to_host.* writes norm"),
-        ("adam", spoils, r"adam\[.\] changed host_grad\[.\], which it declares as read"),
+        ("update", spoils, r"update\[.\] changed host_grad\[.\], which it declares as read"),
     ],
 )
 def test_an_undeclared_access_fails_in_debug_mode_with_operation_and_region(
@@ -165,7 +165,7 @@ def test_an_undeclared_access_fails_in_debug_mode_with_operation_and_region(
 def test_a_read_of_a_write_only_region_shows_in_debug_mode() -> None:
     def adds(op: Op, mem: Any, step: Any) -> None:
         before = mem[op.write("host_grad")].clone()
-        to_host(op, mem, step)
+        STAGES["to_host"](op, mem, step)
         mem[op.write("host_grad")].add_(before)
 
     program, state, batch = with_stage("to_host", adds)

@@ -79,7 +79,7 @@ MISSING: dict[str, tuple[list[Any], dict[int, str]]] = {  # how each rank ends, 
     "killed with the store": ([KILLED, ERROR, ERROR], dict.fromkeys((1, 2), NO_STORE)),
     "raised": (
         [ERROR, ERROR, ERROR],
-        dict.fromkeys((0, 2), r"rank 1 has left: step 2 failed .*InjectedFault: adam\[1\]"),
+        dict.fromkeys((0, 2), r"rank 1 has left: step 2 failed .*InjectedFault: update\[1\]"),
     ),
     "leaves": (  # but its process stays
         [ERROR, ERROR, ERROR],
@@ -168,7 +168,7 @@ def test_torchrun_ends_with_1_and_the_message_when_a_rank_dies(job: tuple[list[s
     """With its processes, what "killed" says of forked ranks and test_train_command.py of a training that fails."""
     arguments, environment = job
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    fault = {"ZFUNC_FAULTS": "rank=1,step=2,op=adam[0],do=kill"}
+    fault = {"ZFUNC_FAULTS": "rank=1,step=2,op=update[0],do=kill"}
     ran = subprocess.run(
         [*launch, *arguments], env={**environment, **fault}, capture_output=True, text=True, timeout=100
     )
@@ -186,7 +186,7 @@ def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_hangs(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     more = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    more |= {"ZFUNC_FAULTS": "rank=1,step=2,op=adam[0],do=hang", "ZFUNC_TIMEOUT": "5"}
+    more |= {"ZFUNC_FAULTS": "rank=1,step=2,op=update[0],do=hang", "ZFUNC_TIMEOUT": "5"}
     ranks = [
         subprocess.Popen(
             [sys.executable, *arguments],
@@ -386,12 +386,12 @@ def test_faults_round_trip_through_text(action: Any) -> None:
     [
         *(
             "kill",
-            "rank=1,step=7,op=adam[3]",
+            "rank=1,step=7,op=update[3]",
             "rank=1,step=7,op=,do=kill",
-            "rank=1,rank=1,step=7,op=adam[3],do=kill",
+            "rank=1,rank=1,step=7,op=update[3],do=kill",
         ),
-        *("rank=1,step=7,op=adam[3],do=kill,when=now", "rank=-1,step=7,op=adam[3],do=kill"),
-        *("rank=1,step=seven,op=adam[3],do=kill", "rank=1,step=7,op=adam[3],do=kil"),
+        *("rank=1,step=7,op=update[3],do=kill,when=now", "rank=-1,step=7,op=update[3],do=kill"),
+        *("rank=1,step=seven,op=update[3],do=kill", "rank=1,step=7,op=update[3],do=kil"),
     ],
 )
 def test_a_bad_fault_is_refused(text: str) -> None:

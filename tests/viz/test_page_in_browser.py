@@ -286,7 +286,7 @@ def test_ticks_and_links(tmp_path: Path) -> None:
             edges: [zoomed(some, 0.01, 5, 10), panned(some, 100, 10), panned(some, -100, 10)],
             closest: zoomed(some, 1e30, 5, 10),
             words: [inWords(0.04214), inWords(0), inWords(12345.6, 6), amount(1.234e9, "B"), amount(999, "B")],
-            links: ["#t=1,2&op=adam%5B3%5D&find=a%26b&hide=x,y", "", "#t=nan,3&op=%E0%A4", "#t=5,400"].map(
+            links: ["#t=1,2&op=update%5B3%5D&find=a%26b&hide=x,y", "", "#t=nan,3&op=%E0%A4", "#t=5,400"].map(
               (link) => fromHash(link, 10)),
             round: [fromHash(toHash(state, 10), 10), state],
           };
@@ -301,7 +301,7 @@ def test_ticks_and_links(tmp_path: Path) -> None:
     assert result["closest"]["t1"] - result["closest"]["t0"] == pytest.approx(1e-7, rel=1e-3)
     assert result["words"] == ["42.1 ms", "0 s", "12,345.6 s", "1.23 GB", "999 B"]
     assert result["links"] == [
-        {"view": {"t0": 1, "t1": 2}, "op": "adam[3]", "find": "a&b", "critical": True, "hide": ["x", "y"]},
+        {"view": {"t0": 1, "t1": 2}, "op": "update[3]", "find": "a&b", "critical": True, "hide": ["x", "y"]},
         {"view": full, **plain},
         {"view": full, **plain, "op": "%E0%A4"},
         {"view": full, **plain},

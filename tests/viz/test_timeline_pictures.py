@@ -13,7 +13,8 @@ from table import chain, every_plan, plan_of, plans, spec
 from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op
-from zfunc.core.ops import OpBuilder
+from zfunc.core.moves import MOVES
+from zfunc.core.ops import VERBS
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
@@ -89,11 +90,11 @@ def test_svg_of_a_long_plan_stays_usable() -> None:
     assert len(picture) < 3_000_000
 
 
-BUILT_IN = [name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_"]
-VERBS = st.lists(st.sampled_from(BUILT_IN) | st.text("abc_\u00e9<&", min_size=1), min_size=1, unique=True)
+BUILT_IN = [*VERBS, *MOVES]
+DRAWN = st.lists(st.sampled_from(BUILT_IN) | st.text("abc_\u00e9<&", min_size=1), min_size=1, unique=True)
 
 
-@given(VERBS)
+@given(DRAWN)
 def test_a_verb_has_one_colour_in_every_picture(verbs: list[str]) -> None:
     """In a bar and in the legend of an SVG, with a plan and without, and in the page, whatever else is drawn."""
     plan = build(

@@ -9,9 +9,10 @@
     extents           where the disk has the state of a bucket
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows
     spec              `StepSpec`: what a recipe knows of a step
-    slots             staging slots in classes of size, the least recently used first
-    regions           the size, tier and lifetime of every region of a step
-    ops               one constructor for each operation
+    slots             rings of staging slots, in classes of size
+    regions           the size, tier and lifetime of every region of a step, and the slot that each item has
+    ops               one constructor for each operation that does more than copy
+    moves             the operations that copy a thing from one tier to another: a verb is a row
     recipes           a training step as operations, in the paper's order
     decision          `StepDecision`: skip the step, or update with which factor
     plan              lanes and waits, their text form, vector clocks
@@ -24,7 +25,7 @@
     timeline          when operations ran, simulated or measured
     bottleneck        the chain of operations that bounded a timeline
 
-A new operation: one method in `ops`, one line in `recipes`, one function in `zfunc.engine.step.stages` and its row
+A new operation: one method in `ops`, or a row of `moves` if it only copies, one line in `recipes`, one function in `zfunc.engine.step.stages` and its row
 in `STAGES`. A new setting: one field in `settings`, and the code where it has an effect. A new schedule: one file
 in `schedules/`, named in its `__init__`.
 """

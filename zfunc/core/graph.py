@@ -141,7 +141,7 @@ class Op:
     launches: int = 0
     attention_flops: int = 0
     name: str = field(init=False, eq=False, repr=False)
-    """Verb and index, unique in a graph: `adam[3]`."""
+    """Verb and index, unique in a graph: `update[3]`."""
 
     @name.default  # pyright: ignore
     def _name(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from attrs import evolve
 
 from zfunc.core.graph import Op
+from zfunc.core.moves import move
 from zfunc.core.ops import OpBuilder
 from zfunc.core.spec import StepSpec
 
@@ -92,13 +93,13 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
             read = max([read, *(b for b in used if b <= last and not spec.streamed(b))])
         if updated < (until := min(last, read + ahead)) and read >= 0:
             for b in (x for x in spec.offloaded if updated < x <= until):
-                yield from _update(spec, emit, b, None)
+                yield from _update(spec, emit, b)
             if until == last and spec.commit:
                 yield from _end_updates(spec, emit)
                 yield emit.commit()
             updated = until
         # The device makes one more bucket orthogonal while the host ends what is read.
-        yield from _end_updates(spec, emit, left=sum(b > read + 1 for b in emit.progress.begun))
+        yield from _end_updates(spec, emit, left=sum(b > read + 1 for b in emit.begun))
         yield op
 
 
@@ -118,7 +119,7 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Write the state before this step, in the order in which it is updated."""
     for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
         if bucket.index in spec.paged:
-            yield emit.page_in(bucket.index)
+            yield move(emit, "page_in", bucket.index)
         yield emit.write(bucket.index)
     for bucket in spec.layout.frozen_buckets:
         yield from _read_weights(spec, emit, bucket.index)
@@ -142,9 +143,9 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
             for m in group:
                 yield emit.forward(m, s)
                 if spec.stashed(s):
-                    yield emit.stash(m, s)
+                    yield move(emit, "stash", m, s)
                 if spec.stashed_on_disk(s):
-                    yield emit.spill_act(m, s)
+                    yield move(emit, "spill_act", m, s)
         yield from _fetch(spec, emit, last)
         for m in group:
             yield emit.forward(m, last)
@@ -158,9 +159,9 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
             yield from _fetch(spec, emit, s)
             for m in group:
                 if spec.stashed_on_disk(s):
-                    yield emit.unspill_act(m, s)
+                    yield move(emit, "unspill_act", m, s)
                 if spec.stashed(s):
-                    yield emit.unstash(m, s)
+                    yield move(emit, "unstash", m, s)
                 yield from _backward(spec, emit, m, s, update=update)
     yield from _end_updates(spec, emit)
 
@@ -168,18 +169,18 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.streamed(b)]
-    for b in emit.progress.weights.take(streamed):
+    for b in emit.at.rings["weight_slot"].take(streamed):
         yield from _read_weights(spec, emit, b)
         if spec.off_device(b):
-            yield emit.fetch(b)
+            yield move(emit, "fetch", b)
         if spec.sharded(b):
             yield emit.gather(b)
 
 
 def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Read the parameters of a bucket that lives on the disk, unless a page has them."""
-    if spec.on_disk(b) and emit.progress.weight_pages.take([b]):
-        yield emit.page_in_weights(b)
+    if spec.on_disk(b) and emit.at.rings["weight_page"].take([b]):
+        yield move(emit, "page_in_weights", b)
 
 
 def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
@@ -190,65 +191,59 @@ def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) 
     layout = spec.layout
     yield emit.backward(m, s)
     if spec.sums_on_device:
-        emit.progress.sums.take([b for b in layout.buckets_of(s) if b not in spec.resident])
+        emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if b not in spec.resident])
     for b, d, group in layout.contributions(s):
         if spec.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
             continue
-        if s == group[0]:
-            emit.progress.open = emit.gradient_slots().next(b)
-        slot = emit.progress.open
-        yield emit.pack(m, b, s, slot, first=s == group[0])
+        yield emit.pack(m, b, s, first=s == group[0])
         if s == group[-1]:
-            yield from _deliver(spec, emit, m, b, d, slot, update=update)
+            yield from _deliver(spec, emit, m, b, d, update=update)
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
     """Stage 1: add to the bucket's sum on the device, and deliver that after the step's last contribution."""
     deliveries = spec.layout.buckets[b].deliveries
     if m == 0 and d == 0:
-        yield emit.pack(m, b, s, b, first=s == deliveries[0][0])
+        yield emit.pack(m, b, s, first=s == deliveries[0][0])
     else:
         yield emit.add(m, b, s)
     if m == spec.micro_batches - 1 and s == deliveries[-1][-1]:
-        yield from _deliver(spec, emit, m, b, d, b, update=update)
+        yield from _deliver(spec, emit, m, b, d, update=update)
 
 
-def _deliver(
-    spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
-) -> Iterator[Op]:
+def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
     added = spec.num_deliveries(spec.layout.buckets[b]) > 1
-    apart, summed = spec.sums_apart(b), spec.sums_on_device
+    apart, summed, resident = spec.sums_apart(b), spec.sums_on_device, b in spec.resident
     last, complete = m == spec.micro_batches - 1, _is_last(spec, m, b, d)
-    waits = added or spec.barrier
     if spec.world > 1:
-        yield emit.reduce_scatter(m, b, d, slot)
+        yield emit.reduce_scatter(m, b, d)
     if not added:
-        yield emit.square_sum(b, slot)
-    if b in spec.resident:
-        if waits:
-            yield emit.hold(m, b, d, slot, first=not added or (m == 0 and (d == 0 or apart)))
+        yield emit.square_sum(b, waits=False)
+    if resident:
+        if spec.waits(b):
+            yield emit.hold(m, b, d, first=not added or (m == 0 and (d == 0 or apart)))
     else:
         if summed:
-            yield emit.hold(m, b, d, slot, first=m == 0)
+            yield emit.hold(m, b, d, first=m == 0)
             if not last:
                 return
-        host_slot = emit.landing_slots().next(b)
-        yield emit.to_host(m, b, d, slot, host_slot if added or not spec.barrier else None)
-        slot = host_slot
+        if not added:  # ahead of the gradient, so a norm need not wait for that
+            yield move(emit, "squares_to_host", b)
+        yield move(emit, "to_host", m, b, d)
         if added:
-            yield emit.accumulate(m, b, d, slot, first=(m == 0 or summed) and (d == 0 or apart))
+            yield emit.accumulate(m, b, d, first=(m == 0 or summed) and (d == 0 or apart))
         if spec.spilled(b):
-            yield emit.spill(b)
+            yield move(emit, "spill", b)
     if apart and last and d > 0:
         yield emit.join_sums(b, d)
-    if complete and b in spec.resident:
+    if complete and resident:
         if added:
-            yield emit.square_sum(b, None)
-        yield emit.squares_to_host(b)
+            yield emit.square_sum(b, waits=True)
+        yield move(emit, "squares_to_host", b)
     if complete and update:
-        yield from _update(spec, emit, b, None if waits else slot)
+        yield from _update(spec, emit, b)
 
 
 def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
@@ -261,12 +256,12 @@ def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
 def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
     """Update buckets whose gradients wait."""
     for b in buckets:
-        yield from _update(spec, emit, b, None)
+        yield from _update(spec, emit, b)
     yield from _end_updates(spec, emit)
 
 
-def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
-    """Update a bucket and its parameters on all devices. `slot` has the gradient; None if it waits.
+def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
+    """Update a bucket and its parameters on all devices.
 
     One in parts only begins: the device makes matrices orthogonal, or the ranks join what they have measured, while
     the host begins with the next bucket.
@@ -275,64 +270,50 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterat
     if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
         yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
     if spec.spilled(b):
-        yield emit.unspill(b)
+        yield move(emit, "unspill", b)
     if b in spec.paged:
-        yield emit.page_in(b)
-    if in_parts:
-        emit.progress.begun[b] = slot
-        yield from _begin_update(spec, emit, b, slot)
-        if spec.rounds(b) and (slot is not None or spec.spilled(b)):  # the slot of its gradient is used again
-            yield from _end_updates(spec, emit)
+        yield move(emit, "page_in", b)
+    if not in_parts:
+        yield from _end_update(spec, emit, b)
         return
-    yield _last_part(spec, emit, b, slot)
-    yield from _end_update(spec, emit, b)
-
-
-def _begin_update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
-    """Make the direction of whole matrices, or measure whole parameters."""
+    emit.begun.append(b)
     if spec.whole_matrices(b):
-        yield emit.momentum(b, slot)
+        yield emit.momentum(b)
         if b not in spec.resident:
-            yield emit.direction_to_device(b)
+            yield move(emit, "direction_to_device", b)
     for i in spec.rounds(b):
-        yield emit.measure(i, b, slot)
+        yield emit.measure(i, b)
         yield emit.join_measures(i, b)
-
-
-def _last_part(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Op:
-    return emit.adam_on_device(b, slot) if b in spec.resident else emit.adam(b, slot)
+    if spec.rounds(b) and (not spec.waits(b) or spec.spilled(b)):  # the slot of its gradient is used again
+        yield from _end_updates(spec, emit)
 
 
 def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[Op]:
-    """End the updates in parts that have begun, but for so many of the last ones."""
-    begun = emit.progress.begun
-    while len(begun) > left:
-        b = next(iter(begun))
-        slot = begun.pop(b)
-        if spec.whole_matrices(b):
-            if spec.world > 1:
-                yield emit.gather_direction(b)
-            yield emit.orthogonalize(b)
-            if b not in spec.resident:
-                yield emit.direction_to_host(b)
-        yield _last_part(spec, emit, b, slot)
-        yield from _end_update(spec, emit, b)
+    """End the updates that have begun, but for so many of the last ones."""
+    while len(emit.begun) > left:
+        yield from _end_update(spec, emit, emit.begun.pop(0))
 
 
 def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    yield from _send(spec, emit, b)
-    if spec.ema:
-        yield emit.average(b)
-    if b in spec.paged or (spec.swaps and spec.commit):
-        yield emit.page_out(b)
-
-
-def _send(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    """Send the new parameters of a bucket to where they live: this rank's device, and the other ranks'."""
+    """Make whole matrices orthogonal, update the weights, and send them to where they are used and kept."""
+    if spec.whole_matrices(b):
+        if spec.world > 1:
+            yield emit.gather_direction(b)
+        yield emit.orthogonalize(b)
+        if b not in spec.resident:
+            yield move(emit, "direction_to_host", b)
+    yield emit.update(b)
     if b not in spec.resident and not spec.off_device(b):
-        yield emit.to_device(b)
+        yield move(emit, "to_device", b)
     if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)
+    if spec.ema:
+        yield emit.average(b)
+    if spec.swaps and spec.commit and emit.at.bucket_state(b):
+        yield emit.copy_state(b)
+        yield move(emit, "page_out_all", b)
+    elif b in spec.paged:
+        yield move(emit, "page_out", b)
 
 
 def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:

@@ -1,28 +1,23 @@
 """Staging slots in classes of size, so that one large item does not decide the size of all.
 
-What is used again gets the least recently used slot of its class, so what was used last is still there when a pass
+What is used again stays in its slot until another item needs it, so what was used last is still there when a pass
 turns round. What only passes through gets the slots of its class in turn.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from attrs import define, field, frozen
 
+from zfunc.errors import PlanError
+
 
 @frozen
 class Slot:
-    """Slot number `index` of the class `size_class`, with room for `numel` elements."""
+    """Slot number `number` of its ring, with room for `nbytes` bytes."""
 
-    size_class: int
-    index: int
-    numel: int
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Its class and its number in that."""
-        return self.size_class, self.index
+    number: int
+    nbytes: int
 
 
 def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
@@ -41,107 +36,95 @@ def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
 
 
 @define(eq=False)
-class SlotAllocator:
-    """Slots for items of these `sizes`, with room for `depth` of the `groups` that are in use together.
+class Ring:
+    """Slots that items have in turn: the next one given is that of the item's class that was used longest ago."""
 
-    >>> slots = SlotAllocator({0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
-    >>> [slots.take([item]) for item in (0, 1, 2, 2, 1, 0)]
-    [[0], [1], [2], [], [], [0]]
-    """
-
-    sizes: Mapping[int, int]
-    groups: Iterable[Sequence[int]]
-    depth: int
-    # Of each class, the oldest use first.
-    _by_use: list[list[Slot]] = field(init=False, factory=list[list[Slot]])
-    _class_of: dict[int, int] = field(init=False, factory=dict[int, int])
+    buffer: str  # what the slots are called
+    classes: Sequence[tuple[Sequence[int], int, int]]  # items, the slots they share, and the room of each
+    stays: bool  # an item that has a slot is not given another
+    _by_use: list[list[Slot]] = field(
+        init=False, factory=list[list[Slot]]
+    )  # of each class, the oldest use first
+    _class_of: dict[int, list[Slot]] = field(init=False, factory=dict[int, list[Slot]])
     _held: dict[int, Slot] = field(init=False, factory=dict[int, Slot])
 
     def __attrs_post_init__(self) -> None:
-        for c, items in enumerate(size_classes(self.sizes)):
-            together = max(len(set(items).intersection(group)) for group in self.groups)
-            count = min(len(items), self.depth * together)
-            self._by_use.append([Slot(c, k, self.sizes[items[0]]) for k in range(count)])
-            self._class_of |= dict.fromkeys(items, c)
+        for items, count, room in self.classes:
+            numbers = range(n := sum(map(len, self._by_use)), n + count)
+            self._by_use.append([Slot(k, room) for k in numbers])
+            self._class_of |= dict.fromkeys(items, self._by_use[-1])
+
+    @classmethod
+    def reused(
+        cls, buffer: str, sizes: Mapping[int, int], groups: Iterable[Sequence[int]], depth: int
+    ) -> "Ring":
+        """Slots for items that are used again, with room for `depth` of the `groups` that are in use together.
+
+        >>> ring = Ring.reused("slot", {0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
+        >>> [ring.take([item]) for item in (0, 1, 2, 2, 1, 0)]
+        [[0], [1], [2], [], [], [0]]
+        """
+        groups, classes = [*groups], list[tuple[Sequence[int], int, int]]()
+        for items in size_classes(sizes):
+            together = max(len({*items}.intersection(group)) for group in groups)
+            classes.append((items, min(len(items), depth * together), sizes[items[0]]))
+        return cls(buffer, classes, stays=True)
+
+    @classmethod
+    def passing(cls, buffer: str, sizes: Mapping[int, int], order: Sequence[int], depth: int) -> "Ring":
+        """Slots for items that pass through in this `order`; any `depth` in a row have different ones.
+
+        Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
+
+        >>> ring = Ring.passing("slot", {0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
+        >>> [ring.give(item).number for item in (3, 2, 1, 0, 3)], [room for _, _, room in ring.classes]
+        ([1, 2, 1, 0, 2], [900, 64])
+        """
+        order = [*order]
+        order *= -(-depth // max(1, len(order)))  # they pass again, with the next micro-batch
+        cheapest: list[tuple[int, list[tuple[Sequence[int], int, int]]]] = [(0, [])]
+        classes = size_classes(sizes)
+        for stop in range(1, len(classes) + 1):
+            found: list[tuple[int, list[tuple[Sequence[int], int, int]]]] = []
+            for start, (before, chosen) in enumerate(cheapest):
+                items = [x for joined in classes[start:stop] for x in joined]
+                count, room = _most_in_a_row({*items}, order, depth), sizes[items[0]]
+                found.append((before + count * room, [*chosen, (items, count, room)]))
+            cheapest.append(min(found, key=lambda x: x[0]))
+        return cls(buffer, cheapest[-1][1], stays=False)
+
+    def __contains__(self, item: int) -> bool:
+        return item in self._class_of
+
+    def give(self, item: int) -> Slot:
+        """Give an item a slot: the one that it has, if it stays there."""
+        slots = self._class_of[item]
+        slot = self._held.get(item, slots[0]) if self.stays else slots[0]
+        for other in [x for x, held in self._held.items() if held is slot]:
+            del self._held[other]
+        slots.remove(slot)
+        slots.append(slot)
+        self._held[item] = slot
+        return slot
 
     def take(self, items: Sequence[int]) -> list[int]:
-        """Give each item a slot; returns those that no slot held. All `items` are of one group."""
-        held = [x for x in items if x in self._held]
-        for item in held:
-            self._touch(self._held[item])
+        """Give each item of a group a slot; returns those that no slot held. None takes another's."""
         new = [x for x in items if x not in self._held]
-        for item in new:
-            slot = self._by_use[self._class_of[item]][0]
-            before = next((x for x, held in self._held.items() if held is slot), None)
-            if before is not None:
-                del self._held[before]
-            self._held[item] = slot
-            self._touch(slot)
+        for item in (*(x for x in items if x in self._held), *new):
+            self.give(item)
         return new
 
     def slot(self, item: int) -> Slot:
-        """The slot that holds an item."""
-        return self._held[item]
+        """The slot that has an item. Raises PlanError for none."""
+        if item in self._held:
+            return self._held[item]
+        raise PlanError(
+            f"recipe: got an operation on item {item} of {self.buffer} before one that gives it a slot, or after "
+            "another took it: yield the operation that brings it there just before"
+        )
 
-    def _touch(self, slot: Slot) -> None:
-        slots = self._by_use[slot.size_class]
-        slots.remove(slot)
-        slots.append(slot)
 
-
-@define(eq=False)
-class StagingSlots:
-    """Slots for items of these `sizes` that pass through in this `order`; any `depth` in a row have different ones.
-
-    Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
-
-    >>> slots = StagingSlots({0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
-    >>> slots.numels, [slots.next(item) for item in (3, 2, 1, 0, 3)], [slots.of(item) for item in range(4)]
-    ([900, 64, 64], [1, 2, 1, 0, 2], [0, 1, 2, 1])
-    """
-
-    sizes: Mapping[int, int]
-    order: Sequence[int]
-    depth: int
-    numels: list[int] = field(init=False, factory=list[int])  # of each slot
-    _slots: dict[int, range] = field(init=False, factory=dict[int, range])  # of each item's class
-    _fixed: dict[int, int] = field(init=False, factory=dict[int, int])
-    _given: Counter[range] = field(init=False, factory=Counter[range])  # to how many items
-
-    def __attrs_post_init__(self) -> None:
-        order = [*self.order]
-        while 0 < len(order) < self.depth:  # they pass again, with the next micro-batch
-            order += self.order
-        cheapest: list[tuple[int, list[tuple[list[int], int]]]] = [(0, [])]
-        classes = size_classes(self.sizes)
-        for stop in range(1, len(classes) + 1):
-            joined = [[x for items in classes[start:stop] for x in items] for start in range(stop)]
-            counts = [self._most_in_a_row({*items}, order) for items in joined]
-            cheapest.append(
-                min(
-                    (
-                        (before + count * self.sizes[items[0]], [*chosen, (items, count)])
-                        for (before, chosen), items, count in zip(cheapest, joined, counts, strict=True)
-                    ),
-                    key=lambda found: found[0],
-                )
-            )
-        for items, count in cheapest[-1][1]:
-            slots = range(len(self.numels), len(self.numels) + count)
-            self.numels += [self.sizes[items[0]]] * count
-            for n, item in enumerate(sorted(items)):
-                self._slots[item], self._fixed[item] = slots, slots[n % count]
-
-    def _most_in_a_row(self, items: set[int], order: Sequence[int]) -> int:
-        sums = [*accumulate((x in items for x in order), initial=0)]
-        return max([1, *(stop - start for start, stop in zip(sums, sums[self.depth :], strict=False))])
-
-    def next(self, item: int) -> int:
-        """The number of the next slot of an item's class."""
-        slots = self._slots[item]
-        self._given[slots] += 1
-        return slots[(self._given[slots] - 1) % len(slots)]
-
-    def of(self, item: int) -> int:
-        """The number of the slot that an item always has, where items pass in ascending or descending order."""
-        return self._fixed[item]
+def _most_in_a_row(items: set[int], order: Sequence[int], depth: int) -> int:
+    """How many of any `depth` in a row of this order are of these items, at most."""
+    sums = [*accumulate((x in items for x in order), initial=0)]
+    return max([1, *(stop - start for start, stop in zip(sums, sums[depth:], strict=False))])

@@ -324,6 +324,14 @@ class StepSpec:
         """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""
         return 1 if self.stage == 1 else self.micro_batches * len(bucket.deliveries)
 
+    def waits(self, b: int) -> bool:
+        """Whether the gradient of bucket `b` waits for the norm, or for more deliveries, before its update."""
+        return self.barrier or self.num_deliveries(self.layout.buckets[b]) > 1
+
+    def lands(self, b: int) -> bool:
+        """Whether gradients of bucket `b` arrive on the host in a slot, to be applied or added at once."""
+        return not self.barrier or self.num_deliveries(self.layout.buckets[b]) > 1
+
     @property
     def sums_on_device(self) -> bool:
         """Whether the gradients of all micro-batches are added up on the device before they leave it."""

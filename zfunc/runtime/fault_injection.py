@@ -22,7 +22,7 @@ log = logging.getLogger("zfunc")
 Action = Literal["kill", "hang", "raise", "terminate"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 VARIABLE = "ZFUNC_FAULTS"
-FORM = "rank=1,step=7,op=adam[3],do=kill"
+FORM = "rank=1,step=7,op=update[3],do=kill"
 _FORM = re.compile(rf"rank=([0-9]{{1,18}}),step=([0-9]{{1,18}}),op=([^=\s]+),do=({'|'.join(ACTIONS)})")
 _whole = validators.and_(validators.instance_of(int), validators.ge(0))
 
@@ -38,8 +38,8 @@ class Fault:
     "kill" and "terminate" send SIGKILL or SIGTERM to this process, "hang" never returns, "raise" raises
     InjectedFault.
 
-    >>> print(Fault(rank=1, step=7, op="adam[3]", action="kill"))
-    rank=1,step=7,op=adam[3],do=kill
+    >>> print(Fault(rank=1, step=7, op="update[3]", action="kill"))
+    rank=1,step=7,op=update[3],do=kill
     """
 
     rank: int = field(validator=_whole)
@@ -79,7 +79,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> tuple[Fault
 def faults_at(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
     """Those of this rank and step.
 
-    >>> faults_at(parse_faults("rank=1,step=7,op=adam[3],do=kill"), rank=0, step=7)
+    >>> faults_at(parse_faults("rank=1,step=7,op=update[3],do=kill"), rank=0, step=7)
     ()
     """
     return tuple(fault for fault in faults if (fault.rank, fault.step) == (rank, step))

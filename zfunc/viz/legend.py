@@ -1,7 +1,7 @@
 """What all pictures of a step share: the colours of verbs, headings, and round times for an axis.
 
-A verb has one colour in every picture. The verbs of `OpBuilder` have one each; the colour of any other verb is
-computed from its name.
+A verb has one colour in every picture. The verbs of `zfunc.core.ops` and `zfunc.core.moves` have one each; the
+colour of any other verb is computed from its name.
 """
 
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from colorsys import hls_to_rgb
 from math import floor, log10
 from zlib import crc32
 
-from zfunc.core.ops import OpBuilder
+from zfunc.core.moves import MOVES
+from zfunc.core.ops import VERBS
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
 
 PALETTE = (  # light enough for black letters, distinct on white and on black
-    *("#9bd5ea", "#7df297", "#d569de", "#84967b", "#9f963c", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1"),
-    *("#5fbfae", "#d9a5e0", "#e8848c", "#a7c957", "#f6c177", "#f9604e", "#c3e1b4", "#c9ada7", "#86b56a"),
-    *("#4fb0c6", "#e6ee9c", "#80cbc4", "#d69a55", "#3ce4f0", "#b4849c", "#c0a878", "#9c90c0", "#fccca8"),
-    *("#ccd8cc", "#94a3b8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#3cfc60", "#3c90fc", "#ffe082", "#a98ff0"),
-    *("#c378b4", "#b48778", "#3ca55a", "#ffb4c3", "#ff87c3", "#4cc440", "#f48840", "#ace840", "#f44cf4"),
-    *("#8c9bff", "#ded98c"),
+    *("#9bd5ea", "#d569de", "#6ea8e5", "#f4d35e", "#e6ee9c", "#f29e7a", "#b8b8d1", "#5fbfae", "#d9a5e0"),
+    *("#a7c957", "#f6c177", "#f9604e", "#c9ada7", "#86b56a", "#4fb0c6", "#3ce4f0", "#b4849c", "#9c90c0"),
+    *("#fccca8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#d69a55", "#94a3b8", "#3cfc60", "#ffe082", "#a98ff0"),
+    *("#80cbc4", "#c378b4", "#8c9bff", "#ffb4c3", "#ff87c3", "#7df297", "#84967b", "#ace840", "#f44cf4"),
+    *("#9f963c", "#e8848c", "#c3e1b4", "#4cc440", "#f48840", "#b48778", "#3ca55a", "#ded98c", "#c0a878"),
+    *("#ccd8cc", "#3c90fc"),
 )
-_BUILT_IN = (name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_")
-_COLOURS = dict(zip(_BUILT_IN, PALETTE, strict=False))
+_COLOURS = dict(zip((*VERBS, *MOVES), PALETTE, strict=False))
 
 Timelines = Timeline | Sequence[Timeline]  # several share one axis: simulated and measured, for example
 

@@ -6,7 +6,7 @@
     stages                  what each operation of a recipe does: `{verb: function}`
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
     update_stages           stages that update parameters
-    disk_stages             stages that read and write the disk
+    move_stages             stages that copy from one tier to another, and commit
     train_step              `train_step`
     flush                   `flush`: the update that the last step deferred; running a plan on a State
     evaluate                loss, outputs and parameters without a step

@@ -26,30 +26,19 @@ from zfunc.engine.compile.loss_outputs import aux_names, check_aux_names
 from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.step.clipping_stages import decide, global_norm, mean_loss
-from zfunc.engine.step.disk_stages import (
-    commit,
-    page_in,
-    page_in_weights,
-    page_out,
-    spill,
-    spill_act,
-    unspill,
-    unspill_act,
-)
+from zfunc.engine.step.move_stages import MOVE_STAGES, commit, copy_state, weights_in_page
 from zfunc.engine.step.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.step.update_stages import (
-    adam,
-    adam_on_device,
     all_gather,
     average,
-    copy_direction,
     gather_direction,
     join_measures,
     measure,
     momentum,
     orthogonalize,
     state_of,
-    to_device,
+    update,
+    update_on_device,
 )
 from zfunc.optim.device_update import exact_parts
 from zfunc.optim.host_update import accumulate_, square_sum
@@ -106,39 +95,12 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
         mem[op.write("grad_act")] = below
 
 
-def fetch(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a bucket's parameters, or this rank's slice of them, from the host into a slot on the device."""
-    _, b = op.index
-    bucket = step.layout.weights(b)
-    into = mem[op.write("weight_slot")].hold(bucket)
-    (home,) = (mem[r] for r in op.reads)
-    params = getattr(home, "flat", home)  # of the master's high half, the tensor itself
-    if op.touches("weight_page"):
-        params = _in_page(params, step, b)
-    if params.numel() < bucket.numel:
-        into = into[step.slice_of(b)]
-    into.copy_(params, non_blocking=True)
-
-
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a bucket's parameters from the slices of all ranks into a slot."""
     _, b = op.index
     into = mem[op.write("weight_slot")].hold(step.layout.weights(b))
     fetched = op.write("weight_slot") in op.reads
     step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
-
-
-def stash(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a segment's input and residuals to pinned memory."""
-    residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
-    (into,) = op.writes
-    mem[into].put([mem[_input(op)], *residuals])
-
-
-def unstash(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a segment's input and residuals back to the device."""
-    (stashed,) = op.reads
-    mem[op.write("act_slot")].put(mem[stashed].tree)
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
@@ -187,17 +149,6 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
             into[before : before + len(spans)].copy_(exact_parts(squares[:, None]))
     else:
         _write_squares(bucket, own, mem[op.write("squares")], lambda part: square_sum(grad[part]))
-
-
-def to_host(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy this rank's slice of a gradient, and its squares if it is complete, to pinned memory."""
-    _, b, _ = op.index
-    shard = step.slice_of(b)
-    summed = op.touches("sum_slot")
-    grad = mem[op.read("sum_slot")][: shard.stop - shard.start] if summed else mem[op.read("grad")][shard]
-    mem[op.write("grad_shard")][: grad.numel()].copy_(grad, non_blocking=True)
-    if op.touches("squares"):
-        mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
 
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
@@ -268,11 +219,6 @@ def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
             t.copy_(mean.view(t.shape))
 
 
-def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the squares of a bucket that is updated on the device to pinned memory."""
-    mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
-
-
 def write(op: Op, mem: Memory, step: StepContext) -> None:
     """Write this rank's slice of a bucket's state, or of its frozen parameters, to the checkpoint."""
     (b,) = op.index
@@ -281,7 +227,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     if op.touches("frozen"):
         state[FROZEN] = step.ranks.own_slice(step.layout.weights(b), mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
-        state[FROZEN] = _in_page(mem[op.read("weight_page")], step, b)
+        state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step, b)
     if op.touches("ema"):
         state[EMA.name] = mem[op.read("ema")]
     checkpoint.write(b, state)
@@ -305,57 +251,39 @@ def publish(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 STAGES: dict[str, Stage] = {
+    **MOVE_STAGES,
     "load": load,
-    "fetch": fetch,
     "gather": gather,
-    "stash": stash,
-    "unstash": unstash,
     "forward": forward,
     "backward": backward,
     "pack": pack,
     "add": add,
     "reduce_scatter": reduce_scatter,
     "square_sum": square_sum_,
-    "to_host": to_host,
     "accumulate": accumulate,
     "hold": hold,
     "join_sums": join_sums,
-    "squares_to_host": squares_to_host,
     "global_norm": global_norm,
     "mean_loss": mean_loss,
     "decide": decide,
     "keep_buffers": keep_buffers,
     "momentum": momentum,
     "momentum_on_device": momentum,
-    "direction_to_device": copy_direction,
     "gather_direction": gather_direction,
     "orthogonalize": orthogonalize,
-    "direction_to_host": copy_direction,
     "measure": measure,
     "measure_on_device": measure,
     "join_measures": join_measures,
-    "adam": adam,
-    "adam_on_device": adam_on_device,
+    "update": update,
+    "update_on_device": update_on_device,
     "average": average,
-    "to_device": to_device,
     "all_gather": all_gather,
     "write": write,
     "write_buffers": write_buffers,
     "publish": publish,
-    "page_in": page_in,
-    "page_out": page_out,
+    "copy_state": copy_state,
     "commit": commit,
-    "page_in_weights": page_in_weights,
-    "spill": spill,
-    "unspill": unspill,
-    "spill_act": spill_act,
-    "unspill_act": unspill_act,
 }
-
-
-def _in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
-    """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
-    return page.view(step.dtype)[: step.layout.weights(b).numel // step.ranks.world]
 
 
 def _to_device(t: Tensor, step: StepContext, *, cast: bool) -> Tensor:

@@ -29,7 +29,7 @@ from zfunc.optim.ema import average_
 from zfunc.runtime.accelerator import on_accelerator
 
 
-def adam(op: Op, mem: Memory, step: StepContext) -> None:
+def update(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket on the host, and write the device's copy to its slot."""
     (b,) = op.index
     decision: StepDecision = mem[op.read("decision")]
@@ -43,7 +43,7 @@ def adam(op: Op, mem: Memory, step: StepContext) -> None:
         mem[op.write("copy")][:numel].copy_(master_weights(state, 0, numel))
 
 
-def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
+def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket and of its parameters, with the state on the device."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
@@ -82,12 +82,12 @@ def _update(
         copy = _own_slice(op, mem, step)
     elif copy is None:
         copy = state.pop(PARAMS, None)
-    update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
+    apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
     by_parameter = updates_each_parameter(bucket.state_format)
     parts = _parameters(op, mem, bucket, step) if by_parameter else _runs(bucket, shard)
     for start, stop, given in parts:
-        update(
+        apply(
             state_slice(bucket.state_format, state, start, stop),
             grad[start:stop],
             decision,
@@ -194,14 +194,6 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
         optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)
 
 
-def copy_direction(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy this rank's slice of a direction to the device, or to the host when it is orthogonal."""
-    (source,), target = op.reads, op.write("grad_shard")
-    shard = step.slice_of(op.index[0])
-    numel = shard.stop - shard.start
-    mem[target][:numel].copy_(mem[source][:numel], non_blocking=True)
-
-
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a direction from the slices of all ranks."""
     shard = step.slice_of(op.index[0])
@@ -216,7 +208,8 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
         return
     bucket, optimizer = step.layout.buckets[b], step.optimizer
     assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
-    whole, own = mem[op.write("direction_slot")], mem[op.write("grad_shard")]
+    own = mem[op.write("direction_shard")]
+    whole = mem[op.write("direction_slot")] if op.touches("direction_slot") else own  # of one rank
     for start, stop, span, part in _parts(bucket, step.slice_of(b)):
         direction = whole[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
         matrix = optimizer.orthogonalize(direction, group=span.group)
@@ -248,14 +241,6 @@ def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor:
     """This rank's slice of the parameters that the operation writes."""
     (b,) = op.index
     return step.ranks.own_slice(step.layout.weights(b), mem[op.write("params")].flat)
-
-
-def to_device(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy this rank's slice of the new parameters to the device, unless the step is skipped."""
-    if not mem[op.read("decision")].skip:
-        params = _own_slice(op, mem, step)
-        copy = mem[op.read("copy")] if op.touches("copy") else state_of(op, mem)[HIGH_HALF]
-        params.copy_(copy[: params.numel()], non_blocking=True)
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:

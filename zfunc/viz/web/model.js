@@ -199,7 +199,7 @@ function rounded(number, digits) {
   return Number(number.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
-// What a link to a view holds, and a link read back: #t=0.1,0.2&op=adam[3]&find=host&critical=0&hide=host,disk
+// What a link to a view holds, and a link read back: #t=0.1,0.2&op=update[3]&find=host&critical=0&hide=host,disk
 function toHash({ view, op, find, critical, hide }, whole) {
   const parts = [];
   if (view.t0 > 0 || view.t1 < whole) parts.push(`t=${view.t0.toPrecision(10)},${view.t1.toPrecision(10)}`);

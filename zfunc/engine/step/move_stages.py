@@ -1,0 +1,138 @@
+"""The stages that only copy a thing from one tier to another, one for each thing of `zfunc.core.moves`; and those
+that make what was written to the disk a commit.
+
+On an accelerator no copy between the device and pinned memory waits.
+"""
+
+import math
+from typing import Any
+
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.graph import Op, Region
+from zfunc.core.moves import MOVES
+from zfunc.engine.state.disk_memory import StateOnDisk, StateSlot
+from zfunc.engine.state.swap_state import commit_on_all
+from zfunc.engine.step.stage_context import Memory, Stage, StepContext
+
+
+def weights(op: Op, mem: Memory, step: StepContext) -> None:
+    """A bucket's parameters, or this rank's slice of them: from the disk to a page, or to a slot on the device."""
+    _, b = op.index
+    (source,), (target,) = op.reads, op.writes
+    if source.tier == "disk":
+        mem[source].read_weights(mem[target])
+        return
+    home = mem[source]
+    into = mem[target].hold(step.layout.weights(b))
+    # Of the master's high half, the tensor itself.
+    params = weights_in_page(home, step, b) if source.buffer == "weight_page" else getattr(home, "flat", home)
+    if params.numel() < into.numel():
+        into = into[step.slice_of(b)]
+    into.copy_(params, non_blocking=True)
+
+
+def weights_in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
+    """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
+    return page.view(step.dtype)[: step.layout.weights(b).numel // step.ranks.world]
+
+
+def activations(op: Op, mem: Memory, step: StepContext) -> None:
+    """What backward of a segment needs: its input and residuals, which a slot has as one pytree."""
+    (target,) = op.writes
+    if target.tier == "disk":
+        page, place = mem[op.reads[0]], mem[target]
+        place.held = evolve(page)
+        place.write(page.flat)
+    elif op.reads[0].tier == "disk":
+        page, place = mem[target], mem[op.reads[0]]
+        place.read(page.flat)
+        page.hold(place.held)
+    elif op.reads[0].tier == "device":
+        residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
+        mem[target].put([mem[Region("act", op.index)], *residuals])
+    else:
+        mem[target].put(mem[op.reads[0]].tree)
+
+
+def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
+    """This rank's slice of a gradient, of a direction or of new parameters, unless the step is skipped."""
+    if op.touches("decision") and mem[op.read("decision")].skip:
+        return
+    b, source, target = op.index[min(1, len(op.index) - 1)], op.reads[-1], op.writes[0]
+    shard = step.slice_of(b)
+    numel = shard.stop - shard.start  # a slot has room for more
+    values, into = mem[source], mem[target]
+    if source.role == "paged":
+        values = values.state["master_high"]
+    into = (
+        step.ranks.own_slice(step.layout.weights(b), into.flat) if target.role == "params" else into[:numel]
+    )
+    into.copy_(values[shard] if source.role == "grad" else values[:numel], non_blocking=True)
+
+
+def squares(op: Op, mem: Memory, step: StepContext) -> None:
+    """The sums of the squares of a bucket's gradient."""
+    mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
+
+
+def waiting_gradient(op: Op, mem: Memory, step: StepContext) -> None:
+    """A gradient that waits on the disk: written there, or read back."""
+    (source,), (target,) = op.reads, op.writes
+    mem[target].write(mem[source]) if target.tier == "disk" else mem[source].read(mem[target])
+
+
+def state(op: Op, mem: Memory, step: StepContext) -> None:
+    """What memory does not have of a bucket's state: read, or written unless the step is skipped."""
+    if op.touches("decision"):
+        if not mem[op.read("decision")].skip:
+            on_disk: StateOnDisk = mem[op.write("extent")]
+            on_disk.write(mem[op.read("state_slot")].flat, on_disk.moved)
+        return
+    on_disk, slot = mem[op.read("extent")], mem[op.write("state_slot")]
+    places = on_disk.views(slot.flat)
+    slot.state = {name: places[name] for name in on_disk.moved}
+    on_disk.read(slot.flat, on_disk.moved)
+
+
+def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy what memory has of a bucket's state to its place in the slot that is written for a commit."""
+    on_disk: StateOnDisk = mem[op.read("extent")]
+    slot: StateSlot = mem[op.write("state_slot")]
+    for name, place in on_disk.views(slot.flat).items():
+        if name in on_disk.in_memory:
+            place.copy_(mem[op.read(name)])
+
+
+def whole_state(op: Op, mem: Memory, step: StepContext) -> None:
+    """A bucket's whole state, for a commit, of a skipped step too: the disk may have other values of some parts."""
+    on_disk: StateOnDisk = mem[op.write("extent")]
+    on_disk.write(mem[op.read("state_slot")].flat, on_disk.all)
+
+
+def commit(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make what all ranks have written the state that training goes on from after a crash."""
+    decision: StepDecision = mem[op.read("decision")]
+    if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
+        return  # the step will be refused, with its state
+    swap = next(mem[r] for r in op.reads if r.buffer == "extent").swap
+    metadata: Any = mem[op.read("position")](decision)
+    if metadata is not None:
+        commit_on_all(step.ranks, swap, metadata)
+    mem[op.write("committed")] = metadata
+
+
+THINGS: dict[str, Stage] = {
+    "weights": weights,
+    "activations": activations,
+    "gradient": own_slice,
+    "squares": squares,
+    "waiting gradient": waiting_gradient,
+    "state": state,
+    "whole state": whole_state,
+    "direction": own_slice,
+    "new parameters": own_slice,
+}
+MOVE_STAGES = {verb: THINGS[row.thing] for verb, row in MOVES.items()}
