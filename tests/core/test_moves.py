@@ -8,10 +8,9 @@ from attrs import evolve
 from table import SCHEDULES, SPECS, TIED, every_graph, spec
 
 from zfunc.core import graph as graphs
-from zfunc.core import moves
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import persistent_bytes
-from zfunc.core.moves import LANES, MOVES, THINGS, Move, Place, move
+from zfunc.core.moves import LANES, MOVES, THINGS, Item, Move, Place, Thing, move
 from zfunc.core.ops import OpBuilder
 from zfunc.core.recipes import zero_offload
 from zfunc.core.spec import StepSpec
@@ -45,16 +44,16 @@ def test_a_move_reads_one_tier_and_writes_another_on_the_lane_between_them(graph
 def remote(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth tier, such as another machine's memory: where averages wait from step to step."""
 
-    def away(op: OpBuilder, b: int) -> tuple[Region, ...]:
-        return (evolve(op.at.ema(b), buffer="ema_away", tier="remote"),)
+    def away(x: Item) -> tuple[Region, ...]:
+        return (evolve(x.at.ema(x.b), buffer="ema_away", tier="remote"),)
 
     toy: Any = "remote"
     monkeypatch.setattr(graphs, "TIERS", (*graphs.TIERS, toy))
     monkeypatch.setattr("zfunc.core.memory_model.TIERS", graphs.TIERS)
     monkeypatch.setitem(LANES, ("host", toy), "network")
     monkeypatch.setitem(LANES, (toy, "host"), "network")
-    places = {"host": Place(lambda op, b: (op.at.ema(b),)), toy: Place(away)}
-    monkeypatch.setitem(THINGS, "average", moves.Thing(lambda op, b: op.at.ema(b).nbytes, places))
+    places = {"host": Place(lambda x: (x.at.ema(x.b),)), toy: Place(away)}
+    monkeypatch.setitem(THINGS, "average", Thing(lambda x: x.at.ema(x.b).nbytes, places))
     monkeypatch.setitem(MOVES, "lend", Move("average", "host", toy))
     monkeypatch.setitem(MOVES, "call_back", Move("average", toy, "host"))
 

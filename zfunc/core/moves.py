@@ -12,21 +12,51 @@ from attrs import frozen
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
 from zfunc.core.ops import OpBuilder
-from zfunc.core.regions import BF16
+from zfunc.core.regions import BF16, Regions
+from zfunc.core.spec import StepSpec
 
 
-class Place(NamedTuple):
-    """Where a tier has a thing: the regions of one of an index, and the rings in which it takes slots."""
+@frozen
+class Item:
+    """One bucket's thing, or one segment's of a micro-batch, at this point of a step."""
 
-    regions: Callable[..., tuple[Region, ...]]
+    op: OpBuilder
+    index: tuple[int, ...]  # a bucket; or a micro-batch, then a segment or bucket, then more
+
+    @property
+    def spec(self) -> StepSpec:
+        """What the step is to do."""
+        return self.op.spec
+
+    @property
+    def at(self) -> Regions:
+        """The regions of the step, and the slots that are taken."""
+        return self.op.at
+
+    @property
+    def m(self) -> int:
+        """Its micro-batch."""
+        return self.index[0]
+
+    @property
+    def b(self) -> int:
+        """Its bucket or segment."""
+        return self.index[min(1, len(self.index) - 1)]
+
+
+@frozen
+class Place:
+    """Where a tier has a thing: the regions of an item, and the rings in which it takes slots."""
+
+    regions: Callable[[Item], tuple[Region, ...]]
     rings: tuple[str, ...] = ()
 
 
 @frozen
 class Thing:
-    """What moves: the bytes of a bucket's or a segment's, and its place in each tier."""
+    """What moves: the bytes of an item, and its place in each tier."""
 
-    nbytes: Callable[[OpBuilder, int], int]
+    nbytes: Callable[[Item], int]
     places: dict[Tier, Place]
 
 
@@ -53,92 +83,85 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 """The resource that a move from a tier to another occupies."""
 
 
-def _home(op: OpBuilder, b: int) -> tuple[Region, ...]:
+def _weights_in_memory(x: Item) -> tuple[Region, ...]:
     """The parameters of a bucket in memory: in a page if they live on the disk."""
-    return (op.at.slot("weight_page", b) if op.spec.on_disk(b) else op.at.home(b),)
+    return (x.at.slot("weight_page", x.b) if x.spec.on_disk(x.b) else x.at.home(x.b),)
 
 
-def _stashed(op: OpBuilder, m: int, s: int) -> tuple[Region, ...]:
-    on_disk = op.spec.stashed_on_disk(s)
-    return (op.at.slot("act_page", s) if on_disk else op.at.host_activation(m, s),)
+def _stashed(x: Item) -> tuple[Region, ...]:
+    """What backward of a segment needs, in pinned memory: in a page on its way to the disk or back."""
+    on_disk = x.spec.stashed_on_disk(x.b)
+    return (x.at.slot("act_page", x.b) if on_disk else x.at.host_activation(x.m, x.b),)
 
 
-def _arrived(op: OpBuilder, _m: int, b: int, _d: int) -> tuple[Region, ...]:
+def _arrived(x: Item) -> tuple[Region, ...]:
     """A gradient on the host: in a slot if it is to be applied or added at once, or where it waits."""
-    return (op.at.slot("host_slot", b) if op.spec.lands(b) else op.at.gradient_to_apply(b),)
+    return (x.at.slot("host_slot", x.b) if x.spec.lands(x.b) else x.at.gradient_to_apply(x.b),)
 
 
-def _new_params(op: OpBuilder, b: int) -> tuple[Region, ...]:
-    if not op.spec.sends_high_half(b):
-        return (op.at.slot("param_slot", b),)
-    return op.at.paged(b) if b in op.spec.paged else (op.at.high_half(b),)
+def _new_params(x: Item) -> tuple[Region, ...]:
+    """The new parameters of a bucket, unless they are the high half of its master, which memory or a slot has."""
+    if not x.spec.sends_high_half(x.b):
+        return (x.at.slot("param_slot", x.b),)
+    return x.at.paged(x.b) if x.b in x.spec.paged else (x.at.high_half(x.b),)
 
+
+def _slot(buffer: str) -> Place:
+    """A slot of a ring."""
+    return Place(lambda x: (x.at.slot(buffer, x.b),), (buffer,))
+
+
+_EXTENT = Place(lambda x: (x.at.extent(x.b),))
 
 THINGS: dict[str, Thing] = {
     "weights": Thing(
-        lambda op, b: op.at.weight_bytes(b),
+        lambda x: x.at.weight_bytes(x.b),
         {
-            "device": Place(lambda op, b: (op.at.slot("weight_slot", b),), ("weight_slot",)),
-            "pinned": Place(_home, ("weight_page",)),
-            "disk": Place(lambda op, b: (op.at.extent(b),)),
+            "device": _slot("weight_slot"),
+            "pinned": Place(_weights_in_memory, ("weight_page",)),
+            "disk": _EXTENT,
         },
     ),
     "activations": Thing(
-        lambda op, s: op.at.stashed_bytes(s),
+        lambda x: x.at.stashed_bytes(x.b),
         {
-            "device": Place(lambda op, m, s: op.for_backward(m, s), ("act_slot",)),
+            "device": Place(lambda x: x.op.for_backward(x.m, x.b), ("act_slot",)),
             "pinned": Place(_stashed, ("act_page",)),
-            "disk": Place(lambda op, m, s: (op.at.disk_activation(m, s),)),
+            "disk": Place(lambda x: (x.at.disk_activation(x.m, x.b),)),
         },
     ),
     "gradient": Thing(
-        lambda op, b: op.at.shard_bytes(b, op.at.delivered_bytes),
+        lambda x: x.at.shard_bytes(x.b, x.at.delivered_bytes),
         {
-            "device": Place(lambda op, _m, b, _d: (op.at.delivered(b),)),
+            "device": Place(lambda x: (x.at.delivered(x.b),)),
             "pinned": Place(_arrived, ("host_slot", "grad_page")),
         },
     ),
     "waiting gradient": Thing(
-        lambda op, b: op.spec.spilled_bytes(b),
-        {
-            "pinned": Place(lambda op, b: (op.at.gradient_to_apply(b),), ("grad_page",)),
-            "disk": Place(lambda op, b: (op.at.spilled(b),)),
-        },
+        lambda x: x.spec.spilled_bytes(x.b),
+        {"pinned": _slot("grad_page"), "disk": Place(lambda x: (x.at.spilled(x.b),))},
     ),
     "squares": Thing(
-        lambda op, b: op.at.squares(b).nbytes,
+        lambda x: x.at.squares(x.b).nbytes,
         {
-            "device": Place(lambda op, b: (op.at.squares(b),)),
-            "pinned": Place(lambda op, b: (op.at.host_squares(b),)),
+            "device": Place(lambda x: (x.at.squares(x.b),)),
+            "pinned": Place(lambda x: (x.at.host_squares(x.b),)),
         },
     ),
     "state": Thing(
-        lambda op, b: op.spec.extent(b).moved_bytes,
-        {
-            "pinned": Place(lambda op, b: (op.at.slot("state_slot", b),), ("state_slot",)),
-            "disk": Place(lambda op, b: (op.at.extent(b),)),
-        },
+        lambda x: x.spec.extent(x.b).moved_bytes, {"pinned": _slot("state_slot"), "disk": _EXTENT}
     ),
-    "whole state": Thing(  # with what memory has of it
-        lambda op, b: op.spec.extent(b).nbytes,
-        {
-            "pinned": Place(lambda op, b: (op.at.slot("state_slot", b),)),
-            "disk": Place(lambda op, b: (op.at.extent(b),)),
-        },
+    # With what memory has of it, too.
+    "whole state": Thing(
+        lambda x: x.spec.extent(x.b).nbytes, {"pinned": _slot("state_slot"), "disk": _EXTENT}
     ),
     "direction": Thing(
-        lambda op, b: op.at.shard_bytes(b, BF16),
-        {
-            "device": Place(lambda op, b: (op.at.slot("direction_shard", b),), ("direction_shard",)),
-            "pinned": Place(lambda op, b: (op.at.slot("host_direction", b),), ("host_direction",)),
-        },
+        lambda x: x.at.shard_bytes(x.b, BF16),
+        {"device": _slot("direction_shard"), "pinned": _slot("host_direction")},
     ),
     "new parameters": Thing(
-        lambda op, b: op.at.shard_bytes(b, op.spec.element_bytes),
-        {
-            "pinned": Place(_new_params),
-            "device": Place(lambda op, b: (op.at.params(b),)),
-        },
+        lambda x: x.at.shard_bytes(x.b, x.spec.element_bytes),
+        {"pinned": Place(_new_params), "device": Place(lambda x: (x.at.params(x.b),))},
     ),
 }
 
@@ -164,26 +187,23 @@ MOVES: dict[str, Move] = {
 
 
 def move(op: OpBuilder, verb: str, *index: int) -> Op:
-    """The operation of this verb. `index` is a bucket, or a micro-batch, then a segment or bucket, then more."""
-    row = MOVES[verb]
-    thing, item = THINGS[row.thing], index[min(1, len(index) - 1)]
+    """The operation of this verb on a bucket, or on a micro-batch, then a segment or bucket, then more."""
+    row, x = MOVES[verb], Item(op, index)
+    thing = THINGS[row.thing]
     source, to = thing.places[row.source], thing.places[row.to]
-    # What it leaves is looked up before it has a slot where it goes: both may be on one tier.
-    leaves = source.regions(op, *index)
+    # What it leaves is looked up first: where it arrives may be another place of the same tier.
+    leaves = source.regions(x)
     for ring in to.rings:
-        if item in op.at.rings[ring]:
-            op.at.rings[ring].give(item)
+        if x.b in op.at.rings[ring]:
+            op.at.rings[ring].give(x.b)
     number = op.number(verb, *index)
-    arrives = to.regions(op, *index)
-    nbytes = thing.nbytes(op, item)
-    if "disk" in (row.source, row.to):
-        nbytes = whole_blocks(nbytes)
-    decided = (op.at.decision(), *arrives) if row.decided else ()
+    arrives = to.regions(x)
+    nbytes = thing.nbytes(x)
     return Op(
         verb,
         (number, *index) if row.numbered else index,
         LANES[row.source, row.to],
-        (*decided, *leaves),
+        (*((op.at.decision(), *arrives) if row.decided else ()), *leaves),
         arrives,
-        nbytes=nbytes,
+        nbytes=whole_blocks(nbytes) if "disk" in (row.source, row.to) else nbytes,
     )

@@ -44,7 +44,7 @@ class OpBuilder:
         if name.startswith("_"):  # a protocol of Python asks for it
             raise AttributeError(name)
         raise PlanError(
-            f"recipe: got the operation {name!r}, expected one that OpBuilder has{did_you_mean(name, VERBS)}: "
+            f"recipe: got the operation {name!r}, expected one that OpBuilder has{did_you_mean(name, [*VERBS])}: "
             f"call {', '.join(VERBS)}; zfunc.core.moves.move for one that only copies; or make one of your own, "
             "zfunc.core.graph.Op"
         )
