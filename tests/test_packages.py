@@ -46,18 +46,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_561, 4_900),
-    "schedules and ground": (950, 800),
+    "core": (5_573, 4_900),
+    "schedules and ground": (952, 800),
     "runtime": (3_155, 3_100),
     "optim": (3_752, 2_900),
     "checkpoint": (3_514, 3_000),
-    "engine": (6_656, 5_200),
+    "engine": (6_630, 5_200),
     "viz": (1_001, 1_000),
     "planner": (3_535, 2_600),
     "models": (3_359, 2_800),
     "train": (4_982, 3_900),
     "cli": (2_962, 2_200),
-    "tests": (35_161, 24_000),
+    "tests": (35_258, 24_000),
 }
 
 
