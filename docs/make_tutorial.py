@@ -54,7 +54,7 @@ OUTPUTS = {
     "plan-parts": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
     "plan-h100": f"^hardware|{_FITS}|needed|{_TIME}|{_ADVICE}",
     "draw": None,
-    "doctor": r"^(processor|memory|devices|!)|^  (instr|threads|schedule|avail|huge|pinned|none)",
+    "doctor": r"^  (versions|processor|threads|memory|bandwidth|this folder|devices) |^!",
     "plan-here": f"^hardware|^plan |^it |{_TIME}",
     "train": r"json:|^host Adam|^precision|^data|held out|^model|^plan:|most:|^run|^step|^all|^  [a-z]",
     "resume": r"^resum|^run|^step|^all",

@@ -24,8 +24,7 @@ from table import plan_of
 
 from zfunc.cli.commands import report
 from zfunc.cli.main import main
-from zfunc.cli.report_page import report_page
-from zfunc.cli.sensors import gpu_load, machine_load
+from zfunc.cli.report_page import machine_load, report_page
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
 from zfunc.viz.charts import PLACES, placed
@@ -283,11 +282,11 @@ def test_the_load_is_that_of_this_machine_and_of_every_gpu(monkeypatch: pytest.M
     assert re.fullmatch(r"[\d.]+ \wiB of [\d.]+ \wiB in use", load["memory"])
     assert load["GPU 1"] == "two: 50 % busy, 1.0 GiB of 9.0 GiB in use"
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", refusing)
-    assert gpu_load() == [("GPU", "unknown: Unknown Error")]
+    assert dict(machine_load())["GPU"] == "unknown: Unknown Error"
     monkeypatch.setattr(pynvml, "nvmlInit", refusing)
-    assert gpu_load() == [("GPU", "unknown: Unknown Error")]
+    assert dict(machine_load())["GPU"] == "unknown: Unknown Error"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_load() == [("GPU", "unknown: pip install 'zfunc[gpu]'")]
+    assert dict(machine_load())["GPU"] == "unknown: pip install 'zfunc[gpu]'"
 
 
 # --- reading it back -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from zfunc.schedules import make_schedule
 
 import zfunc
 from zfunc import schedules
-from zfunc.cli import machine
+from zfunc.cli.commands import doctor
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile.program import rescheduled
 from zfunc.engine.compile.specialize import specialize
@@ -544,6 +544,6 @@ def test_a_launch_is_timed(device: str) -> None:
 
 
 def test_the_doctor_tells_what_a_device_is_and_how_fast_it_copies(device: str) -> None:
-    (check, *_) = machine.devices()
+    (check, *_) = doctor.devices()
     assert (check.name, check.problem) == (f"{torch.accelerator.current_accelerator().type}:0", None)
     assert re.search(r" free; (bf16|fp16|fp32); copies [\d.]+ GB/s to it, [\d.]+ GB/s back$", check.value)

@@ -9,8 +9,6 @@
     simulated_model                 the model and the hardware of `zfunc plan` and `draw`
     train_lines                     a training as lines, and on a terminal a progress bar below them
     report_page                     a run as one HTML page
-    sensors                         cores, memory and GPUs, for the page of a run that is under way
-    machine                         the checks of `zfunc doctor`
 
 A new command: a module in `commands` with its `COMMAND`, and its row in `catalogue`. A new flag: a field of the
 command's settings; `parser` needs no change.

@@ -13,9 +13,9 @@ from statistics import fmean, median
 from typing import Any, cast
 
 import attrs
+import psutil
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.sensors import machine_load
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.settings import BY_DEVICE, schedule_for
@@ -76,6 +76,33 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 def headline(run: RunHistory) -> str:
     """The run in a line for a terminal."""
     return "; ".join([*(f"{name}: {value}" for name, value in _figures(run)), _ending(run)[1]])
+
+
+# --- the machine -----------------------------------------------------------------------------------------
+
+
+def machine_load() -> Iterator[tuple[str, str]]:
+    """Cores, host memory, and every GPU that NVIDIA's driver lists, as names and values."""
+    cpus, memory = psutil.Process().cpu_affinity(), psutil.virtual_memory()
+    shares = psutil.cpu_percent(0.3, percpu=True)
+    yield "cores", f"{sum(shares[cpu] for cpu in cpus) / 100:.1f} of {len(cpus)} busy"
+    yield "memory", f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)} in use"
+    try:
+        import pynvml
+    except ImportError:
+        yield "GPU", "unknown: pip install 'zfunc[gpu]'"
+        return
+    try:
+        pynvml.nvmlInit()
+        for n in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(n)
+            busy, memory = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu, pynvml.nvmlDeviceGetMemoryInfo(gpu)
+            in_use = f"{format_bytes(memory.used)} of {format_bytes(memory.total)} in use"
+            yield f"GPU {n}", f"{pynvml.nvmlDeviceGetName(gpu)}: {busy} % busy, {in_use}"
+    except pynvml.NVMLError_LibraryNotFound:  # no driver of NVIDIA
+        return
+    except pynvml.NVMLError as error:
+        yield "GPU", f"unknown: {error}"
 
 
 # --- the summary -----------------------------------------------------------------------------------------

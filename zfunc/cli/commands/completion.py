@@ -1,17 +1,15 @@
 """`zfunc completion`: a script for bash, zsh or fish that completes commands, options and their values.
 
-shtab makes the scripts from the parser: it knows all three shells, and its scripts start no Python at every key,
-which on a cluster's network disks takes seconds. The values of an option are those that its Option lists.
+shtab makes it from the parser: its scripts start no Python at every key, which on network disks takes seconds.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
 
 from attrs import NOTHING, frozen
 
 from zfunc.cli.command import EXIT_OK, Command
 from zfunc.cli.parser import make_parser
-from zfunc.options import Option, check_each, one_of, option
+from zfunc.options import check_each, one_of, option
 
 SHELLS = ("bash", "zsh", "fish")
 FILES = {"FILE", "PATH"}  # metavars that stand for a file, or for a file or a folder
@@ -54,30 +52,21 @@ def completion_command(commands: Mapping[str, Command]) -> Command:
 
 
 def script(shell: str, commands: Mapping[str, Command]) -> str:
-    """The script for a shell."""
+    """The script for a shell. An option offers its words, and what its metavar has that is not in capitals."""
     import shtab
 
     top, parsers = make_parser(commands, everything=True)
     for name, parser in parsers.items():
-        for action in parser._actions:
-            known, target = commands[name].options.get(action.dest), cast("Any", action)
-            if known is None or not isinstance(action.metavar, str):
-                continue
-            words, kinds = choices(action.metavar, known), set(action.metavar.split("|"))
-            path = shtab.FILE if kinds & FILES else shtab.DIRECTORY if kinds & FOLDERS else None
+        options = commands[name].options
+        for action in (x for x in parser._actions if x.dest in options and isinstance(x.metavar, str)):
+            kinds = str(action.metavar).split("|")
+            words = tuple(
+                dict.fromkeys([*options[action.dest].words, *(x for x in kinds if not x.isupper())])
+            )
+            path = shtab.FILE if FILES & {*kinds} else shtab.DIRECTORY if FOLDERS & {*kinds} else None
             # shtab offers words or paths; one word beside paths is "auto", which is short.
             if path is not None and len(words) < 2:
-                target.complete = path
+                vars(action)["complete"] = path
             elif words:
-                target.choices = words
+                action.choices = words
     return shtab.complete(top, shell=shell)
-
-
-def choices(metavar: str, option: Option) -> tuple[str, ...]:
-    """The words to choose from: those of the option, and those of its metavar that are not in capitals.
-
-    >>> from zfunc.options import anything
-    >>> choices("NAME|auto", Option("hardware", "which", anything, words=("h100", "h200")))
-    ('h100', 'h200', 'auto')
-    """
-    return tuple(dict.fromkeys([*option.words, *(x for x in metavar.split("|") if not x.isupper())]))
