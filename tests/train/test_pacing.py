@@ -7,7 +7,7 @@ import pytest
 
 from zfunc.errors import CheckpointError
 from zfunc.train.events import INTERRUPT
-from zfunc.train.pacing import TrainingClock, changed_settings, restored_clock
+from zfunc.train.resume import TrainingClock, changed_settings, restored_clock
 from zfunc.train.settings import TrainSettings
 
 

@@ -304,7 +304,7 @@ def test_a_full_disk_ends_the_tracker_and_not_the_training(
 
     monkeypatch.setattr(tracker, "log", until_full)
     run(settings(**{kind: True}), "run")
-    message = f"--{kind}: OSError: [Errno 28] No space left on device: this tracker is closed"
+    message = f"`{kind}`: OSError: [Errno 28] No space left on device: this tracker is closed"
     assert caplog.text.count(message) == 1
     assert [step for step, _ in READERS[kind]("run")["train/loss"]] == [1, 2, 3]
     assert len(rows("run")) == 11

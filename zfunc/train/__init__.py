@@ -6,8 +6,7 @@
     pretrained   the Hugging Face model of the setting `hf`
     loop         the loop, as a generator of events
     events       what happens in a training
-    pacing       when it ends
-    resume       from which checkpoint a run continues
+    resume       when it ends, and from which checkpoint a run continues
     run_folder   a run's files, written
     history      the same read back, also while they grow
     tracking     events as scalars for TensorBoard, Weights & Biases and trackio

@@ -49,8 +49,7 @@ from zfunc.train.events import (
     Traced,
     Working,
 )
-from zfunc.train.pacing import TrainingClock, changed_settings, restored_clock
-from zfunc.train.resume import ResumePoint, with_run
+from zfunc.train.resume import ResumePoint, TrainingClock, changed_settings, restored_clock, with_run
 from zfunc.train.setup import Batch, TrainingJob, machine_record
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm

@@ -4,7 +4,7 @@ The fields' defaults are the command line's. A value that exists can be run, as 
 the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
+    Check,
+    anything,
     check_each,
     count,
     flag_fields,
@@ -91,17 +93,27 @@ def _by_optimizer(name: str) -> str:
     return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
 
 
-DEVICE = option(
+def _in(group: str) -> Callable[..., Any]:
+    """What makes the fields of a group of options, which help shows together."""
+
+    def field(default: Any, help: str, check: Check = anything, metavar: str = "", **more: Any) -> Any:
+        return option(default, group, help, check, metavar, **more)
+
+    return field
+
+
+_data, _model, _step = _in("data"), _in("model"), _in("step")
+_length, _folder, _how, _log = _in("how long"), _in("run folder"), _in("how it runs"), _in("log")
+
+DEVICE = _how(
     "auto",
-    "how it runs",
     f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
     _device,
     words=DEVICES,
     common=True,
 )
-HF_CONFIG = option(
+HF_CONFIG = _model(
     None,
-    "model",
     "config.json of a Hugging Face model, instead of its folder (default: none)",
     path,
     "FILE",
@@ -114,49 +126,42 @@ HF_CONFIG = option(
 class ModelFlags:
     """A new GPT, or a Hugging Face model with or without adapters, and the size of its batch."""
 
-    hf: Path | None = option(
+    hf: Path | None = _model(
         None,
-        "model",
         "folder of a Hugging Face model: config, and to be trained safetensors and tokenizer (default: a new GPT)",
         path,
         "FOLDER",
         common=True,
     )
-    lora: int | None = option(
+    lora: int | None = _model(
         None,
-        "model",
         "rank of LoRA adapters, which alone are trained: the model of `hf` stays as it is, in the precision of the "
         "device; needs zfunc[lora] (default: the whole model is trained)",
         count,
         "RANK",
         common=True,
     )
-    lora_alpha: float | None = option(
-        None, "model", "scale of the adapters, times their rank (default: twice the rank)", positive
+    lora_alpha: float | None = _model(
+        None, "scale of the adapters, times their rank (default: twice the rank)", positive
     )
-    lora_targets: str | None = option(
+    lora_targets: str | None = _model(
         None,
-        "model",
         "modules that get adapters, by the ends of their names: q_proj,v_proj; or all-linear, for all but the head "
         "(default: those that peft has for the model, or its query, value and fused projections)",
         metavar="NAMES",
     )
-    num_layers: int = option(4, "model", "transformer blocks", count, common=True)
-    hidden_size: int = option(
-        128, "model", "features of a token, a multiple of the heads", count, common=True
-    )
-    num_attention_heads: int = option(4, "model", "attention heads", count, common=True)
-    vocab_size: int | None = option(
+    num_layers: int = _model(4, "transformer blocks", count, common=True)
+    hidden_size: int = _model(128, "features of a token, a multiple of the heads", count, common=True)
+    num_attention_heads: int = _model(4, "attention heads", count, common=True)
+    vocab_size: int | None = _model(
         None,
-        "model",
         "tokens in the vocabulary (default: those of the tokenizer; of bytes 256, of a .bin 50257 as GPT-2 has)",
         count,
         common=True,
     )
-    seq_length: int = option(128, "model", "tokens of a sequence", count, common=True)
-    batch_size: int = option(
+    seq_length: int = _model(128, "tokens of a sequence", count, common=True)
+    batch_size: int = _step(
         8,
-        "step",
         "sequences of a step, a multiple of the ranks times the micro-batches",
         count,
         common=True,
@@ -167,9 +172,8 @@ class ModelFlags:
 class GPTFlags(ModelFlags):
     """The data that a model is trained on, which decide a new GPT's vocabulary, and its optimizer."""
 
-    data: Path | None = option(
+    data: Path | None = _data(
         None,
-        "data",
         'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line; '
         "docs/finetuning.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
         "nanoGPT writes them, Parquet files, or a folder that datasets' save_to_disk wrote, with the columns of "
@@ -178,17 +182,15 @@ class GPTFlags(ModelFlags):
         path,
         common=True,
     )
-    tokenizer: Path | None = option(
+    tokenizer: Path | None = _data(
         None,
-        "data",
         "a local tokenizer.json, for text and JSONL (default: that of `hf`; without one, bytes are the tokens)",
         path,
         "FILE",
         common=True,
     )
-    optimizer: str = option(
+    optimizer: str = _step(
         "adamw",
-        "step",
         f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
         one_of(OPTIMIZER_NAMES),
         common=True,
@@ -241,17 +243,15 @@ class TrainSettings(StepFlags):
         "FILE",
         common=True,
     )
-    eval_data: Path | None = option(
+    eval_data: Path | None = _data(
         None,
-        "data",
         "data to evaluate on, as for `data`, of which all is then trained on (default: about a tenth of `data` is "
         "held out)",
         path,
         common=True,
     )
-    packing: str = option(
+    packing: str = _data(
         "stream",
-        "data",
         f"how documents are put into sequences: {_names(PACKINGS)}. stream: one after another, cut anywhere; a "
         "token attends to all before it in its sequence. documents: whole ones, each computed as if it were alone; "
         "the rest of the sequence is padding",
@@ -260,83 +260,72 @@ class TrainSettings(StepFlags):
     dtype: str = option(
         "uint16", "data", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)
     )
-    dropout: float = option(0.0, "model", "probability of dropping an activation", probability)
-    lr: float = option(
+    dropout: float = _model(0.0, "probability of dropping an activation", probability)
+    lr: float = _step(
         OPTIMIZER_DEFAULTS["adamw"]["lr"],
-        "step",
         f"peak learning rate, {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else {_by_optimizer('lr')}",
         positive,
         common=True,
     )
-    lr_schedule: str = option(
+    lr_schedule: str = _step(
         "cosine",
-        "step",
         f"what the learning rate does after the warm-up: {_names(LR_SCHEDULES)}; it falls to a tenth of `lr` at "
         "the last step, or stays",
         one_of(LR_SCHEDULES),
     )
-    warmup: int | None = option(
+    warmup: int | None = _step(
         None,
-        "step",
         "steps in which the learning rate rises to `lr` (default: a tenth of all, at most 150)",
         zero_or_more,
     )
-    weight_decay: float = option(
+    weight_decay: float = _step(
         OPTIMIZER_DEFAULTS["adamw"]["weight_decay"],
-        "step",
         f"weight decay of matrices and embeddings, not of norms and biases; {_by_optimizer('weight_decay')}",
         not_negative,
     )
-    steps: int | None = option(
+    steps: int | None = _length(
         1000,
-        "how long",
         "steps to train, and of `lr_schedule`; with `seconds` alone there is no limit, and no decay",
         count,
         common=True,
     )
-    epochs: float | None = option(
+    epochs: float | None = _length(
         None,
-        "how long",
         "passes over the data, also parts of one, instead of `steps` (default: 1 with `hf`, where none of `steps`, "
         "`epochs` and `seconds` is given)",
         positive,
         common=True,
     )
-    seconds: float | None = option(
+    seconds: float | None = _length(
         None,
-        "how long",
         "seconds to train, with evaluations and those before a resume: the step in which they have passed is the "
         "last; the learning rate follows `steps`, however many are taken (default: no limit)",
         positive,
         common=True,
     )
-    eval_every: int = option(
+    eval_every: int = _length(
         250,
-        "how long",
         "steps between held-out evaluations, beside those before the first step and after the last; 0: none at all",
         zero_or_more,
     )
-    no_sample: bool = option(False, "how long", "do not sample from the model at the end")
-    out: Path | None = option(
+    no_sample: bool = _length(False, "do not sample from the model at the end")
+    out: Path | None = _folder(
         None,
-        "run folder",
         f"run folder, new or empty, or with `resume={AUTO}` the run's own (default: runs/DATE-TIME)",
         path,
         "FOLDER",
         common=True,
     )
-    save_every: int | None = option(
+    save_every: int | None = _folder(
         None,
-        "run folder",
         "steps between checkpoints, beside that of the last step; 0 saves none at all (default: the last step "
         "alone)",
         zero_or_more,
         common=True,
     )
-    keep: int = option(2, "run folder", "how many checkpoints to keep; older ones are deleted", count)
-    resume: str | None = option(
+    keep: int = _folder(2, "how many checkpoints to keep; older ones are deleted", count)
+    resume: str | None = _folder(
         None,
-        "run folder",
         f"continue from a checkpoint, or from the newest in a folder of them or in a run; {AUTO}: from the newest "
         "in `out`, or from the beginning if it has none (default: from the beginning)",
         _resume,
@@ -344,20 +333,17 @@ class TrainSettings(StepFlags):
         common=True,
     )
     device: str = DEVICE
-    seed: int = option(
-        0, "how it runs", "seed of initial values, the order of data, dropout and the sample", _seed
+    seed: int = _how(0, "seed of initial values, the order of data, dropout and the sample", _seed)
+    tensorboard: bool = _log(
+        False, "log every step to TensorBoard too, in RUN/tensorboard; needs zfunc[tensorboard]"
     )
-    tensorboard: bool = option(
-        False, "log", "log every step to TensorBoard too, in RUN/tensorboard; needs zfunc[tensorboard]"
-    )
-    wandb: bool = option(
+    wandb: bool = _log(
         False,
-        "log",
         "log every step to Weights & Biases too, in RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
         "zfunc[wandb]",
     )
-    trackio: bool = option(
-        False, "log", "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs zfunc[trackio]"
+    trackio: bool = _log(
+        False, "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs zfunc[trackio]"
     )
 
     def __attrs_post_init__(self) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -20,25 +20,16 @@ import attrs
 
 from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.history import METRICS, Row, finite_number, rows_of
-from zfunc.train.pacing import plain_settings
+from zfunc.train.resume import plain_settings
 from zfunc.train.settings import TrainSettings
 
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
 RUN_ID = "zfunc-run-id"  # in the run folder: the name of the run at W&B's server
 SCALARS: Mapping[str, str] = {
-    "loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "loss_scale": "train/loss_scale",
-    "skipped": "train/skipped",
-    "epoch": "train/epoch",
-    "held_out_bits_per_byte": "held_out/bits_per_byte",
-    "held_out_bits_per_token": "held_out/bits_per_token",
-    "tokens_per_second": "speed/tokens_per_second",
-    "seconds": "speed/seconds",
-    "host_seconds": "speed/host_seconds",
-    "device_bytes": "memory/device_bytes",
-    "host_bytes": "memory/host_bytes",
+    **{x: f"train/{x}" for x in ("loss", "lr", "grad_norm", "loss_scale", "skipped", "epoch")},
+    **{f"held_out_bits_per_{unit}": f"held_out/bits_per_{unit}" for unit in ("byte", "token")},
+    **{x: f"speed/{x}" for x in ("tokens_per_second", "seconds", "host_seconds")},
+    **{x: f"memory/{x}" for x in ("device_bytes", "host_bytes")},
 }
 """The metrics that are written, and the names of their scalars, against steps."""
 GROUPS: Mapping[str, str] = {"aux": "train", "norms": "grad_norm"}
@@ -100,6 +91,8 @@ class WandB:
 
 
 def _wandb_arguments(run: Path) -> dict[str, Any]:
+    import wandb
+
     mode, place = os.environ.get(WANDB_MODE) or OFFLINE, run / RUN_ID
     offline = mode in (OFFLINE, "dryrun", "disabled")
     if offline:
@@ -107,25 +100,26 @@ def _wandb_arguments(run: Path) -> dict[str, Any]:
         _new_folder(run / "wandb")
     if not place.is_file():
         place.write_text(secrets.token_hex(4))
-    import wandb
-
     name = place.read_text().strip()
     upload = f"offline, nothing is sent; to upload: wandb sync {run}/wandb/offline-run-*-{name}"
     log.info("Weights & Biases: %s", upload if offline else f"mode {mode}, run {name}")
     settings = wandb.Settings(console="off", silent=True, disable_code=True)
-    kept = {
+    resume = None if offline else "allow"
+    # The calling program may have a run of its own beside this one.
+    return {
+        "dir": run,
+        "mode": mode,
+        "settings": settings,
         "id": name,
-        "resume": None if offline else "allow",
+        "resume": resume,
         "reinit": "create_new",
-    }  # beside the caller's own
-    return {"dir": run, "mode": mode, "settings": settings, **kept}
+    }
 
 
 def _trackio_arguments(run: Path) -> dict[str, Any]:
-    folder = run / "trackio"
-    own = str(folder.absolute())
+    own = str((run / "trackio").absolute())
     if "TRACKIO_SPACE_ID" not in os.environ and os.environ.setdefault("TRACKIO_DIR", own) == own:
-        _new_folder(folder)
+        _new_folder(run / "trackio")
     return {"embed": False}
 
 
@@ -159,10 +153,17 @@ def check_packages(settings: TrainSettings) -> None:
 
 
 @contextmanager
-def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], None]]:
+def tracking(settings: TrainSettings, run: Path) -> Generator[Callable[[Event], None]]:
     """A function that writes the scalars of an event; call it after the event is recorded in the run folder."""
     begun: list[Started] = []
     trackers: dict[str, Tracker] = {}
+
+    def rows(event: Event) -> Iterator[Row]:
+        """The rows of metrics that come with an event: at the start those that are in the run folder."""
+        if isinstance(event, Started):
+            yield from rows_of((run / METRICS).read_bytes())[0]
+        elif isinstance(event, Evaluated | Stepped):
+            yield {**attrs.asdict(event), f"held_out_bits_per_{begun[0].unit}": event.held_out}
 
     def write(event: Event) -> None:
         if isinstance(event, Started):
@@ -171,14 +172,13 @@ def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], N
             try:
                 if isinstance(event, Started):
                     trackers[kind] = TRACKERS[kind](run, _config(event))
-                    for row in rows_of((run / METRICS).read_bytes())[0]:
-                        _log_row(trackers[kind], begun[0], row)
-                elif isinstance(event, Evaluated | Stepped) and kind in trackers:
-                    held_out = f"held_out_bits_per_{begun[0].unit}"
-                    _log_row(trackers[kind], begun[0], {**attrs.asdict(event), held_out: event.held_out})
+                for row in rows(event) if kind in trackers else ():
+                    scalars = _scalars(row, fp16=begun[0].settings.precision == "fp16")
+                    if scalars:
+                        trackers[kind].log(scalars, row["step"])
             except Exception as error:  # of any kind: W&B and the disk have their own
                 message = f"{type(error).__name__}: {error}"
-                log.warning("%s: %s: this tracker is closed, training goes on", f"`{kind}`", message)
+                log.warning("`%s`: %s: this tracker is closed, training goes on", kind, message)
                 _close(trackers.pop(kind, None))
 
     try:
@@ -199,13 +199,11 @@ def _config(event: Started) -> dict[str, Any]:
     return {**config, "parameters": event.parameters, "trained": event.trained}
 
 
-def _log_row(tracker: Tracker, started: Started, row: Row) -> None:
-    left_out = () if started.settings.precision == "fp16" else FP16_ONLY
-    left_out = left_out if row.get("device_bytes") else (*left_out, "device_bytes")
-    values = {SCALARS[name]: value for name, value in row.items() if name in SCALARS and name not in left_out}
+def _scalars(row: Row, *, fp16: bool) -> dict[str, float]:
+    """The finite numbers of a row by the names of their scalars."""
+    left_out = {*(() if fp16 else FP16_ONLY), *(() if row.get("device_bytes") else ("device_bytes",))}
+    values = {SCALARS[name]: x for name, x in row.items() if name in SCALARS and name not in left_out}
     for group, begin in GROUPS.items():
-        values |= {f"{begin}/{name}": value for name, value in row.get(group, {}).items()}
+        values |= {f"{begin}/{name}": x for name, x in row.get(group, {}).items()}
     numbers = {name: int(x) if isinstance(x, bool) else x for name, x in values.items()}
-    scalars = {name: y for name, x in numbers.items() if (y := finite_number(x)) is not None}
-    if scalars:
-        tracker.log(scalars, row["step"])
+    return {name: y for name, x in numbers.items() if (y := finite_number(x)) is not None}
