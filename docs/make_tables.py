@@ -57,7 +57,7 @@ def _in_zfunc(key: Key) -> str:
         return f"{key.note}. {values} is refused: {key.instead}"
     if key.switch:
         return f"refused if `{key.switch}` is on: {key.note}"
-    return {"supported": "", "ignored": "no effect: ", "unsupported": "refused: "}[key.fate] + key.note
+    return {"supported": key.note, "ignored": "no effect", "unsupported": f"refused: {key.note}"}[key.fate]
 
 
 TABLES = {"settings.md": settings_table, "deepspeed.md": key_tables}

@@ -105,20 +105,8 @@ def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
 
 # --- long texts ------------------------------------------------------------------------------------------
 
-WORDS = [
-    "the",
-    "of",
-    "schedule",
-    "gradient",
-    "über",
-    "日本語のテキスト",
-    "🙂",
-    "x=1;",
-    "\n\n",
-    "    ",
-    "1,024",
-    "don't",
-]
+WORDS = ["the", "of", "schedule", "gradient", "über", "日本語のテキスト", "🙂", "x=1;", "1,024", "don't"]
+WORDS += ["\n\n", "    "]
 
 
 def byte_pairs(kind: str) -> Any:

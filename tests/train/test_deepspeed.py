@@ -26,7 +26,7 @@ from zfunc.train.deepspeed.learning_rate_schedules import (
     WarmupDecayLR,
     lr_schedule,
 )
-from zfunc.train.deepspeed.mapping import DeepSpeedSettings, optimizer_arguments
+from zfunc.train.deepspeed.mapping import DeepSpeedSettings, optimizer_arguments, with_config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "deepspeed.json"
@@ -265,9 +265,12 @@ MEANING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # files, and what they
 
 @pytest.mark.parametrize(("file", "expected"), MEANING)
 def test_what_a_file_sets(file: dict[str, Any], expected: dict[str, Any]) -> None:
-    """And nothing else of where state, parameters and activations are."""
+    """And nothing else of where state, parameters and activations are; so it does of a training's settings."""
     config = from_deepspeed(file)
     assert {x: config.compile[x] for x in config.compile if x in (*expected, *PLACES)} == expected
+    trained = with_config({"config": {BATCH: 8, **file}}, 1)
+    for name in config.compile.keys() & trained.keys() - {"optimizer"}:
+        assert trained[name] == config.compile[name], name
     block = file.get("zero_optimization")
     offloaded = isinstance(block, dict) and "offload_param" in block and block.get("stage") != 3
     assert any("offload_param.device: for stage 3 only" in line for line in config.notes) == offloaded
@@ -292,27 +295,41 @@ def test_any_two_batch_sizes_give_the_third() -> None:
         assert (config.train_batch_size, config.compile["micro_batches"]) == expected
 
 
-def test_optimizers_are_deepspeeds() -> None:
-    """With the defaults of its own classes. Without `adam_w_mode` Adam decays as AdamW, by default by 0."""
-    assert optimizer("Adam") == AdamW(1e-3, weight_decay=0.0)
-    assert not optimizer("adam", adam_w_mode=False).decoupled
-    assert optimizer("AdamW", adam_w_mode=False).decoupled
-    assert optimizer("AdamW", torch_adam=True).weight_decay == 0.01
-    assert optimizer("Adam", torch_adam=True).weight_decay == 0.0
-    assert optimizer("AdamW", torch_adam=True, weight_decay=0.2).weight_decay == 0.2
-    given = optimizer("AdamW", lr=1, betas=[0.8, 0.99], eps=1e-6, weight_decay=3e-7)
-    assert given == AdamW(1.0, betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-7)
-    assert optimizer("Adam", fp32_optimizer_states=False).moments == "16bit"
-    assert from_deepspeed(adam(), decay=matrices_only).compile["optimizer"].decay is matrices_only
-    assert optimizer("lion") == zfunc.Lion(1e-3, betas=(0.9, 0.999))
-    assert optimizer("Lion", weight_decay=0.2, fp32_optimizer_states=False).moments == "16bit"
-    assert optimizer("Adagrad") == zfunc.Adagrad(1e-2)
-    assert optimizer("Adagrad", lr=0.5, eps=1e-6, lr_decay=0.1) == zfunc.Adagrad(0.5, eps=1e-6, lr_decay=0.1)
-    sgd = optimizer("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
-    assert sgd == zfunc.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+OPTIMIZERS: list[tuple[str, dict[str, Any], Any]] = [  # with the defaults of DeepSpeed's own classes
+    ("Adam", {}, AdamW(1e-3, weight_decay=0.0)),  # without `adam_w_mode` it decays as AdamW
+    ("adam", {"adam_w_mode": False}, AdamW(1e-3, weight_decay=0.0, decoupled=False)),
+    ("AdamW", {"adam_w_mode": False}, AdamW(1e-3, weight_decay=0.0)),
+    ("AdamW", {"torch_adam": True}, AdamW(1e-3, weight_decay=0.01)),
+    ("Adam", {"torch_adam": True}, AdamW(1e-3, weight_decay=0.0)),
+    ("AdamW", {"torch_adam": True, "weight_decay": 0.2}, AdamW(1e-3, weight_decay=0.2)),
+    (
+        "AdamW",
+        {"lr": 1, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 3e-7},
+        AdamW(1.0, betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-7),
+    ),
+    ("Adam", {"fp32_optimizer_states": False}, AdamW(1e-3, weight_decay=0.0, moments="16bit")),
+    ("lion", {}, zfunc.Lion(1e-3, betas=(0.9, 0.999))),
+    ("Lion", {"fp32_optimizer_states": False}, zfunc.Lion(1e-3, betas=(0.9, 0.999), moments="16bit")),
+    ("Adagrad", {}, zfunc.Adagrad(1e-2)),
+    ("Adagrad", {"lr": 0.5, "eps": 1e-6, "lr_decay": 0.1}, zfunc.Adagrad(0.5, eps=1e-6, lr_decay=0.1)),
+    (
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        zfunc.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "expected"), OPTIMIZERS)
+def test_optimizers_are_deepspeeds(kind: str, params: dict[str, Any], expected: Any) -> None:
+    assert optimizer(kind, **params) == expected
+
+
+def test_muon_has_adamw_beside_it_and_decay_is_the_callers() -> None:
     hidden, rest = optimizer("Muon", lr=0.02, momentum=0.9, weight_decay=0.1).optimizers
     assert hidden == zfunc.Muon(0.02, momentum=0.9, weight_decay=0.1)
     assert rest == zfunc.AdamW(0.02, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    assert from_deepspeed(adam(), decay=matrices_only).compile["optimizer"].decay is matrices_only
 
 
 def test_loss_scales() -> None:
