@@ -227,7 +227,7 @@ def test_a_run_leaves_the_plan_it_measured_and_a_page(run: Path) -> None:
     read = read_recorded_step(run)
     assert read.plan.digest == json.loads((run / "config.json").read_text())["plan"]["digest"]
     assert read.timeline.source == "measured"
-    assert (read.setting.schedule, read.setting.precision, read.setting.world) == ("Serial", "fp32", 1)
+    assert (read.schedule, read.precision, read.world) == ("Serial", "fp32", 1)
     shown = shown_data((run / "timeline.html").read_text())
     assert [t["source"] for t in shown["timelines"]] == ["measured"]
     assert len(shown["ops"]["verb"]) == len(read.plan.graph)

@@ -201,21 +201,14 @@ def _check_types(config: JsonNode, summary: JsonNode) -> None:
 
 
 @frozen
-class Setting:
-    """What a prediction of the step needs to know of the run."""
-
-    schedule: str = field(validator=validators.instance_of(str))
-    precision: str = field(validator=validators.instance_of(str))
-    world: int = field(validator=[validators.instance_of(int), validators.ge(1)])
-
-
-@frozen
 class RecordedStep:
-    """A step that a run measured, and its plan."""
+    """A step that a run measured, its plan, and what a prediction of it needs to know of the run."""
 
     plan: Plan
     timeline: Timeline
-    setting: Setting
+    schedule: str = field(validator=validators.instance_of(str))
+    precision: str = field(validator=validators.instance_of(str))
+    world: int = field(validator=[validators.instance_of(int), validators.ge(1)])
 
 
 def read_recorded_step(run: Path) -> RecordedStep:
@@ -231,5 +224,5 @@ def read_recorded_step(run: Path) -> RecordedStep:
     config = read_json_object(run / CONFIG)
     with _reading(run / CONFIG):
         settings = config["settings"]
-        setting = Setting(settings["schedule"], settings["precision"], config["machine"]["ranks"])
-    return RecordedStep(plan, timeline, setting)
+        ranks = config["machine"]["ranks"]
+        return RecordedStep(plan, timeline, settings["schedule"], settings["precision"], ranks)

@@ -172,12 +172,11 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
     try:
         step = read_recorded_step(run)
-        on = _hardware(settings, step.setting.precision, step.setting.world)
+        on = _hardware(settings, step.precision, step.world)
         simulated = simulate(step.plan, on)
     except ValueError as error:
         raise ValueError(f"compare: {error}") from error
-    how = step.setting
-    heading = f"A step of {run}: {how.schedule} in {how.precision}, world {how.world}"
+    heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}"
     return DrawnStep(heading, step.plan, on, simulated, step.timeline)
 
 

@@ -21,10 +21,7 @@ from zfunc.train.settings import FINAL_LR
 PARAMS = "scheduler.params."
 WARMUP, MAX_LR = f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
 LR = "optimizer.params.lr"
-OWN_SHAPE: dict[str, Any] = {
-    "warmup_type": "linear",
-    "cos_min_ratio": FINAL_LR,
-}  # of zfunc's own rate, for "auto"
+OWN_SHAPE: dict[str, Any] = {"warmup_type": "linear", "cos_min_ratio": FINAL_LR}  # zfunc's own, for "auto"
 BETA2 = 0.99  # of OneCycle, whatever the optimizer's betas are
 CYCLE_BETAS = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
@@ -46,12 +43,7 @@ class _Scheduler:
 
 @frozen
 class LRRangeTest(_Scheduler):
-    """Rises from `lr_range_test_min_lr` without end, to find the highest that trains (Smith 2018, section 3).
-
-    >>> rate = LRRangeTest(lr_range_test_min_lr=1.0, lr_range_test_step_size=2)
-    >>> [rate(step) for step in (1, 2, 3)]
-    [1.0, 1.5, 2.0]
-    """
+    """Rises from `lr_range_test_min_lr` without end, to find the highest that trains (Smith 2018, section 3)."""
 
     lr_range_test_min_lr: float = 1e-3
     lr_range_test_step_size: int = 2000
@@ -126,10 +118,6 @@ class OneCycleBetas:
     """beta1 falls while the learning rate rises (Smith 2018, section 4), and rises after the cycle.
 
     The first update has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas after it.
-
-    >>> betas = OneCycleBetas(OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=2), 0.5, 1.0)
-    >>> [betas(step)[0] for step in (1, 2, 3, 4, 5, 6)]
-    [0.5, 0.75, 0.5, 0.75, 1.0, 1.0]
     """
 
     cycle: OneCycle
@@ -167,12 +155,7 @@ class WarmupLR(_Scheduler):
 
 @frozen
 class WarmupDecayLR(_Scheduler):
-    """Rises as WarmupLR, then falls along a line, to `warmup_min_lr` at `total_num_steps`.
-
-    >>> rate = WarmupDecayLR(total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear")
-    >>> [rate(step) for step in (1, 2, 3, 4, 6, 8)]
-    [0.0, 0.0, 0.5, 1.0, 0.5, 0.0]
-    """
+    """Rises as WarmupLR, then falls along a line, to `warmup_min_lr` at `total_num_steps`."""
 
     total_num_steps: int | None
     warmup_max_lr: float = 1e-3
@@ -189,12 +172,7 @@ class WarmupDecayLR(_Scheduler):
 
 @frozen
 class WarmupCosineLR(_Scheduler):
-    """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio`.
-
-    >>> rate = WarmupCosineLR(4, lr=1.0, warmup_num_steps=2, warmup_type="linear", cos_min_ratio=0.0)
-    >>> [round(rate(step), 3) for step in (1, 2, 3, 4, 5, 9)]
-    [0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
-    """
+    """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio`."""
 
     total_num_steps: int | None
     lr: float
