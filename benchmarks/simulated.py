@@ -32,8 +32,14 @@ from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.state import State
 from zfunc.planner.bandwidth import clocks, other_processes
-from zfunc.planner.calibrate import machine_facts, measure_arithmetic, measure_disk
-from zfunc.planner.calibrated_profile import MeasuredStep, fit_costs, handoff, make_profile, middle_half
+from zfunc.planner.calibrate import (
+    MeasuredStep,
+    handoff,
+    make_profile,
+    measure_beside,
+    middle_half,
+    operation_costs,
+)
 from zfunc.runtime.accelerator import (
     accelerator_type,
     allocated_bytes,
@@ -119,12 +125,9 @@ def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
 def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
     """This machine, by the traced steps of one model."""
     program = one.programs["alone"]
-    here, disk = machine_facts(program, Path(args.folder)), measure_disk(Path(args.folder))
-    told = handoff(middle_half(one.beside)) or 0.0
-    arithmetic = measure_arithmetic(program.device, program.dtype)
-    costs = fit_costs(middle_half(one.traced))
-    profile = make_profile(here, costs, arithmetic, disk, "a benchmark", handoff=told)
-    return profile.hardware(args.precision)
+    costs, told = operation_costs(middle_half(one.traced)), handoff(middle_half(one.beside)) or 0.0
+    here = evolve(measure_beside(program, Path(args.folder)), operations=costs, handoff=told)
+    return make_profile(here, "a benchmark").hardware(args.precision)
 
 
 def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:

@@ -24,18 +24,19 @@ from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile.program import Program, rescheduled
 from zfunc.engine.compile.specialize import specialize
-from zfunc.planner.calibrate import calibrate, measure_arithmetic, measure_disk, measure_launch, traced_steps
-from zfunc.planner.calibrated_profile import (
-    Arithmetic,
-    Costs,
-    LatencyBandwidth,
-    MachineFacts,
+from zfunc.planner.calibrate import (
     MeasuredStep,
-    fit_costs,
+    Measurements,
+    calibrate,
     fit_line,
     handoff,
     make_profile,
+    measure_arithmetic,
+    measure_disk,
+    measure_launch,
     middle_half,
+    operation_costs,
+    traced_steps,
 )
 from zfunc.planner.profile import NONE_SENT, Profile
 from zfunc.planner.profile_toml import parse_profile, profile_text
@@ -43,15 +44,33 @@ from zfunc.runtime import drive_speed
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}
 SMALL: dict[str, Any] = {**MODEL, "bucket_size": 4096, "turns": 4, "device": "cpu"}
-MACHINE = MachineFacts(
+MACHINE = Measurements(
     "made up",
     precision="fp32",
     devices=2,
     cores=8,
     memory={"device": 10**9, "host": 10**10, "disk": 10**11},
-    unified=False,
+    products=1e11,
+    attention=4e10,
+    drives={"read": (1e-4, 2e9), "write": (1e-3, 1e9)},
+    operations=tuple(
+        Measured(*x)
+        for x in (
+            ("compute", 10**9, 0, 1e-2),
+            ("compute", 0, 10**7, 1e-3),
+            ("host", 0, 10**7, 2e-3),
+            ("host", 0, 0, 1e-4),
+            ("d2h", 0, 10**6, 1e-3),
+            ("h2d", 0, 10**6, 5e-4),
+            ("network", 0, 10**6, 4e-3),
+            ("network", 0, 10**3, 2e-3),
+        )
+    ),
 )
-DISK = {"read": LatencyBandwidth(1e-4, 2e9), "write": LatencyBandwidth(1e-3, 1e9)}
+
+
+def made(**more: Any) -> Profile:
+    return make_profile(evolve(MACHINE, **more), "in a test")
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +100,7 @@ def steps_of(on: Hardware, *factors: float) -> list[MeasuredStep]:
 def test_a_serial_step_is_predicted_to_take_what_it_took(on: Hardware) -> None:
     """In which what operations took adds up to the step."""
     steps = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0, 1.0)
-    costs = fit_costs(steps)
-    again = evolve(on, measured=costs.measured)
+    again = evolve(on, measured=operation_costs(steps))
     assert simulate(steps[0].plan, again).seconds == pytest.approx(steps[0].seconds, rel=1e-5)
 
 
@@ -99,24 +117,24 @@ def test_operations_beside_each_other_tell_nothing() -> None:
     with pytest.raises(
         ValueError, match="got a plan on the lanes .*h2d.*, expected one, .*: measure steps under S"
     ):
-        fit_costs([step])
+        operation_costs([step])
     with pytest.raises(ValueError, match="got no operation of any step, expected some"):
-        fit_costs([])
+        operation_costs([])
 
 
 @given(st.floats(0, 1e-2), st.floats(1e6, 1e13), st.sets(st.integers(1, 10**12), min_size=2, max_size=6))
 def test_a_line_is_found_where_there_is_one(latency: float, rate: float, sizes: set[int]) -> None:
     points = [(n, latency + n / rate) for n in sorted(sizes)]
-    line = fit_line(points)
+    start, speed = fit_line(points)
     for n, seconds in points:
-        assert line.latency + n / line.rate == pytest.approx(seconds, rel=1e-3)
+        assert start + n / speed == pytest.approx(seconds, rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**12), st.floats(1e-7, 1e3)), min_size=1, max_size=6))
 def test_whatever_was_measured_gives_rates_one_can_compute_with(points: list[tuple[int, float]]) -> None:
-    line = fit_line(points)
-    assert line.latency >= 0
-    assert 0 < line.rate < float("inf")
+    start, speed = fit_line(points)
+    assert start >= 0
+    assert 0 < speed < float("inf")
 
 
 def test_what_a_handoff_takes_is_found() -> None:
@@ -126,70 +144,44 @@ def test_what_a_handoff_takes_is_found() -> None:
     assert handoff(steps_of(ROUND, 1.0)) is None
 
 
-def test_rates_of_bytes_are_those_of_operations_that_only_move_some() -> None:
-    costs = Costs({("compute", 100, 0, 7): 2.0, ("compute", 0, 0, 8): 9.0})
-    assert costs.line("compute") == LatencyBandwidth(0.0, pytest.approx(8 / 9, rel=1e-5))
-    assert costs.line("host") is None
-
-
 # ---- a profile of them -----------------------------------------------------------------------------
-
-COSTS = Costs(
-    {
-        ("compute", 10**9, 0, 0): 1e-2,
-        ("compute", 0, 0, 10**7): 1e-3,
-        ("host", 0, 0, 10**7): 2e-3,
-        ("host", 0, 0, 0): 1e-4,
-        ("d2h", 0, 0, 10**6): 1e-3,
-        ("h2d", 0, 0, 10**6): 5e-4,
-        ("network", 0, 0, 10**6): 4e-3,
-        ("network", 0, 0, 10**3): 2e-3,
-    }
-)
-ARITHMETIC = Arithmetic(products=1e11, attention=4e10)
 
 
 def test_figures_are_what_was_reached() -> None:
-    profile = make_profile(MACHINE, COSTS, ARITHMETIC, DISK, "in a test", handoff=3e-4)
+    """Rates of bytes are those of operations that only move some."""
+    profile = made(handoff=3e-4)
     on = profile.hardware("fp32")
-    assert (on.flops, on.attention, on.handoff) == (1e11, 4e10, 3e-4)
+    assert (on.flops, on.attention, on.handoff, on.launch) == (1e11, 4e10, 3e-4, 0)
     expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "read": 2e9, "write": 1e9}
     assert on.rates == {**expected, "network": NONE_SENT}
     assert (on.latencies["read"], on.latencies["write"]) == (1e-4, 1e-3)
     assert on.memory == {"device": 10**9, "host": 10**10, "disk": 10**11}
     assert on.shared["host memory"] == {"host": 1.0, "d2h": 0.2, "h2d": 0.4, "read": 0.4, "write": 0.2}
-    assert on.measured == COSTS.measured
-    assert Measured("host", 0, 0, 1e-4) in on.measured
+    assert on.measured == MACHINE.operations
     assert {f.origin for of in profile.figures.values() for f in of.values()} == {"measured"}
     assert parse_profile(profile_text(profile), "calibrated") == profile
 
 
 def test_ranks_share_a_host_that_is_the_nodes() -> None:
-    profile = make_profile(evolve(MACHINE, world=2, local_ranks=2), COSTS, ARITHMETIC, DISK, "in a test")
+    profile = made(world=2, local_ranks=2)
     assert profile.value("bytes_per_s", "host_memory") == 1e10
     assert profile.hardware("fp32", 2).rates["host"] == 5e9
     assert "network_in_node" in profile.figures["bytes_per_s"]
     assert profile.hardware("fp32", 2).latencies["network"] == pytest.approx(2e-3, rel=1e-2)
-    far = make_profile(evolve(MACHINE, world=8, local_ranks=2), COSTS, ARITHMETIC, DISK, "in a test")
+    far = made(world=8, local_ranks=2)
     assert far.value("seconds", "network_between_nodes") == pytest.approx(2e-3 / 7, rel=1e-2)
 
 
 def test_launches_are_timed_where_there_are_any() -> None:
-    profile = make_profile(MACHINE, COSTS, ARITHMETIC, DISK, "in a test", launch=1e-5)
+    profile = made(launch=1e-5)
     assert profile.hardware("fp32").launch == 1e-5
     assert "launches" in profile.figures["seconds"]["launch"].words
     assert measure_launch(torch.device("cpu")) is None
-    without = make_profile(MACHINE, COSTS, ARITHMETIC, DISK, "in a test")
-    assert "launch" not in without.figures["seconds"]
-    assert without.hardware("fp32").launch == 0
+    assert "launch" not in made().figures["seconds"]
 
 
 def test_on_a_cpu_operations_compete_for_its_cores() -> None:
-    threads = {"compute": 2, "host": 8, "d2h": 2}
-    profile = make_profile(
-        evolve(MACHINE, unified=True, threads=threads), COSTS, ARITHMETIC, DISK, "in a test"
-    )
-    on = profile.hardware("fp32")
+    on = made(unified=True, threads={"compute": 2, "host": 8, "d2h": 2}).hardware("fp32")
     assert on.shared["cores"] == {"compute": 0.25, "host": 1.0, "d2h": 0.25}
     assert on.unified
     assert "device" not in on.memory
@@ -197,17 +189,17 @@ def test_on_a_cpu_operations_compete_for_its_cores() -> None:
 
 @pytest.mark.parametrize("kind", ["compute", "host", "d2h", "h2d"])
 def test_a_step_without_a_kind_of_work_tells_nothing_of_it(kind: str) -> None:
-    left = {w: s for w, s in COSTS.seconds.items() if not (w[0] == kind and w[3])}
+    left = tuple(x for x in MACHINE.operations if not (x.kind == kind and x.nbytes))
     with pytest.raises(ValueError, match=f"got no operation of kind '{kind}' that moves bytes"):
-        make_profile(MACHINE, evolve(COSTS, seconds=left), ARITHMETIC, DISK, "in a test")
+        made(operations=left)
 
 
 def test_arithmetic_is_measured_where_it_runs() -> None:
-    rates = measure_arithmetic(torch.device("cpu"), torch.float32)
+    products, attention = measure_arithmetic(torch.device("cpu"), torch.float32)
     a = torch.ones(768, 768)
     seconds = min(timeit.repeat(lambda: a @ a, number=1, repeat=9))
-    assert rates.products < 2 * 2 * 768**3 / seconds
-    assert 0 < rates.attention < 4 * rates.products
+    assert products < 2 * 2 * 768**3 / seconds
+    assert 0 < attention < 4 * products
 
 
 # ---- this machine ----------------------------------------------------------------------------------
@@ -307,7 +299,7 @@ def test_overflows_without_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     lines = measure_disk(tmp_path)
-    assert all(line.rate > 1e6 and 0 < line.latency < 1 for line in (lines["read"], lines["write"]))
+    assert all(rate > 1e6 and 0 < latency < 1 for latency, rate in (lines["read"], lines["write"]))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="No such file"):
         measure_disk(tmp_path / "none")

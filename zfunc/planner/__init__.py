@@ -15,9 +15,8 @@
     largest              the most layers, sequences or tokens that fit
     planned              its result: figures, and the report as text or HTML
     memory_check         refuses, before training starts, a step that does not fit this machine
-    calibrate            measures this machine by training on it
+    calibrate            measures this machine by training on it, and makes a profile of that
     bandwidth            measures the host's memory
-    calibrated_profile   the measured machine as a profile: rates and latencies from timed operations
 
 A new machine: one file in `profiles/`; `zfunc calibrate` writes one of the machine it runs on.
 """

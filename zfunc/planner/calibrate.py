@@ -1,26 +1,37 @@
 """A Profile of this machine for `zfunc plan` and `zfunc draw`, measured by training on it.
 
 Steps run under Serial, where each operation is timed alone, and in turns with them under Overlapped, to time the
-handoff between lanes. The operations are those of a training, in program and sizes. Their costs become the profile
-(`zfunc.planner.calibrated_profile`). The drive and launches are measured separately.
+handoff between lanes. The operations are those of a training, in program and sizes. An operation is charged with
+the time until the next one begins, in which that is issued and memory is freed. Rates and latencies are the lines
+through one table of operations; drives, launches, products and attention are timed separately. Nothing is assumed:
+a figure that was not measured is not in the profile, and every figure says how it was.
+
+The invariant: the costs of a step's operations add up to the step. So the simulated time of a Serial step on the
+machine so described is what such steps took.
 """
 
 import logging
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from statistics import fmean, median
+from typing import Any
 
+import numpy as np
 import torch
+from attrs import evolve, field, frozen
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 
-from zfunc.core.graph import Kind
+from zfunc.core.dtypes import Precision
+from zfunc.core.graph import KINDS, Kind
+from zfunc.core.hardware import Measured
+from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.engine.compile.program import Program, rescheduled
@@ -29,17 +40,7 @@ from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.state.init import init
 from zfunc.engine.step.train_step import train_step
 from zfunc.planner.bandwidth import clocks, other_processes
-from zfunc.planner.calibrated_profile import (
-    Arithmetic,
-    LatencyBandwidth,
-    MachineFacts,
-    MeasuredStep,
-    fit_costs,
-    handoff,
-    make_profile,
-    middle_half,
-)
-from zfunc.planner.profile import Profile
+from zfunc.planner.profile import Figure, Profile
 from zfunc.runtime.accelerator import (
     available_bytes,
     device_count,
@@ -58,6 +59,7 @@ from zfunc.schedules import Overlapped
 log = logging.getLogger("zfunc")
 
 Batch = tuple[Any, Any]
+Line = tuple[float, float]  # seconds to start, and bytes a second
 
 WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
@@ -65,6 +67,57 @@ BUSY = 0.1  # share of the cores that other processes may use without a warning
 REPEATS = 5  # of a page, to time how long a drive takes to answer
 ENOUGH_SECONDS = 0.002  # of one product or one attention, to time its FLOP/s
 LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
+NAMED: dict[Kind, str] = {
+    "compute": "device_memory",
+    "host": "host_memory",
+}  # other rates have their kind's name
+HOW = {  # a table or a figure was measured, where not by the steps
+    "count": "read from the operating system",
+    "bytes": "free when this was measured",
+    "reached": "the figure was reached",
+    "flops_per_s": "products of large matrices, and attention of a long row, forward and backward",
+    "attention": "attention of a long row, forward and backward, beside products of large matrices",
+    "launch": "launches of a small block, forward and backward",
+    "read": "transfers past the page cache",
+    "write": "transfers past the page cache, until the drive has them",
+}
+
+
+@frozen
+class MeasuredStep:
+    """A measured step: its plan, when each operation ran, and its length in seconds."""
+
+    plan: Plan
+    timeline: Timeline
+    seconds: float
+
+
+@frozen
+class Measurements:
+    """A machine as it was measured.
+
+    `devices`, `cores` and free `memory` are the node's; `products` and `attention` the FLOP/s of one device;
+    `drives` the lines of "read" and "write"; `operations` those of steps; `handoff` the seconds until a lane
+    learns that an operation of another has ended, `launch` those of one launch on the device. `threads` are those
+    that each kind of operation keeps busy where the device is the host (`unified`). `grouped` is the Hardware's.
+    """
+
+    title: str
+    precision: Precision
+    devices: int
+    cores: int
+    memory: Mapping[str, int]
+    products: float
+    attention: float
+    drives: Mapping[Kind, Line]
+    operations: tuple[Measured, ...] = ()
+    handoff: float = 0.0
+    launch: float | None = None
+    unified: bool = False
+    grouped: bool = True
+    threads: Mapping[Kind, int] = field(factory=dict[Kind, int])
+    world: int = 1
+    local_ranks: int = 1
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
@@ -77,10 +130,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     Raises ValueError for another schedule, and for steps without the operations that give a rate; OutOfMemory where
     the model does not fit; DiskError where `folder` cannot be written.
     """
-    machine = machine_facts(program, Path(folder))
-    disk, launch = measure_disk(Path(folder)), measure_launch(program.device)
-    arithmetic = measure_arithmetic(program.device, program.dtype)
-    before = clocks()
+    machine, before = measure_beside(program, Path(folder)), clocks()
     serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
     busy = other_processes(before, clocks())
     if machine.world == 1 and busy is not None and busy > BUSY * machine.cores:  # ranks are processes too
@@ -89,14 +139,17 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
         )
     steps = middle_half(serial)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
-    seconds = handoff(middle_half(overlapped)) or 0.0
-    profile = make_profile(machine, fit_costs(steps), arithmetic, disk, how, handoff=seconds, launch=launch)
+    told = handoff(middle_half(overlapped)) or 0.0
+    profile = make_profile(evolve(machine, operations=operation_costs(steps), handoff=told), how)
     log.info("%s: measured by %s, of %.3g s each", machine.title, how, steps[len(steps) // 2].seconds)
-    if program.ranks.world == 1:
+    if machine.world == 1:
         log.info(
             "the network is not in the profile: a single rank sends nothing. With torchrun it is measured"
         )
     return profile
+
+
+# --- steps, and the table of their operations ------------------------------------------------------------------
 
 
 def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[MeasuredStep]]:
@@ -122,7 +175,115 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
     return steps
 
 
-def measure_disk(folder: Path) -> dict[Literal["read", "write"], LatencyBandwidth]:
+def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """The middle half of `steps` by their length: those that were disturbed are left out."""
+    ordered = sorted(steps, key=lambda step: step.seconds)
+    quarter = len(ordered) // 4
+    return ordered[quarter : len(ordered) - quarter]
+
+
+def operation_costs(steps: Iterable[MeasuredStep]) -> tuple[Measured, ...]:
+    """The mean seconds of operations of equal kind, FLOPs and bytes, in `steps` of a plan with one lane.
+
+    Raises ValueError for more lanes, or no step.
+    """
+    spent: dict[tuple[Kind, int, int, int], list[float]] = {}
+    for step in steps:
+        busy = [lane.name for lane in step.plan.lanes if lane.ops]
+        if len(busy) > 1:
+            raise ValueError(
+                f"got a plan on the lanes {', '.join(busy)}, expected one, where operations run alone: measure "
+                "steps under Serial"
+            )
+        graph, events = step.plan.graph, step.timeline.events
+        starts = [0.0, *(e.start for e in events[1:]), step.seconds]
+        for e, (start, end) in zip(events, pairwise(starts), strict=True):
+            op, seconds = (
+                graph.ops[graph.position[e.op]],
+                max(end - start, 1e-9),
+            )  # clocks of devices may cross
+            spent.setdefault((op.kind, op.flops, op.attention_flops, op.nbytes), []).append(seconds)
+    if not spent:
+        raise ValueError("got no operation of any step, expected some: measure a step first")
+    return tuple(
+        Measured(kind, flops, nbytes, _rounded(fmean(spent[kind, flops, attention, nbytes])), attention)
+        for kind, flops, attention, nbytes in sorted(spent, key=lambda x: (KINDS.index(x[0]), *x[1:]))
+    )
+
+
+def handoff(steps: Iterable[MeasuredStep]) -> float | None:
+    """Seconds from the end of an operation to the start of one on another lane that waits for it alone: the mean of
+    the middle half of all in `steps`. None without any."""
+    gaps: list[float] = []
+    for step in steps:
+        ops, events = step.plan.graph.ops, {e.op: e for e in step.timeline.events}
+        for lane in step.plan.lanes:
+            free = 0.0
+            for i in lane.ops:
+                e = events[ops[i].name]
+                ready = max((events[ops[n].name].end for n in step.plan.waits[i]), default=0.0)
+                if ready > free:
+                    gaps.append(max(0.0, e.start - ready))  # clocks of two devices may cross
+                free = e.end
+    inner = sorted(gaps)[len(gaps) // 4 : len(gaps) - len(gaps) // 4]
+    return fmean(inner) if inner else None
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> Line:
+    """The line through (bytes, seconds) with the least squared relative error, latency and rate not negative.
+
+    >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
+    (2e-06, 1000000000.0)
+    """
+    sizes, seconds = np.array(points, dtype=float).T
+    slope = latency = 0.0
+    if len({*sizes}) > 1:
+        slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds)
+    if slope <= 0 or latency < 0:  # one size, or noise: all of it is rate
+        relative = sizes / seconds
+        slope, latency = relative.sum() / (relative**2).sum(), 0.0
+    return _rounded(latency), _rounded(1 / slope)
+
+
+def _rounded(value: float, digits: int = 6) -> float:
+    """To as many digits: the rest is noise."""
+    return float(f"{value:.{digits}g}")
+
+
+# --- what is timed beside the steps ----------------------------------------------------------------------------
+
+
+def measure_beside(program: Program, folder: Path) -> Measurements:
+    """What the system says of this machine before the program takes any memory, and what is timed alone."""
+    device, has_own_memory = program.device, on_accelerator(program.device)
+    cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()
+    named = device_name(device), cpu_model() or platform.machine(), f"{cores} cores"
+    threads: dict[Kind, int] = dict.fromkeys(KINDS, 1)  # in a Serial step copies run on the caller's
+    threads |= {"compute": callers, "d2h": callers, "h2d": callers, "host": default_threads()}
+    products, attention = measure_arithmetic(device, program.dtype)
+    return Measurements(
+        title=", ".join(str(x) for x in named if x),
+        precision=program.settings.precision,
+        devices=device_count(device) if has_own_memory else cores,
+        cores=cores,
+        memory={
+            "device": available_bytes(device) if has_own_memory else host,
+            "host": host,
+            "disk": shutil.disk_usage(folder).free,
+        },
+        products=products,
+        attention=attention,
+        drives=measure_disk(folder),
+        launch=measure_launch(device),
+        unified=not has_own_memory,
+        grouped=not has_own_memory or has_grouped_kernels(device),
+        threads={} if has_own_memory else threads,
+        world=program.ranks.world,
+        local_ranks=min(local_ranks(), program.ranks.world),
+    )
+
+
+def measure_disk(folder: Path) -> dict[Kind, Line]:
     """Latency and rate of reading past the page cache, and of writing until the drive has it. Raises DiskError."""
     speeds = measure(folder)
     with (
@@ -135,11 +296,10 @@ def measure_disk(folder: Path) -> dict[Literal["read", "write"], LatencyBandwidt
             file.write(page, 0)
             file.sync()
 
-        latencies = {"read": _median_seconds(lambda: file.read(page, 0)), "write": _median_seconds(write)}
-    return {
-        "read": LatencyBandwidth(latencies["read"], speeds.read),
-        "write": LatencyBandwidth(latencies["write"], speeds.write),
-    }
+        return {
+            "read": (_median_seconds(lambda: file.read(page, 0)), speeds.read),
+            "write": (_median_seconds(write), speeds.write),
+        }
 
 
 def _median_seconds(call: Callable[[], Any]) -> float:
@@ -151,8 +311,8 @@ def _median_seconds(call: Callable[[], Any]) -> float:
     return median(seconds)
 
 
-def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
-    """FLOP/s of a product of square matrices and of causal attention, forward and backward, of 16 heads of 128.
+def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP/s of a product of square matrices, and of causal attention, forward and backward, of 16 heads of 128.
 
     Sizes double from 512 until the work takes `ENOUGH_SECONDS`, beside which a launch is nothing."""
 
@@ -185,7 +345,7 @@ def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> Arithmetic:
 
         return both
 
-    return Arithmetic(rate(lambda n: 2 * n**3, product), rate(lambda n: 7 * 16 * 128 * n**2, attention))
+    return rate(lambda n: 2 * n**3, product), rate(lambda n: 7 * 16 * 128 * n**2, attention)
 
 
 def measure_launch(device: torch.device) -> float | None:
@@ -217,38 +377,59 @@ def measure_launch(device: torch.device) -> float | None:
     return median(seconds() for _ in range(LAUNCH_TURNS)) / (PASSES * tracker.launches)
 
 
-def machine_facts(program: Program, folder: Path) -> MachineFacts:
-    """What the operating system says of this machine, before the program takes any memory."""
-    device, has_own_memory = program.device, on_accelerator(program.device)
-    cores, host = physical_cores(allowed_cpus()), available_host_bytes()
-    gpu = device_name(device)
-    return MachineFacts(
-        title=", ".join(str(x) for x in (gpu, cpu_model() or platform.machine(), f"{cores} cores") if x),
-        precision=program.settings.precision,
-        devices=device_count(device) if has_own_memory else cores,
-        cores=cores,
-        memory={
-            "device": available_bytes(device) if has_own_memory else host,
-            "host": host,
-            "disk": shutil.disk_usage(folder).free,
-        },
-        unified=not has_own_memory,
-        grouped=not has_own_memory or has_grouped_kernels(device),
-        threads={} if has_own_memory else _threads(),
-        world=program.ranks.world,
-        local_ranks=min(local_ranks(), program.ranks.world),
-    )
+# --- the profile -----------------------------------------------------------------------------------------------
 
 
-def _threads() -> dict[Kind, int]:
-    """Threads of each kind of operation on a CPU: in a Serial step copies run on the caller's too."""
-    callers = torch.get_num_threads()
-    return {
-        "compute": callers,
-        "d2h": callers,
-        "h2d": callers,
-        "host": default_threads(),
-        "read": 1,
-        "write": 1,
-        "network": 1,
+def make_profile(m: Measurements, how: str) -> Profile:
+    """The Profile of a measured machine; `how` says how its steps were measured.
+
+    A rate of the node is that of each of its ranks, all running at once, times their number. Raises ValueError
+    where no operation gives the rate of a kind.
+    """
+    lines: dict[Kind, Line] = dict(m.drives)
+    for kind in ("compute", "host", "d2h", "h2d", *(["network"] if m.world > 1 else [])):
+        points = [(x.nbytes, x.seconds) for x in m.operations if x.kind == kind and x.nbytes and not x.flops]
+        if points:
+            lines[kind] = fit_line(points)
+        elif kind != "network":
+            what = f"got no operation of kind {kind!r} that moves bytes in the steps"
+            raise ValueError(f"{what}, expected some: take a model that has one")
+    hop = "network_in_node" if m.world == m.local_ranks else "network_between_nodes"
+    rates, seconds = dict[str, float](), {"handoff": min(1.0, m.handoff)}
+    for kind, (latency, rate) in lines.items():
+        name, of_node = hop if kind == "network" else NAMED.get(kind, kind), kind in ("host", "read", "write")
+        rates[name] = rate * (m.local_ranks if of_node else 1)
+        if kind == "network":
+            seconds[hop] = latency / (m.world - 1)
+        else:
+            seconds[kind] = min(1.0, latency)
+    seconds |= {} if m.launch is None else {"launch": m.launch}
+    peak = max(m.products, m.attention)
+    figures: dict[str, dict[str, float]] = {
+        "count": {"devices": m.devices, "cores": m.cores},
+        "bytes": {tier: float(nbytes) for tier, nbytes in m.memory.items()},
+        "flops_per_s": {m.precision: peak},
+        "bytes_per_s": rates,
+        "seconds": seconds,
+        "reached": dict.fromkeys((*(f"{tier}_bytes" for tier in m.memory), *rates), 1.0)
+        | {m.precision: m.products / peak, "attention": m.attention / peak},
     }
+    shares = {
+        kind: Figure(min(1.0, n / m.cores), "measured", f"{n} of {m.cores} cores are busy with it")
+        for kind, n in m.threads.items()
+    }
+    return Profile(
+        "calibrated",
+        m.title,
+        {
+            table: {
+                key: Figure(_rounded(value, 5), "measured", HOW.get(key, HOW.get(table, how)))
+                for key, value in of.items()
+            }
+            for table, of in figures.items()
+        },
+        unified=m.unified,
+        grouped=m.grouped,
+        shared={"cores": shares} if shares else {},
+        measured=m.operations,
+    )
