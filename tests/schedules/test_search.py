@@ -29,7 +29,7 @@ from zfunc.planner.candidate import (
     simulate_choice,
     with_settings,
 )
-from zfunc.planner.largest import MOST_LAYERS, max_layers, with_layers
+from zfunc.planner.largest import most_that_fit
 from zfunc.planner.moves import SPACE as EVERYTHING
 from zfunc.planner.moves import WORTH, Space, most_persistent, shares_that_fit
 from zfunc.planner.search import search
@@ -590,25 +590,14 @@ def family(num_layers: int) -> StepSpec:
     return spec(segments, bucket_size=512, recompute=[True] * (num_layers + 2))
 
 
-def test_a_stretched_job_is_the_job_of_the_longer_model() -> None:
-    costs = family(1).costs
-    for count in (0, 1, 5):
-        long = evolve(family(count), costs=(costs[0], *[costs[1]] * count, costs[2]))
-        a, b = (simulate_choice(j, START, BALANCED) for j in (with_layers(family(1), count), long))
-        assert (a.memory, a.seconds) == (b.memory, b.seconds)
-
-
 @pytest.mark.parametrize("most", [0, 1, 2, 9, 40])
 def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
-    fits, one_more = (
-        simulate_choice(with_layers(family(1), n), START, BALANCED).memory for n in (most, most + 1)
-    )
+    def step_of(num_layers: int, on: Hardware = BALANCED) -> PlannedStep:
+        return simulate_choice(family(num_layers), START, on)
+
+    fits, one_more = (step_of(n).memory for n in (most, most + 1))
     for tier in ("device", "host"):
         between = fits[tier] + (one_more[tier] - fits[tier]) // 2
         on = with_room(**{tier: between + (fits["pinned"] if tier == "host" else 0)})
-        assert max_layers(always(family(1)), START, on) == most
-
-
-def test_a_family_without_end_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"max: {MOST_LAYERS} layers fit, and more are not tried"):
-        max_layers(always(family(1)), START, with_room(host=1 << 50))
+        assert most_that_fit(partial(step_of, on=on), 100) == most
+    assert most_that_fit(step_of, 3) == 3, "what is more is not tried"

@@ -38,6 +38,7 @@ MAXIMA = {  # of `max`
     **{"layers": "num_layers", "batch": "batch_size", "length": "seq_length"},
     "longer": "seq_length",  # than the positions of the config
 }
+MOST_LAYERS = 400  # that are tried; each adds operations and time
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
 LENGTH_UNIT = 128  # tokens
 PATIENCE = 2.0  # seconds
@@ -190,18 +191,16 @@ def _most(
 ) -> tuple[int, str]:
     """The most of what `max` names that fits, however what is "auto" is placed; the least if nothing fits. And what
     else bounds it, if anything does."""
-    from zfunc.planner.largest import max_layers, most_that_fit
+    from zfunc.planner.largest import most_that_fit
     from zfunc.planner.plan_step import search_start
 
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
     ]
     name = MAXIMA[settings.max or ""]
-    if name == "num_layers":
-        one = evolve(settings, num_layers=1)
-        costs = _costs(simulated_model(one), one, hardware)
-        return max(1, *(max_layers(costs.spec, x, costs.hardware(x)) for x in placed)), ""
     unit, most, limit = settings.world * settings.micro_batches, MOST_ROWS, ""
+    if name == "num_layers":
+        unit, most = 1, MOST_LAYERS
     if name == "seq_length":
         longest = MOST_TOKENS if settings.max == "longer" else model.longest or MOST_TOKENS
         if settings.max == "longer" and model.learned:
@@ -218,12 +217,17 @@ def _most(
 
     def step_of(count: int, way: StepSettings) -> "PlannedStep":
         if count not in costs:
-            costs[count] = _costs(model, evolve(settings, **{name: count * unit}), hardware)
+            given = evolve(settings, **{name: count * unit})
+            of_layers = simulated_model(given) if name == "num_layers" else model
+            costs[count] = _costs(of_layers, given, hardware)
         return costs[count].estimate(way).step
 
     found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
-    if found == most and name == "batch_size":
-        raise ValueError(f"max: {most * unit:,} sequences fit, and more are not tried: pass longer ones")
+    if found == most and not limit:
+        what, larger = (
+            ("layers", "a larger hidden_size") if name == "num_layers" else ("sequences", "longer ones")
+        )
+        raise ValueError(f"max: {most * unit:,} {what} fit, and more are not tried: pass {larger}")
     return max(1, found) * unit, limit if found == most else ""
 
 
