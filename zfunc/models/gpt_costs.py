@@ -16,11 +16,10 @@ from zfunc.core.layout import Parameter, round_up
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import ALLOCATION, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
-from zfunc.engine.compile.step_spec import make_spec, with_moments
+from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
-from zfunc.planner.cost_model import passes_key
 
 INT64, FP32, BOOL = 8, 4, 1  # bytes of an element
 

@@ -16,6 +16,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
+from zfunc.engine.compile.step_spec import passes_key
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.moves import Space
@@ -138,9 +139,3 @@ class CostModel:
             on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
             self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)
         return self._costs[key]
-
-
-def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool]:
-    """What forward and backward of the segments depend on; only residuals depend on whether these move."""
-    moving = settings.recompute == "min-cut" and settings.moves
-    return settings.recompute, settings.compile_segments, moving

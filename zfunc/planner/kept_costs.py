@@ -23,10 +23,10 @@ from zfunc.checkpoint.strict_json import COUNT, TEXT, JsonNode, Within, parse_js
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.engine.compile.step_spec import make_spec, with_moments
+from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
-from zfunc.planner.cost_model import SegmentCosts, passes_key
+from zfunc.planner.cost_model import SegmentCosts
 
 VARIABLE, OFF = "ZFUNC_CACHE", "off"
 MOST, LIMIT = 256, 4 << 20  # files, and bytes of one

@@ -12,10 +12,9 @@ from zfunc.engine.compile.compile import compile, segment_calls, spec_of
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.specialize import traced_spec
-from zfunc.engine.compile.step_spec import with_moments
+from zfunc.engine.compile.step_spec import passes_key, with_moments
 from zfunc.engine.step.batches import Batch, split_batch
 from zfunc.optim.base import Optimizer
-from zfunc.planner.cost_model import passes_key
 from zfunc.runtime.accelerator import modelled
 
 
