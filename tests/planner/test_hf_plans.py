@@ -28,24 +28,23 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 LLAMA_3_8B: dict[str, Any] = {
-    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096},
-    **{
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    **{
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
-    },
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5},
 }
 TINY = LLAMA_3_8B | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 50}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 SHORT = ["--seq-length", "16", "--batch-size", "4"]
+
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without advice, which plans tens of other steps."""
+    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())
 
 
 def write(name: str, content: dict[str, Any]) -> Path:
@@ -65,24 +64,15 @@ def test_backward_of_a_block_does_not_hold_what_its_norms_cast_to_fp32() -> None
     assert costs[1].backward_workspace < 155 * 1024 * x.numel()
 
 
-def test_llama_3_8b_on_a_4090_is_answered_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama_3_8b_on_a_4090_is_answered_from_its_config(capsys: Out) -> None:
     write("config.json", LLAMA_3_8B)
-    given = [
-        "--hf-config",
-        "config.json",
-        "--hardware",
-        "rtx4090",
-        "--seq-length",
-        "2048",
-        "--batch-size",
-        "1",
-    ]
+    given = "plan --hf-config config.json --hardware rtx4090 --seq-length 2048 --batch-size 1"
     before = anonymous()
-    assert main(["plan", *given]) == 1
+    assert main(given.split()) == 1
     out = capsys.readouterr().out
-    assert (
-        "LlamaForCausalLM of 32 layers x 4,096: 8,030,261,248 parameters; a step of 1 x 2,048 tokens" in out
-    )
+    said = "LlamaForCausalLM of 32 layers x 4,096: 8,030,261,248 parameters; a step of 1 x 2,048 tokens"
+    assert said in out
+    assert "or train adapters alone (--lora 16)" in out
     assert re.search(r"it does not fit: [0-9.]+ GiB of host memory short", out)
     assert anonymous() - before < 400 << 20, "of 16 GB"
 
@@ -116,14 +106,10 @@ def test_a_folder_needs_no_weights_and_trains_from_drawn_values() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("which", ["batch", "length"])
-def test_the_largest_batch_and_length_fit_and_one_more_does_not(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_batch_and_length_fit_and_one_more_does_not(which: str) -> None:
     """With adapters, and as a page."""
-    monkeypatch.setattr(
-        "zfunc.planner.plan_step.suggest", lambda *_, **__: ()
-    )  # each is planned, which takes long
     config = write("config.json", TINY | {"vocab_size": 5000})
     given = ["--hf-config", str(config), "--lora", "4", "--lora-targets", "q_proj", "--hardware", "rtx4090"]
     given += ["--with", "bytes.device=1.1e9", "--seq-length", "256", "--batch-size", "24"]
@@ -144,10 +130,8 @@ def test_the_largest_batch_and_length_fit_and_one_more_does_not(
     assert not costs.step(step_settings(settings, precision="bf16", schedule="Overlapped")).fits
 
 
-def test_a_length_says_what_bounds_it_and_goes_on_where_asked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())
+@pytest.mark.usefixtures("alone")
+def test_a_length_says_what_bounds_it_and_goes_on_where_asked(capsys: Out) -> None:
     config = write("config.json", TINY | {"max_position_embeddings": 256, "vocab_size": 5000})
     given = ["plan", "--hf-config", str(config), "--hardware", "rtx4090", "--with", "bytes.device=7.2e8"]
     given += ["--batch-size", "2"]
@@ -203,10 +187,9 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantized_weights_are_planned_as_they_are_trained(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantized_weights_are_planned_as_they_are_trained(kind: str, capsys: Out) -> None:
     write("config.json", TINY | {"quantization_config": QUANTIZED[kind]})
     write("plain.json", TINY)
     given = ["--hardware", "h100", "--seq-length", "16", "--batch-size", "4"]
@@ -217,9 +200,7 @@ def test_quantized_weights_are_planned_as_they_are_trained(
     assert capsys.readouterr().out == answer
 
 
-def test_a_second_plan_needs_no_model_and_says_the_same(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZFUNC_CACHE", "on")
     write("model/config.json", TINY | {"tie_word_embeddings": True})
     given = ["plan", "--hf", "model", *SHORT, "--hardware", "h100", "--lora", "4"]
@@ -236,6 +217,7 @@ def test_a_second_plan_needs_no_model_and_says_the_same(
     first, asked = answer()
     assert asked == 1
     assert answer() == (first, 0)
+    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())
     assert answer("--moments", "8bit", "--world", "1")[1] == 0
     assert answer("--seq-length", "32")[1] == answer("--lora", "2")[1] == 1
     write("model/config.json", TINY | {"tie_word_embeddings": True, "rope_theta": 1.0})
@@ -248,7 +230,7 @@ def test_a_second_plan_needs_no_model_and_says_the_same(
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_takes_long_is_told_on_a_terminal(
-    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    terminal: bool, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zfunc.cli.commands.plan.PATIENCE", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
@@ -322,9 +304,7 @@ def test_few_steps_are_planned_to_find_the_most(capacity: int) -> None:
     assert len(asked) == len(set(asked)) <= 15
 
 
-def test_draw_and_calibrate_take_the_config(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draw_and_calibrate_take_the_config(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     write("model/config.json", TINY)
     assert main(["draw", "--hf", "model", *SHORT]) == 0
     assert "one step of a LlamaForCausalLM of 2 layers x 16: 5,520 parameters" in capsys.readouterr().out
@@ -358,7 +338,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_what_is_no_config_is_refused_by_its_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_config_is_refused_by_its_flag(command: str, capsys: Out) -> None:
     Path("words.json").write_text("{words")
     write("none.json", {"hidden_size": 4})
     write("unknown.json", {"model_type": "nope"})
