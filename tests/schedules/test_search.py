@@ -86,19 +86,8 @@ def test_laid_out_again_alike_is_the_same_layout(
     assert make_layout(other.parameters, bucket_size=bucket_size, world=world) == layout
 
 
-@pytest.mark.parametrize(
-    ("ratio", "way", "recipe"),
-    [
-        (ratio, *row)
-        for ratio, row in product(
-            (1.0, 0.5, 0.0),
-            (
-                ({}, zero_offload),
-                ({"defer": True}, deferred),
-            ),
-        )
-    ],
-)
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(("way", "recipe"), [({}, zero_offload), ({"defer": True}, deferred)])
 def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], recipe: Recipe) -> None:
     settings = evolve(START, offload_ratio=ratio, **way)
     step = with_settings(model(barrier=True), settings)
@@ -148,27 +137,52 @@ def check_search(
     return result.step
 
 
+@st.composite
+def machines(draw: st.DrawFn) -> Hardware:
+    """Of any speed, with room on the device and the host, or too little."""
+    slower = {kind: draw(st.sampled_from((1.0, 0.1))) for kind in ("compute", "d2h", "h2d", "host")}
+    rates = {kind: rate * slower.get(kind, 1.0) for kind, rate in BALANCED.rates.items()}
+    device, host = (draw(st.integers(1, 60)) * n for n in (100_000, 300_000))
+    memory = draw(st.sampled_from(({"device": device, "host": host}, {"device": 1 << 40, "host": 1 << 40})))
+    return evolve(BALANCED, flops=COMPUTE * slower["compute"], rates=rates, memory=memory)
+
+
+@given(machines(), st.booleans(), st.integers(1, 2))
+@settings(max_examples=6, deadline=None)
+def test_a_search_never_returns_worse_than_its_start(on: Hardware, barrier: bool, parts: int) -> None:
+    spec = model(4, barrier=barrier, micro_batches=parts)
+    best, start = check_search(spec, on), simulate_choice(spec, START, on)
+    assert sum(best.lacking.values()) <= sum(start.lacking.values())
+    assert not (best.fits and start.fits) or best.seconds <= start.seconds * (1 + WORTH)
+
+
+@given(machines())
+@settings(max_examples=6, deadline=None)
+def test_a_suggestion_makes_a_step_fit_or_faster(on: Hardware) -> None:
+    """As it was planned; where nothing is enough it is said what is still lacking."""
+    step, replan = replanning(on)
+    for a in suggest(SETUP, step, rows=4, replan=replan):
+        again = replan(evolve(SETUP, **a.changes)).step
+        assert (again.seconds, again.memory) == (a.step.seconds, a.step.memory)
+        if step.fits:
+            assert again.fits
+            assert again.seconds < 0.98 * step.seconds
+        else:
+            assert ("fits, " in a.effect, "; still " in a.effect) == (again.fits, not again.fits)
+
+
 @pytest.mark.parametrize("barrier", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_result_is_faster_than_the_start(barrier: bool, micro_batches: int) -> None:
-    step_spec = model(barrier=barrier, micro_batches=micro_batches)
+def test_the_result_is_faster_than_the_start(barrier: bool) -> None:
+    step_spec = model(barrier=barrier, micro_batches=2)
     best = check_search(step_spec, with_room(device=1 << 40, host=1 << 40))
     assert best.fits
     assert best.seconds < simulate_choice(step_spec, START, BALANCED).seconds
 
 
-@given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(1, 2))
-@settings(max_examples=3, deadline=None)
-def test_search_holds_in_any_room(device: int, host: int, barrier: bool, parts: int) -> None:
-    room = with_room(device=device * 100_000, host=host * 300_000)
-    check_search(model(4, barrier=barrier, micro_batches=parts), room)
-
-
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_search_holds_for_any_spec(name: str) -> None:
-    check_search(
-        SPECS[name], BALANCED, StepSettings(bucket_size=128), EVERYTHING | {"bucket_size": (64, 128, 1000)}
-    )
+    sizes = EVERYTHING | {"bucket_size": (64, 128, 1000)}
+    check_search(SPECS[name], BALANCED, StepSettings(bucket_size=128), sizes)
 
 
 def test_with_a_barrier_deferral_is_found() -> None:
@@ -506,23 +520,16 @@ def test_no_more_activations_are_advised_to_the_disk_than_the_host_lacks() -> No
 def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
     step, replan = replanning(with_room(device=100_000))
     (advice,) = suggest(SETUP, step, rows=8, replan=replan)
-    assert not advice.step.fits
-    assert "; still " in advice.effect
-    assert "of device memory short" in advice.effect
+    assert re.search("; still .* of device memory short", advice.effect)
 
 
-def test_advice_that_promises_speed_is_faster_and_fits() -> None:
+def test_advice_says_how_much_faster_and_defers_first() -> None:
     step, replan = replanning(with_room(device=1 << 40, host=1 << 40))
-    advice = suggest(SETUP, step, rows=8, replan=replan)
-    assert {"defer", "offload_ratio"} <= {name for a in advice for name in a.changes}
-    for a in advice:
-        again = replan(evolve(SETUP, **a.changes)).step
-        assert again.fits
-        assert again.seconds < step.seconds
-        assert " % faster" in a.effect
-    (defer,) = (a for a in advice if "defer" in a.changes)
+    defer, *others = suggest(SETUP, step, rows=8, replan=replan)
     assert str(defer).startswith("defer=True: ")
     assert defer.arguments == "defer=True"
+    assert "offload_ratio" in {name for a in others for name in a.changes}
+    assert all(re.match(r"\d[\d.]* (% faster|times as fast)", a.effect) for a in (defer, *others))
 
 
 @pytest.mark.parametrize(
