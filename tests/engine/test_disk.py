@@ -70,7 +70,8 @@ def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_
     del programs
     gc.collect()
     said = (
-        rf"got a swap space of 2 ranks, expected one of 1: .* --resume auto .*zfunc\.load\('{one}', program\)"
+        r"got a swap space of 2 ranks, expected one of 1: .* `swap` with `resume=auto` .*"
+        rf"zfunc\.load\('{one}', program\)"
     )
     with pytest.raises(zfunc.CheckpointError, match=said):
         zfunc.load(one, make(one))

@@ -50,8 +50,7 @@ def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
     largest = max(range(len(values)), key=lambda s: values[s])
     opened = 0
     if spec.swaps:
-        buckets = (*spec.offloaded, *(bucket.index for bucket in spec.layout.frozen_buckets))
-        opened = max((spec.extent(b).nbytes for b in buckets), default=0)
+        opened = max((x.nbytes for x in spec.swapped.values()), default=0)
     host = Peak("host", kept["host"], values[largest] + opened, f"the initial values of segment {largest}")
     return {tier: host if tier == "host" else Peak(tier, kept[tier], 0, "") for tier in TIERS}
 

@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, StateBuffer, measuring_room
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, measuring_room
 from zfunc.core.slots import Ring, Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
 
@@ -295,6 +295,9 @@ class Regions:
                 yield self.params(bucket.index)
             if self.spec.swaps:
                 yield self.extent(bucket.index)
+            elif bucket.index in self.spec.frozen_masters:
+                nbytes = self.shard_bytes(bucket.index, FP32)
+                yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state")
         for b in range(len(layout.buckets)):
             if not self.spec.keeps_high_half(b) and not self.spec.on_disk(b):
                 yield self.params(b)

@@ -9,7 +9,7 @@ from attrs import field, frozen, validators
 from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
+from zfunc.core.optimizer_state import HIGH_HALF, MASTER, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
@@ -95,6 +95,8 @@ class StepSpec:
       written.
     - `grads_on`: where gradients wait for the norm.
     - `ema`: a State has a moving average of the weights.
+    - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds. It
+      is of a State that was loaded, and no step reads them.
     - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
     - `norms`: the norm of every parameter's gradient is reported, beside that of all.
 
@@ -135,6 +137,7 @@ class StepSpec:
     grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
     ema: bool = False
+    frozen_masters: frozenset[int] = frozenset()
     defer: bool = False
     norms: bool = False
 
@@ -218,6 +221,11 @@ class StepSpec:
         """
         return self._extents[b]
 
+    @property
+    def swapped(self) -> dict[int, Extent]:
+        """What a swap space has of a rank, by bucket."""
+        return {b: self.extent(b) for b in (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))}
+
     @cached_property
     def _extents(self) -> tuple[Extent, ...]:
         return tuple(self._extent(b.index) for b in (*self.layout.buckets, *self.layout.frozen_buckets))
@@ -226,7 +234,9 @@ class StepSpec:
         numel = self.layout.weights(b).numel // self.world
         if b >= len(self.layout.buckets):
             frozen_parameters = [(FROZEN, numel * self.element_bytes)]
-            moved, others = (frozen_parameters, ()) if self.on_disk(b) else ((), frozen_parameters)
+            moved, others = (frozen_parameters, ()) if self.on_disk(b) else ([], frozen_parameters)
+            if b in self.frozen_masters:
+                moved = [(MASTER, 4 * numel), *moved]
             return Extent.of(moved, others, generations=1)  # the first commit has all of them
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
         if self.on_disk(b) and not self.sends_high_half(b):

@@ -275,7 +275,9 @@ class _Loop:
         due, at, failure = self._due(), self.state.batches, ""
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         if self.swap is not None:
-            commit = Save(self.swap, extra_after=self._extra) if commits(self.program, self.state) else None
+            commit = (
+                Save(self.swap, extra_after=self._extra) if commits(self.program, self.state.step) else None
+            )
             self.state, metrics = step(save=commit)
             return metrics, None
         if due is not None:

@@ -124,7 +124,13 @@ def check_state(program: Any, state: Any, action: str) -> None:
     """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`."""
     check_program(program, action)
     of_type(f"{action}: state", state, State, "the State that zfunc.init or the last step returned: pass it")
-    state.check(program.identity, action)
+    if state.program != program.identity:
+        raise ValueError(
+            f"{action}: got a state made by another program, expected one from zfunc.init with this "
+            "program, because programs lay out their buffers differently: pass zfunc.params of the other to "
+            "init(program, params=...)"
+        )
+    state.buffers.owner.check(state.generation, state.step, action)
 
 
 def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:

@@ -7,7 +7,6 @@
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State
     save_load               `zfunc.save`, `zfunc.load`
-    training_position       what a checkpoint says of a State beside its bytes
     swap_state              a program's swap space: new, opened again, committed
     restore                 reads a checkpoint into a State, on any number of ranks
 

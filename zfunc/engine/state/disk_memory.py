@@ -1,6 +1,6 @@
 """What lives on the disk: the state of every bucket, which a slot holds in turn; waiting gradients; activations."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,26 +96,6 @@ class StateOnDisk:
         return [as_bytes(flat[x.start : x.stop]) for x in self.extent.parts if x.name in names]
 
 
-def extents_of(spec: StepSpec, masters: Collection[int] = ()) -> dict[int, Extent]:
-    """The extents of a rank by bucket; those of frozen ones have its slice of the parameters.
-
-    Those of the frozen buckets in `masters` begin with its fp32 values.
-    """
-    frozen_ones = (bucket.index for bucket in spec.layout.frozen_buckets)
-    extents = {b: spec.extent(b) for b in (*spec.offloaded, *frozen_ones)}
-    for b in masters:
-        parts = [(x.name, x.nbytes) for x in extents[b].parts]
-        master = (MASTER, 4 * spec.layout.weights(b).numel // spec.world)
-        moved, others = [master, *parts[: extents[b].moved]], parts[extents[b].moved :]
-        extents[b] = Extent.of(moved, others, generations=1)
-    return extents
-
-
-def masters_in(extents: Mapping[int, Extent], first: int) -> frozenset[int]:
-    """The frozen buckets, those from number `first` on, of which a swap space has fp32 values too."""
-    return frozenset(b for b, x in extents.items() if b >= first and any(p.name == MASTER for p in x.parts))
-
-
 def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:
     """Where `swap` has the state of each bucket; `dtype` is that of parameters on the device."""
 
@@ -124,8 +104,7 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[
         own = {PARAMS: dtype, FROZEN: dtype, MASTER: torch.float32}
         return own | {x.name: TORCH_DTYPES[x.dtype] for x in kinds}
 
-    masters = masters_in(swap.header.extents, len(spec.layout.buckets))
-    return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in extents_of(spec, masters).items()}
+    return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in spec.swapped.items()}
 
 
 @define(eq=False)

@@ -13,6 +13,8 @@ from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.layout import Layout, Span
 from zfunc.core.memory_model import initial_memory, peak_memory
+from zfunc.core.optimizer_state import MASTER
+from zfunc.core.regions import Regions
 from zfunc.engine.compile.program import (
     Program,
     allocate_on_all,
@@ -25,7 +27,7 @@ from zfunc.engine.compile.program import (
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.state.module_buffers import copy_buffers
 from zfunc.engine.state.state import Buffers, State, allocate, refuse_inference_mode
-from zfunc.engine.state.swap_state import commit_state, create_swap
+from zfunc.engine.state.swap_state import commit_state, create_swap, masters_in
 from zfunc.engine.state.weights import begin_averages, put_weights
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -112,15 +114,19 @@ def allocate_state(
 
     If its state is on the disk, it is in a new swap space, unless one is passed.
     """
-    peaks, spec = peak_memory(program.plan), program.spec
-    if not spec.swaps:
-        nbytes = sum(4 * spec.layout.weights(b).numel // spec.world for b in masters)
-        peaks["host"] = evolve(peaks["host"], kept=peaks["host"].kept + nbytes)
+    if swap is not None:
+        masters = masters_in(swap, program.spec)
+    spec = evolve(program.spec, frozen_masters=masters)
+    peaks = peak_memory(program.plan)
+    more = sum(
+        r.nbytes for r in Regions(spec).state() if r.buffer == MASTER and r.index[0] in spec.frozen_masters
+    )
+    peaks["host"] = evolve(peaks["host"], kept=peaks["host"].kept + more)
     check_memory(program, peaks, action=action)
-    swap = swap or create_swap(program, masters)
+    swap = swap or create_swap(program, spec)
     if swap is not None:
         give_back_freed()
-    make = partial(allocate, spec, program.dtype, program.device, swap, program.settings.swap, masters)
+    make = partial(allocate, spec, program.dtype, program.device, swap, program.settings.swap)
     return allocate_on_all(program, make)
 
 

@@ -1,5 +1,6 @@
 """Who may use the buffers of a State: fresh, donated to a step, or lost; which deferred updates they lack."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -7,7 +8,7 @@ from attrs import define
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
-from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout
+from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError
 
 
 @define(eq=False)
@@ -33,6 +34,21 @@ class Ownership:
                 f"{action}: got a state that an earlier train_step consumed (step {step}), expected the one it "
                 "returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
             )
+
+    def settle(self, name: str, decision: StepDecision, norm: float, *, defers: bool) -> None:
+        """Record what a step that has ended decided: with `defers` its update is still to be made.
+
+        Raises NonFiniteError if its updates did not wait for the norm of a gradient that is not finite.
+        """
+        if not math.isfinite(norm) and not decision.skip:
+            self.lost = f"{name} had a gradient norm of {norm}, seen only after the updates"
+            raise NonFiniteError(
+                f"{name}: got a gradient norm of {norm} with a loss of {decision.loss}, expected finite numbers; "
+                "without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
+                "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
+            )
+        if defers and not decision.skip:
+            self.deferred = decision
 
     def take_back(self) -> None:
         """The State before a step that changed nothing owns the buffers again."""

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import Manifest, check_model
+from zfunc.checkpoint.manifest import Manifest, TrainingPosition, check_model
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
@@ -43,13 +43,14 @@ from zfunc.engine.state.swap_state import (
     commit_state,
     gather_frozen,
     open_swap,
+    optimizer_settings,
     read_commit,
     read_memory,
     swap_folders,
 )
-from zfunc.engine.state.training_position import optimizer_settings, position_of, state_at
-from zfunc.engine.step.flush import make_deferred_update, state_memory, step_context
+from zfunc.engine.step.flush import make_deferred_update, step_on
 from zfunc.errors import CheckpointError
+from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import RunOptions
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
@@ -89,8 +90,8 @@ def save(
         request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = specialize_without_batch(program, checkpoint)
         writer = begin_save(program, state, request)
-        step = step_context(program, special, state, max(1, state.step))
-        mem = state_memory(program, state) | {Region("checkpoint"): writer}
+        step, mem = step_on(program, special, state, max(1, state.step))
+        mem[Region("checkpoint")] = writer
         try:
             program.executor.run(special.prepared, mem, step, RunOptions(), {})
         finally:
@@ -115,7 +116,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     snapshot = Snapshot(
         layout=program.layout,
         kinds=stored_kinds(program.layout, frozen, ema=program.spec.ema),
-        position=position_of(state),
+        position=state.position,
         optimizer=optimizer_settings(program, state.step),
         buffers=[
             TensorInfo(f"{segment.name}.{short}", SAFETENSORS_TYPES[t.dtype], t.shape)
@@ -189,7 +190,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
         manifest = checkpoint.manifest
         _log_begun(begun, ranks)
         _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
-        state = state_at(manifest.position, manifest.optimizer, buffers, program)
+        state = _state_at(manifest.position, manifest.optimizer, buffers, program)
         commit_state(program, state, manifest.extra)
         all_or_none(ranks, partial(staging_buffers, program))
         return Restored(state, checkpoint.path, manifest.extra)
@@ -219,7 +220,30 @@ def _resume_swap(program: Program) -> Restored:
     folder = swap_folders(program)[0]
     all_or_none(ranks, partial(staging_buffers, program))
     _log_changed_settings(folder, saved, position.step, program)
-    return Restored(state_at(position, saved, buffers, program), folder, extra)
+    return Restored(_state_at(position, saved, buffers, program), folder, extra)
+
+
+def _state_at(
+    position: TrainingPosition, saved: Mapping[str, Any], buffers: Buffers, program: Program
+) -> State:
+    """The State that was at this position, with these saved `optimizer_settings`.
+
+    An update that is pending there, of the delayed updates of earlier versions, is a deferred one here.
+    """
+    buffers.owner.deferred = position.pending
+    scale, scaled = position.loss_scale, program.settings.precision == "fp16"
+    if scaled != (saved.get("precision") == "fp16"):
+        scale = LossScale() if scaled else UNSCALED
+    return State(
+        buffers,
+        program.identity,
+        buffers.owner.generation,
+        step=position.step,
+        batches=position.batches,
+        sequences=position.sequences,
+        loss_scale=scale,
+        seed=position.seed,
+    )
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:

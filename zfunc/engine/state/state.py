@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.layout import Bucket, round_up
@@ -21,7 +22,7 @@ from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.engine.compile.tensor_memory import byte_range, storage_of
-from zfunc.engine.state.disk_memory import StateOnDisk, masters_in, spill_files, states_on_disk
+from zfunc.engine.state.disk_memory import StateOnDisk, spill_files, states_on_disk
 from zfunc.engine.state.ownership import Ownership
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.accelerator import on_accelerator
@@ -142,8 +143,7 @@ class Buffers:
     owner: Ownership = field(factory=Ownership)
     compared: bool = False  # whether the weights have been compared with the other ranks'
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
-    # Frozen buckets that were rounded from other values: their state has these as its master.
-    masters: frozenset[int] = frozenset()
+    masters: frozenset[int] = frozenset()  # frozen buckets whose fp32 values are kept too
     _opened: "OpenedState | None" = None
 
     @cached_property
@@ -229,21 +229,16 @@ class State:
     loss_scale: LossScale = field(factory=LossScale)
     seed: int = 0
 
+    @property
+    def position(self) -> TrainingPosition:
+        """Its counters, which a checkpoint has beside the bytes."""
+        return TrainingPosition(self.step, self.batches, self.sequences, self.seed, self.loss_scale)
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a State belongs to a program of this process and cannot be copied or pickled: take "
             "zfunc.params(program, state), and pass it to zfunc.init(program, params=...) there"
         )
-
-    def check(self, program: int, action: str) -> None:
-        """Raise ValueError or DonatedStateError if `program` may not use this State for `action`."""
-        if self.program != program:
-            raise ValueError(
-                f"{action}: got a state made by another program, expected one from zfunc.init with this "
-                "program, because programs lay out their buffers differently: pass zfunc.params of the other to "
-                "init(program, params=...)"
-            )
-        self.buffers.owner.check(self.generation, self.step, action)
 
 
 def refuse_inference_mode(action: str) -> None:
@@ -277,19 +272,9 @@ def allocate(
     device: torch.device,
     swap: SwapSpace | None,
     folders: Sequence[str],
-    masters: frozenset[int] = frozenset(),
 ) -> Buffers:
-    """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`.
-
-    There are fp32 values of the frozen buckets in `masters`, or of those of which `swap` has them.
-    """
+    """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`."""
     layout, regions = spec.layout, [*Regions(spec).state()]
-    if swap is not None:
-        masters = masters_in(swap.header.extents, len(layout.buckets))
-    else:
-        for b in masters:
-            nbytes = 4 * layout.weights(b).numel // spec.world
-            regions.append(Region(MASTER, (b,), nbytes, "host", "state", "fp32", "state"))
     memory = dict[Region, Any](allocate_regions((r for r in regions if r.tier != "disk"), dtype, device))
     on_disk = {} if swap is None else states_on_disk(spec, swap, dtype)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
@@ -303,7 +288,7 @@ def allocate(
         if bucket.index not in weights and not spec.on_disk(bucket.index):
             high = memory[Region(HIGH_HALF, (bucket.index,))]
             weights[bucket.index] = Flat.of(high, bucket)
-    return Buffers(memory, weights, on_disk=on_disk, masters=masters)
+    return Buffers(memory, weights, on_disk=on_disk, masters=spec.frozen_masters)
 
 
 def allocate_regions(

@@ -1,12 +1,13 @@
 """A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import TrainingPosition
@@ -16,11 +17,10 @@ from zfunc.checkpoint.swap_folders import check_folders
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import MASTER
+from zfunc.core.spec import FROZEN, StepSpec
 from zfunc.engine.compile.program import Program
-from zfunc.engine.state.disk_memory import extents_of
 from zfunc.engine.state.state import Buffers, State
-from zfunc.engine.state.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host
@@ -35,9 +35,8 @@ def _folders(program: Program) -> list[Path]:
     return [Path(folder).expanduser().absolute() for folder in program.settings.swap]
 
 
-def create_swap(program: Program, masters: Collection[int] = ()) -> SwapSpace | None:
-    """A new swap space on every rank, if the program's state is on the disk; with fp32 values of the frozen buckets
-    in `masters`. A collective.
+def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
+    """A new swap space on every rank for the State of this spec, if it is on the disk. A collective.
 
     Where that is refused, because the program's own has a commit, this stays in use. Raises CheckpointError for
     folders in which nothing can be, also if they are for activations alone.
@@ -50,7 +49,7 @@ def create_swap(program: Program, masters: Collection[int] = ()) -> SwapSpace | 
     if former is not None and not former.number:
         close_swap(program)  # it makes room
     run = ranks.texts(os.urandom(8).hex())[0]
-    make = partial(SwapSpace.create, swap_folders(program), run=run, **_contents(program, masters))
+    make = partial(SwapSpace.create, swap_folders(program), run=run, **_contents(program, spec))
     swap = all_or_none(ranks, make)
     close_swap(program)
     program.cache.swap = swap
@@ -64,9 +63,9 @@ def open_swap(program: Program) -> SwapSpace:
     """
     ranks = program.ranks
     close_swap(program)
-    frozen_ones = [bucket.index for bucket in program.layout.frozen_buckets]
-    instead = extents_of(program.spec, frozen_ones)
-    make = partial(SwapSpace.open, swap_folders(program), instead=instead, **_contents(program))
+    kept = evolve(program.spec, frozen_masters=frozenset(x.index for x in program.layout.frozen_buckets))
+    contents = _contents(program, program.spec)
+    make = partial(SwapSpace.open, swap_folders(program), instead=kept.swapped, **contents)
     swap = all_or_none(ranks, make)
     common = min(int(number) for number in ranks.texts(str(swap.number)))
     try:
@@ -152,16 +151,16 @@ def close_swap(program: Program) -> None:
     program.cache.swap = None
 
 
-def _contents(program: Program, masters: Collection[int] = ()) -> dict[str, Any]:
+def masters_in(swap: SwapSpace, spec: StepSpec) -> frozenset[int]:
+    """The frozen buckets of which a swap space has fp32 values too."""
+    extents = {x.index: swap.header.extents[x.index] for x in spec.layout.frozen_buckets}
+    return frozenset(b for b, x in extents.items() if any(part.name == MASTER for part in x.parts))
+
+
+def _contents(program: Program, spec: StepSpec) -> dict[str, Any]:
     """What a rank's swap space is of."""
-    identity = swap_identity(program.layout, program.settings.precision)
-    ranks = program.ranks
-    return {
-        "identity": identity,
-        "extents": extents_of(program.spec, masters),
-        "rank": ranks.rank,
-        "world": ranks.world,
-    }
+    identity, ranks = swap_identity(program.layout, program.settings.precision), program.ranks
+    return {"identity": identity, "extents": spec.swapped, "rank": ranks.rank, "world": ranks.world}
 
 
 def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict[str, Any]]:
@@ -178,7 +177,19 @@ def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict
 def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What a commit of `state` says beside the bytes."""
     return {
-        "position": to_plain(position_of(state)),
+        "position": to_plain(state.position),
         "optimizer": optimizer_settings(program, state.step),
         "extra": dict(extra),
+    }
+
+
+def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
+    """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
+    optimizer, update = program.optimizer, max(1, step)
+    return {
+        **to_plain(optimizer.factors(update)),
+        **optimizer.describe(),
+        "clip_norm": program.settings.clip_norm,
+        "precision": program.settings.precision,
+        "micro_batches": program.settings.micro_batches,
     }

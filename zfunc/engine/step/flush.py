@@ -3,6 +3,7 @@
 A State counts a deferred update as made already: the next step makes it, or whoever reads the State before.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,22 +27,24 @@ def run_on_state(
     program: Program,
     shaped: ShapedProgram,
     state: State,
-    mem: dict[Region, Any],
-    step: StepContext,
+    number: int,
+    own: Mapping[Region, Any],
     options: RunOptions,
     name: str,
     *,
     donated: bool = True,
-) -> StepRun:
-    """Run the plan on the memory of `state`, which is donated or changed in place; ranks that wait are told of a
-    failure."""
+) -> tuple[StepRun, dict[Region, Any]]:
+    """Run the plan that makes update `number` on the memory of `state`, donated or changed in place, and the plan's
+    `own` regions; ranks that wait are told of a failure. Returns the memory too, with what the plan wrote to it."""
     way_on = "Go on from an earlier copy of the parameters, with init(program, params=...)"
     if program.spec.swaps:
         way_on = f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
+    step, mem = step_on(program, shaped, state, number)
+    mem |= own
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
     try:
         with owner.running(name, ops, defers=shaped.spec.deferred, donated=donated, way_on=way_on) as started:
-            return program.executor.run(shaped.prepared, mem, step, options, started)
+            return program.executor.run(shaped.prepared, mem, step, options, started), mem
     except NonFiniteError:  # raised by `decide` on all ranks alike, with no collective under way
         raise
     except BaseException as error:
@@ -49,9 +52,12 @@ def run_on_state(
         raise
 
 
-def step_context(program: Program, shaped: ShapedProgram, state: State, number: int) -> StepContext:
-    """The constants of the step that makes update `number`."""
-    ranks = program.ranks
+def step_on(
+    program: Program, shaped: ShapedProgram, state: State, number: int
+) -> tuple[StepContext, dict[Region, Any]]:
+    """The constants of the step that makes update `number`, and the kept regions that it finds: those of the State,
+    the program's staging, and the decision of the step before."""
+    ranks, owner = program.ranks, state.buffers.owner
 
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
         if s not in shaped.random:
@@ -59,7 +65,7 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
         rank = (ranks.rank,) if ranks.rank else ()
         return seeded(fold_seed(state.seed, state.batches, m, s, *rank))
 
-    return StepContext(
+    context = StepContext(
         layout=program.layout,
         calls=program.calls,
         optimizer=program.optimizer,
@@ -71,18 +77,18 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
         device=program.device,
         randomness=randomness,
         ranks=ranks,
-        updated=state.buffers.owner.updated,
-        averaged=state.buffers.owner.averaged,
+        updated=owner.updated,
+        averaged=owner.averaged,
         patience=program.executor.patience,
         aux=shaped.spec.aux,
     )
-
-
-def state_memory(program: Program, state: State) -> dict[Region, Any]:
-    """The kept regions that a State has: its buffers, the program's staging, the decision of the step before."""
     state.buffers.close()
-    decision = state.buffers.owner.deferred or NO_UPDATE
-    return {**staging_buffers(program), **state.buffers.memory, Region("decision"): decision}
+    decision = Region("decision")
+    return context, {
+        **staging_buffers(program),
+        **state.buffers.memory,
+        decision: owner.deferred or NO_UPDATE,
+    }
 
 
 def flush(program: Program, state: State) -> State:
@@ -115,6 +121,5 @@ def make_deferred_update(program: Program, state: State, action: str) -> None:
             return
         program.ranks.agree(action, "what is deferred", f"step {state.step}, {decision}")
         shaped = specialize_without_batch(program, flush_recipe)
-        step, mem = step_context(program, shaped, state, decision.number), state_memory(program, state)
         name = f"{action} after step {state.step}"
-        run_on_state(program, shaped, state, mem, step, RunOptions(), name, donated=False)
+        run_on_state(program, shaped, state, decision.number, {}, RunOptions(), name, donated=False)

@@ -4,10 +4,8 @@
 the step. A step that raises before its first update leaves the state as it was.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from attrs import evolve
@@ -29,7 +27,7 @@ from zfunc.engine.state.save_load import begin_save
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.engine.state.swap_state import commit_metadata, swap_folders
 from zfunc.engine.step.batches import Batch, rows_in, split_batch, unpacked
-from zfunc.engine.step.flush import run_on_state, state_memory, step_context
+from zfunc.engine.step.flush import run_on_state
 from zfunc.engine.step.metrics import Metrics
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import Jitter, RunOptions
@@ -103,7 +101,7 @@ def _train_step(
     number, ranks, owner = state.step + 1, program.ranks, state.buffers.owner
     swaps = save is not None and save.folder.absolute() in swap_folders(program)
     committed, save = (save, None) if swaps else (None, save)
-    commit = commits(program, state) or committed is not None
+    commit = commits(program, state.step) or committed is not None
     shaped = specialize(program, batch, save=save is not None, commit=commit)
     # Of all ranks: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.plan)
@@ -113,42 +111,43 @@ def _train_step(
     activations = activation_slots(program, shaped)
     watch = ranks.watch if ranks.world > 1 else None
     options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)
-    step, mem = step_context(program, shaped, state, number), state_memory(program, state)
-    mem |= activations
-    for m, micro in enumerate(split_batch(batch, program.settings.micro_batches)):
-        mem[Region("batch", (m,))] = micro
-    writer = None if save is None else begin_save(program, state, save)
-    mem[Region("checkpoint")] = writer
-    mem[Region("position")] = partial(
-        _commit_record, program, state, batch, committed, deferred=shaped.spec.deferred
-    )
+    micros = enumerate(split_batch(batch, program.settings.micro_batches))
+    own: dict[Region, Any] = {**activations, **{Region("batch", (m,)): micro for m, micro in micros}}
+
+    def commit_record(decision: StepDecision) -> dict[str, Any] | None:
+        """What a commit says; None where there is none, because the loss scale ends the training."""
+        deferred, extra = shaped.spec.deferred, {} if committed is None else committed.extra
+        if committed is not None and committed.extra_after is not None:
+            extra = committed.extra_after(None if deferred else decision)
+        try:
+            now = state if deferred else _after(program, state, batch, decision)
+        except NonFiniteError:
+            return None
+        return commit_metadata(program, now, extra)
+
+    own[Region("position")] = commit_record
+    own[Region("checkpoint")] = writer = None if save is None else begin_save(program, state, save)
     sent = ranks.sent
     try:
-        run = run_on_state(program, shaped, state, mem, step, options, f"step {number}")
+        run, mem = run_on_state(program, shaped, state, number, own, options, f"step {number}")
     finally:
         if writer is not None:
             writer.abandon()  # no effect on a published checkpoint
     decision: StepDecision = mem[Region("decision")]
     norm: float = mem[Region("norm")]
-    if not math.isfinite(norm) and not decision.skip:
-        owner.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
-        raise NonFiniteError(
-            f"step {number}: got a gradient norm of {norm} with a loss of {decision.loss}, expected finite "
-            "numbers; without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
-            "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
-        )
+    owner.settle(
+        f"step {number}", decision, norm, defers=shaped.spec.deferred and bool(shaped.spec.offloaded)
+    )
     try:
         after = _after(program, state, batch, decision)
     except NonFiniteError:  # an overflow at the smallest loss scale
         owner.take_back()  # the step was skipped
         raise
-    if shaped.spec.deferred and shaped.spec.offloaded and not decision.skip:
-        owner.deferred = decision
     names = [span.name for span in program.layout.spans]
     metrics = Metrics(
         loss=decision.loss,
         grad_norm=norm,
-        lr=step.factors["lr"],
+        lr=decision.factors["lr"],
         skipped=decision.skip,
         loss_scale=state.loss_scale.scale,
         step=number,
@@ -176,28 +175,8 @@ def _after(program: Program, state: State, batch: Batch, decision: StepDecision)
     )
 
 
-def commits(program: Program, state: State) -> bool:
-    """Whether the next step commits by the settings: itself, or the step before, whose deferred update it makes."""
-    step = state.step if program.spec.deferred else state.step + 1
-    return program.spec.swaps and step % program.settings.commit_every == 0
-
-
-def _commit_record(
-    program: Program,
-    state: State,
-    batch: Batch,
-    save: Save | None,
-    decision: StepDecision,
-    *,
-    deferred: bool,
-) -> dict[str, Any] | None:
-    """What a commit says; None where there is none, because the loss scale ends the training."""
-    extra = {} if save is None else save.extra
-    if save is not None and save.extra_after is not None:
-        extra = save.extra_after(None if deferred else decision)
-    if not deferred:
-        try:
-            state = _after(program, state, batch, decision)
-        except NonFiniteError:
-            return None
-    return commit_metadata(program, state, extra)
+def commits(program: Program, step: int) -> bool:
+    """Whether the step after `step` updates commits by the settings: itself, or with `defer` the one before, whose
+    update it makes."""
+    committed = step if program.spec.deferred else step + 1
+    return program.spec.swaps and committed % program.settings.commit_every == 0
