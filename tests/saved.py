@@ -48,6 +48,11 @@ MODEL = [
 ]
 
 
+def refused(message: str) -> Any:
+    """A context in which a checkpoint is refused with this message."""
+    return pytest.raises(CheckpointError, match=message)
+
+
 def with_shares(shares: Iterable[int], *fields: Any) -> SwapHeader:
     """The header of a space of an older version of zfunc, whose folders have these shares of each buffer."""
     return evolve(SwapHeader(*fields), shares=tuple(shares))

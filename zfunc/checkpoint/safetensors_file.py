@@ -59,7 +59,7 @@ _METADATA = "__metadata__"
 _NAME = (
     validators.min_len(1),
     validators.max_len(1000),
-    validators.not_(validators.in_((_METADATA,))),
+    validators.not_(validators.in_((_METADATA,)), msg=f"the name is {_METADATA}, that of the metadata"),
 )
 _COUNT = validators.and_(validators.instance_of(int), validators.ge(0))
 _NEXT = f"{USE_ANOTHER}; check this disk"

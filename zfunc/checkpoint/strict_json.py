@@ -204,7 +204,9 @@ def made(cls: type, named: Mapping[str, Any], expected: str = "") -> Any:
     try:
         return cls(**named)
     except (ValueError, TypeError) as error:
-        raise Refusal(_short.repr(str(error)), expected or f"the fields of a {cls.__name__}") from error
+        raise Refusal(
+            _short.repr(str(error.args[0])), expected or f"the fields of a {cls.__name__}"
+        ) from error
 
 
 @cache
