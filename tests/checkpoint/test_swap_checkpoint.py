@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from saved import MODEL, assert_complete, save_swap
+from saved import MODEL, assert_complete, refused, save_swap
 
 from zfunc.checkpoint import swap_folders, swap_space
 from zfunc.checkpoint.directory import locate_checkpoint, open_checkpoint
 from zfunc.checkpoint.swap_file import read_header, swap_file_name
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat
-from zfunc.errors import CheckpointError
 
 FROZEN = [
     [Parameter("frozen.a", (5, 3), trainable=False), *MODEL[0]],
@@ -49,7 +48,7 @@ def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) 
     held = os.open(paths[1], os.O_RDONLY)
     lock = swap_space._lock_file(paths[1])
     said = "rank-00001-of-00002-folder-0.swap: got a swap space that {} uses"
-    with pytest.raises(CheckpointError, match=said.format("this process itself")):
+    with refused(said.format("this process itself")):
         open_checkpoint(folders[0])
     os.close(lock)
     command = (
@@ -59,7 +58,7 @@ def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) 
     with subprocess.Popen([sys.executable, "-c", command, paths[1]], **pipes) as other:
         assert other.stdout.readline()
         os.close(held)
-        with pytest.raises(CheckpointError, match=said.format("another process")):
+        with refused(said.format("another process")):
             open_checkpoint(folders[0])
         held = os.open(paths[1], os.O_RDONLY)
         other.communicate()
@@ -67,15 +66,10 @@ def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) 
     whole = paths[1].read_bytes()
     header = read_header(lambda offset, n: whole[offset : offset + n], "it")
     paths[1].write_bytes(whole[: header.record_at(1)] + bytes(4096) + whole[header.record_at(1) + 4096 :])
-    with pytest.raises(
-        CheckpointError, match="a: got no commit that all ranks have, expected one: resume from a ch"
-    ):
+    with refused("a: got no commit that all ranks have, expected one: resume from a ch"):
         open_checkpoint(folders[0])
     paths[1].unlink()
-    with pytest.raises(
-        CheckpointError,
-        match="rank-00001-of-00002-folder-0.swap: got none, expected the files of all ranks: mou",
-    ):
+    with refused("rank-00001-of-00002-folder-0.swap: got none, expected the files of all ranks: mou"):
         open_checkpoint(folders[0])
 
 
@@ -87,7 +81,5 @@ def test_a_training_that_goes_on_is_not_mistaken_for_the_commit(folders: list[Pa
     with path.open("r+b") as file:
         file.seek(at)
         file.write(b"later")
-    with pytest.raises(
-        CheckpointError, match="folder-1.swap: got other bytes than were written in '.*elements 0 to"
-    ):
+    with refused("folder-1.swap: got other bytes than were written in '.*elements 0 to"):
         assert_complete(checkpoint)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trained
 from safetensors.torch import load_file
+from saved import refused
 from small_models import Loss, norm_modules, regression
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ import zfunc
 from zfunc.checkpoint.export import export_weights
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import State
-from zfunc.errors import CheckpointError
 
 BATCH = regression()
 PHASES: tuple[tuple[float, tuple[str, ...], str, int], ...] = (
@@ -104,7 +104,7 @@ def test_what_stays_keeps_its_moments_and_averages_to_the_bit(tmp_path: Path, ke
     path = zfunc.save(tmp_path, before, state)
     groups = zfunc.groups(("loss.*", zfunc.AdamW(0.002)), zfunc.AdamW(0.005))
     after = program(0, ("spectral",), optimizer=groups, **more)
-    with pytest.raises(CheckpointError, match=r"'frozen\.0\.weight' is frozen in it, not.*strict=False"):
+    with refused(r"'frozen\.0\.weight' is frozen in it, not.*strict=False"):
         zfunc.load(path, after)
     changed = zfunc.load(path, after, strict=False)
     for ema in (False, True):
@@ -191,7 +191,7 @@ def test_another_optimizer_begins_anew_which_is_said(
     state, _ = trained.steps(before, zfunc.init(before), BATCH, 0, 2)
     path = zfunc.save(tmp_path, before, state)
     after = program(0, ("frozen",), optimizer=zfunc.AdamW(0.01))
-    with pytest.raises(CheckpointError, match="got optimizer state"):
+    with refused("got optimizer state"):
         zfunc.load(path, after)
     with caplog.at_level(logging.WARNING, "zfunc"):
         changed = zfunc.load(path, after, strict=False)
