@@ -20,12 +20,10 @@ from zfunc.checkpoint.manifest import Checkpoint, Manifest, TrainingPosition
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
-    Header,
     Shard,
     TensorInfo,
     create_shard,
     cut,
-    describe_shard,
 )
 from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
 from zfunc.checkpoint.strict_json import to_plain
@@ -63,12 +61,12 @@ def content(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
     return np.random.default_rng([zlib.crc32(f"{name} {kind}".encode()), salt]).bytes(nbytes)
 
 
-def checksummed(path: Path, header: Header, contents: Mapping[str, bytes], chunk: int) -> Shard:
+def checksummed(shard: Shard, contents: Mapping[str, bytes], chunk: int) -> Shard:
     """What a manifest says of a file with these tensors."""
     sums = {
         name: [zlib.crc32(data[a:b]) for a, b in cut(0, len(data), chunk)] for name, data in contents.items()
     }
-    return describe_shard(path.name, header, sums, chunk)
+    return evolve(shard, chunk=chunk).summed(sums)
 
 
 def write_shard(path: Path, tensors: Mapping[TensorInfo, bytes], chunk: int) -> Shard:
@@ -80,7 +78,7 @@ def write_shard(path: Path, tensors: Mapping[TensorInfo, bytes], chunk: int) -> 
         writer.finish()
     finally:
         writer.close()
-    return checksummed(path, writer.header, {t.name: data for t, data in tensors.items()}, chunk)
+    return checksummed(writer.shard, {t.name: data for t, data in tensors.items()}, chunk)
 
 
 def save(

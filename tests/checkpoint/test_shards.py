@@ -18,7 +18,7 @@ from saved import checksummed, content, refused, write_shard
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, create_shard, cut_elements, open_shard
 from zfunc.checkpoint.safetensors_file import shape as shape_kind
-from zfunc.checkpoint.strict_json import decode
+from zfunc.checkpoint.strict_json import JsonNode
 
 TENSORS = (
     TensorInfo("codes", "U8", (5, 7)),
@@ -67,7 +67,7 @@ def test_any_writes_in_any_order_are_read_in_any_slices(
             item = BYTES[t.dtype]
             writer.write_at(t.name, a, wanted[t.name][a * item : b * item])
         writer.finish()
-        shard = checksummed(path, writer.header, wanted, chunk)
+        shard = checksummed(writer.shard, wanted, chunk)
         assert read_all(path, shard) == wanted
         for t in tensors:
             a, b = sorted(data.draw(st.tuples(*[st.integers(0, t.numel)] * 2)))
@@ -274,10 +274,10 @@ def test_bad_tensors_are_refused(stored: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(1,) * 64, (0,) * 64, (1 << 57,), (0, 1 << 57)])
 def test_a_shape_may_have_64_dimensions_and_sizes_of_64_bits(shape: tuple[int, ...]) -> None:
-    assert decode(list(shape), shape_kind, "shape") == shape
+    assert JsonNode(list(shape), "shape").read(shape_kind) == shape
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (1 << 60,), (0, 1 << 60)])
 def test_a_larger_shape_is_refused(shape: tuple[int, ...]) -> None:
     with refused("expected at most 64 dimensions"):
-        decode(list(shape), shape_kind, "shape")
+        JsonNode(list(shape), "shape").read(shape_kind)

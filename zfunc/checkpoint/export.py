@@ -105,7 +105,7 @@ def export_weights(
         raise
     finally:
         writer.close()
-    return ExportedWeights(out, len(weights), writer.header.size, step, dtype)
+    return ExportedWeights(out, len(weights), writer.shard.size, step, dtype)
 
 
 def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:

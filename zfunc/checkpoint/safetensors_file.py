@@ -113,6 +113,12 @@ class Shard:
     places: Mapping[str, int] | None = field(default=None, metadata=IN_MEMORY)
     checksum: Callable[[memoryview], int] = field(default=zlib.crc32, metadata=IN_MEMORY)
 
+    def summed(self, checksums: Mapping[str, Sequence[int]]) -> "Shard":
+        """With these checksums of each tensor's chunks, by name."""
+        return evolve(
+            self, tensors=tuple(evolve(t, checksums=tuple(checksums[t.name])) for t in self.tensors)
+        )
+
     @property
     def header_size(self) -> int:
         """Bytes before the first tensor."""
@@ -148,31 +154,22 @@ def cut_elements(start: int, stop: int, item: int, chunk: int) -> list[tuple[int
     return [(a // item, b // item) for a, b in cut(start * item, stop * item, chunk)]
 
 
-@frozen
-class Header:
-    """The bytes before the data of a new file, the tensors in the order of the data, and where each begins."""
+def new_shard(file: str, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple[Shard, bytes]:
+    """A new file as it will be, without checksums, and the bytes of its header.
 
-    raw: bytes
-    tensors: Mapping[str, TensorInfo]
-    begins: Mapping[str, int]
-    size: int  # of the complete file, in bytes
+    Raises ValueError for two tensors of one name, or too many.
 
-
-def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> Header:
-    """The header of a new file. Raises ValueError for two tensors of one name, or too many.
-
-    >>> make_header([TensorInfo("b", "BF16", [2]), TensorInfo("w", "F32", [3])], {}).begins
+    >>> new_shard("a", [TensorInfo("b", "BF16", [2]), TensorInfo("w", "F32", [3])], {})[0].begins
     {'w': 128, 'b': 140}
     """
     placed = {t.name: t for t in sorted(tensors, key=lambda t: -BYTES[t.dtype])}
     if len(placed) < len(tensors):
         raise ValueError("got two tensors of one name, expected one each: give them names of their own")
     entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    begins: dict[str, int] = {}
     end = 0
     for t in placed.values():
-        begins[t.name], end = end, end + t.nbytes
-        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (begins[t.name], end)}
+        begin, end = end, end + t.nbytes
+        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (begin, end)}
     text = strict_json.render(entries)
     text += b" " * (-(LENGTH + len(text)) % _ALIGNMENT)
     if len(text) > HEADER_LIMIT:
@@ -180,18 +177,7 @@ def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> H
             f"got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer tensors"
         )
     raw = len(text).to_bytes(LENGTH, "little") + text
-    return Header(raw, placed, {n: len(raw) + x for n, x in begins.items()}, len(raw) + end)
-
-
-def describe_shard(file: str, header: Header, checksums: Mapping[str, Sequence[int]], chunk: int) -> Shard:
-    """The Shard of a file that was written with this header, from the CRC-32 of its tensors' chunks."""
-    return Shard(
-        file=file,
-        size=header.size,
-        header=zlib.crc32(header.raw),
-        chunk=chunk,
-        tensors=tuple(evolve(t, checksums=tuple(checksums[t.name])) for t in header.tensors.values()),
-    )
+    return Shard(file, len(raw) + end, zlib.crc32(raw), CHUNK, tuple(placed.values())), raw
 
 
 def find_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str) -> TensorInfo:
@@ -207,7 +193,7 @@ class ShardWriter:
     """A file being written: `write_at` by any thread, in any order, then `finish`."""
 
     path: Path
-    header: Header
+    shard: Shard  # without checksums
     _fd: int
     _missing: dict[str, int]  # bytes still to be written, by tensor
     _lock: Lock = field(factory=Lock)
@@ -221,7 +207,7 @@ class ShardWriter:
         file then. Slices have to be disjoint.
         """
         data = disk.bytes_of(buffer)
-        tensor = find_tensor(self.path, self.header.tensors, name)
+        tensor = find_tensor(self.path, self.shard.by_name, name)
         item = BYTES[tensor.dtype]
         first, last = start * item, start * item + data.nbytes
         if data.nbytes % item or not 0 <= first <= last <= tensor.nbytes:
@@ -233,7 +219,7 @@ class ShardWriter:
             self._writing += 1
         try:
             with disk.os_errors_as(self.path, f"writing bytes {first} to {last} of {name!r}"):
-                disk.write_all(self._fd, data, self.header.begins[name] + first)
+                disk.write_all(self._fd, data, self.shard.begins[name] + first)
             with self._lock:
                 self._missing[name] -= data.nbytes
         finally:
@@ -248,7 +234,7 @@ class ShardWriter:
         """
         for name, missing in self._missing.items():
             if missing:
-                nbytes = self.header.tensors[name].nbytes
+                nbytes = self.shard.by_name[name].nbytes
                 raise CheckpointError(
                     f"{self.path}: got {nbytes - missing} bytes of {name!r}, expected {nbytes}: call write_at once "
                     "for every slice before finish"
@@ -290,15 +276,15 @@ def create_shard(
     ...     writer.write_at("w", 0, bytes(16))
     ...     writer.finish()
     """
-    header = make_header(tensors, metadata or {})
-    fd = disk.open_new(path, header.size, mode)
+    shard, header = new_shard(path.name, tensors, metadata or {})
+    fd = disk.open_new(path, shard.size, mode)
     try:
         with disk.os_errors_as(path, "writing its header"):
-            disk.write_all(fd, memoryview(header.raw), 0)
+            disk.write_all(fd, memoryview(header), 0)
     except BaseException:
         os.close(fd)
         raise
-    return ShardWriter(path, header, fd, {t.name: t.nbytes for t in tensors})
+    return ShardWriter(path, shard, fd, {t.name: t.nbytes for t in tensors})
 
 
 @define(eq=False)

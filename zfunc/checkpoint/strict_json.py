@@ -1,4 +1,4 @@
-"""Strict JSON, decoded by what it should be; safe for untrusted files.
+"""Strict JSON, read by what it should be; safe for untrusted files.
 
 Whatever the bytes are, parsing is fast, takes memory in proportion to them, and gives checked values or a
 CheckpointError that names the place. Keys are unique, numbers are finite and fit in 64 bits, text can be encoded.
@@ -61,25 +61,17 @@ def _reason(error: Exception) -> str:
             return str(error)
 
 
-class DuplicateKeyError(ValueError):
-    """An object has `key` twice."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"the name {_short.repr(key)} twice in one object")
-        self.key = key
-
-
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A parser's `object_pairs_hook`. Raises DuplicateKeyError.
+    """A parser's `object_pairs_hook`. Raises ValueError for a name that an object has twice.
 
     >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys)
     Traceback (most recent call last):
-    zfunc.checkpoint.strict_json.DuplicateKeyError: the name 'a' twice in one object
+    ValueError: the name 'a' twice in one object
     """
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise DuplicateKeyError(key)
+            raise ValueError(f"the name {_short.repr(key)} twice in one object")
         result[key] = value
     return result
 
@@ -153,29 +145,6 @@ _PLAIN: dict[Any, str] = {
     dict: "an object",
     str: "a text",
 }
-
-
-def decode(value: object, kind: Any, where: str) -> Any:
-    """`value`, if it is of a kind. Raises CheckpointError, with `where` and the place in the value, if not.
-
-    Kinds are a type of JSON; `[kind]`, a list of any length; `(kind, kind)`, a list of that length; `{str: kind}`,
-    any names; `{"name": kind, "name?": kind}`, these names, of which the second may be missing; an attrs class, an
-    object of its fields, which becomes one of the class; and a function that returns the value, or another in its
-    place, or raises Refusal.
-
-    >>> decode({"at": [1, 2.5]}, {"at": (COUNT, float), "name?": TEXT}, "x")
-    {'at': (1, 2.5)}
-    """
-    try:
-        return of_kind(value, kind)
-    except Refusal as error:
-        raise _damaged(where + error.place, error.got, error.expected) from None
-
-
-def _damaged(where: str, got: str, expected: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: got {got}, expected {expected}: the file is damaged or not one of zfunc's; {USE_ANOTHER}"
-    )
 
 
 def of_kind(value: Any, kind: Any) -> Any:
@@ -278,13 +247,29 @@ class JsonNode:
     value: Any
     where: str
 
-    def refuse(self, expected: str, got: str = "") -> NoReturn:
-        """Raise CheckpointError for this value, or with `got`, a description of what is wrong with it."""
-        raise _damaged(self.where, got or _short.repr(self.value), expected)
+    def refuse(self, expected: str, got: str = "", place: str = "") -> NoReturn:
+        """Raise CheckpointError for this value, or for what is at a `place` in it, with what was `got` there."""
+        raise CheckpointError(
+            f"{self.where}{place}: got {got or _short.repr(self.value)}, expected {expected}: the file is damaged "
+            f"or not one of zfunc's; {USE_ANOTHER}"
+        )
 
     def read(self, kind: Any) -> Any:
-        """The value, if it is of a kind, as of `decode`."""
-        return decode(self.value, kind, self.where)
+        """The value, if it is of a kind. Raises CheckpointError, with the place in the file, if not.
+
+        Kinds are a type of JSON; `[kind]`, a list of any length; `(kind, kind)`, a list of that length;
+        `{str: kind}`, any names; `{"name": kind, "name?": kind}`, these names, of which the second may be missing;
+        an attrs class, an object of its fields, which becomes one of the class; and a function that returns the
+        value, or another in its place, or raises Refusal.
+
+        >>> JsonNode({"at": [1, 2.5]}, "x").read({"at": (COUNT, float), "name?": TEXT})
+        {'at': (1, 2.5)}
+        """
+        try:
+            return of_kind(self.value, kind)
+        except Refusal as error:
+            got, expected, place = error.got, error.expected, error.place
+        return self.refuse(expected, got, place)
 
     def of_version(self, version: int) -> "JsonNode":
         """An object of this version, without it. Raises CheckpointError for another one."""

@@ -27,7 +27,6 @@ from zfunc.checkpoint.safetensors_file import (
     ShardWriter,
     create_shard,
     cut_elements,
-    describe_shard,
     num_chunks,
 )
 from zfunc.checkpoint.snapshot import Slice, Snapshot
@@ -138,7 +137,7 @@ class CheckpointWriter:
         if self._failure:
             raise CheckpointError(self._failure)
         self._writer.finish()
-        return describe_shard(self._writer.path.name, self._writer.header, self._checksums, CHUNK)
+        return self._writer.shard.summed(self._checksums)
 
     def _publish(self, texts: list[str]) -> Path | None:
         """On rank 0: publish the shards that the ranks describe, and return the checkpoint's folder."""

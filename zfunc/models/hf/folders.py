@@ -76,7 +76,7 @@ def export_folder(
         folder.finish()
     finally:
         folder.abandon()
-    return ExportedWeights(Path(out), folder.parameters, folder.writer.header.size, step, dtype)
+    return ExportedWeights(Path(out), folder.parameters, folder.writer.shard.size, step, dtype)
 
 
 def save_folder(
