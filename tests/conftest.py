@@ -36,7 +36,7 @@ for module, piece in {
     "engine.state.restore": "PART",
     "engine.compile.rank_agreement": "PIECE",
     "checkpoint.export": "PIECE",
-    "checkpoint.writer": "CHUNK",
+    "checkpoint.safetensors_file": "CHUNK",
 }.items():
     found = import_module(f"zfunc.{module}")
     assert getattr(found, piece) > 640

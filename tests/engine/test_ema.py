@@ -16,9 +16,7 @@ from torch import Tensor
 import zfunc
 from zfunc.checkpoint.export import export_weights
 from zfunc.engine.compile.program import Program
-from zfunc.engine.state import weights
 from zfunc.engine.state.state import State
-from zfunc.optim import ema as averaging
 from zfunc.runtime.fault_injection import Fault, InjectedFault
 
 DECAY, STEPS = 0.9, 3
@@ -33,13 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "optimizer": zfunc.groups(("huge.weight", zfunc.Muon(0.01)), zfunc.AdamW(0.01)),
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pieces in a parameter, as in one that is larger than the cache."""
-    monkeypatch.setattr(averaging, "EMA_PIECE", 64)
-    monkeypatch.setattr(weights, "PART", 128)
 
 
 def compiled(settings: str, **more: Any) -> tuple[Program, Any]:

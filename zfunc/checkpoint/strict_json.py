@@ -206,8 +206,9 @@ def _kind(hint: Any) -> Any:
 
 def to_plain(value: Any) -> Any:
     """A value of an attrs class as JSON's own types, which reads back equal as of that class; None is left out."""
-    if has(cast("type", type(value))):
-        own = [x for x in fields(cast("type", type(value))) if x.metadata != IN_MEMORY]
+    cls: Any = value.__class__
+    if has(cls):
+        own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
         named = ((x.alias, getattr(value, x.name)) for x in own)
         return {name: to_plain(x) for name, x in named if x is not None}
     if isinstance(value, Mapping):

@@ -22,7 +22,6 @@ from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.safetensors_file import (
-    CHUNK,
     Shard,
     ShardWriter,
     create_shard,
@@ -99,14 +98,20 @@ class CheckpointWriter:
                 buffers = {FROZEN: master}
             in_parallel(
                 self._write_chunk,
-                [chunk for x in self._slices.get(bucket, ()) for chunk in _chunks(x, buffers[x.kind])],
+                [call for x in self._slices.get(bucket, ()) for call in self._chunks(x, buffers[x.kind])],
             )
         except Exception as error:
             self._failure = _message(error)
 
+    def _chunks(self, x: Slice, buffer: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """What a slice writes, a chunk at a time: tensor, first element, values."""
+        flat, chunk = buffer[x.at : x.at + x.stop - x.start], self._writer.shard.chunk
+        for start, stop in cut_elements(0, flat.numel(), flat.element_size(), chunk):
+            yield x.stored.name, start, flat[start:stop]
+
     def _write_chunk(self, name: str, start: int, values: Tensor) -> None:
         data = as_bytes(values.cpu())
-        self._checksums[name][start * values.element_size() // CHUNK] = zlib.crc32(data)
+        self._checksums[name][start * values.element_size() // self._writer.shard.chunk] = zlib.crc32(data)
         self._writer.write_at(name, start, data)
 
     def publish(self) -> SaveResult:
@@ -185,7 +190,8 @@ def begin_writing(
     by_bucket: dict[int, list[Slice]] = {}
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
-    checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, CHUNK) for x in slices}
+    chunk = writers[0].shard.chunk
+    checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, chunk) for x in slices}
     return CheckpointWriter(
         snapshot, save, ranks, unfinished, writers[0], by_bucket, checksums, frozen_master
     )
@@ -213,13 +219,6 @@ def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
 def as_bytes(flat: Tensor) -> Any:
     """The memory of a contiguous host tensor, of any type: NumPy has no bf16."""
     return memoryview(flat.view(torch.uint8).numpy())
-
-
-def _chunks(x: Slice, buffer: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-    """What a slice writes, a chunk at a time: tensor, first element, values."""
-    flat = buffer[x.at : x.at + x.stop - x.start]
-    for start, stop in cut_elements(0, flat.numel(), flat.element_size(), CHUNK):
-        yield x.stored.name, start, flat[start:stop]
 
 
 def _message(error: Exception) -> str:
