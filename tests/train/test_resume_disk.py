@@ -138,7 +138,7 @@ def torchrun(*more: object, fails: tuple[object, ...] = ("pwritev", 5, 9, 1)) ->
     return done.returncode, done.stdout, ends
 
 
-@pytest.mark.slow  # of threads and of processes: test_disk_faults, test_disk_ranks
+@pytest.mark.slow  # of threads and of processes: test_disk_faults, soak
 def test_torchrun_ends_with_a_line_of_each_rank_and_resumes_after_a_drive_failed() -> None:
     names = [f"{kind}-{n}" for n in range(len(FAILURES) + 1) for kind in ("one", "two")]
     for name in names:
