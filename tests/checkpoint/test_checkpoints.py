@@ -1,19 +1,17 @@
-"""Laws of the folder: whatever happens, a complete checkpoint is found, and no other is touched."""
+"""Laws of the folder: whatever happens, a complete checkpoint is found, and no other is touched.
+
+Of writers that are killed at random moments the soak says that.
+"""
 
 import logging
 import os
-import random
 import shutil
-import signal
 import subprocess
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from attrs import evolve
 from bad_disks import stopped_everywhere, with_more_room
-from forked import fork
 from saved import assert_complete, refused, save
 
 from zfunc.checkpoint import directory as checkpoints
@@ -211,47 +209,6 @@ def test_everything_is_on_the_disk_before_its_name_and_that_before_latest(
         "replaced latest",
         tmp_path.name,
     ]
-
-
-def write_on(pipe: int, folder: Path) -> None:
-    """Checkpoints without end, each told of."""
-    found = find_checkpoint(folder)
-    step = found.manifest.position.step if found else 0
-    os.write(pipe, b"ready\n")
-    while True:
-        step += 1
-        save(folder, step=step, salt=step, keep=2)
-        os.write(pipe, f"{step}\n".encode())
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
-    """Twenty writers in a row, each killed a random moment after it began: nothing published is lost."""
-    moments, began = random.Random(0), time.perf_counter()
-    save(tmp_path / "alone")
-    longest = max(0.1, 3 * (time.perf_counter() - began))  # on a busy machine a checkpoint takes longer
-    (folder := tmp_path / "killed").mkdir()
-    published = 0
-    for _ in range(20):
-        source, pipe = os.pipe()
-        writer = fork(partial(write_on, pipe, folder))
-        os.close(pipe)
-        with open(source) as told:
-            assert told.readline() == "ready\n"
-            time.sleep(moments.uniform(0, longest))
-            os.kill(writer, signal.SIGKILL)
-            os.waitpid(writer, 0)
-            steps = told.read().split()
-        published = max([published, *map(int, steps)])
-        newest = find_checkpoint(folder)
-        assert newest is not None or not published
-        if newest:
-            assert_complete(newest)
-            assert newest.manifest.extra["salt"] == newest.manifest.position.step >= published
-            published = newest.manifest.position.step
-    assert published > 4  # they get somewhere, on a busy machine too
-    save(folder, step=published + 1, keep=1)
-    assert len(names(folder)) == 2  # all that was left unfinished is gone
 
 
 def test_a_full_disk_is_named_and_the_one_before_stays(small_disk: Path) -> None:

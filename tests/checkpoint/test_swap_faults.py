@@ -1,6 +1,6 @@
 """Drives that fail, lie or are slow: the state is lost or whole, and never wrong.
 
-Of processes that are killed that is held by tests/engine/test_disk.py and tests/soak.py.
+Of processes that are killed tests/engine/test_disk.py and the soak say that.
 """
 
 import os

@@ -5,15 +5,12 @@ That it is the same training is a law (test_laws.py).
 
 import gc
 import os
-import random
-import shutil
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import sleep
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 import torch
@@ -259,23 +256,6 @@ def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
     os.write(pipe, b"end\n")
 
 
-def begin_life(
-    last: int, chosen: dict[str, Any], prepare: Callable[[], Any] = lambda: None
-) -> tuple[int, TextIO]:
-    """A process that lives, and what it says of its steps."""
-    source, pipe = os.pipe()
-    if not (child := os.fork()):
-        try:
-            prepare()
-            live(pipe, last, chosen)
-        except BaseException as error:
-            os.write(pipe, f"-1 {error!r}\n".encode())
-        finally:
-            os._exit(0)
-    os.close(pipe)
-    return child, open(source)
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(tmp_path: Path) -> None:
     """By SIGKILL. Each life comes one call further, and does not tell of its last step."""
@@ -299,8 +279,17 @@ def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(
 
 def one_life(at: int, last: int, chosen: dict[str, Any]) -> str:
     """What a process says of its steps that is killed before that call of its commits."""
-    child, lines = begin_life(last, chosen, partial(die_in_a_commit, at))
-    with lines:
+    source, pipe = os.pipe()
+    if not (child := os.fork()):
+        try:
+            die_in_a_commit(at)
+            live(pipe, last, chosen)
+        except BaseException as error:
+            os.write(pipe, f"-1 {error!r}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(pipe)
+    with open(source) as lines:
         os.waitpid(child, 0)
         return lines.read()
 
@@ -322,39 +311,6 @@ def die_in_a_commit(at: int) -> None:
     SwapSpace.commit = within
     for name in ("pwritev", "preadv", "fdatasync"):
         setattr(os, name, partial(watched, getattr(os, name)))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("placed", ON_DISK)
-def test_a_process_killed_at_any_moment_goes_on_from_a_whole_step(placed: str, tmp_path: Path) -> None:
-    """All in all 500 kills: before the first commit, in a step, in a commit, while it is loaded."""
-    chosen, last = on_disk(tmp_path, placed, **NUMBERS["bf16 in 2, 16 bits"]), 12
-    program, batch = trained.compiled("frozen below", **NUMBERS["bf16 in 2, 16 bits"])
-    _, expected = trained.steps(program, zfunc.init(program, seed=2), batch, 0, last)
-    by, met = random.Random(placed), set[int]()
-    for _ in range(500 // len(ON_DISK) + 1):
-        said = killed_at_a_random_moment(by, last, chosen)
-        for line in said.split("\n")[:-1]:
-            if line == "end":
-                shutil.rmtree(tmp_path)
-                (tmp_path / "second").mkdir(parents=True)
-            else:
-                number, seen = line.split(" ", 1)
-                assert seen == str([expected[int(number)]])
-                met.add(int(number))
-    assert met == set(range(last))
-
-
-def killed_at_a_random_moment(by: random.Random, last: int, chosen: dict[str, Any]) -> str:
-    """What a process said of its steps before SIGKILL, mostly of some."""
-    child, lines = begin_life(last, chosen)
-    with lines:
-        said = lines.readline() if by.random() < 0.9 else ""
-        sleep(by.uniform(0, 0.05 if said else 0.6))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return said + lines.read()
 
 
 def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path) -> None:

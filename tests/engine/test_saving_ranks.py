@@ -1,7 +1,8 @@
 """Checkpoints of several ranks: resumed to the bit, read by any other world, and refused by all or by none."""
 
 import os
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,12 @@ def go_on(
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[tuple[str, int], Run]:
-    return {}
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Run]:
+    """What ranks of a setting and world have trained and saved, once for all tests."""
+    return cache(lambda name, world: trained_and_resumed(name, world, tmp_path_factory.mktemp("saving")))
 
 
-def run(name: str, world: int, runs: dict[tuple[str, int], Run], made: pytest.TempPathFactory) -> Run:
+def trained_and_resumed(name: str, world: int, folder: Path) -> Run:
     """Trained through, with a checkpoint on the way; and gone on from that."""
 
     def through(program: Program) -> tuple[dict[str, Tensor], list[Any], dict[str, Tensor]]:
@@ -74,29 +76,21 @@ def run(name: str, world: int, runs: dict[tuple[str, int], Run], made: pytest.Te
         state, seen = go_on(name, program, zfunc.load(folder, program), SAVED_AT, STEPS)
         return seen, flats(state, "params", "state")
 
-    if (name, world) not in runs:
-        folder, same = made.mktemp("saving"), True
-        whole = on_every(programs(name, world), through)
-        again = on_every(programs(name, world), resumed)
-        for (_, expected, bits), (seen, got) in zip(whole, again, strict=True):
-            same &= repr(seen) == repr(expected) and all(torch.equal(x, bits[k]) for k, x in got.items())
-        runs[name, world] = folder, whole[0][0], same
-    return runs[name, world]
+    whole, same = on_every(programs(name, world), through), True
+    for (_, expected, bits), (seen, got) in zip(whole, on_every(programs(name, world), resumed), strict=True):
+        same &= repr(seen) == repr(expected) and all(torch.equal(x, bits[k]) for k, x in got.items())
+    return folder, whole[0][0], same
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @every_setting
-def test_a_resume_on_as_many_ranks_is_exact(
-    name: str, world: int, runs: dict[tuple[str, int], Run], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    assert run(name, world, runs, tmp_path_factory)[2]
+def test_a_resume_on_as_many_ranks_is_exact(name: str, world: int, run: Callable[[str, int], Run]) -> None:
+    assert run(name, world)[2]
 
 
 @pytest.mark.parametrize("reader", WORLDS)
 @every_setting
-def test_any_world_reads_what_any_other_wrote(
-    name: str, reader: int, runs: dict[tuple[str, int], Run], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_world_reads_what_any_other_wrote(name: str, reader: int, run: Callable[[str, int], Run]) -> None:
     """The weights to the bit; the next step to the rounding of sums in another order; no padding."""
 
     def read(program: Program, folder: Path) -> tuple[dict[str, Tensor], float]:
@@ -107,7 +101,7 @@ def test_any_world_reads_what_any_other_wrote(
     readers, alone = (programs(name, world, bucket_size=900, stage=2) for world in (reader, 1))
     sizes = set[int]()
     for writer in WORLDS:
-        folder, weights, _ = run(name, writer, runs, tmp_path_factory)
+        folder, weights, _ = run(name, writer)
         (got, loss), (_, expected) = (on_every(x, partial(read, folder=folder))[0] for x in (readers, alone))
         assert got.keys() == weights.keys()
         assert all(torch.equal(got[k], x) for k, x in weights.items())
