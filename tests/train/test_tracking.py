@@ -19,7 +19,7 @@ from table import plan_of
 
 from zfunc.train import tracking
 from zfunc.train.events import Evaluated, Event, Saved, Started, Stepped
-from zfunc.train.run_folder import create_run, record_event
+from zfunc.train.run_folder import create_run
 from zfunc.train.settings import TrainSettings
 from zfunc.train.tracking import SCALARS, TRACKERS
 
@@ -80,7 +80,7 @@ def run(of: TrainSettings, out: str, *, after: int = 0, until: int = 10, fails: 
             for event in events(of, after, until):
                 if fails and isinstance(event, Evaluated) and event.step == until:
                     raise InterruptedError
-                record_event(folder, event, "byte")
+                folder.record(event)
                 track(event)
     except InterruptedError:
         pass

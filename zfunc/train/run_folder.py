@@ -16,6 +16,7 @@ that resumes in its folder removes the lines after its checkpoint, so they are t
 `zfunc.train.history` reads these files.
 """
 
+import errno
 import json
 import logging
 import math
@@ -27,12 +28,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import attrs
-from attrs import define
+from attrs import define, field
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
-from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, read_json_object, rows_of
+from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, Row, read_json_object, rows_of
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
@@ -48,77 +49,116 @@ class RunFolder:
     path: Path
     new: bool  # created by this run
     _lock: int
-    _metrics: BinaryIO | None = None  # None in a resumed run, until it begins
-    step: int = -1  # of the last line
     begun: bool = False
-    summary: dict[str, Any] | None = None  # as written
+    summary: dict[str, Any] = field(factory=dict[str, Any])  # as written
+    _config: dict[str, Any] = field(factory=dict[str, Any])  # as written
+    _metrics: BinaryIO | None = None
+    _row: Row = field(factory=dict[str, Any])  # the last line of the metrics
+    _at: int = 0  # byte at which it begins
 
-    def begin(self, event: Started, held_out: str) -> None:
-        """Write the configuration. A resumed run first removes its summary and the metrics after its checkpoint."""
-        if self._metrics is None:
-            self.path.joinpath(SUMMARY).unlink(missing_ok=True)
-            for partial in filter(is_partial, self.path.iterdir()):
-                partial.unlink()
-            self._truncate_metrics(event, held_out)
-        replace_text(self.path / CONFIG, _json(_config(event)))
-        self.begun = True
+    def record(self, event: Event) -> None:
+        """Write an event."""
+        match event:
+            case Started():
+                self._begin(event)
+            case Evaluated():
+                self._add(event.step, {self._held_out: event.held_out})
+            case Saved():
+                saved = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
+                self._add(event.step, saved)
+            case Stepped():
+                fields = attrs.asdict(event, filter=attrs.filters.exclude("step", "held_out", "seconds_left"))
+                fields[self._held_out] = event.held_out
+                self._add(event.step, {k: x for k, x in fields.items() if x not in (None, {})})
+            case Traced():
+                plan, timeline, title = event.plan, event.timeline, self._title(event)
+                replace_text(self.path / "timeline.svg", svg(timeline, plan=plan, title=title))
+                replace_text(self.path / "timeline.html", page(timeline, plan=plan, title=title))
+                replace_text(self.path / PLAN, plan.text())
+                replace_text(self.path / TRACE, chrome_trace(timeline))
+            case Finished():
+                fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
+                name = event.checkpoint and event.checkpoint.name
+                self._summarize({**fields, self._held_out: event.held_out, "checkpoint": name, "sample": ""})
+            case Sampled():
+                self._summarize({"sample": event.text, **({"prompt": event.prompt} if event.prompt else {})})
+            case _:
+                pass
 
-    def append(self, step: int, fields: dict[str, Any]) -> None:
-        """Write the line of a step."""
-        assert self._metrics is not None
-        self._metrics.write(_line({"step": step, **fields}))
-        self._metrics.flush()  # a run that is killed keeps every step
-        self.step = step
-
-    def amend(self, step: int, fields: dict[str, Any]) -> None:
-        """Add to the last line, in place, or write a new line if the last one is another step's."""
-        if self.step != step:
-            self.append(step, fields)
-            return
-        assert self._metrics is not None
-        self._metrics.seek(-2, SEEK_END)  # the closing brace and the newline
-        self._metrics.write(b", " + _line(fields)[1:])
-        self._metrics.flush()
-
-    def summarize(self, fields: dict[str, Any]) -> None:
-        """Write the summary, or add to it."""
-        self.summary = {**(self.summary or {}), **fields}
-        replace_text(self.path / SUMMARY, _json(self.summary))
-
-    def _truncate_metrics(self, event: Started, held_out: str) -> None:
-        """Keep the lines up to the checkpoint that was loaded, if it is the run's own; otherwise none.
-
-        The checkpoint's own step loses its evaluation, which is repeated if it is due.
-        """
-        path, last = self.path / METRICS, event.step if event.own else 0
-        read = rows_of(path.read_bytes() if last and path.exists() else b"")[0]
-        rows = [row for row in read if row["step"] <= last]
-        if event.own and (not rows or rows[-1]["step"] != last):
-            log.warning(
-                "%s: got no line of step %d, after which the run resumes: lines are missing", path, last
-            )
-        elif event.own and event.checkpoint is not None:
-            row = {k: v for k, v in rows[-1].items() if k not in (held_out, "not_saved")}
-            rows[-1] = {**row, "saved": event.checkpoint.name}
-        with atomic_replace(path) as file:
-            file.writelines(map(_line, rows))
-        self._metrics = path.open("r+b")
-        self._metrics.seek(0, SEEK_END)
-        self.step = rows[-1]["step"] if rows else -1
+    def fail(self, error: BaseException) -> None:
+        """Write to the summary why the run failed. Training that had ended stays so: only the sample is missing."""
+        stopped = isinstance(error, KeyboardInterrupt)
+        if self.begun and not (stopped and self.summary):
+            message = f"{type(error).__name__}: {error}".rstrip(": ")
+            ended = {} if self.summary else {"ended": "stopped at once" if stopped else "failed"}
+            with suppress(OSError):  # a full disk may be the error itself
+                self._summarize({**ended, "error": message})
 
     def close(self) -> None:
         """Close the files. A folder that this run created and wrote nothing to is removed."""
         if self._metrics is not None:
             self._metrics.close()
-        if not (self.path / CONFIG).exists():
-            self.path.joinpath(METRICS).unlink(missing_ok=True)
-            if self.new:
-                self.path.rmdir()
+        if self.new and not self.begun:
+            self.path.rmdir()
         os.close(self._lock)
+
+    def _begin(self, event: Started) -> None:
+        """Write the configuration, and the metrics up to the checkpoint if that is the run's own."""
+        self.path.joinpath(SUMMARY).unlink(missing_ok=True)
+        for partial in filter(is_partial, self.path.iterdir()):
+            partial.unlink()
+        self._config = _config(event)
+        lines = [_line(row) for row in self._kept(event)]
+        with atomic_replace(self.path / METRICS) as file:
+            file.writelines(lines)
+        self._metrics = self.path.joinpath(METRICS).open("r+b")
+        if lines:
+            self._row, self._at = json.loads(lines[-1]), sum(map(len, lines[:-1]))
+        replace_text(self.path / CONFIG, _json(self._config))
+        self.begun = True
+
+    def _kept(self, event: Started) -> list[Row]:
+        """The rows up to the checkpoint. Its own step loses its evaluation, which is repeated if it is due."""
+        path = self.path / METRICS
+        if not event.own or not event.step:
+            return []
+        rows = [x for x in rows_of(path.read_bytes() if path.exists() else b"")[0] if x["step"] <= event.step]
+        if not rows or rows[-1]["step"] != event.step:
+            lost = "%s: got no line of step %d, after which the run resumes: lines are missing"
+            log.warning(lost, path, event.step)
+        elif event.checkpoint is not None:
+            row = {k: v for k, v in rows[-1].items() if k not in (self._held_out, "not_saved")}
+            rows[-1] = {**row, "saved": event.checkpoint.name}
+        return rows
+
+    @property
+    def _held_out(self) -> str:
+        return f"held_out_bits_per_{self._config['unit']}"
+
+    def _add(self, step: int, fields: dict[str, Any]) -> None:
+        """Add to the row of a step, which is the last one or a new one. A run that is killed keeps every step."""
+        assert self._metrics is not None
+        if self._row.get("step") != step:
+            self._row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
+        self._row |= fields
+        self._metrics.seek(self._at)
+        self._metrics.write(_line(self._row))
+        self._metrics.flush()
+
+    def _summarize(self, fields: dict[str, Any]) -> None:
+        """Write the summary, or add to it."""
+        self.summary |= fields
+        replace_text(self.path / SUMMARY, _json(self.summary))
+
+    def _title(self, event: Traced) -> str:
+        s, machine = _plain(self._config["settings"]), self._config["machine"]
+        where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
+        model = f"{s['num_layers']} x {s['hidden_size']} {self._config['architecture']}, {s['precision']}"
+        return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
 
 
 def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
-    """Make the folder `out`, or one in `runs` named after date and time, and open its metrics.
+    """Make the folder `out`, or one in `runs` named after date and time.
 
     With `again` the folder may be that of a run, which is resumed. Raises ValueError if it holds other files, is
     locked by another process, or cannot be written.
@@ -127,15 +167,16 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
         path = out or _unnamed()
         new = not path.exists() or out is None
         path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         descriptor = lock(path, wait=False)
         try:
-            if again and _is_run(path):
-                return RunFolder(path, False, descriptor)
-            _check_empty(path, again=again)
-            return RunFolder(path, new, descriptor, path.joinpath(METRICS).open("x+b"))
+            if not again or not _is_run(path):
+                _check_empty(path, again=again)
         except BaseException:
             os.close(descriptor)
             raise
+        return RunFolder(path, new, descriptor)
     except BlockingIOError as error:
         raise ValueError(
             f"out: got {out or RUNS}, in which another process is at work, expected a folder of this run alone: "
@@ -148,69 +189,48 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
         ) from error
 
 
-def record_event(run: RunFolder, event: Event, unit: str) -> None:
-    """Write an event to the folder. `unit` is that of the data, "byte" or "token"."""
-    held_out = f"held_out_bits_per_{unit}"
-    match event:
-        case Started():
-            run.begin(event, held_out)
-        case Evaluated():
-            run.amend(event.step, {held_out: event.held_out})
-        case Saved():
-            outcome = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
-            run.amend(event.step, outcome)
-        case Stepped():
-            fields = attrs.asdict(
-                event, filter=attrs.filters.exclude("step", "held_out", "epoch", "seconds_left")
-            )
-            more = {"epoch": event.epoch, held_out: event.held_out}
-            run.append(event.step, {k: x for k, x in (fields | more).items() if x not in (None, {})})
-        case Traced():
-            title = _title(event, json.loads((run.path / CONFIG).read_text()))
-            replace_text(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))
-            replace_text(run.path / "timeline.html", page(event.timeline, plan=event.plan, title=title))
-            replace_text(run.path / PLAN, event.plan.text())
-            replace_text(run.path / TRACE, chrome_trace(event.timeline))
-        case Finished():
-            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
-            name = event.checkpoint and event.checkpoint.name
-            run.summarize({**fields, held_out: event.held_out, "checkpoint": name, "sample": ""})
-        case Sampled():
-            run.summarize({"sample": event.text, **({"prompt": event.prompt} if event.prompt else {})})
-        case _:
-            pass
-
-
-def record_failure(run: RunFolder, error: BaseException) -> None:
-    """Write to the summary why the run failed. Training that had ended stays so: only the sample is missing."""
-    stopped = isinstance(error, KeyboardInterrupt)
-    if run.begun and not (stopped and run.summary):
-        message = f"{type(error).__name__}: {error}".rstrip(": ")
-        ended = {} if run.summary else {"ended": "stopped at once" if stopped else "failed"}
-        with suppress(OSError):  # a full disk may be the error itself
-            run.summarize({**ended, "error": message})
-
-
 def _unnamed() -> Path:
     """A new folder, created here, so that two runs started in the same second get different ones."""
     RUNS.mkdir(exist_ok=True)
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         path = RUNS / (name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+            return path
     raise FileExistsError(f"{RUNS / name} and a thousand more exist")
 
 
+def _is_run(path: Path) -> bool:
+    try:
+        return {"settings", "plan"} <= read_json_object(path / CONFIG).keys()
+    except ValueError:
+        return False
+
+
+def _check_empty(path: Path, *, again: bool) -> None:
+    """Refuse a folder with files, except for those of a run that was killed before it began, to go on with."""
+    files = list(path.iterdir())
+    if again and all(is_partial(x) or (x.name == METRICS and not x.stat().st_size) for x in files):
+        return
+    if again:
+        raise ValueError(
+            f"out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
+            "that is new or empty: name another"
+        )
+    if files:
+        raise ValueError(
+            f"out: got {path}, which holds files already, expected a new or empty folder: name another, or "
+            "resume the run in it with `resume=auto`; no run is ever overwritten"
+        )
+
+
 def _config(event: Started) -> dict[str, Any]:
-    plan = event.plan
+    plan, file = event.plan, event.settings.config
     return {
         "settings": {**attrs.asdict(event.settings), **event.sizes},
         "architecture": event.architecture or "GPT",
-        "deepspeed": None if event.settings.config is None else read_file(event.settings.config),
+        "deepspeed": None if file is None else read_file(file),
         "data": event.data,
         "unit": event.unit,
         "parameters": event.parameters,
@@ -227,42 +247,8 @@ def _config(event: Started) -> dict[str, Any]:
     }
 
 
-def _title(event: Traced, config: dict[str, Any]) -> str:
-    s, machine = config["settings"], config["machine"]
-    where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
-    model = f"{s['num_layers']} x {s['hidden_size']} {config['architecture']}, {s['precision']}"
-    return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
-
-
 def _line(fields: dict[str, Any]) -> bytes:
-    return (json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n").encode()
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return {"settings", "plan"} <= read_json_object(path / CONFIG).keys()
-    except ValueError:
-        return False
-
-
-def _check_empty(path: Path, *, again: bool) -> None:
-    """Refuse a folder with files, except for those of a run that was killed before it began, which are deleted."""
-    files = list(path.iterdir())
-    if again:
-        leftovers = [x for x in files if is_partial(x) or (x.name == METRICS and not x.stat().st_size)]
-        if len(leftovers) == len(files):
-            for x in leftovers:
-                x.unlink()
-            return
-        raise ValueError(
-            f"out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
-            "that is new or empty: name another"
-        )
-    if files:
-        raise ValueError(
-            f"out: got {path}, which holds files already, expected a new or empty folder: name another, or "
-            "resume the run in it with `resume=auto`; no run is ever overwritten"
-        )
+    return (json.dumps(_plain(fields)) + "\n").encode()
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -38,16 +38,10 @@ FP16_ONLY = ("loss_scale", "skipped")  # constant in other precisions
 log = logging.getLogger("zfunc")
 
 
-class Tracker(Protocol):
-    """Takes scalars by name, in the order of steps; what `log` was given is on the disk, or sent, after `close`."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
-
-
 class TensorBoard:
-    """A file of events in RUN/tensorboard."""
+    """A file of events in RUN/tensorboard. A tracker takes scalars by name, in the order of steps; what `log` was
+    given is on the disk, or sent, after `close`.
+    """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter
@@ -130,7 +124,7 @@ def _new_folder(path: Path) -> Path:
     return path
 
 
-TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Any]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "trackio": partial(WandB, library="trackio"),
@@ -156,7 +150,7 @@ def check_packages(settings: TrainSettings) -> None:
 def tracking(settings: TrainSettings, run: Path) -> Generator[Callable[[Event], None]]:
     """A function that writes the scalars of an event; call it after the event is recorded in the run folder."""
     begun: list[Started] = []
-    trackers: dict[str, Tracker] = {}
+    trackers: dict[str, Any] = {}
 
     def rows(event: Event) -> Iterator[Row]:
         """The rows of metrics that come with an event: at the start those that are in the run folder."""
@@ -188,7 +182,7 @@ def tracking(settings: TrainSettings, run: Path) -> Generator[Callable[[Event], 
             _close(tracker)
 
 
-def _close(tracker: Tracker | None) -> None:
+def _close(tracker: Any) -> None:
     if tracker is not None:
         with suppress(Exception):
             tracker.close()

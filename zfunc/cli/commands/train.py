@@ -80,7 +80,6 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
     from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
-    from zfunc.train.run_folder import record_event, record_failure
     from zfunc.train.setup import prepare_job
     from zfunc.train.tracking import tracking
 
@@ -97,12 +96,12 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
             output = progress(plain, stop) if live else nullcontext(plain)
             with output as screen, tracking(settings, run.path) as track:
                 for event in train_events(job, stop=stop, start=start):
-                    record_event(run, event, job.corpus.unit)
+                    run.record(event)
                     screen.show(event)
                     track(event)
                     failure = event.failure if isinstance(event, Saved) else failure
     except BaseException as error:
-        record_failure(run, error)
+        run.fail(error)
         if not run.begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
         raise TrainingFailed(f"{error}\n{_kept(run)}") from error
