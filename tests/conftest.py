@@ -84,7 +84,7 @@ def night(request: pytest.FixtureRequest) -> list[str]:
 LONGEST = ["laws", "hf", "ranks", "compile", "placement", "finetuning", "examples", "train_command"]
 LONGEST += ["random_operations"]
 LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", "hf_plans", "update"]
-LONGEST += ["resume", "plan_command", "gradients", "disk", "document_rows", "lora", "search"]
+LONGEST += ["resume", "plan_command", "gradients", "disk", "corpus", "lora", "search"]
 LONGEST += ["verify", "disk_faults", "planner", "threads", "whole_parameters", "deferred", "optimizers"]
 LONGEST += ["command_errors", "train_step", "timeline_pictures", "compact"]
 LONGEST += ["hf_folders", "calibrate", "native", "page_in_browser", "page"]

@@ -157,38 +157,6 @@ def test_chats_and_texts_keep_their_order(tmp_path: Path) -> None:
     assert loss_mask_of(corpus) == [1, 1, *[0] * 19, 1, 1, 1, 1, 1]
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": messages(1)[:1]}, "whose last turn is of the role 'user', expected the assi"),
-    ({"messages": []}, "got a chat without a message, expected the assistant's"),
-    ({"messages": "hi"}, "got 'hi', expected a list of objects, as in"),
-    ({"messages": [{"content": "a"}]}, "message 1: got no known role, expected"),
-    ({"messages": [{"role": "user"}]}, "message 1: got None, expected text"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "message 1: got .*image.*, expected text",
-    ),
-    (
-        {"conversations": [{"from": "me", "value": "a"}]},
-        "got no known role, .* in 'from' one of system, human",
-    ),
-    ({"conversations": [{"from": "gpt", "text": "a"}]}, "message 1: got None, expected text"),
-    (
-        {"conversations": [{"from": x, "value": "a"} for x in ("gpt", "human")]},
-        "of the role 'user', expected",
-    ),
-    ({"instruction": "a", "output": 5}, "message 2: got 5, expected text"),
-    ({"question": "a", "answer": "b"}, "got an object with answer, question, expected text, or"),
-    ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half a surrogate pair"),
-]
-
-
-@pytest.mark.parametrize(("record", "message"), REFUSED)
-def test_another_record_is_refused_with_its_line(record: Any, message: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"text": "fine"}, record)
-    with pytest.raises(ValueError, match=f"{path}, line 2.*{message}"):
-        opened(path, tmp_path)
-
-
 def test_a_template_that_refuses_a_chat_is_quoted(tmp_path: Path) -> None:
     saved(tmp_path, INST)
     path = write_jsonl(tmp_path / "a.jsonl", {"messages": messages(1, system=True)})

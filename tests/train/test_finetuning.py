@@ -25,6 +25,7 @@ from zfunc.train.setup import TrainingJob, prepare_job
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+Out = pytest.CaptureFixture[str]
 WORDS = ["<unk>", "</s>", *(f"w{n}" for n in range(45))]
 SIZE: dict[str, Any] = {
     **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -60,7 +61,7 @@ def job(**given: Any) -> TrainingJob:
     return prepare_job(TrainSettings(**settings), cache=Path("cache"))
 
 
-def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: Out) -> None:
     given = ("--data", "pairs.jsonl", "--lr", 1e-2, "--micro-batches", 2, "--save-every", 2, "--steps", 6)
     assert train(*given, "--out", "first") == 0
     out, err = capsys.readouterr()
@@ -93,7 +94,7 @@ def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: pytest
     assert not torch.equal(before["lm_head.weight"], trained.state_dict()["lm_head.weight"])
 
 
-def test_epochs_on_all_of_the_data_with_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_on_all_of_the_data_with_other_data_to_evaluate_on(capsys: Out) -> None:
     write_jsonl(Path("eval.jsonl"), *({"text": f"w1 w2 w{n}"} for n in range(9)))
     given = ("--data", "texts.jsonl", "--eval-data", "eval.jsonl", "--epochs", 0.5, "--lr-schedule", "linear")
     assert train(*given, "--warmup", 1, "--out", "run", "--no-sample") == 0
@@ -202,7 +203,7 @@ def test_losses_of_a_new_gpt_do_not_depend_on_micro_batches(data: str) -> None:
     assert losses == pytest.approx(losses[:1] * len(jobs), rel=1e-6)
 
 
-def test_a_new_gpt_learns_the_tokens_of_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_gpt_learns_the_tokens_of_a_tokenizer(capsys: Out) -> None:
     gpt = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", *TINY]
     given = ["train", *gpt, "--data", "texts.jsonl", "--tokenizer", "model/tokenizer.json", "--steps", "2"]
     assert main([*given, "--out", "run"]) == 0
@@ -241,9 +242,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_contradict_the_model_are_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_contradict_the_model_are_refused(name: str, capsys: Out) -> None:
     flags, message, happen = REFUSED[name]
     happen()
     assert train("--data", "texts.jsonl", "--steps", 2, *flags.split()) == 2

@@ -1,4 +1,4 @@
-"""Data on disk as a corpus: files, documents, what of them is learned and what is held out, and what is refused."""
+"""Data on disk as a corpus: files, records, datasets; what is learned, what is held out, what is refused."""
 
 import itertools
 import json
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_trainings import losses, train
 from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, trained, write_jsonl
 
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.documents import is_held_out, stdlib_files
+from zfunc.train.data.documents import holds_tokens, is_held_out, stdlib_files
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
@@ -28,6 +29,22 @@ def words(*numbers: int) -> str:
 def write(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+    return path
+
+
+def dataset(columns: dict[str, Any]) -> Any:
+    datasets = pytest.importorskip("datasets", reason="pip install 'zfunc[datasets]'")
+    return datasets.Dataset.from_dict(columns)
+
+
+def save(path: Path, columns: dict[str, Any], **more: Any) -> Path:
+    dataset(columns).save_to_disk(path, **more)
+    return path
+
+
+def save_splits(path: Path, **columns: dict[str, Any]) -> Path:
+    datasets = pytest.importorskip("datasets", reason="pip install 'zfunc[datasets]'")
+    datasets.DatasetDict({name: dataset(one) for name, one in columns.items()}).save_to_disk(path)
     return path
 
 
@@ -46,12 +63,9 @@ def test_the_split_of_names_never_changes() -> None:
 def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     texts = {f"sub{index % 3}/file{index}.txt": f"text {index}\n".encode() * 9 for index in range(80)}
-    for name, content in texts.items():
+    hidden = dict.fromkeys((".git/config", ".hidden", "sub0/.hidden/file"), b"hidden")
+    for name, content in (texts | hidden | {"binary": b"text" * 100_000 + b"\0", "empty": b""}).items():
         write(folder / name, content)
-    for name in (".git/config", ".hidden", "sub0/.hidden/file"):
-        write(folder / name, b"hidden")
-    write(folder / "binary", b"text at first" * 100_000 + b"\0")
-    write(folder / "empty", b"")
     (folder / "broken").symlink_to("nowhere")
     corpus = opened(folder, tmp_path)
     for part, held_out in ((corpus.train, False), (corpus.held_out, True)):
@@ -82,7 +96,7 @@ def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
 def test_one_file_is_mapped_in_place(tmp_path: Path) -> None:
     path = write(tmp_path / "book.txt", bytes(range(250)))
     corpus = opened(path, tmp_path)
-    assert corpus.train.tokens.tobytes() + corpus.held_out.tokens.tobytes() == path.read_bytes()
+    assert bytes(tokens_of(corpus)) == path.read_bytes()
     assert len(corpus.held_out) == 25
     assert isinstance(corpus.train.tokens, np.memmap)
     assert not (tmp_path / "cache").exists()
@@ -93,13 +107,11 @@ def test_tokens_with_and_without_a_held_out_file(tmp_path: Path, dtype: str) -> 
     tokens = np.arange(1000, dtype=dtype)
     path = write(tmp_path / "train.bin", tokens.tobytes())
     alone = opened(path, tmp_path, dtype=dtype, vocab_size=1000)
-    assert alone.train.tokens.tolist() == list(range(900))
-    assert alone.held_out.tokens.tolist() == list(range(900, 1000))
+    assert (tokens_of(alone), len(alone.train)) == (tokens.tolist(), 900)
     write(tmp_path / "val.bin", tokens[:50].tobytes())
     for where in (path, tmp_path):
         corpus = opened(where, tmp_path, dtype=dtype, vocab_size=1000)
-        assert corpus.train.tokens.tolist() == tokens.tolist()
-        assert corpus.held_out.tokens.tolist() == list(range(50))
+        assert tokens_of(corpus) == [*tokens.tolist(), *range(50)]
         assert isinstance(corpus.held_out.tokens, np.memmap)
         assert corpus.vocab_size == 1000
         assert str(tmp_path / "val.bin") in str(corpus)
@@ -120,14 +132,59 @@ def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     assert resident_bytes() - before < 50 << 20
 
 
-# --- documents --------------------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+SHAPES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "a.ndjson": lines,
+    "a.JSONL": lambda rows: lines(rows) + "\n",
+    "array.json": json.dumps,
+    "indented.json": lambda rows: "\ufeff \n" + json.dumps(rows, indent=2) + "\n\n",
+    "lines.json": lambda rows: lines(rows) + "\n",
+    "objects.json": lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
+}
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "saved", "parquet"])
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_records_are_the_same_in_every_shape(name: str, kind: str, tmp_path: Path) -> None:
+    texts = [{"text": f"line {n} of ü", "id": n} for n in range(40)]
+    pairs = [{"prompt": "p" * n, "completion": "größer [1, {" * n + "]}", "id": n} for n in range(12)]
+    rows: list[dict[str, Any]] = texts if kind == "text" else pairs
+    expected = opened(write_jsonl(tmp_path / "a.jsonl", *rows), tmp_path)
+    folder = tmp_path / "in"
+    if name == "saved":
+        read = [save(folder, columns_of(rows), num_shards=3)]
+    elif name == "parquet":
+        folder.mkdir()
+        dataset(columns_of(rows)).to_parquet(folder / "train.parquet")
+        read = [folder, folder / "train.parquet"]
+    else:
+        read = [folder, write(folder / name, SHAPES[name](rows).encode())]
+    for got in (opened(path, tmp_path) for path in read):
+        assert tokens_of(got) == tokens_of(expected)
+        assert loss_mask_of(got) == loss_mask_of(expected)
+        assert (len(got.train), got.train.tokens.dtype, got.vocab_size) == (
+            len(expected.train),
+            np.uint8,
+            256,
+        )
+        assert "left out: " in str(got)
 
 
 def test_texts_are_bytes_with_a_zero_after_each(tmp_path: Path) -> None:
     texts = [f"line {n} of ü" for n in range(40)]
     corpus = opened(write_jsonl(tmp_path / "a.jsonl", *({"text": t} for t in texts)), tmp_path)
     assert bytes(tokens_of(corpus)) == b"".join(t.encode() + b"\0" for t in texts)
-    assert (corpus.train.tokens.dtype, corpus.vocab_size, corpus.train.loss_mask) == (np.uint8, 256, None)
+    assert corpus.train.loss_mask is None
     assert corpus.train.tokens[-1] == 0, "whole documents are held out"
     assert 0.05 < len(corpus.held_out) / len(tokens_of(corpus)) <= 0.1
 
@@ -142,9 +199,8 @@ def test_of_a_pair_the_completion_and_its_end_are_learned_in_every_batch(tmp_pat
     first, held_out = trained(corpus.train, 5, 8, 7), corpus.held_out
     for inputs, targets in (first, held_out.read(held_out.spread(8, seq_length=7), seq_length=7)):
         assert set(targets.unique().tolist()) == {IGNORE_INDEX, 0, ord("X"), ord("Y")}
-        assert torch.equal(
-            targets[:, :-1] == IGNORE_INDEX, (inputs[:, 1:] == ord("a")) | (inputs[:, 1:] == ord("b"))
-        )
+        of_prompts = (inputs[:, 1:] == ord("a")) | (inputs[:, 1:] == ord("b"))
+        assert torch.equal(targets[:, :-1] == IGNORE_INDEX, of_prompts)
     plain, kept = trained(corpus.train.tokens, 5, 8, 7), first[1] != IGNORE_INDEX
     assert torch.equal(plain[0], first[0])
     assert torch.equal(plain[1][kept], first[1][kept])
@@ -188,12 +244,10 @@ def test_a_tokenizer_makes_tokens_with_its_end_after_each_document(
 
 
 def test_a_long_text_is_split_by_position(tokenizer_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(words(*(n % 50 for n in range(999))))
+    path = write(tmp_path / "a.txt", words(*(n % 50 for n in range(999))).encode())
     corpus = opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
     assert (len(corpus.train), len(corpus.held_out), corpus.held_out.tokens[-1]) == (900, 100, END)
-    few = write(tmp_path / "few" / "a.txt", b"x" * 999)
-    corpus = opened(few.parent, tmp_path)
+    corpus = opened(write(tmp_path / "few" / "a.txt", b"x" * 999).parent, tmp_path)
     assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
     assert corpus.description[1] == "held out: the end (too few files to hold whole ones out), 100 bytes"
 
@@ -232,26 +286,6 @@ def test_an_interrupted_packing_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     assert opened(tmp_path / "corpus", tmp_path).train.tokens.tobytes() == b"text"
 
 
-SHAPES: dict[str, Callable[[list[dict[str, str]]], str]] = {
-    "a.ndjson": lambda rows: "\n".join(map(json.dumps, rows)),
-    "a.JSONL": lambda rows: "\n".join(map(json.dumps, rows)) + "\n",
-    "array.json": json.dumps,
-    "indented.json": lambda rows: "\ufeff \n" + json.dumps(rows, indent=2) + "\n\n",
-    "lines.json": lambda rows: "\n".join(map(json.dumps, rows)) + "\n",
-    "objects.json": lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_records_are_the_same_in_every_shape(name: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "p" * n, "completion": "größer [1, {" * n + "]}"} for n in range(12)]
-    expected = opened(write_jsonl(tmp_path / "a.jsonl", *rows), tmp_path)
-    path = write(tmp_path / "in" / name, SHAPES[name](rows).encode())
-    for got in (opened(path.parent, tmp_path), opened(path, tmp_path)):
-        assert tokens_of(got) == tokens_of(expected)
-        assert loss_mask_of(got) == loss_mask_of(expected)
-
-
 def test_a_single_object_is_a_record_and_other_json_in_a_folder_is_text(tmp_path: Path) -> None:
     one = write(tmp_path / "one.json", b'{"text": "just this"}')
     assert tokens_of(opened(one, tmp_path)) == [*b"just this", 0]
@@ -260,22 +294,133 @@ def test_a_single_object_is_a_record_and_other_json_in_a_folder_is_text(tmp_path
         assert bytes(tokens_of(opened(path.parent, tmp_path))) == text + b"\0"
 
 
+# --- datasets ---------------------------------------------------------------------------------------------
+
+IDS = [[(n * k) % 300 for k in range(n % 7)] for n in range(40)]
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}]
+
+
+def test_pairs_and_the_split_that_is_held_out(tmp_path: Path) -> None:
+    def pairs(*numbers: int) -> dict[str, Any]:
+        return {"completion": [str(2 * n) for n in numbers], "prompt": [f"{n}=" for n in numbers]}
+
+    path = save_splits(tmp_path / "d", train=pairs(*range(20)), test=pairs(1), validation=pairs(7, 8))
+    corpus = opened(path, tmp_path)
+    assert bytes(corpus.held_out.tokens.tolist()) == b"7=14\x008=16\0"
+    assert loss_mask_of(corpus)[-10:] == [0, 0, 1, 1, 1] * 2
+    assert bytes(corpus.train.tokens.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
+    assert "held out: the split validation" in str(corpus)
+    assert "left out: the splits test" in str(corpus)
+    alone = opened(path / "train", tmp_path)
+    assert tokens_of(alone) == corpus.train.tokens.tolist()
+    assert "held out: the end" in str(alone)
+
+
+def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"input_ids": IDS, "text": ["a"] * 40}, num_shards=2)
+    assert holds_tokens(path)
+    corpus = opened(path, tmp_path, vocab_size=300)
+    assert tokens_of(corpus) == [x for row in IDS for x in row]
+    stream = corpus.train
+    assert (stream.tokens.dtype, corpus.vocab_size, stream.loss_mask) == (np.uint16, 300, None)
+    assert len(stream) in np.cumsum([len(row) for row in IDS]), "whole rows are held out"
+    assert opened(path, tmp_path, vocab_size=70_000).train.tokens.dtype == np.uint32
+
+
+def test_labels_give_the_loss_mask_and_padding_is_dropped(tmp_path: Path) -> None:
+    ids = [[n, n + 1, n + 2, 0] for n in range(30)]
+    labels = [[-100, row[1], row[2], -100] for row in ids]
+    columns = {"attention_mask": [[1, 1, 1, 0]] * 30, "input_ids": ids, "labels": labels}
+    corpus = opened(save(tmp_path / "d", columns), tmp_path)
+    assert tokens_of(corpus) == [x for row in ids for x in row[:3]]
+    assert loss_mask_of(corpus) == [0, 1, 1] * 30
+    assert "learned: 60 tokens, the labels of the others, in 30 documents, are -100" in str(corpus)
+
+
+def test_rows_that_were_selected_are_the_rows(tmp_path: Path) -> None:
+    dataset({"text": ["a", "b", "c", "d"]}).select([3, 1, 2]).save_to_disk(tmp_path / "d")
+    assert bytes(tokens_of(opened(tmp_path / "d", tmp_path))) == b"d\0b\0c\0"
+
+
+def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
+    """A DatasetDict of version 5.2, with 20 and 2 rows of prompt, completion and number."""
+    pytest.importorskip("datasets")
+    corpus = opened(Path(__file__).parents[1] / "goldens/saved_dataset", tmp_path)
+    assert bytes(corpus.train.tokens.tolist()) == b"".join(b"%d+%d=%d\0" % (n, n, 2 * n) for n in range(20))
+    assert bytes(corpus.held_out.tokens.tolist()) == b"3+3=6\x009+9=18\0"
+    assert "left out: the columns number" in str(corpus)
+
+
+def test_parquet_files_of_chats_as_the_hub_has_them(tmp_path: Path) -> None:
+    (tmp_path / "d" / "data").mkdir(parents=True)
+    (tmp_path / "d" / "README.md").write_text("a card")
+    for name, count in (("train-00000-of-00002", 3), ("train-00001-of-00002", 2), ("test-00000-of-00001", 1)):
+        rows = dataset({"id": range(count), "messages": [CHAT] * count})
+        rows.to_parquet(tmp_path / "d" / "data" / f"{name}.parquet")
+    corpus = opened(tmp_path / "d", tmp_path)
+    assert bytes(corpus.train.tokens.tolist()) == b"User: a\n\nAssistant: b\0" * 5
+    assert bytes(corpus.held_out.tokens.tolist()) == b"User: a\n\nAssistant: b\0"
+    assert "held out: the split test" in str(corpus)
+    assert "left out: the columns id" in str(corpus)
+    file = tmp_path / "d" / "data" / "test-00000-of-00001.parquet"
+    assert len(tokens_of(opened(file, tmp_path))) == len(corpus.held_out)
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="which datasets cannot read .*copy or save it again"):
+        opened(tmp_path / "d", tmp_path)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_training_on_tokens_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [[(n * k + n) % 300 for k in range(40)] for n in range(60)]
+    save(Path("d"), {"input_ids": ids, "labels": [[-100] * 20 + row[20:] for row in ids]})
+    job = ("--data", "d", "--vocab-size", 300, "--steps", 6)
+    assert train(*job, "--save-every", 3, "--out", "first") == 0
+    assert train(*job, "--resume", "first/checkpoints/step-00000003", "--out", "second") == 0
+    assert losses("second") == losses("first")[3:]
+    assert "bits per token" in capsys.readouterr().out
+    assert train(*job, "--tokenizer", "tokenizer.json", "--out", "no") == 2
+
+
 # --- what is refused --------------------------------------------------------------------------------------
 
 LINE = "a.jsonl, line 2"
-REFUSED: list[tuple[str, str | bytes, str]] = [
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ud800"}
+FROM = [{"from": x, "value": "a"} for x in ("gpt", "human")]
+REFUSED: list[
+    tuple[str, Any, str]
+] = [  # a file and its content; of a.jsonl, its second line; of a dataset, columns
     ("a.jsonl", '{"text": "a', rf"{LINE}: got invalid JSON \(Unterminated string starting at, column 10\)"),
     ("a.jsonl", b'{"text": "\xff"}', f"{LINE}: got invalid JSON .*utf-8"),
-    ("a.jsonl", "[1]", rf"{LINE}: got \[1\], expected .*write one object a document"),
-    ("a.jsonl", '{"txt": "a"}', f"{LINE}: got an object with txt, expected .*rename its keys"),
-    ("a.jsonl", '{"prompt": "a"}', f"{LINE}: got an object with prompt, expected"),
-    ("a.jsonl", '{"text": "", "prompt": "", "completion": ""}', "with completion, prompt, text"),
-    ("a.jsonl", '{"text": 5}', f"{LINE}, 'text': got 5, expected a string"),
-    ("a.jsonl", '{"prompt": null, "completion": ""}', "'prompt': got None, expected a string"),
+    ("a.jsonl", [1], rf"{LINE}: got \[1\], expected .*write one object a document"),
+    ("a.jsonl", {"txt": "a"}, f"{LINE}: got an object with txt, expected .*rename its keys"),
+    ("a.jsonl", {"prompt": "a"}, f"{LINE}: got an object with prompt, expected"),
+    ("a.jsonl", {"text": "", "prompt": "", "completion": ""}, "with completion, prompt, text"),
+    ("a.jsonl", {"text": 5}, f"{LINE}, 'text': got 5, expected a string"),
+    ("a.jsonl", {"prompt": None, "completion": ""}, "'prompt': got None, expected a string"),
     ("a.jsonl", '{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
-    ("a.jsonl", '{"text": "a\\ud800"}', f"{LINE}: got half a surrogate pair"),
+    ("a.jsonl", {"text": "a\ud800"}, f"{LINE}: got half a surrogate pair"),
     ("a.jsonl", '{"text": "a"} {"text": "b"}', "Extra data"),
     ("a.jsonl", "[" * 100_000, f"{LINE}: got invalid JSON"),
+    ("a.jsonl", {"messages": [USER]}, f"{LINE}: .*whose last turn is of the role 'user', expected the assi"),
+    ("a.jsonl", {"messages": []}, f"{LINE}: got a chat without a message, expected the assistant's"),
+    ("a.jsonl", {"messages": "hi"}, f"{LINE}: got 'hi', expected a list of objects, as in"),
+    ("a.jsonl", {"messages": [{"content": "a"}]}, f"{LINE}, message 1: got no known role, expected"),
+    ("a.jsonl", {"messages": [{"role": "user"}]}, f"{LINE}, message 1: got None, expected text"),
+    (
+        "a.jsonl",
+        {"messages": [USER | {"content": [{"type": "image"}]}]},
+        "message 1: got .*image.*, expected text",
+    ),
+    (
+        "a.jsonl",
+        {"conversations": [FROM[0] | {"from": "me"}]},
+        "no known role, .* in 'from' one of system, human",
+    ),
+    ("a.jsonl", {"conversations": [{"from": "gpt", "text": "a"}]}, "message 1: got None, expected text"),
+    ("a.jsonl", {"conversations": FROM}, f"{LINE}: .*of the role 'user', expected"),
+    ("a.jsonl", {"instruction": "a", "output": 5}, f"{LINE}, message 2: got 5, expected text"),
+    ("a.jsonl", {"question": "a", "answer": "b"}, "got an object with answer, question, expected text, or"),
+    ("a.jsonl", {"messages": [ANSWER]}, f"{LINE}: .*half a surrogate pair"),
     ("a.json", "so it goes", "record 1: got invalid JSON .*Expecting value.*name it .txt"),
     ("a.json", "[1, 2]", "record 1: got 1, expected .*write one object a document"),
     ("a.json", '[{"text": "a"}, {"txt": "a"}]', "record 2: got an object with txt, expected"),
@@ -292,18 +437,70 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("in/.hidden", b"text", r"got no text in .*in \(0 empty and 0 binary files\), expected"),
     ("in/empty", b"", r"got no text in .*in \(1 empty and 0 binary files\), expected"),
     ("in/binary", b"\0\1", r"got no text in .*in \(0 empty and 1 binary files\), expected"),
+    ("dataset", {"txt": ["a"], "id": [1]}, "with the columns txt, id, expected text"),
+    ("dataset", {"prompt": ["a"]}, "with the columns prompt, expected text"),
+    ("dataset", {"text": ["a", None]}, "row 1: got an object with nothing, expected text"),
+    ("dataset", {"text": [1, 2]}, "row 0, 'text': got 1, expected a string"),
+    ("dataset", {"prompt": [CHAT], "completion": ["b"]}, "row 0, 'prompt': got .*role.*, expected a string"),
+    (
+        "dataset",
+        {"input_ids": [[[1, 2]], [[3]]]},
+        "row 0: got input_ids .*, expected a list of whole numbers",
+    ),
+    ("dataset", {"input_ids": [[1, 2]], "labels": [1]}, "row 0: got labels 1, expected a list of whole"),
+    ("dataset", {"input_ids": [[1, None]]}, "row 0: got input_ids .*None.*, expected a list of whole"),
+    ("dataset", {"input_ids": [["a"]]}, "row 0: got input_ids .*, expected a list of whole"),
+    ("dataset", {"input_ids": [[1], None]}, "row 1: got input_ids None, expected a list of whole"),
+    (
+        "dataset",
+        {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [4, -100]]},
+        "row 1: got the label 4 for the",
+    ),
+    (
+        "dataset",
+        {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
+        "row 1: got 1 labels for 2 input_ids",
+    ),
+    (
+        "dataset",
+        {"input_ids": [[1], [99_999]]},
+        "row 1: got tokens from 99999 to 99999, expected .* below 50257",
+    ),
+    ("dataset", {"input_ids": [[1], [-1, 3]]}, "row 1: got tokens from -1 to 3"),
+    ("dataset", {"text": [""]}, "got no text in"),
+    ("dataset", {"input_ids": [[]]}, "got no text in"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
 def test_unusable_data_is_refused_with_its_place(
-    name: str, content: str | bytes, message: str, tmp_path: Path
+    name: str, content: Any, message: str, tmp_path: Path
 ) -> None:
-    content = content.encode() if isinstance(content, str) else content
-    path = write(tmp_path / name, b'{"text": ""}\n' + content if name == "a.jsonl" else content)
+    if name == "dataset":
+        path = save(tmp_path / "d", content)
+    else:
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        raw = text.encode() if isinstance(text, str) else text
+        path = write(tmp_path / name, b'{"text": ""}\n' + raw if name == "a.jsonl" else raw)
+        path = path if path.parent == tmp_path else path.parent
     with pytest.raises(ValueError, match=message):
-        opened(path if path.parent == tmp_path else path.parent, tmp_path)
+        opened(path, tmp_path)
     assert not list(tmp_path.glob("cache/*")), "nothing is left of it"
+
+
+def test_unusable_splits_and_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = {"text": ["a"] * 40}, {"prompt": ["a"], "completion": ["b"]}
+    with pytest.raises(ValueError, match="with the splits a, b, expected one called train: name the folder"):
+        opened(save_splits(tmp_path / "x", a=one, b=one), tmp_path)
+    with pytest.raises(ValueError, match="with text in train and prompt, completion in test"):
+        opened(save_splits(tmp_path / "y", train=one, test=other), tmp_path)
+    assert tokens_of(opened(save_splits(tmp_path / "z", a=one), tmp_path))
+    (tmp_path / "z" / "a" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "b.arrow"}]}))
+    with pytest.raises(ValueError, match="z, which datasets cannot read .*save it again"):
+        opened(tmp_path / "z", tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"needs datasets .*: pip install 'zfunc\[datasets\]'"):
+        opened(tmp_path / "y", tmp_path)
 
 
 def test_missing_and_unreadable_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,8 +521,11 @@ def test_a_tokenizer_takes_text_in_utf8(tokenizer_file: Path, tmp_path: Path) ->
     path = write(tmp_path / "a.txt", b"w1 \xe9")
     with pytest.raises(ValueError, match=f"got {path}, which is not UTF-8 at byte 3"):
         opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
+    tokens = write(tmp_path / "a.bin", b"1234")
     with pytest.raises(ValueError, match="which holds tokens, expected text or JSONL"):
-        opened(write(tmp_path / "a.bin", b"1234"), tmp_path, tokenizer=BYTES)
+        opened(tokens, tmp_path, tokenizer=BYTES)
+    with pytest.raises(ValueError, match=r"a\.bin, which does not say where documents end, expected text"):
+        opened(tokens, tmp_path, whole_documents=16)
 
 
 FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {

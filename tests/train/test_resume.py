@@ -32,6 +32,7 @@ from zfunc.engine.state import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.rendezvous import fresh_store
 
+Out = pytest.CaptureFixture[str]
 JOB = ("--steps", "10", "--eval-every", "4")
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -102,9 +103,7 @@ def test_a_run_ended_by_a_signal_resumes_to_the_bit(
 
 
 @pytest.mark.parametrize(("path", "step"), [("step-00000005", 5), ("", 10), ("..", 10)])
-def test_a_checkpoint_starts_another_run(
-    path: str, step: int, undisturbed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_starts_another_run(path: str, step: int, undisturbed: Path, capsys: Out) -> None:
     """A checkpoint, a folder of them, a run."""
     assert train("--out", "run", "--resume", undisturbed / "checkpoints" / path) == 0
     assert Path(config("run")["resumed_from"]).name == f"step-{step:08d}"
@@ -137,7 +136,7 @@ def test_a_run_from_a_checkpoint_resumes_from_it_until_it_has_its_own(
 # --- checkpoints on the way ------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_those_asked_for(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_those_asked_for(undisturbed: Path, capsys: Out) -> None:
     assert train("--out", "three", "--save-every", 4, "--keep", 3) == 0
     assert checkpoints("three") == ["step-00000004", "step-00000008", "step-00000010"]
     saved = {row["step"]: row["saved"] for row in rows("three") if "saved" in row}
@@ -152,7 +151,7 @@ def test_checkpoints_are_those_asked_for(undisturbed: Path, capsys: pytest.Captu
 
 
 def test_a_failed_save_is_logged_once_and_training_continues(
-    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """There is no room for the checkpoint of step 3; the disk fails in the middle of that of step 6."""
     begin = save_load.begin_writing
@@ -175,9 +174,7 @@ def test_a_failed_save_is_logged_once_and_training_continues(
     assert (rows("run")[3]["not_saved"], rows("run")[6]["not_saved"]) == ("no room", "pulled the plug")
 
 
-def test_where_the_last_step_cannot_be_saved_the_exit_code_is_1(
-    at_step: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_the_last_step_cannot_be_saved_the_exit_code_is_1(at_step: Any, capsys: Out) -> None:
     at_step(10, lambda: Path("run/checkpoints").touch())
     assert train("--out", "run") == 1
     err = capsys.readouterr().err
@@ -192,9 +189,7 @@ def test_where_the_last_step_cannot_be_saved_the_exit_code_is_1(
 # --- going on in a folder --------------------------------------------------------------------------------
 
 
-def test_metrics_end_at_the_step_that_is_resumed(
-    at_step: Any, undisturbed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_end_at_the_step_that_is_resumed(at_step: Any, undisturbed: Path, capsys: Out) -> None:
     at_step(9, fail)
     assert train("--out", "run", "--save-every", 3) == 1
     before = Path("run/metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -212,7 +207,7 @@ def test_metrics_end_at_the_step_that_is_resumed(
     assert measured("run") == measured(undisturbed)
 
 
-def test_lost_lines_are_logged(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_lines_are_logged(at_step: Any, capsys: Out) -> None:
     at_step(8, send(signal.SIGTERM))
     assert train("--out", "run") == 0
     lines = Path("run/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -223,7 +218,7 @@ def test_lost_lines_are_logged(at_step: Any, capsys: pytest.CaptureFixture[str])
     assert steps == [0, 1, 2, 3, 4, 8, 9, 10], "the evaluation of 8 is made again"
 
 
-def test_a_finished_run_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_changed(capsys: Out) -> None:
     assert train("--out", "run") == 0
     before = files("run")
     assert train("--out", "run", "--resume", "auto") == 0
@@ -234,7 +229,7 @@ def test_a_finished_run_is_not_changed(capsys: pytest.CaptureFixture[str]) -> No
     assert [row["step"] for row in rows("run")] == list(range(13))
 
 
-def test_auto_refuses_a_finished_run_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_refuses_a_finished_run_without_a_checkpoint(capsys: Out) -> None:
     """Hours of figures are not for a new training to write over."""
     assert train("--out", "run", "--save-every", 0) == 0
     before = files("run")
@@ -243,7 +238,7 @@ def test_auto_refuses_a_finished_run_without_a_checkpoint(capsys: pytest.Capture
     assert files("run") == before
 
 
-def test_a_run_without_summary_gets_one_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_summary_gets_one_without_a_step(capsys: Out) -> None:
     """Killed after its last checkpoint."""
     assert train("--out", "run") == 0
     expected = summary("run"), measured("run")
@@ -267,9 +262,7 @@ def test_a_damaged_checkpoint_is_skipped(at_step: Any, undisturbed: Path, capsys
     assert measured("run") == measured(undisturbed)
 
 
-def test_changed_settings_are_logged_with_both_values(
-    at_step: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_settings_are_logged_with_both_values(at_step: Any, capsys: Out) -> None:
     at_step(3, send(signal.SIGTERM))
     assert train("--out", "run") == 0
     Path("data.txt").write_text(Path("data.txt").read_text() + "and more")
@@ -298,7 +291,7 @@ def test_another_model_is_refused_and_nothing_changes(
     assert files("run") == before
 
 
-def test_auto_starts_a_new_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_starts_a_new_run(capsys: Out) -> None:
     Path("empty").mkdir()
     Path("killed").mkdir()  # before its config was written
     Path("killed/metrics.jsonl").touch()
@@ -313,7 +306,7 @@ def test_auto_starts_a_new_run(capsys: pytest.CaptureFixture[str]) -> None:
 # --- other ends ------------------------------------------------------------------------------------------
 
 
-def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any, capsys: Out) -> None:
     """There is no last step to decay to, which is said."""
     given = ("--seconds", 2, "--eval-every", 0, "--out", "run", "--resume", "auto")
     at_step(20, send(signal.SIGTERM))
@@ -333,7 +326,7 @@ def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any, capsys: pytest.C
 
 
 def test_seconds_end_a_run_and_change_none_of_its_steps(
-    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """The learning rate is that of the steps; with more seconds the run goes on as if it had never ended."""
     clock = itertools.count()  # a second a look

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -237,31 +238,21 @@ def test_trackio_has_the_calls_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None
 def visitors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """What comes to a server that takes the place of W&B's, and of any proxy."""
     came: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        here = f"http://127.0.0.1:{server.getsockname()[1]}"
 
-        def listen() -> None:
-            while True:
-                try:
-                    client, _ = server.accept()
-                except OSError:
-                    return
-                with client:
-                    client.settimeout(5)
-                    came.append(client.recv(200))
-                    client.sendall(
-                        b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                    )
+    class Answer(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            came.append(self.rfile.readline().strip())
+            self.wfile.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
-        thread = threading.Thread(target=listen)
-        thread.start()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
-            monkeypatch.setenv(name, here)
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_address[1]}")
         yield came
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        server.shutdown()
 
 
+@pytest.mark.slow  # W&B takes its time to start
 def test_offline_wandb_sends_nothing(visitors: list[bytes]) -> None:
     pytest.importorskip("wandb")
     code = "from pathlib import Path; from zfunc.train.tracking import *; Path('run').mkdir()\n"
@@ -270,7 +261,7 @@ def test_offline_wandb_sends_nothing(visitors: list[bytes]) -> None:
     assert history("run") == {"loss": [(1, 2.5)]}
     assert not visitors
     with socket.create_connection(("127.0.0.1", int(os.environ["HTTP_PROXY"].rpartition(":")[2]))) as client:
-        client.sendall(b"somebody")
+        client.sendall(b"somebody\n")
         client.recv(10)
     assert visitors == [b"somebody"], "else nobody would have been seen"
 

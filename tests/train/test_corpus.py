@@ -1,6 +1,8 @@
-"""--packing documents: sequences of whole documents, each of which is computed as if it were alone."""
+"""Batches in any order, from the position alone; sequences of whole documents, each as if it were alone."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,99 @@ from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from small_trainings import config, measured, train
-from text_data import opened, write_jsonl
+from text_data import opened, trained, write_jsonl
 from torch.nn.utils.rnn import pad_sequence
 
 import zfunc
 from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.corpus import TokenStream
+
+
+def windows(num_tokens: int, seq_length: int) -> int:
+    return max(1, (num_tokens - seq_length) // seq_length)
+
+
+lengths = st.integers(1, 9).flatmap(lambda seq: st.tuples(st.just(seq), st.integers(seq + 1, 300)))
+seeds = st.integers(-(2**70), 2**70)
+
+
+@given(lengths, seeds, st.integers(0, 5))
+def test_an_epoch_sees_every_window_once(sizes: tuple[int, int], seed: int, epoch: int) -> None:
+    seq, num_tokens = sizes
+    count = windows(num_tokens, seq)
+    inputs, targets = trained(np.arange(num_tokens), epoch * count, count, seq, seed=seed)
+    starts = sorted(inputs[:, 0].tolist())
+    assert starts == list(range(starts[0], starts[0] + count * seq, seq))
+    assert starts[0] < seq
+    assert torch.equal(targets, inputs + 1)
+    assert targets.max() < num_tokens
+
+
+@given(lengths, seeds, st.integers(0, 10**6), st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_a_resume_needs_the_position_alone(
+    sizes: tuple[int, int], seed: int, position: int, batch_sizes: list[int]
+) -> None:
+    seq, num_tokens = sizes
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    once, _ = trained(tokens, position, sum(batch_sizes), seq, seed=seed)
+    firsts = itertools.accumulate([position, *batch_sizes])
+    parts = [trained(tokens, at, n, seq, seed=seed)[0] for at, n in zip(firsts, batch_sizes, strict=False)]
+    assert torch.equal(once, torch.cat(parts))
+
+
+def test_batches_are_the_same_on_every_machine() -> None:
+    inputs, targets = trained(np.arange(10_000), 7, 6, 3, seed=1)
+    assert inputs[:, 0].tolist() == [358, 2122, 5053, 7369, 8371, 7096]
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (6, 3)
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+
+
+def test_epochs_and_seeds_have_their_own_order_and_offset() -> None:
+    stream, count = TokenStream(np.arange(64 * 101)), windows(64 * 101, 64)
+    orders = [
+        stream.order(epoch * count, count, seq_length=64, seed=n) for epoch in range(3) for n in range(3)
+    ]
+    assert len({tuple(order) for order in orders}) == 9
+    assert len({min(order) for order in orders}) >= 6
+    steps = np.abs(np.diff([start // 64 for start in orders[0]]))
+    assert steps.mean() == pytest.approx(count / 3, rel=0.25)  # of a random permutation
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "limit", "count", "apart"),
+    [(1001, 46, 46, {20, 30}), (31, 9, 3, {10}), (1001, 10**9, 100, {10})],
+)
+def test_held_out_windows_are_spread_evenly(num_tokens: int, limit: int, count: int, apart: set[int]) -> None:
+    """And are the same in batches of any size: test_finetuning."""
+    starts = TokenStream(np.arange(num_tokens)).spread(limit, seq_length=10)
+    assert (len(starts), set(np.diff(starts).tolist())) == (count, apart)
+    assert all(start % 10 == 0 for start in starts)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 0])
+def test_data_shorter_than_a_sequence_is_refused(num_tokens: int) -> None:
+    stream = TokenStream(np.zeros(num_tokens))
+    for call in (partial(stream.order, 0, 1, seed=0), partial(stream.spread, 1)):
+        with pytest.raises(
+            ValueError, match=f"got {num_tokens} tokens for seq_length=8, expected at least 9"
+        ):
+            call(seq_length=8)
+
+
+def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
+    tokens = np.zeros(1000, np.uint16)
+    tokens[777] = 300
+    with pytest.raises(
+        ValueError, match=r"got token 300 at position 777 .* below 300: pass the `vocab_size`"
+    ):
+        trained(tokens, 0, 99, 10, vocab_size=300)
+    trained(tokens, 0, 99, 10, vocab_size=301)
+
+
+# --- sequences of whole documents -------------------------------------------------------------------------
 
 
 @hypothesis(max_examples=60)
@@ -121,9 +209,3 @@ def test_a_training_packs_documents_and_resumes(capsys: pytest.CaptureFixture[st
     assert measured("second")[-2:] == measured("first")[-2:]
     corpus = opened(Path("pairs.jsonl"), Path(), whole_documents=16)
     assert config("first")["settings"]["steps"] == -(-corpus.train.num_sequences(16) // 4)
-
-
-def test_tokens_without_documents_are_refused(tmp_path: Path) -> None:
-    np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(ValueError, match=r"a\.bin, which does not say where documents end, expected text"):
-        opened(tmp_path / "a.bin", tmp_path, whole_documents=16)
