@@ -1,6 +1,7 @@
 """`zfunc train --hf`: a local model trained on JSONL, stopped, gone on with, and written back."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,16 +37,31 @@ TINY = ["--seq-length", "12", "--batch-size", "4", "--eval-every", "3"]
 GPT = {"hf": None, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
 
 
-@pytest.fixture(autouse=True)
-def a_model_and_data(own_folder: Path) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and data."""
+    folder = tmp_path_factory.mktemp("made")
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)).save_pretrained("model")
-    save_tokenizer(Path("model/tokenizer.json"), WORDS)
-    write_jsonl(
-        Path("texts.jsonl"), *({"text": " ".join(f"w{(n + k) % 45}" for k in range(9))} for n in range(40))
-    )
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)).save_pretrained(folder / "model")
+    save_tokenizer(folder / "model/tokenizer.json", WORDS)
+    texts = ({"text": " ".join(f"w{(n + k) % 45}" for k in range(9))} for n in range(40))
+    write_jsonl(folder / "texts.jsonl", *texts)
     pairs = ((["w1"] * (n % 4 + 1), ["w2"] * (n * n % 7)) for n in range(80))
-    write_jsonl(Path("pairs.jsonl"), *({"prompt": " ".join(a), "completion": " ".join(b)} for a, b in pairs))
+    write_jsonl(
+        folder / "pairs.jsonl", *({"prompt": " ".join(a), "completion": " ".join(b)} for a, b in pairs)
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def a_model_and_data(own_folder: Path, made: Path) -> None:
+    shutil.copytree(made, own_folder, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def pairs(made: Path) -> TrainingJob:
+    """A job on pairs, for tests that leave it as it is."""
+    return job(data=made / "pairs.jsonl", hf=made / "model", cache=made / "cache")
 
 
 def train(*more: object) -> int:
@@ -56,9 +72,9 @@ def pretrained(folder: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def job(**given: Any) -> TrainingJob:
+def job(cache: Path = Path("cache"), **given: Any) -> TrainingJob:
     settings = {"seq_length": 12, "batch_size": 4, "data": Path("pairs.jsonl"), "hf": Path("model"), **given}
-    return prepare_job(TrainSettings(**settings), cache=Path("cache"))
+    return prepare_job(TrainSettings(**settings), cache=cache)
 
 
 def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: Out) -> None:
@@ -116,8 +132,9 @@ def test_a_fine_tuning_is_one_epoch_without_a_bound() -> None:
     assert (settings["epochs"], settings["seconds"], settings["steps"]) == (1, None, len(rows("run")))
 
 
-def test_a_sample_is_the_answer_to_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = job()
+def test_a_sample_is_the_answer_to_a_held_out_prompt(
+    pairs: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = pairs.corpus.held_out.first_prompt(12)
     assert set(pairs.decode(prompt).split()) == {"w1"}
     assert pairs.stops == {WORDS.index("</s>")}
@@ -144,8 +161,7 @@ def rank_of_two(rank: int) -> Any:
     return cast("Any", SimpleNamespace(rank=rank, world=2))
 
 
-def test_ranks_weight_rows_by_the_whole_batch() -> None:
-    pairs = job()
+def test_ranks_weight_rows_by_the_whole_batch(pairs: TrainingJob) -> None:
     inputs, (labels, weights) = pairs.batch(4)
     parts = [rank_batch(pairs.settings, pairs.corpus, 4, rank_of_two(rank)) for rank in (0, 1)]
     assert torch.equal(torch.cat([x for x, _ in parts]), inputs)

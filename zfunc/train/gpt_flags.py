@@ -5,7 +5,7 @@ from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
-from zfunc.train.settings import OPTIMIZER_ARGUMENTS, GPTFlags
+from zfunc.train.settings import OPTIMIZERS, GPTFlags
 
 GPT2_VOCAB_SIZE = 50_257
 
@@ -24,8 +24,7 @@ def gpt_config(settings: GPTFlags) -> GPTConfig:
 
 def planned_optimizer(settings: GPTFlags) -> NamedOptimizer:
     """An optimizer with the state of the one that `zfunc train` takes: it orders the parameters of a segment."""
-    arguments = OPTIMIZER_ARGUMENTS[settings.optimizer]
-    return make_optimizer(settings.optimizer, decay=matrices_only, **arguments)
+    return make_optimizer(settings.optimizer, decay=matrices_only, **OPTIMIZERS[settings.optimizer][2])
 
 
 def vocabulary(settings: GPTFlags) -> int:

@@ -71,22 +71,16 @@ def _resume(name: str, value: Any) -> None:
 
 _names = ", ".join
 
-OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets them
-    "adamw": {"lr": 4e-3, "weight_decay": 0.1},
-    "sgd": {"lr": 0.1, "weight_decay": 1e-4},
-    "lion": {"lr": 1e-3, "weight_decay": 0.4},
-    "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
-    "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
-    "muon": {"lr": 4e-3, "weight_decay": 0.1},
+OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {
+    "adamw": (4e-3, 0.1, {"betas": (0.9, 0.95)}),
+    "sgd": (0.1, 1e-4, {"momentum": 0.9}),
+    "lion": (1e-3, 0.4, {}),
+    "adagrad": (2e-2, 0.0, {}),
+    "adafactor": (5e-2, 0.0, {}),
+    "muon": (4e-3, 0.1, {"betas": (0.9, 0.95)}),
 }
-OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
-    "adamw": {"betas": (0.9, 0.95)},
-    "sgd": {"momentum": 0.9},
-    "lion": {},
-    "adagrad": {},
-    "adafactor": {},
-    "muon": {"betas": (0.9, 0.95)},
-}
+"""Learning rate and weight decay where no setting says them, and other arguments where no configuration does."""
+OPTIMIZER_DEFAULTS = {name: {"lr": lr, "weight_decay": decay} for name, (lr, decay, _) in OPTIMIZERS.items()}
 
 
 def _by_optimizer(name: str) -> str:

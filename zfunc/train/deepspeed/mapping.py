@@ -30,7 +30,7 @@ from zfunc.train.deepspeed.learning_rate_schedules import (
     onecycle_betas,
     sets_lr_alone,
 )
-from zfunc.train.settings import OPTIMIZER_ARGUMENTS, TrainSettings
+from zfunc.train.settings import OPTIMIZERS, TrainSettings
 
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
@@ -154,7 +154,7 @@ class ConfigExtras:
 @lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
     """What `settings.config` adds to the settings. Raises ValueError if they contradict it."""
-    usual = OPTIMIZER_ARGUMENTS[settings.optimizer]
+    usual = OPTIMIZERS[settings.optimizer][2]
     if settings.config is None:
         return ConfigExtras(optimizer=MappingProxyType(dict(usual)))
     values = read_values(settings.config)
