@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zfunc.train.data.tokenizer import Located, in_calls, in_pieces
+from zfunc.train.data.tokenizer import BYTES, Located, in_calls, in_pieces
 
 WORDS = ["the", "of", "schedule", "gradient", "über", "日本語のテキスト", "🙂", "x=1;", "1,024", "don't"]
 WORDS += ["\n\n", "    "]
@@ -65,10 +65,17 @@ def test_texts_are_tokenized_in_calls_that_are_bounded(monkeypatch: pytest.Monke
     monkeypatch.setattr("zfunc.train.data.tokenizer.CALL", 30)
     calls = list[list[str]]()
 
-    def encode(texts: Sequence[str]) -> list[str]:
+    def locate(texts: Sequence[str]) -> list[Located]:
         calls.append(list(texts))
-        return [text.upper() for text in texts]
+        return BYTES.locate(texts)
 
     texts = ["a" * (n % 13) for n in range(40)]
-    assert in_calls(encode, str.title, texts) == [x.upper() if len(x) <= 10 else x.title() for x in texts]
+    found = [(ids.tolist(), spans.tolist()) for ids, spans in in_calls(locate, texts)]
+    assert found == [(ids.tolist(), spans.tolist()) for ids, spans in BYTES.locate(texts)]
     assert all(sum(map(len, call)) <= 30 + 10 for call in calls)
+
+
+def test_bytes_are_located_in_their_characters() -> None:
+    ((ids, spans),) = BYTES.locate(["aü🙂"])
+    assert bytes(ids.tolist()).decode() == "aü🙂"
+    assert spans.tolist() == [[n, n + 1] for n in (0, 1, 1, 2, 2, 2, 2)]

@@ -374,7 +374,7 @@ def _chats(chats: list[Chat], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray
             "text, expected a template, for chats: write a chat_template.jinja beside it"
         )
     rendered = [x for chat in chats for x in tokenizer.chat.render(chat)]
-    located = tokenizer.encode_located([x.text for x in rendered])
+    located = tokenizer.locate([x.text for x in rendered])
     for chat, (tokens, spans) in zip(rendered, located, strict=True):
         learned = np.zeros(len(tokens), bool)
         for first, last in chat.learned:  # a token may begin with a space of the prompt

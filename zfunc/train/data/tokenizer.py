@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from attrs import frozen
 
 from zfunc.train.data.chat import ASSISTANT, Chat, ChatTemplate
 
-T = TypeVar("T")
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
 CALL, PIECE = 1 << 20, 1 << 16  # characters of a call of the library, which holds about 150 bytes for each
 SAME = 8  # tokens that two pieces of a text must share
@@ -51,15 +50,18 @@ class Vocabulary:
 class Tokenizer(Vocabulary):
     """Text to tokens. `end` follows every document; a chat ends as the template, `chat`, has it.
 
-    `encode_located(texts)` returns the tokens of each text, int64 [tokens], and each one's characters, [tokens, 2].
+    `locate(texts)` returns the tokens of each text, int64 [tokens], and each one's characters, [tokens, 2].
     """
 
     name: str
     end: int
-    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    locate: Callable[[Sequence[str]], list[Located]]
     decode: Callable[[Sequence[int]], str]
-    encode_located: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
     chat: ChatTemplate
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each text, int64 [tokens]."""
+        return [ids for ids, _ in self.locate(texts)]
 
     @property
     def stops(self) -> frozenset[int]:
@@ -73,23 +75,17 @@ class Tokenizer(Vocabulary):
         return frozenset({self.end, *after[:1].tolist()})
 
 
-def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
-    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-def _locate_bytes(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    lengths = [[len(character.encode()) for character in text] for text in texts]
-    starts = [np.repeat(np.arange(len(n)), n) for n in lengths]
-    return [(ids, np.stack([at, at + 1], 1)) for ids, at in zip(_encode_bytes(texts), starts, strict=True)]
+def _locate_bytes(texts: Sequence[str]) -> list[Located]:
+    every = (np.frombuffer(text.encode(), np.uint8) for text in texts)
+    starts = ((ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in every)  # other bytes go on with a character
+    return [(ids, np.stack([at, at + 1], 1)) for ids, at in starts]
 
 
 def _decode_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Tokenizer(
-    "bytes", 256, "bytes", 0, _encode_bytes, _decode_bytes, _locate_bytes, ChatTemplate(end="\0")
-)
+BYTES = Tokenizer("bytes", 256, "bytes", 0, _locate_bytes, _decode_bytes, ChatTemplate(end="\0"))
 """UTF-8, with zero after a document."""
 
 
@@ -123,39 +119,28 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     if chat.source:
         digest += "-" + hashlib.sha256(repr(chat).encode()).hexdigest()[:16]
 
-    def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int64) for encoding in encodings]
-
-    def encode_located(texts: Sequence[str]) -> list[Located]:
+    def locate(texts: Sequence[str]) -> list[Located]:
         encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(x.ids, np.int64), np.array(x.offsets, np.int64).reshape(-1, 2)) for x in encodings]
 
-    def encode_long(text: str) -> np.ndarray:
-        return in_pieces(encode_located, text)[0]
-
     size = max(size, end + 1)
-    located = partial(in_calls, encode_located, partial(in_pieces, encode_located))
-    encoded = partial(in_calls, encode, encode_long)
-    return Tokenizer(digest, size, str(path), end, encoded, loaded.decode, located, chat)
+    return Tokenizer(digest, size, str(path), end, partial(in_calls, locate), loaded.decode, chat)
 
 
 # --- long texts ------------------------------------------------------------------------------------------
 
 
-def in_calls(
-    encode: Callable[[Sequence[str]], list[T]], long: Callable[[str], T], texts: Sequence[str]
-) -> list[T]:
-    """`encode` of texts in calls of about CALL characters at most, and `long` of each that is longer than PIECE.
+def in_calls(locate: Callable[[Sequence[str]], list[Located]], texts: Sequence[str]) -> list[Located]:
+    """`locate` of texts in calls of about CALL characters at most, and in pieces of each that is longer than PIECE.
 
     So memory is bounded, and an interrupt is heard between two calls.
     """
     short = [text for text in texts if len(text) <= PIECE]
-    done: list[T] = []
+    done: list[Located] = []
     for _, call in groupby(zip(short, accumulate(map(len, short)), strict=True), lambda x: x[1] // CALL):
-        done += encode([text for text, _ in call])
+        done += locate([text for text, _ in call])
     rest = iter(done)
-    return [next(rest) if len(text) <= PIECE else long(text) for text in texts]
+    return [next(rest) if len(text) <= PIECE else in_pieces(locate, text) for text in texts]
 
 
 def in_pieces(locate: Callable[[Sequence[str]], list[Located]], text: str) -> Located:

@@ -69,7 +69,7 @@ class Key:
         if self.switch and isinstance(value, dict):
             return cast("dict[str, Any]", value).get(self.switch) not in (None, False, 0, AUTO)
         switches = [*_switches(cast("dict[str, Any]", value))] if isinstance(value, dict) else []
-        return any(switches) if switches else bool(value)
+        return any(switches) if switches else bool(cast("object", value))
 
 
 def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
