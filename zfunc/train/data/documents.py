@@ -15,7 +15,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from attrs import frozen
@@ -24,7 +24,7 @@ from zfunc.checkpoint.strict_json import unique_keys
 from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.train.data.chat import Chat, chat_of
 
-Source = tuple[str, Path]  # a name, the same on every machine, and the path on this one
+File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
 PARQUET = ".parquet"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
@@ -65,12 +65,34 @@ class Tokens:
 
 
 AnyDocument = Document | Chat | Tokens | bytes  # bytes: a text file that is trained on as it is
+Parts = Iterator[
+    tuple[bool, Iterator[AnyDocument]]
+]  # whether they are held out, and the documents of a file or split
+
+
+@frozen(eq=False)
+class DocumentSource:
+    """Where documents are. `parts(counts)` has those of each file or split, those held out last, and counts what is
+    left out.
+    """
+
+    files: list[File]  # which are as they were where their sizes and times are
+    parts: Callable[[Counter[str]], Parts]
+    at_the_end: str  # what is held out, where no part is
+    held_out_split: str = ""  # of a dataset that has one
+    columns: tuple[str, ...] = ()  # of a dataset, that are read
+    notes: tuple[str, ...] = ()  # what is left out of a dataset
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether its documents are tokens."""
+        return IDS in self.columns
 
 
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def walk(root: Path, skipped: Callable[[str], bool] = lambda part: part.startswith(".")) -> list[Source]:
+def walk(root: Path, skipped: Callable[[str], bool] = lambda part: part.startswith(".")) -> list[File]:
     """The regular files under `root`, sorted by name. Links to files are followed, links to folders are not."""
 
     def fail(error: OSError) -> None:
@@ -83,7 +105,7 @@ def walk(root: Path, skipped: Callable[[str], bool] = lambda part: part.startswi
     return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
 
 
-def stdlib_files() -> list[Source]:
+def stdlib_files() -> list[File]:
     """The .py sources of Python's standard library, without tests, GUI, packaging tools and generated tables."""
     files = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_STDLIB.__contains__)
     generated = ("_sysconfigdata", "config-")  # the build of this machine's Python
@@ -108,31 +130,29 @@ def unreadable(path: Path, error: OSError) -> ValueError:
     )
 
 
-@frozen(eq=False)
-class TextFiles:
+def text_files(files: list[File], *, named: bool, text: bool) -> DocumentSource:
     """Files of documents, of which a share is held out.
 
     A .json holds records if the user `named` it; in a folder, where it may be anything, if it begins with one. With
     `text` a text file must be UTF-8, else it is bytes.
     """
 
-    files: list[Source]
-    named: bool
-    text: bool
-    columns: ClassVar[tuple[str, ...]] = ()
-    tokenized: ClassVar = False
-    held_out_split: ClassVar = ""
-    at_the_end: ClassVar = "the end (too few files to hold whole ones out)"
-    notes: ClassVar[tuple[str, ...]] = ()
+    def parts(counts: Counter[str]) -> Parts:
+        for name, path in sorted(files, key=lambda x: is_held_out(x[0])):
+            yield is_held_out(name), documents(path, counts)
 
-    def parts(self, counts: Counter[str]) -> Iterator[tuple[bool, Iterator[AnyDocument]]]:
-        """The documents of each file, those held out last, and whether they are; what is left out is counted."""
-        for name, path in sorted(self.files, key=lambda x: is_held_out(x[0])):
-            yield is_held_out(name), self._readable(path, counts)
-
-    def _readable(self, path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
+    def documents(path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
         try:
-            yield from self._documents(path, counts)
+            if not path.stat().st_size:
+                counts["empty"] += 1
+            elif path.suffix.lower() in LINES or (
+                path.suffix.lower() == JSON and (named or _begins_with_record(path))
+            ):
+                yield from (document_of(value, where, counts) for where, value in _records(path))
+            elif b"\0" in (content := path.read_bytes()):
+                counts["binary"] += 1
+            else:
+                yield Document(content.decode()) if text else content + b"\0"
         except OSError as error:
             raise unreadable(path, error) from error
         except UnicodeDecodeError as error:
@@ -141,47 +161,30 @@ class TextFiles:
                 "it, or leave it out"
             ) from error
 
-    def _documents(self, path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
-        """The documents of a file; none of a binary one, which has a zero byte, unless it is of records."""
-        suffix = path.suffix.lower()
-        if not path.stat().st_size:
-            counts["empty"] += 1
-        elif suffix in LINES:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        where = f"{path}, line {number}"
-                        yield document_of(_parsed(line, where), where, counts)
-        elif suffix == JSON and (self.named or _begins_with_record(path)):
-            for number, value in enumerate(_numbered(path), 1):
-                yield document_of(value, f"{path}, record {number}", counts)
-        elif b"\0" in (content := path.read_bytes()):
-            counts["binary"] += 1
-        else:
-            yield Document(content.decode()) if self.text else content + b"\0"
+    return DocumentSource(files, parts, "the end (too few files to hold whole ones out)")
 
 
-def _parsed(line: bytes, where: str) -> Any:
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each record of a file is, and its value."""
+    lines, where = path.suffix.lower() in LINES, f"{path}, record 1"
     try:
-        return json.loads(line.decode(), object_pairs_hook=unique_keys)
+        if not lines:
+            for number, value in enumerate(_values(path), 2):
+                yield where, value
+                where = f"{path}, record {number}"
+            return
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, json.loads(line.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
-        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(
-            f"{where}: got invalid JSON ({reason}), {EXPECTED}: correct or delete the line"
-        ) from error
-
-
-def _numbered(path: Path) -> Iterator[Any]:
-    count = 0
-    try:
-        for value in _values(path):
-            count += 1
-            yield value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path}, record {count + 1}: got invalid JSON ({error}), expected an array of records, such as "
-            '[{"text": "..."}]: correct it, or name it .txt if it is text to train on'
-        ) from error
+        reason, do = str(error), f"{EXPECTED}: correct or delete the line"
+        if lines and isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg}, column {error.colno}"
+        if not lines:
+            do = 'expected an array of records, such as [{"text": "..."}]: correct it, or name it .txt'
+        raise ValueError(f"{where}: got invalid JSON ({reason}), {do}") from error
 
 
 def _values(path: Path) -> Iterator[Any]:
@@ -252,53 +255,6 @@ def document_of(record: Any, where: str, counts: Counter[str]) -> Document | Cha
 # --- datasets ---------------------------------------------------------------------------------------------
 
 
-@frozen(eq=False)
-class SavedDataset:
-    """A dataset that Hugging Face's `datasets` reads: the split to train on, and the one that is held out, if any.
-
-    Of the rows, `columns` are read; `notes` say what is left out.
-    """
-
-    path: Path
-    train: Any
-    held_out: Any | None
-    held_out_split: str
-    columns: tuple[str, ...]
-    notes: tuple[str, ...]
-    at_the_end: ClassVar = "the end"
-
-    @property
-    def files(self) -> list[Source]:
-        """Its files."""
-        return walk(self.path) if self.path.is_dir() else [(self.path.name, self.path)]
-
-    @property
-    def tokenized(self) -> bool:
-        """Whether its rows are tokens."""
-        return IDS in self.columns
-
-    def parts(self, _counts: Counter[str]) -> Iterator[tuple[bool, Iterator[AnyDocument]]]:
-        """The rows of each split, and whether it is held out."""
-        yield False, self._documents(self.train)
-        if self.held_out is not None:
-            yield True, self._documents(self.held_out)
-
-    def _documents(self, split: Any) -> Iterator[AnyDocument]:
-        """The rows of a split. Raises ValueError with the row."""
-        for number, row in enumerate(self._rows(split)):
-            where = f"{self.path}, row {number}"
-            if self.tokenized:
-                yield _tokens(row, where)
-            else:
-                yield document_of({k: v for k, v in row.items() if v is not None}, where, Counter())
-
-    def _rows(self, split: Any) -> Iterator[dict[str, Any]]:
-        try:
-            yield from split.select_columns([*self.columns])
-        except Exception as error:  # of pyarrow, fsspec and datasets
-            raise _not_read(self.path, error) from error
-
-
 def is_saved_dataset(path: Path) -> bool:
     """Whether `path` is a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict, or has Parquet files."""
     if path.is_file():
@@ -317,7 +273,7 @@ def holds_tokens(path: Path) -> bool:
     return path.suffix == ".bin" or (path / "train.bin").is_file()
 
 
-def open_saved(path: Path) -> SavedDataset:
+def open_saved(path: Path) -> DocumentSource:
     """The dataset at `path`. Raises ValueError for other columns or splits, and for what cannot be read."""
     splits = _splits(path)
     train = TRAIN if TRAIN in splits else next(iter(splits), None)
@@ -336,7 +292,29 @@ def open_saved(path: Path) -> SavedDataset:
     rest = [name for name in splits if name not in (train, held_out)]
     left_out = (("columns", unused), ("splits", rest))
     notes = tuple(f"left out: the {kind} {', '.join(names)}" for kind, names in left_out if names)
-    return SavedDataset(path, splits[train], splits.get(held_out), held_out or "", columns, notes)
+    files = walk(path) if path.is_dir() else [(path.name, path)]
+
+    def parts(_: Counter[str]) -> Parts:
+        for name in (train, held_out):
+            if name is not None:
+                yield name == held_out, _rows(path, splits[name], columns)
+
+    return DocumentSource(files, parts, "the end", held_out or "", columns, notes)
+
+
+def _rows(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[AnyDocument]:
+    """The documents of a split. Raises ValueError with the row."""
+    for number, row in enumerate(_read(path, split, columns)):
+        where = f"{path}, row {number}"
+        given = {k: v for k, v in row.items() if v is not None}
+        yield _tokens(row, where) if IDS in columns else document_of(given, where, Counter())
+
+
+def _read(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    try:
+        yield from split.select_columns([*columns])
+    except Exception as error:  # of pyarrow, fsspec and datasets
+        raise _not_read(path, error) from error
 
 
 def _splits(path: Path) -> dict[str, Any]:

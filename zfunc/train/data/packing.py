@@ -30,19 +30,19 @@ from zfunc.train.data.documents import (
     LINES,
     AnyDocument,
     Document,
-    SavedDataset,
-    TextFiles,
+    DocumentSource,
     Tokens,
     holds_tokens,
     is_saved_dataset,
     open_saved,
     stdlib_files,
+    text_files,
     unreadable,
     walk,
 )
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 6  # of the folder, and of what is read as records
+FORMAT = 7  # of the folder, and of what is read as records
 STDLIB = "Python standard library"
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
@@ -105,9 +105,9 @@ def open_data(
     if saved is not None:
         source = saved
     elif path is None or path.is_dir():
-        source = TextFiles(stdlib_files() if path is None else walk(path), named=False, text=text)
+        source = text_files(stdlib_files() if path is None else walk(path), named=False, text=text)
     elif text or whole_documents or path.suffix.lower() in (*LINES, JSON):
-        source = TextFiles([(path.name, path)], named=True, text=text)
+        source = text_files([(path.name, path)], named=True, text=text)
     else:
         content = _memory_map(path, np.dtype(np.uint8))
         said = f"1 file, {len(content):,} bytes"
@@ -167,7 +167,7 @@ def _memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
 
 def _packed(
     name: str,
-    source: TextFiles | SavedDataset,
+    source: DocumentSource,
     cache: Path,
     vocabulary: Vocabulary,
     split: bool,
@@ -200,9 +200,10 @@ def _packed(
     elif vocabulary is not BYTES:
         size = f"vocabulary {vocabulary.vocab_size:,}"
         lines.append(f"tokenizer: {vocabulary.name}, {size}, end token {vocabulary.end}")
+    lines += packed["learned"]
     if split:
         lines.append(_held_out_line(packed["held_out"], parts[1].tokens, unit))
-    lines += [*packed["lines"], *source.notes]
+    lines += [*packed["left_out"], *source.notes]
     if whole_documents:
         ends = np.load(folder / "offsets.npy", mmap_mode="r")[1:]
         both = np.append(ends[ends < end], end), ends[ends > end] - end
@@ -216,7 +217,7 @@ def _packed(
 
 
 def _write(
-    folder: Path, name: str, source: TextFiles | SavedDataset, vocabulary: Vocabulary, whole_documents: bool
+    folder: Path, name: str, source: DocumentSource, vocabulary: Vocabulary, whole_documents: bool
 ) -> None:
     """Write a folder of packed documents. Raises ValueError if there are none."""
     with (
@@ -240,29 +241,28 @@ def _write(
         where = f"{counts['held_out']:,} of the files, by a hash of their names"
         if not 0.01 <= (total - train) / total <= 0.5:
             train, where = packing.nine_tenths(), source.at_the_end
-    lines = []
+    learned, left_out = list[str](), list[str]()
     if counts["chats"] and isinstance(vocabulary, Tokenizer):
-        template = "by the chat template of the tokenizer"
+        template = f"by the chat template of {vocabulary.name}"
         plain = "as User: ..., Assistant: ..., for want of a chat template"
-        lines.append(f"chats: {counts['chats']:,}, written {template if vocabulary.chat.source else plain}")
+        learned.append(f"chats: {counts['chats']:,}, written {template if vocabulary.chat.source else plain}")
     if pairs := counts["pairs"]:
         of_ids = f"the labels of the others, in {pairs:,} documents, are {IGNORE_INDEX}"
         of_texts = f"without the {'other turns' if counts['chats'] else 'prompts'} of {pairs:,} documents"
         unit = "bytes" if vocabulary is BYTES else "tokens"
-        lines.append(f"learned: {counts['learned']:,} {unit}, {of_ids if source.tokenized else of_texts}")
+        learned.append(f"learned: {counts['learned']:,} {unit}, {of_ids if source.tokenized else of_texts}")
     else:
         mask.path.unlink()
     if counts["empty"] or counts["binary"]:
-        lines.append(f"left out: {counts['empty']:,} empty and {counts['binary']:,} binary files")
+        left_out.append(f"left out: {counts['empty']:,} empty and {counts['binary']:,} binary files")
     if counts["unused"]:
-        lines.append(f"left out: {counts['unused']:,} keys of records that are not read")
+        left_out.append(f"left out: {counts['unused']:,} keys of records that are not read")
     files = len(source.files) - counts["empty"] - counts["binary"]
     said = {
         "counted": f"{files:,} files, {counts['documents']:,} documents",
-        "lines": lines,
-        "held_out": where,
+        **{"learned": learned, "held_out": where, "left_out": left_out, "train": train, "masked": pairs > 0},
     }
-    folder.joinpath("corpus.json").write_text(json.dumps({**said, "train": train, "masked": pairs > 0}))
+    folder.joinpath("corpus.json").write_text(json.dumps(said))
 
 
 class _NpyFile:
