@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         RankError,
         UndeclaredAccess,
     )
-    from zfunc.optim import lr as lr
+    from zfunc.optim import learning_rate_schedules as lr
     from zfunc.optim.adafactor import Adafactor
     from zfunc.optim.adagrad import Adagrad
     from zfunc.optim.adamw import AdamW, adam_update_
@@ -100,7 +100,7 @@ _HOMES = {
     "segment": "engine.compile.segment",
     "train_step": "engine.step.train_step",
 }
-_MODULES = {"hf": "models.hf", "lr": "optim.lr"}
+_MODULES = {"hf": "models.hf", "lr": "optim.learning_rate_schedules"}
 
 __all__ = [
     "SGD",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zfunc.optim.lr import constant, linear_warmup, warmup_cosine, warmup_linear
+from zfunc.optim.learning_rate_schedules import constant, linear_warmup, warmup_cosine, warmup_linear
 
 SCHEDULES = [
     constant(0.5),
@@ -34,7 +34,7 @@ def test_decay_is_monotone_and_ends_at_final(make):
 
 @pytest.mark.parametrize("rate", SCHEDULES)
 def test_values_print_and_compare(rate):
-    assert rate == eval(repr(rate), vars(__import__("zfunc.optim.lr", fromlist=["lr"])))
+    assert rate == eval(repr(rate), vars(__import__("zfunc.optim.learning_rate_schedules", fromlist=["lr"])))
     assert hash(rate) == hash(rate)
 
 

@@ -15,7 +15,7 @@
     groups                several of them in one model, by the names of parameters
     by_name               the optimizers by their names on the command line
     optimizer_settings    fields of settings, and their checks, without torch
-    lr                    learning rate schedules: functions of the step
+    learning_rate_schedules  functions of the step; public as `zfunc.lr`
     loss_scale            fp16's loss scale, as a value
     reference             an element-wise update in NumPy, which kernel and device match bit for bit
     compact_reference     the formats of the state in NumPy: moments in 16 and 8 bits; master weights in two halves

@@ -29,7 +29,7 @@ from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
-from zfunc.optim.lr import linear_warmup, warmup_cosine, warmup_linear
+from zfunc.optim.learning_rate_schedules import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
 from zfunc.planner.memory_check import check_fits
