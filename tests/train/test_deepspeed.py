@@ -304,8 +304,8 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Any]] = [  # with the defaults of De
     ("AdamW", {"torch_adam": True, "weight_decay": 0.2}, AdamW(1e-3, weight_decay=0.2)),
     (
         "AdamW",
-        {"lr": 1, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 3e-7},
-        AdamW(1.0, betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-7),
+        {"lr": 1, "betas": [0.8, 0.9], "eps": 1e-6},
+        AdamW(1.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0),
     ),
     ("Adam", {"fp32_optimizer_states": False}, AdamW(1e-3, weight_decay=0.0, moments="16bit")),
     ("lion", {}, zfunc.Lion(1e-3, betas=(0.9, 0.999))),
@@ -314,8 +314,13 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Any]] = [  # with the defaults of De
     ("Adagrad", {"lr": 0.5, "eps": 1e-6, "lr_decay": 0.1}, zfunc.Adagrad(0.5, eps=1e-6, lr_decay=0.1)),
     (
         "SGD",
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        zfunc.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+        zfunc.SGD(0.1, momentum=0.9, weight_decay=0.1),
+    ),
+    (
+        "SGD",
+        {"momentum": 0.9, "nesterov": True},
+        zfunc.SGD(1e-3, momentum=0.9, nesterov=True, weight_decay=0.0),
     ),
 ]
 
