@@ -99,7 +99,9 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
         if self.new and not self.begun:
-            self.path.rmdir()
+            self.path.joinpath(METRICS).unlink(missing_ok=True)
+            with suppress(OSError):  # it is not empty where beginning failed
+                self.path.rmdir()
         os.close(self._lock)
 
     def _begin(self, event: Started) -> None:
