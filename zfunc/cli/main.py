@@ -21,7 +21,7 @@ from zfunc.cli.parser import SIMILAR, as_typed, given_fields, make_parser, short
 from zfunc.cli.terminal import printable
 from zfunc.errors import did_you_mean
 from zfunc.runtime.thread_budget import world_size
-from zfunc.train.settings import FINE_TUNING_LR, LORA_LR, OPTIMIZER_DEFAULTS, TrainSettings
+from zfunc.train.settings import TrainSettings
 
 MAX_LINES, MAX_LETTERS = 20, 1000  # of an error, and of a line of it, so that it fits on a screen
 BUG = "\nThis is a bug in zfunc: please report it, with the output of --debug"
@@ -100,9 +100,6 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
         given = with_config(given, world_size())
     if command.settings is TrainSettings:
         given = {**_length(given), **given}
-        if "hf" in given:
-            given = {"lr": LORA_LR if "lora" in given else FINE_TUNING_LR, **given}
-        given = {**OPTIMIZER_DEFAULTS.get(given.get("optimizer", ""), {}), **given}
     return command.settings(**given)
 
 

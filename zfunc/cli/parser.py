@@ -185,8 +185,8 @@ def first_clause(help: str) -> str:
 
 
 def _default(field: "attrs.Attribute[Any]") -> str:
-    """The default as help shows it; the help of an option itself explains None."""
-    if field.default in (None, (), attrs.NOTHING) or field.type is bool:
+    """The default as help shows it; the help of an option itself explains None, and one that depends."""
+    if field.default in (None, (), attrs.NOTHING) or field.type is bool or hasattr(field.default, "factory"):
         return ""
     text = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
     return f" (default: {text})"

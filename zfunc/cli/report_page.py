@@ -273,7 +273,7 @@ def _tables(run: RunHistory, step: RecordedStep | None) -> Iterator[str]:
     saves = [row for row in run.rows if "saved" in row or "not_saved" in row]
     yield from _by_step("Checkpoints", ("",), saves, lambda row: (_checkpoint(run, row),), prose=True)
     settings = {k: _plain(v) for k, v in run.settings.items()}
-    defaults = {f.name: _plain(f.default) for f in attrs.fields(TrainSettings)}
+    defaults = {name: _plain(value) for name, value in attrs.asdict(TrainSettings()).items()}
     defaults["schedule"] = str(schedule_for(BY_DEVICE, on_cpu=settings.get("device") == "cpu"))
     bold = frozenset(k for k, v in settings.items() if v != defaults.get(k))
     yield _table("Settings (bold: not the default)", (), settings.items(), prose=True, bold=bold)

@@ -80,11 +80,20 @@ OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {
     "muon": (4e-3, 0.1, {"betas": (0.9, 0.95)}),
 }
 """Learning rate and weight decay where no setting says them, and other arguments where no configuration does."""
-OPTIMIZER_DEFAULTS = {name: {"lr": lr, "weight_decay": decay} for name, (lr, decay, _) in OPTIMIZERS.items()}
 
 
-def _by_optimizer(name: str) -> str:
-    return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
+def _by_optimizer(n: int) -> str:
+    return _names(f"{x[n]:g} with {kind}" for kind, x in OPTIMIZERS.items())
+
+
+def _usual_lr(settings: "TrainSettings") -> float:
+    if settings.hf is not None:
+        return FINE_TUNING_LR if settings.lora is None else LORA_LR
+    return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[0]
+
+
+def _usual_decay(settings: "TrainSettings") -> float:
+    return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[1]
 
 
 def _in(group: str) -> Callable[..., Any]:
@@ -256,8 +265,9 @@ class TrainSettings(StepFlags):
     )
     dropout: float = _model(0.0, "probability of dropping an activation", probability)
     lr: float = _step(
-        OPTIMIZER_DEFAULTS["adamw"]["lr"],
-        f"peak learning rate, {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else {_by_optimizer('lr')}",
+        attrs.Factory(_usual_lr, takes_self=True),
+        f"peak learning rate (default: {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else "
+        f"{_by_optimizer(0)})",
         positive,
         common=True,
     )
@@ -273,8 +283,8 @@ class TrainSettings(StepFlags):
         zero_or_more,
     )
     weight_decay: float = _step(
-        OPTIMIZER_DEFAULTS["adamw"]["weight_decay"],
-        f"weight decay of matrices and embeddings, not of norms and biases; {_by_optimizer('weight_decay')}",
+        attrs.Factory(_usual_decay, takes_self=True),
+        f"weight decay of matrices and embeddings, not of norms and biases (default: {_by_optimizer(1)})",
         not_negative,
     )
     steps: int | None = _length(
