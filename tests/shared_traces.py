@@ -13,22 +13,18 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import compile as compiling
-from zfunc.engine.compile import program, specialize, vjp
+from zfunc.engine.compile import passes, program, specialize, vjp
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.step.stage_context import CompiledSegment
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _checked_loss, _with_buffers = (
-    compiling.segment_calls,
-    compiling.checked_loss,
-    compiling._with_buffers,
-)
+_calls, _checked = passes.segment_calls, passes.checked
 _make_vjp, _trace_one = vjp._make_vjp, specialize._trace_one
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
-_losses: dict[Any, Callable[..., Any]] = {}
+_checks: dict[Any, Callable[..., Any]] = {}
 _passes: dict[Any, vjp.SegmentVJP] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
 
@@ -36,9 +32,8 @@ _traces: dict[Any, tuple[Any, Any]] = {}
 def share_traces() -> None:
     """From now on, in this process."""
     compiling.segment_calls = traced_costs.segment_calls = _shared_calls
-    compiling.checked_loss = _shared_loss
-    compiling._with_buffers = _shared_with_buffers
-    compiling.make_vjp, vjp._make_vjp, specialize._trace_one = _shared_vjp, _shared_graphs, _shared_trace
+    passes.checked, passes.make_vjp = _shared_checked, _shared_vjp
+    vjp._make_vjp, specialize._trace_one = _shared_graphs, _shared_trace
 
 
 def _shareable(segment: Segment) -> bool:
@@ -71,23 +66,14 @@ def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:
     return evolve(segment, function=function)
 
 
-def _shared_loss(segment: Segment) -> Callable[..., Any]:
+def _shared_checked(segment: Segment, last: bool) -> Callable[..., Any]:
     if segment.function not in _shared:
-        return _checked_loss(segment)
-    if segment.function not in _losses:
-        _losses[segment.function] = _checked_loss(segment)
-        _shared.add(_losses[segment.function])
-    return _losses[segment.function]
-
-
-def _shared_with_buffers(segment: Segment, checked: Callable[[Segment], Any]) -> Callable[..., Any]:
-    key = segment.function, checked
-    if not segment.buffers or segment.function not in _shared:
-        return _with_buffers(segment, checked)
-    if key not in _losses:
-        _losses[key] = _with_buffers(segment, checked)
-        _shared.add(_losses[key])
-    return _losses[key]
+        return _checked(segment, last)
+    key = segment.function, last
+    if key not in _checks:
+        _checks[key] = _checked(segment, last)
+        _shared.add(_checks[key])
+    return _checks[key]
 
 
 def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:

@@ -195,7 +195,6 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
         return described_model(settings)
 
     def facts() -> ModelFacts:
-        from zfunc.engine.compile.compile import buffer_bytes, constant_bytes
         from zfunc.models.hf.families import kind_of_quantization
 
         model = opened()
@@ -207,8 +206,8 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
             model.longest,
             model.learned,
             kind_of_quantization(model.config),
-            constant_bytes(model.segments),
-            buffer_bytes(model.segments),
+            sum(s.constant_bytes for s in model.segments),
+            [s.buffer_bytes for s in model.segments],
             [s.parameters for s in model.segments],
         )
 

@@ -505,9 +505,16 @@ class StepSettings:
         return "none" in self.recompute.split(",")
 
     def recompute_of(self, s: int, num_segments: int) -> Recompute:
-        """What backward of segment `s` recomputes."""
+        """The mode that `recompute` names for segment `s`."""
         modes: list[Any] = self.recompute.split(",")
         return in_equal_shares(modes, s, num_segments)
+
+    def recompute_modes(self, num_segments: int) -> list[Recompute]:
+        """What backward of each segment recomputes. The last one never repeats its forward, which it follows."""
+        modes: list[Recompute] = [self.recompute_of(s, num_segments) for s in range(num_segments)]
+        if modes[-1] == "all":
+            modes[-1] = "min-cut" if self.compile_segments else "none"
+        return modes
 
     def persistent(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
         """The names of the parameters that stay on the device where others are streamed.

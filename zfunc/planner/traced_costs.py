@@ -8,11 +8,12 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.compile import compile, segment_calls, spec_of
+from zfunc.engine.compile.compile import compile
+from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.specialize import traced_spec
-from zfunc.engine.compile.step_spec import passes_key, with_moments
+from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
 from zfunc.engine.step.batches import Batch, split_batch
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import modelled
@@ -41,7 +42,15 @@ class TracedCosts:
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The spec of these settings, with costs of 0."""
         optimizer = with_moments(self.optimizer, settings)
-        return spec_of(self.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
+        return make_spec(
+            [s.parameters for s in self.segments],
+            optimizer,
+            settings,
+            world=self.world,
+            on_gpu=on_gpu,
+            constant_bytes=sum(s.constant_bytes for s in self.segments),
+            buffer_bytes=[s.buffer_bytes for s in self.segments],
+        )
 
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
         """The same with the costs of a micro-batch, traced for an accelerator if there is one."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from zfunc.checkpoint.writer import Save
 from zfunc.core.decision import StepDecision
 from zfunc.core.memory_model import peak_memory
-from zfunc.engine.compile.loss_outputs import loss_and_aux
+from zfunc.engine.compile.passes import loss_and_aux
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.init import init
 from zfunc.engine.state.save_load import restore, save

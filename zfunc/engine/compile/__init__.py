@@ -1,7 +1,7 @@
 """Segments and settings become a Program: its traces, its verified plan, its buffers' sizes.
 
     segment                 nn.Module -> pure function
-    sequential              nn.Sequential -> segments
+    segments                a model's segments, checked together; of an nn.Sequential
     purity                  refuses segments with hidden state, and values that change
     vjp                     forward and backward of a segment, with or without recomputation
     tensor_memory           which part of a storage a tensor lies in
@@ -9,7 +9,7 @@
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe
     fit_to_memory           the offload ratio and the places that fit, where settings are "auto"
-    loss_outputs            what the last segment returns: the loss, and auxiliary outputs
+    passes                  the passes of all segments; what the last one returns: loss and auxiliary outputs
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
     rank_agreement          checks that all ranks make the same step

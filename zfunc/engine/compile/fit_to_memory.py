@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import evolve
 
@@ -11,7 +11,7 @@ from zfunc.core.graph import Tier
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan
-from zfunc.engine.compile.specialize import batch_key, specialize
+from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.batches import Batch
 from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO
@@ -26,12 +26,16 @@ log = logging.getLogger("zfunc")
 
 
 def fit_to_memory(program: Program, example: Batch) -> Program:
-    """The program with as much of the optimizer state on the device as fits beside a step on `example`.
+    """The program planned for `example`; with an `offload_ratio` of "auto" as much of the optimizer state is on
+    the device as fits there beside a step.
 
     On a CPU the device is the host, and everything stays. Raises OutOfMemory if a step with all of the state on the
     host does not fit.
     """
-    spec = specialize(program, example).spec
+    shaped = specialize(program, example)
+    if program.settings.offload_ratio != AUTO:
+        return evolve(program, plan=shaped.plan)
+    spec = shaped.spec
     on_cpu = not on_accelerator(program.device)
     available, limit = _room(program)
 
@@ -52,19 +56,28 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
             "Use more micro_batches, or a smaller model"
         )
     ratio = max(map(float, ratios))  # the same on all ranks: the largest that any needs
-    key = batch_key(program, example)
-    _, random = program.cache.costs[key]
     spec = with_ratio(spec, ratio)
-    cache = ProgramCache(costs={key: (spec, random)}, facts=program.cache.facts)
-    return evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
+    (key,) = program.cache.costs  # of this example alone
+    cache = ProgramCache(costs={key: (spec, shaped.random)}, facts=program.cache.facts)
+    program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
+    return evolve(program, plan=specialize(program, example).plan)
 
 
-def first_that_fits(ways: Iterable[Callable[[], Program]], example: Batch) -> Program:
+def first_that_fits(
+    ways: Sequence[Callable[[], Program]], example: Batch, chosen: Iterable[str] = ()
+) -> Program:
     """The first program whose step on `example` fits every rank's device and host. None is run.
 
-    Else the first that fits their devices, else the last.
+    Else the first that fits their devices, else the last. Logs its settings of the names `chosen`.
     """
-    *_, last = ways = list(ways)
+    program = _first_that_fits(ways, example)
+    named = ", ".join(f"{name}={getattr(program.settings, name)!r}" for name in chosen)
+    log.info("chosen where the settings say auto: %s", named)
+    return program
+
+
+def _first_that_fits(ways: Sequence[Callable[[], Program]], example: Batch) -> Program:
+    last = ways[-1]
     on_device: Program | None = None
     for make in ways:
         try:

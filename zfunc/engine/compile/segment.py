@@ -19,9 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
+from zfunc.engine.compile.cost_trace import nbytes
 from zfunc.engine.compile.purity import Facts, first_change, held
 from zfunc.engine.compile.tensor_memory import byte_range, storage_of
-from zfunc.engine.state.module_buffers import changed_by_forward, computed_in_type_of
+from zfunc.engine.state.module_buffers import buffers_nbytes, changed_by_forward, computed_in_type_of
 from zfunc.engine.state.state import refuse_inference_mode
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
@@ -117,6 +118,16 @@ class Segment:
     def by_short(self) -> dict[str, str]:
         """The full name of each short one."""
         return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
+
+    @property
+    def constant_bytes(self) -> int:
+        """Device memory of what the segment reads and never trains, beside its parameters."""
+        return nbytes(self.constants)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory of what its forward changes."""
+        return buffers_nbytes(self.buffers)
 
     @property
     def evaluation(self) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """A program for the shapes of a batch: its segments traced for their costs, its recipe planned with real sizes."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,10 +15,9 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.compile.cost_trace import Trace, nbytes, silence_fake_errors, trace
-from zfunc.engine.compile.loss_outputs import aux_names, check_aux_names, with_detached_aux
+from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
 from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
-from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, layouts
 from zfunc.engine.state.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
 from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
@@ -62,10 +61,9 @@ def specialize(
     With `save` the step also writes a checkpoint, with `commit` it leaves one on the disk. Raises ValueError where
     a segment cannot take its input or the last one returns no scalar.
     """
-    key, costs = batch_key(program, batch), program.cache.costs
-    _check_facts(program)
-    if not costs:
-        _warn_of_changes(program.segments)
+    micro = split_batch(batch, program.settings.micro_batches)[0]
+    key, costs = layout_of_leaves(micro), program.cache.costs
+    _check_values(program)
     if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
         program.cache.overflowed = True
         log.warning(
@@ -73,7 +71,6 @@ def specialize(
             "(docs/quickstart.md)",
             SHAPES,
         )
-    micro = split_batch(batch, program.settings.micro_batches)[0]
     spec, random = _cached(costs, key, lambda: _traced_alike(program, micro), most=SHAPES)
     return _cached(
         program.cache.specialized,
@@ -103,9 +100,12 @@ def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) 
     return value
 
 
-def _warn_of_changes(segments: Iterable[Segment]) -> None:
-    """Log changes of modules after `zfunc.segment` copied them, which have no effect."""
-    for segment in segments:
+def _check_values(program: Program) -> None:
+    """Log changes of modules after `zfunc.segment` copied them, which have no effect, before the first trace.
+
+    Raises ValueError if a Python value has changed that a trace depends on.
+    """
+    for segment in () if program.cache.costs else program.segments:
         if change := segment.changed():
             log.warning(
                 "segment %r: %s was changed after zfunc.segment copied the module, which has no effect: call "
@@ -113,21 +113,12 @@ def _warn_of_changes(segments: Iterable[Segment]) -> None:
                 segment.name,
                 change,
             )
-
-
-def _check_facts(program: Program) -> None:
-    """Raise ValueError if a Python value has changed that a trace depends on."""
     for segment, facts in program.cache.facts.values():
         if moved := first_change(facts, read_outside(segment.module, segment.function)):
             raise ValueError(
                 f"segment {segment.name!r}: got {moved}, changed since the segment was traced, expected the same "
                 "value in every step: pass what changes in the batch, or compile again"
             )
-
-
-def batch_key(program: Program, batch: Batch) -> Any:
-    """What a plan depends on of a batch: batches with equal keys share one."""
-    return layout_of_leaves(split_batch(batch, program.settings.micro_batches)[0])
 
 
 def _traced_alike(program: Program, micro: Batch) -> tuple[StepSpec, frozenset[int]]:
@@ -235,14 +226,11 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
 
     def check(trained: Any, others: Any, inputs: Any) -> Any:
         params = {**trained, **others}
-        y, facts = check_deterministic(
-            segment.module, segment.function, params, inputs, constants=segment.constants
-        )
+        y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
         program.cache.facts.setdefault(id(call.passes), (segment, facts))
         if call.buffers:
-            y, after = y
-            copy_buffers(clone_buffers({short: others[short] for short in call.buffers}), after)
-        return with_detached_aux(segment.name, y) if s == len(program.segments) - 1 else y
+            copy_buffers(clone_buffers({short: others[short] for short in call.buffers}), y[1].tensors)
+        return y
 
     def prepare(trained: Any, others: Any, inputs: Any) -> None:
         known, key = program.cache.checked, (segment.name, program.dtype, layouts(tree_leaves(inputs)))

@@ -38,8 +38,14 @@ def make_spec(
     *,
     world: int,
     on_gpu: bool,
+    constant_bytes: int = 0,
+    buffer_bytes: Sequence[int] | None = None,
 ) -> StepSpec:
-    """The spec of one rank of `world`, for segments by their parameters; costs are 0 until a batch is known."""
+    """The spec of one rank of `world`, for segments by their parameters; costs are 0 until a batch is known.
+
+    `constant_bytes` are the device memory of what the segments read and never train, beside parameters;
+    `buffer_bytes` that of what the forward of each segment changes.
+    """
     if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
         raise ValueError(
             f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
@@ -50,15 +56,13 @@ def make_spec(
     parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
     settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
-    last = len(segments) - 1
     largest = max(b.numel for b in layout.buckets) // world
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
-        recompute=tuple(
-            settings.recompute_of(s, len(segments)) == "all" and s != last for s in range(len(segments))
-        ),
+        recompute=tuple(mode == "all" for mode in settings.recompute_modes(len(segments))),
         element_bytes=DTYPES[settings.precision].nbytes,
-        buffer_bytes=(0,) * len(segments),
+        constant_bytes=constant_bytes,
+        buffer_bytes=buffer_bytes or (0,) * len(segments),
         micro_batches=settings.micro_batches,
         barrier=settings.waits_for_norm,
         world=world,

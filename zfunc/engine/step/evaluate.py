@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zfunc.engine.compile.loss_outputs import loss_and_aux
+from zfunc.engine.compile.passes import loss_and_aux
 from zfunc.engine.compile.program import Program, check_state, module_buffers, on_compute_stream
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.state.state import State, refuse_global_modes

@@ -24,6 +24,7 @@ class CompiledSegment:
     """A segment as the stages run it, and the full names of its parameters by short name."""
 
     name: str
+    function: Callable[..., Any]  # its own, with checked outputs
     passes: SegmentVJP
     plain: SegmentVJP  # the same without torch.compile, to trace costs
     trained: dict[str, str]  # short name -> full name

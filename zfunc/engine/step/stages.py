@@ -22,7 +22,7 @@ from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
-from zfunc.engine.compile.loss_outputs import aux_names, check_aux_names
+from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.step.clipping_stages import decide, global_norm, mean_loss

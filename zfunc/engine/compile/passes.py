@@ -1,0 +1,154 @@
+"""The passes of the segments, and what the last one returns: its loss, alone or with auxiliary outputs.
+
+Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy": hits.float().mean()})`. They are
+reported, as means over micro-batches and ranks, and have no gradient.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, cast
+
+import torch
+from attrs import fields
+from torch import Tensor
+
+from zfunc.core.layout import Layout
+from zfunc.core.settings import StepSettings
+from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, make_vjp
+from zfunc.engine.step.metrics import Metrics
+from zfunc.engine.step.stage_context import CompiledSegment
+
+RESERVED = frozenset(f.name for f in fields(Metrics))
+
+
+def segment_calls(
+    segments: Sequence[Segment],
+    layout: Layout,
+    settings: StepSettings,
+    device: torch.device,
+    joints: dict[str, Joints] | None = None,
+) -> tuple[CompiledSegment, ...]:
+    """The segments with their forward and backward; equal segments share these, to be traced or compiled once; with
+    the same `joints` also those that recompute otherwise."""
+    compiled, last, modes = (
+        settings.compile_segments,
+        len(segments) - 1,
+        settings.recompute_modes(len(segments)),
+    )
+    trainable = {span.name for span in layout.spans}
+    pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
+    calls: list[CompiledSegment] = []
+    for s, segment in enumerate(segments):
+        function, options = checked(segment, s == last), (modes[s], s > layout.first_trainable, s == last)
+        pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
+        if pair is None:
+            make = partial(
+                make_vjp,
+                function,
+                recompute=modes[s],
+                wrt_input=options[1],
+                last=s == last,
+                moving=settings.moves,
+                name=segment.name,
+                joints=None if joints is None else joints.setdefault(segment.name, {}),
+            )
+            eager = make()
+            pair = make(compiled=True) if compiled else eager, eager
+            pairs.append((segment, options, pair))
+        names = segment.by_short
+        calls.append(
+            CompiledSegment(
+                segment.name,
+                function,
+                *pair,
+                {short: full for short, full in names.items() if full in trainable},
+                {short: full for short, full in names.items() if full not in trainable},
+                {short: t.to(device) for short, t in segment.constants.items()},
+                {short: t.to("meta") for short, t in segment.buffers.items()},
+            )
+        )
+    return tuple(calls)
+
+
+def checked(segment: Segment, last: bool) -> Callable[..., Any]:
+    """The segment's function as its passes run it: with its outputs checked, of which only `y` is differentiated.
+
+    The `last` one returns its loss or `(loss, Detached(names, values))`, in fp32: one in fp16 would overflow at a
+    loss scale of 2**16. A function that changes buffers returns `(y, Detached buffers)`.
+    """
+
+    @wraps(segment.function)
+    def function(*args: Any) -> Any:
+        y, *changed = segment.function(*args) if segment.buffers else (segment.function(*args),)
+        y = _with_detached_aux(segment.name, y) if last else y
+        return (y, Detached((), *changed)) if changed else y
+
+    return function
+
+
+def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The loss and the auxiliary outputs that the last segment returned. Raises ValueError for anything else."""
+    loss, aux = y, {}
+    if isinstance(y, tuple):
+        parts = cast("tuple[Any, ...]", y)
+        if len(parts) != 2 or not isinstance(parts[1], Mapping):
+            raise ValueError(
+                f"segment {segment!r}: got ({', '.join(map(_kind, parts))}) from the last segment, expected a "
+                "scalar, the mean loss, or that and auxiliary outputs: return (loss, {'accuracy': ...})"
+            )
+        loss, aux = cast("tuple[Any, Mapping[Any, Any]]", parts)
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        raise ValueError(
+            f"segment {segment!r}: got {_kind(loss)} from the last segment, expected a scalar: the mean loss of "
+            "its micro-batch, as from F.cross_entropy(logits, targets)"
+        )
+    for name, value in aux.items():
+        _check_aux(segment, name, value)
+    return loss, {name: aux[name] for name in sorted(aux)}
+
+
+def _check_aux(segment: str, name: Any, value: Any) -> None:
+    """Raise ValueError unless this is a scalar with a name of its own."""
+    what = f"segment {segment!r}: auxiliary output {name!r}"
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{what}: got a name of type {type(name).__name__}, expected a string: name it")
+    if name in RESERVED:
+        raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
+    scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+    if not scalar and not isinstance(value, bool | int | float):
+        raise ValueError(
+            f"{what}: got {_kind(value)}, expected a scalar: return a mean, such as {name}.mean()"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _with_detached_aux(segment: str, y: Any) -> Any:
+    """The loss, and the auxiliary outputs as one vector in the order of their names."""
+    loss, aux = loss_and_aux(segment, y)
+    if not aux:
+        return loss.float()
+    values = [
+        x.detach().float()
+        if isinstance(x, Tensor)
+        else torch.full((), x, dtype=torch.float32, device=loss.device)
+        for x in aux.values()
+    ]
+    return loss.float(), Detached(tuple(aux), torch.stack(values))
+
+
+def aux_names(y: Any) -> tuple[str, ...]:
+    """The names of the auxiliary outputs in what the last segment's `checked` function returned."""
+    return () if isinstance(y, Tensor) else y[1].names
+
+
+def check_aux_names(segment: str, names: tuple[str, ...], before: tuple[str, ...]) -> None:
+    """Raise ValueError unless the last segment's auxiliary outputs have the names that they had before."""
+    if names != before:
+        raise ValueError(
+            f"segment {segment!r}: got the auxiliary outputs {names} after {before}, expected the same names "
+            "in every call: return all of them always"
+        )
