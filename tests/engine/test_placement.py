@@ -135,7 +135,7 @@ def test_ranks_of_unequal_memory_choose_the_same_places(monkeypatch: pytest.Monk
     """The rank with the least of it decides, and parameters on the hosts of several ranks are sliced."""
     every, free = ThreadedRanks.all(2), [1 << 60, 0]
     monkeypatch.setattr(compiling, "_ranks", lambda _: every[0])
-    monkeypatch.setattr(fit_to_memory, "_room", lambda program: (0, free[program.ranks.rank]))
+    monkeypatch.setattr(fit_to_memory, "_room", lambda program: {"host": free[program.ranks.rank]})
     automatic = StepSettings(precision="bf16", params_on="auto", activations_on="auto").placed(
         len(every), disk=False
     )

@@ -148,15 +148,8 @@ class KeptCosts:
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The spec of these settings, with costs of 0."""
         optimizer = with_moments(self.optimizer, settings)
-        return make_spec(
-            self.model.parameters,
-            optimizer,
-            settings,
-            world=self.world,
-            on_gpu=on_gpu,
-            constant_bytes=self.model.constant_bytes,
-            buffer_bytes=self.model.buffer_bytes,
-        )
+        spec = make_spec(self.model.parameters, optimizer, settings, world=self.world, on_gpu=on_gpu)
+        return evolve(spec, constant_bytes=self.model.constant_bytes, buffer_bytes=self.model.buffer_bytes)
 
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
         """The same with the costs of a micro-batch."""

@@ -2,15 +2,14 @@
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from attrs import evolve
 
 from zfunc.core.bucketing import resident_buckets
-from zfunc.core.graph import Tier
-from zfunc.core.memory_model import Peak, peak_memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.program import Program, ProgramCache, make_plan
+from zfunc.engine.compile.program import Program, ProgramCache, make_plan, needed_bytes
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.batches import Batch
 from zfunc.errors import OutOfMemory
@@ -36,22 +35,22 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
     if program.settings.offload_ratio != AUTO:
         return evolve(program, plan=shaped.plan)
     spec = shaped.spec
-    on_cpu = not on_accelerator(program.device)
-    available, limit = _room(program)
+    limit = next(iter(_room(program).values()))  # of the device
 
     def needed(spec: StepSpec) -> int:
-        return _needed(program, peak_memory(make_plan(spec, program.schedule, program.recipe)))
+        peaks = peak_memory(make_plan(spec, program.schedule, program.recipe))
+        return next(iter(needed_bytes(program, peaks).values()))
 
     def fits(ratio: float) -> bool:
         return needed(with_ratio(spec, ratio)) <= limit
 
     # On a CPU, memory shrinks with the ratio, so 0 is first.
-    ratio = 0.0 if on_cpu and fits(0.0) else smallest_ratio(fits)
+    ratio = 0.0 if not on_accelerator(program.device) and fits(0.0) else smallest_ratio(fits)
     program.ranks.agree("compile")
     ratios = program.ranks.texts("" if ratio is None else str(ratio))
     if "" in ratios:
         raise OutOfMemory(
-            f"offload_ratio 'auto': got {available:,} free bytes on {program.device}, {limit:,} of them usable, "
+            f"offload_ratio 'auto': got {limit:,} usable bytes on {program.device}, "
             f"expected {needed(spec):,} for a step with all of the optimizer's state on the host, on every rank. "
             "Use more micro_batches, or a smaller model"
         )
@@ -86,37 +85,26 @@ def _first_that_fits(ways: Sequence[Callable[[], Program]], example: Batch) -> P
             if make is last and on_device is None:
                 raise
             continue
-        peaks = specialize(program, example).memory
-        tiers = {"device": _needed(program, peaks) <= _room(program)[1], "host": _fits_host(program, peaks)}
+        needed, room = needed_bytes(program, specialize(program, example).memory), _room(program)
+        missing = [memory for memory, nbytes in needed.items() if nbytes > room[memory]]
         program.ranks.agree("compile")
-        of_ranks = program.ranks.texts(" ".join(tier for tier, fits in tiers.items() if fits))
-        if all(x == "device host" for x in of_ranks):
+        of_ranks = program.ranks.texts(" ".join(missing))
+        if not any(of_ranks):
             return program
-        if on_device is None and (make is last or all("device" in x for x in of_ranks)):
+        first = next(iter(needed))  # the device, or the host where that is one
+        if on_device is None and (make is last or not any(first in x for x in of_ranks)):
             on_device = program
     assert on_device is not None
     return on_device
 
 
-def _room(program: Program) -> tuple[int, int]:
-    """The free bytes of the device, or of the host where that is one, and how many of them can be used."""
-    on_cpu = not on_accelerator(program.device)
-    available = available_host_bytes() if on_cpu else available_bytes(program.device)
-    return available, int(available * (1 - HEADROOM))
-
-
-def _needed(program: Program, peaks: Mapping[Tier, Peak]) -> int:
-    """The bytes of these peaks that come out of that room."""
-    tiers: tuple[Tier, ...] = ("device",) if on_accelerator(program.device) else ("device", "host", "pinned")
-    return sum(peaks[tier].nbytes for tier in tiers)
-
-
-def _fits_host(program: Program, peaks: Mapping[Tier, Peak]) -> bool:
-    """Whether what is on the host fits beside the other ranks there. On a CPU it is in the room of the device."""
+def _room(program: Program) -> dict[str, int]:
+    """The bytes that can be used of each memory: of the host's, this rank's share of it beside a device."""
     if not on_accelerator(program.device):
-        return True
-    available = available_host_bytes() // min(local_ranks(), program.ranks.world)
-    return peaks["host"].nbytes + peaks["pinned"].nbytes <= available * (1 - HEADROOM)
+        return {"host": int(available_host_bytes() * (1 - HEADROOM))}
+    own = available_host_bytes() // min(local_ranks(), program.ranks.world)
+    free = {"device": available_bytes(program.device), "host": own}
+    return {memory: int(nbytes * (1 - HEADROOM)) for memory, nbytes in free.items()}
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:

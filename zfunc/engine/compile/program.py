@@ -6,7 +6,7 @@ threads) follows from its fields, and is cached for later steps.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -252,22 +252,27 @@ def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> N
     program.ranks.agree(action, shortage=memory_shortage(program, peaks, allocated={}, action=action))
 
 
+def needed_bytes(
+    program: Program, peaks: Mapping[Tier, Peak], allocated: Mapping[Tier, int] | None = None
+) -> dict[str, int]:
+    """The bytes of the peaks, less those `allocated`, by memory: the device first, which may be the host."""
+    left = {tier: peak.nbytes - (allocated or {}).get(tier, 0) for tier, peak in peaks.items()}
+    device, host = left["device"], left["host"] + left["pinned"]
+    return {"device": device, "host": host} if on_accelerator(program.device) else {"host": host + device}
+
+
 def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
 ) -> str:
     """What is said if the peaks, less the bytes already `allocated`, exceed this rank's free memory; or ""."""
-    needed = {tier: peak.nbytes - allocated.get(tier, 0) for tier, peak in peaks.items()}
-    host = needed["host"] + needed["pinned"]
-    on_cpu = not on_accelerator(program.device)
-    checks = [("host", host + (needed["device"] if on_cpu else 0), available_host_bytes())]
-    if not on_cpu:
-        free = available_bytes(program.device) - unplanned_bytes(program.device)
-        checks.append(("device", needed["device"], free))
-    for memory, required, available in checks:
-        if required > available:
-            op = peaks["device"].op if memory == "device" or on_cpu else ""
+    needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
+    if on_accelerator(program.device):
+        free["device"] = available_bytes(program.device) - unplanned_bytes(program.device)
+    for memory, available in free.items():
+        if needed[memory] > available:
+            op = "" if "device" in free and memory == "host" else peaks["device"].op
             return (
-                f"{action}: needs {required:,} bytes of {memory} memory, {available:,} are free"
+                f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
                 f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use more "
                 "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
@@ -120,30 +120,16 @@ def _make_vjp(
     pull = _pull(function, wrt_input, last)
     joint = partial(_joint, pull, joints)
     keeping = SegmentVJP(lambda w, i: pull(w, i), lambda _w, _i, residuals, c: residuals(c), keeps=True)
+    again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     untraced = f"segment {name!r} runs without being traced"
     if recompute == "none":
         return _traced(joint, compiled, keeping, untraced, _cut_as_autograd)
     if recompute == "all":
-        return _traced(joint, compiled, _recomputing(pull), untraced, _split, keeps=False)
+        return _traced(joint, compiled, again, untraced, _split, keeps=False)
     if last:
         return _traced(joint, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
     fallback = _make_vjp(function, "all", wrt_input, last, compiled, name, cut, joints)
     return _traced(joint, compiled, fallback, f"segment {name!r} runs with recompute='all'", cut)
-
-
-def _recomputing(pull: Pull) -> SegmentVJP:
-    """recompute="all" without tracing."""
-
-    def backward(
-        weights: SegmentWeights,
-        inputs: tuple[Any, ...],
-        _: Any,
-        cotangents: Sequence[Tensor],
-    ) -> Grads:
-        _, pullback = pull(weights, inputs)
-        return pullback(cotangents)
-
-    return SegmentVJP(lambda w, i: (pull(w, i)[0], None), backward, keeps=False)
 
 
 def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
@@ -226,14 +212,17 @@ def _floating(t: Any) -> bool:
 
 @frozen(eq=False)
 class _Joint:
-    """Forward and backward of a segment as one graph: `(*leaves, *cotangents) -> (*outputs, *gradients)`."""
+    """Forward and backward of a segment as one graph: `(*leaves, *cotangents) -> (*results, *gradients)`."""
 
     module: GraphModule
-    num_leaves: int
-    num_forward: int  # nodes, the first of all
+    leaves: list[Node]  # placeholders of weights and inputs
+    cotangents: list[Node]  # placeholders, too
+    forward: list[Node]
+    backward: list[Node]
+    results: list[Any]  # nodes, or constants
+    gradients: list[Any]
     forward_draws: int
-    out_spec: Any
-    num_out: int
+    out_spec: Any  # of the results
     strides: list[tuple[int, ...]]  # of the cotangents
 
 
@@ -255,49 +244,17 @@ def _traced(
 
     Traced once for each set of shapes. `fallback` runs where tracing fails.
     """
-    traces: dict[Any, tuple[_Joint, Any, Any] | None] = {}
-    untraced: Any = object()
-
-    def graphs_of(
-        weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
-    ) -> tuple[list[Any], Any]:
-        # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
-        plain = all(isinstance(x, Tensor) for x in inputs)
-        moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
-        leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
-        key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
-        graphs = traces.pop(key, untraced)
-        if graphs is untraced:
-            if len(traces) == MAX_TRACES:
-                del traces[next(iter(traces))]  # the least recently used
-            graphs = trace(weights, inputs, guess)
-        traces[key] = graphs
-        return leaves, graphs
-
-    def trace(weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any) -> tuple[_Joint, Any, Any] | None:
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        try:
-            try:
-                joint = joint_of(leaves, spec, _cotangents_of(guess))
-            except _OtherOutputError as error:
-                joint = joint_of(leaves, spec, error.cotangents)
-            forward, backward = cut(joint)
-            return joint, _runnable(forward, compiled), _runnable(backward, compiled)
-        except (torch.OutOfMemoryError, _NoGradientError):
-            raise
-        except Exception as error:
-            log.warning("%s, because it cannot be traced: %s", fallback_note, str(error).partition("\n")[0])
-            return None
+    graphs = _Graphs(joint_of, compiled, cut, fallback_note)
 
     def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-        leaves, graphs = graphs_of(weights, inputs)
-        if graphs is None:
+        leaves, found = graphs.of(weights, inputs)
+        if found is None:
             return fallback.forward(weights, inputs)
-        joint, run, _ = graphs
+        joint, run, _ = found
         with torch.enable_grad():  # grad mode as in the trace
-            flat = run(*leaves)
-        residuals = list(flat[joint.num_out :]) if keeps else None
-        return tree_unflatten(list(flat[: joint.num_out]), joint.out_spec), residuals
+            flat, num = run(*leaves), len(joint.results)
+        residuals = list(flat[num:]) if keeps else None
+        return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
 
     def backward(
         weights: SegmentWeights,
@@ -305,10 +262,10 @@ def _traced(
         residuals: Any,
         cotangents: Sequence[Tensor],
     ) -> Grads:
-        leaves, graphs = graphs_of(weights, inputs)
-        if graphs is None:
+        leaves, found = graphs.of(weights, inputs)
+        if found is None:
             return fallback.backward(weights, inputs, residuals, cotangents)
-        joint, _, run = graphs
+        joint, _, run = found
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
             grads = run(*(residuals if keeps else leaves), *laid_out)
@@ -316,10 +273,53 @@ def _traced(
         return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 
     def prepare(weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
-        if graphs_of(weights, inputs, y)[1] is None:
+        if graphs.of(weights, inputs, y)[1] is None:
             fallback.prepare(weights, inputs, y)
 
     return SegmentVJP(forward, backward, keeps, prepare)
+
+
+@define(eq=False)
+class _Graphs:
+    """The traced passes of a segment for the last MAX_TRACES sets of shapes; None for shapes whose trace failed."""
+
+    joint_of: Callable[..., _Joint]
+    compiled: Compiled
+    cut: Cut
+    note: str  # what is logged of a failure, before its reason
+    known: dict[Any, tuple[_Joint, Any, Any] | None] = field(factory=dict)
+
+    def of(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
+    ) -> tuple[list[Any], Any]:
+        """The leaves that the passes take, and `(joint, forward, backward)`, traced at first use."""
+        # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
+        plain = all(isinstance(x, Tensor) for x in inputs)
+        moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
+        leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
+        key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
+        found = self.known.pop(key) if key in self.known else self._trace(weights, inputs, guess)
+        if len(self.known) == MAX_TRACES:
+            del self.known[next(iter(self.known))]  # the least recently used
+        self.known[key] = found
+        return leaves, found
+
+    def _trace(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any
+    ) -> tuple[_Joint, Any, Any] | None:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        try:
+            try:
+                joint = self.joint_of(leaves, spec, _cotangents_of(guess))
+            except _OtherOutputError as error:
+                joint = self.joint_of(leaves, spec, error.cotangents)
+            forward, backward = self.cut(joint)
+            return joint, _runnable(forward, self.compiled), _runnable(backward, self.compiled)
+        except (torch.OutOfMemoryError, _NoGradientError):
+            raise
+        except Exception as error:
+            log.warning("%s, because it cannot be traced: %s", self.note, str(error).partition("\n")[0])
+            return None
 
 
 @frozen
@@ -453,19 +453,43 @@ def _joint(
         ]
         module = make_fx(joint, tracing_mode="fake")(leaves, tangents)
     number_draws(module.graph, forward_draws)
-    strides = [t.stride() for t in tangents]
-    traced = _Joint(module, len(leaves), num_forward, forward_draws, out_spec, num_out, strides)
+    *nodes, output = module.graph.nodes
+    given, outputs = len(leaves) + len(tangents), list(output.args[0])
+    traced = _Joint(
+        module,
+        leaves=nodes[: len(leaves)],
+        cotangents=nodes[len(leaves) : given],
+        forward=nodes[given:num_forward],
+        backward=nodes[num_forward:],
+        results=outputs[:num_out],
+        gradients=outputs[num_out:],
+        forward_draws=forward_draws,
+        out_spec=out_spec,
+        strides=[t.stride() for t in tangents],
+    )
     return traced if joints is None else joints.setdefault(key, traced)
+
+
+def _part(
+    module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
+) -> GraphModule:
+    """Some nodes of a graph as a graph of their own, `given -> results`."""
+    part, copies = Graph(), dict[Node, Node]()
+    for x in given:
+        copies[x] = part.placeholder(x.name)
+        copies[x].meta = {**x.meta}
+    for x in nodes:
+        copies[x] = part.node_copy(x, copies.__getitem__)
+    part.output([copies.get(x, x) for x in results])  # constants have no node
+    return GraphModule(module, part)
 
 
 def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     """Two graphs, of which backward repeats what it needs of forward."""
-    num = joint.num_leaves + len(joint.strides)
-    forward = _copied(
-        joint.module, [*range(joint.num_leaves), *range(num, joint.num_forward)], slice(joint.num_out)
-    )
-    backward = _copied(joint.module, None, slice(joint.num_out, None))
-    _cast_again(backward.graph, joint.num_forward)
+    forward = _part(joint.module, joint.leaves, joint.forward, joint.results)
+    given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
+    backward = _part(joint.module, given, nodes, joint.gradients)
+    _cast_again(backward.graph, len(given) + len(joint.forward))
     return forward, backward
 
 
@@ -491,38 +515,16 @@ def _cast_again(graph: Graph, num_forward: int) -> None:
 
 def _cut_as_autograd(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     """Two graphs, of which backward is given all that it reads of forward."""
-    nodes = list(joint.module.graph.nodes)
-    num, first = joint.num_leaves + len(joint.strides), joint.num_forward
-    of_forward = set(nodes[: joint.num_leaves]) | set(nodes[num:first])
-    outputs = nodes[-1].args[0]
-    reads = [x for node in nodes[first:-1] for x in node.all_input_nodes]
-    reads += [x for x in outputs[joint.num_out :] if isinstance(x, Node)]
+    of_forward = {*joint.leaves, *joint.forward}
+    reads = [x for node in joint.backward for x in node.all_input_nodes]
+    reads += [x for x in joint.gradients if isinstance(x, Node)]
     residuals = [x for x in dict.fromkeys(reads) if x in of_forward]
     for x in residuals:
         if not isinstance(x.meta["val"], Tensor):
             raise ValueError(f"backward reads {x}, which is no tensor")
-    forward, backward = Graph(), Graph()
-    copies: dict[Node, Node] = {}
-    for node in (*nodes[: joint.num_leaves], *nodes[num:first]):
-        copies[node] = forward.node_copy(node, copies.__getitem__)
-    forward.output([copies.get(x, x) for x in (*outputs[: joint.num_out], *residuals)])
-    copies = {x: backward.placeholder(x.name) for x in residuals}
-    for x, copy in copies.items():
-        copy.meta = x.meta
-    for node in (*nodes[joint.num_leaves : num], *nodes[first:-1]):
-        copies[node] = backward.node_copy(node, copies.__getitem__)
-    backward.output([copies.get(x, x) for x in outputs[joint.num_out :]])
-    return GraphModule(joint.module, forward), GraphModule(joint.module, backward)
-
-
-def _copied(module: GraphModule, kept: Sequence[int] | None, outputs: slice) -> GraphModule:
-    """A copy of the nodes `kept` of a graph, or of all, with some of its `outputs`."""
-    copy, copies = Graph(), {}
-    nodes = list(module.graph.nodes)
-    for n in range(len(nodes) - 1) if kept is None else kept:
-        copies[nodes[n]] = copy.node_copy(nodes[n], copies.__getitem__)
-    copy.output([copies.get(x, x) for x in nodes[-1].args[0][outputs]])  # constants have no node
-    return GraphModule(module, copy)
+    forward = _part(joint.module, joint.leaves, joint.forward, [*joint.results, *residuals])
+    given = [*residuals, *joint.cotangents]
+    return forward, _part(joint.module, given, joint.backward, joint.gradients)
 
 
 def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
@@ -535,8 +537,7 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
                 raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
     if changes:
         pure = functionalize(module)
-        placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        primals, tangents = placeholders[: joint.num_leaves], placeholders[joint.num_leaves :]
+        primals, tangents = ([x.meta["val"] for x in given] for given in (joint.leaves, joint.cotangents))
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
         number_draws(module.graph, joint.forward_draws)
@@ -547,14 +548,14 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
 
     with partitioning.patch(cse=False):  # its own imports the lowerings of a compiler, which takes a second
         merged = _with_equal_nodes_merged(module)
-        return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=joint.num_out)
+        return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=len(joint.results))
 
 
 def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     """The same, of residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
     kernel: only the kernel knows its size, and it has no elements in a trace."""
     forward, backward = _min_cut(joint)
-    for x in list(forward.graph.nodes)[-1].args[0][joint.num_out :]:
+    for x in list(forward.graph.nodes)[-1].args[0][len(joint.results) :]:
         value = x.meta["val"]
         if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.numel():
             raise ValueError(f"backward reads {x}, whose size is not known before it runs")
@@ -564,7 +565,8 @@ def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
 def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
     """A copy of a pure graph where nodes that call one function with the same arguments are one node, but for draws
     and for what shares memory with a result: in eager code those are apart."""
-    merged, known = _copied(module, None, slice(None)), dict[Any, Node]()
+    *nodes, output = module.graph.nodes
+    merged, known = _part(module, (), nodes, output.args[0]), dict[Any, Node]()
     merged.graph.eliminate_dead_code()
     results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in _memory(node)}
     for node in merged.graph.nodes:
