@@ -14,7 +14,7 @@ from zfunc.cli.commands.doctor import UNKNOWN, Check, show_checks
 from zfunc.cli.main import main
 from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth
-from zfunc.runtime import cpu_topology, drive_speed
+from zfunc.runtime import cpu_topology, direct_io
 
 NAMES = ["versions", "system", "processor", "threads", "memory", "bandwidth", "this folder"]
 NVIDIA = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version: 12"
@@ -28,8 +28,8 @@ def by_name(checks: Iterable[Check]) -> dict[str, Check]:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_speed, "MEASURED", 2 << 20)
-    monkeypatch.setattr(drive_speed, "CHUNK", 1 << 20)
+    monkeypatch.setattr(direct_io, "MEASURED", 2 << 20)
+    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
     monkeypatch.setattr(bandwidth, "measure_bandwidth", lambda: SLOW)
 
 
@@ -83,8 +83,8 @@ def test_what_a_drive_reaches_and_a_folder_that_cannot_hold_state(
     checks = by_name(doctor.drives((tmp_path, tmp_path / "none")))
     assert checks.keys() == {str(tmp_path), str(tmp_path / "none")}  # this folder is one of them
     assert "name a folder that exists" in (checks[str(tmp_path / "none")].problem or "")
-    monkeypatch.setattr(drive_speed, "measure", lambda folder: drive_speed.DriveSpeeds(5.12e9, 2e9))
-    monkeypatch.setattr(drive_speed, "is_direct", lambda folder: folder != Path())
+    monkeypatch.setattr(direct_io, "measure", lambda folder: direct_io.DriveSpeeds(5.12e9, 2e9))
+    monkeypatch.setattr(direct_io, "is_direct", lambda folder: folder != Path())
     monkeypatch.setattr("zfunc.runtime.direct_io.file_system_of", lambda folder: "ext4")
     (here,) = doctor.drives(())
     assert here.value.startswith("reads 5.1 GB/s, writes 2.0 GB/s, through the page cache; ext4, ")

@@ -40,7 +40,7 @@ from zfunc.planner.calibrate import (
 )
 from zfunc.planner.profile import NONE_SENT, Profile
 from zfunc.planner.profile_toml import parse_profile, profile_text
-from zfunc.runtime import drive_speed
+from zfunc.runtime import direct_io
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}
 SMALL: dict[str, Any] = {**MODEL, "bucket_size": 4096, "turns": 4, "device": "cpu"}
@@ -75,8 +75,8 @@ def made(**more: Any) -> Profile:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_speed, "MEASURED", 2 << 20)
-    monkeypatch.setattr(drive_speed, "CHUNK", 1 << 20)
+    monkeypatch.setattr(direct_io, "MEASURED", 2 << 20)
+    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
 
 
 def steps_of(on: Hardware, *factors: float) -> list[MeasuredStep]:

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from zfunc.errors import AbandonedCalls, DiskError
-from zfunc.runtime import blocking_calls, direct_io, drive_speed
-from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of
-from zfunc.runtime.drive_speed import is_direct, measure
+from zfunc.runtime import blocking_calls, direct_io
+from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of, is_direct, measure
 from zfunc.runtime.host_pages import HostPages, map_pages
 
 PAGES = 40
@@ -509,8 +508,8 @@ def test_a_file_system_that_refuses_is_told_of_once_and_its_pages_are_dropped(
 
 
 def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_speed, "MEASURED", 4 << 20)
-    monkeypatch.setattr(drive_speed, "CHUNK", 1 << 20)
+    monkeypatch.setattr(direct_io, "MEASURED", 4 << 20)
+    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
     assert min(measure(tmp_path)) > 1e6
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(
@@ -527,7 +526,7 @@ def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pyt
         turns.append(transfer.__name__)
         return {"read": 3.0, "write": 2.0}[turns[-1]]
 
-    monkeypatch.setattr(drive_speed, "_speed", speed)
+    monkeypatch.setattr(direct_io, "_speed", speed)
     assert measure(tmp_path) == (3.0, 2.0)
     assert turns == ["write", "write", "read"]  # first into a file that has nothing yet
 
@@ -538,7 +537,7 @@ def test_a_drive_with_little_room_is_measured_with_half_of_it(
     """And nothing is left of a process that is killed meanwhile: the file has no name."""
     with pytest.raises(DiskError, match="'No space left on device' while reserving 8.0 MiB: free some space"):
         measure(small_disk)
-    monkeypatch.setattr(drive_speed, "LEAST", ALIGNED)
+    monkeypatch.setattr(direct_io, "LEAST", ALIGNED)
     seen = list[list[str]]()
     with caplog.at_level(logging.INFO, "zfunc"), pytest.MonkeyPatch.context() as patched:
         reserve = os.posix_fallocate

@@ -30,7 +30,7 @@ from small_trainings import (
 
 from zfunc.engine.state import save_load
 from zfunc.errors import CheckpointError
-from zfunc.runtime.rendezvous import fresh_store
+from zfunc.runtime.launch import fresh_store
 
 Out = pytest.CaptureFixture[str]
 JOB = ("--steps", "10", "--eval-every", "4")

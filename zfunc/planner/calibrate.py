@@ -49,8 +49,7 @@ from zfunc.runtime.accelerator import (
     on_accelerator,
 )
 from zfunc.runtime.cpu_topology import cpu_model, physical_cores
-from zfunc.runtime.direct_io import ALIGNED, DirectFile
-from zfunc.runtime.drive_speed import measure
+from zfunc.runtime.direct_io import ALIGNED, DirectFile, measure
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.host_pages import map_pages
 from zfunc.runtime.thread_budget import allowed_cpus, default_threads, local_ranks

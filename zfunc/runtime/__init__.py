@@ -10,13 +10,11 @@
     host_memory         how much memory is free; allocates and pins host buffers
     host_pages          maps huge pages, and touches them first
     blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
-    direct_io           files read and written past the page cache
-    drive_speed         how fast a drive is past the page cache
+    direct_io           files read and written past the page cache; how fast a drive is
     torch_dtypes        torch's names for `core.dtypes`
     collectives         the ranks that train together, their collectives, and noticing that one failed
     failure_detection   which ranks are missing, once a collective has failed
-    launch              joins the ranks that torchrun started
-    rendezvous          a store that no process of an earlier attempt can reach
+    launch              joins the ranks that torchrun started, in a store that no earlier process can reach
 
 The executor looks a stage up by its operation's verb; which verbs there are is the recipe's business.
 """

@@ -1,24 +1,32 @@
 """Joining the ranks that torchrun has started, and leaving them.
 
+torchrun starts all ranks again when one has died, but keeps the store they met in: in it are the addresses of dead
+processes, which gloo and NCCL would call (pytorch/pytorch#135712). So the ranks of each life meet in a part of it
+that none was in before. Its count of restarts is no way out: every node has its own.
+
 The invariant: without torchrun nothing happens here, and this process trains alone.
 """
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 
 from zfunc.errors import RankError
 from zfunc.runtime.accelerator import accelerator_type
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.failure_detection import timeout
-from zfunc.runtime.rendezvous import fresh_store
 from zfunc.runtime.thread_budget import local_rank, world_size
 
 log = logging.getLogger("zfunc")
+POLL = 0.02  # seconds
 
 
 @contextmanager
@@ -75,3 +83,38 @@ def _own_device() -> torch.device | None:
     if wanted >= seen:
         log.info("LOCAL_RANK=%d uses %s:0, the only one that this rank sees", wanted, kind)
     return torch.device(kind, wanted if seen > 1 else 0)
+
+
+def fresh_store(store: Store, rank: int, world: int) -> Store:
+    """A part of `store` under a name that rank 0 has just made up. All `world` ranks have to call this.
+
+    Each other rank sends a fresh request id, so a reply cannot come from a previous incarnation; it then
+    acknowledges. Raises TimeoutError, or torch's own error, if a rank does not come within the store's time-out.
+    """
+    name = uuid4().hex
+    if rank:
+        store.set(f"zfunc/ask/{rank}", name)
+        name = store.get(f"zfunc/tell/{name}").decode()
+        store.set(f"zfunc/{name}/has/{rank}", "")
+    else:
+        _answer(store, name, world)
+    return PrefixStore(f"zfunc/{name}", store)
+
+
+def _answer(store: Store, name: str, world: int) -> None:
+    """Send every rank the name, until all have acknowledged it."""
+    until = time.monotonic() + store.timeout / timedelta(seconds=1)
+    missing = set(range(1, world))
+    while missing:
+        for rank in missing:
+            if store.check([f"zfunc/ask/{rank}"]):
+                request = store.get(f"zfunc/ask/{rank}").decode()
+                store.set(f"zfunc/tell/{request}", name)
+        missing -= {rank for rank in missing if store.check([f"zfunc/{name}/has/{rank}"])}
+        if missing and time.monotonic() > until:
+            late = ", ".join(map(str, sorted(missing)))
+            raise TimeoutError(
+                f"rank 0: got no word from ranks {late}, expected all {world}: see what they logged, then start "
+                "all of them again"
+            )
+        time.sleep(POLL)

@@ -168,8 +168,7 @@ def memory(root: Path = ROOT) -> Iterator[Check]:
 
 def drives(folders: Sequence[Path]) -> Iterator[Check]:
     """The drive of this folder, and those of `folders`, on which state is to live."""
-    from zfunc.runtime.direct_io import file_system_of
-    from zfunc.runtime.drive_speed import is_direct, measure
+    from zfunc.runtime.direct_io import file_system_of, is_direct, measure
 
     here = [] if Path().resolve() in [folder.resolve() for folder in folders] else [Path()]
     for folder in (*here, *folders):
