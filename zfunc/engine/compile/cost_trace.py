@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from attrs import fields, frozen
+from attrs import frozen
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
-from zfunc.core.spec import ALLOCATION
+from zfunc.core.spec import ALLOCATION, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.tensor_memory import FakeTensors
-from zfunc.engine.compile.vjp import differentiated
+from zfunc.engine.compile.vjp import SegmentVJP, SegmentWeights, differentiated
+from zfunc.engine.state.module_buffers import buffers_nbytes
 from zfunc.runtime.rng import is_draw
 
 # They allocate, or look at memory in another shape, though their schemas do not say so.
@@ -274,76 +275,82 @@ def is_launched(func: Any) -> bool:
 
 
 @frozen
-class PassCost:
-    """What forward or backward of a segment costs; the `peak` is in bytes, results included."""
-
-    flops: int = 0
-    attention_flops: int = 0
-    launches: int = 0
-    moved_bytes: int = 0
-    peak: int = 0
-    random: bool = False  # whether it draws random numbers
-
-    @classmethod
-    def of(cls, tracker: AllocationTracker) -> "PassCost":
-        """What a tracker has counted."""
-        return cls(*(getattr(tracker, f.name) for f in fields(cls)))
-
-
-@frozen
 class Trace:
-    """The cost of a segment for one micro-batch, and its output (`out`, on meta).
+    """What a segment costs for one micro-batch, and its output: `out`, on meta, of `output_bytes`.
 
-    `residual_bytes` is alive between the passes beside the output, `stash_bytes` with the input and what of the
-    output is a residual, if it `keeps_output`.
+    Of the cost, the input's bytes and the part of `backward_workspace` that is a result are not known here.
     """
 
     out: Any
-    forward: PassCost
-    backward: PassCost
     output_bytes: int
-    residual_bytes: int
-    stash_bytes: int
-    keeps_output: bool
+    cost: SegmentCost
+    random: bool  # whether a pass draws random numbers
 
 
 def trace(
-    forward: Callable[..., tuple[Any, Any]],
-    backward: Callable[..., Any] | None,
-    *args: Any,
+    passes: SegmentVJP,
+    weights: SegmentWeights,
+    inputs: tuple[Any, ...],
+    *,
     device: torch.device,
-    prepare: Callable[..., None] = lambda *_: None,
+    guess: Callable[[SegmentWeights, tuple[Any, ...]], Any] = lambda *_: None,
+    pulled: bool = True,
+    buffers: Mapping[str, Tensor] | None = None,
     of_accelerator: bool = False,
     compiled: bool = False,
     fake: FakeTensors | None = None,
 ) -> Trace:
-    """Trace one segment: `forward(*args)` returns `(y, residuals)`; `backward(*args, residuals, cotangents)` is
-    None if nothing below is trained. `prepare(*args)` runs first, to leave out of the costs what happens only once.
-    `of_accelerator` is whether a trace on the CPU is for an accelerator, `compiled` as in `Traffic`.
+    """Trace the passes of one segment, backward if it is `pulled`, on tensors of which only shape, strides and
+    dtype matter. `guess(weights, inputs)` is the output, by which the passes are prepared: what happens once is no
+    cost.
 
-    `args` are pytrees of tensors, of which only shape, strides and dtype matter; graphs are of one `fake`.
+    `buffers` are those that forward changes, which backward gets as forward read them. `of_accelerator` is whether
+    a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`.
     """
+    first, second = (AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(2))
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
-        args = tree_map_only(Tensor, lambda t: empty_like_strided(t, device), args)
-        prepare(*args)
-        with AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) as tracker:
-            y, residuals = forward(*args)
-            first, after = PassCost.of(tracker), tracker.live
+        trees = tree_map_only(
+            Tensor, lambda t: empty_like_strided(t, device), (weights.trained, weights.fixed, inputs)
+        )
+        weights, inputs = SegmentWeights(*trees[:2]), trees[2]
+        passes.prepare(weights, inputs, guess(weights, inputs))
+
+        with first:
+            y, residuals = passes.forward(weights, inputs)
+            y = y[0] if buffers else y
+            peak, live, moved_bytes = first.peak, first.live, first.moved_bytes
             output_bytes = _storage_bytes(y)
             out = tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y)
-            own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and tracker.holds(t)]
+            own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
-            own_bytes, before = _storage_bytes(own), tracker.live
+            # A residual outlives the output that it is.
+            own_bytes, before = _storage_bytes(own), first.live
             del y, own
-            keeps_output = before - tracker.live < own_bytes
-        second = PassCost()
-        if backward is not None:
-            with AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) as tracker:
-                results = backward(*args, residuals, cotangents)
-                second = PassCost.of(tracker)
+            keeps_output = before - first.live < own_bytes
+
+        if pulled:
+            with second:
+                results = passes.backward(weights, inputs, residuals, cotangents)
+                backward_moved_bytes = second.moved_bytes
                 del results
-        stash = _storage_bytes((args[-1][0], residuals))
-        return Trace(out, first, second, output_bytes, max(0, after - output_bytes), stash, keeps_output)
+        kept = max(0, live - output_bytes) if passes.keeps else 0
+        read = buffers_nbytes(buffers or {})
+        cost = SegmentCost(
+            flops=first.flops,
+            backward_flops=second.flops,
+            residual_bytes=kept + read,
+            stash_bytes=_storage_bytes((inputs[0], residuals)) + read,
+            keeps_output=passes.keeps and keeps_output,
+            forward_workspace=max(0, peak - output_bytes - kept),
+            backward_workspace=second.peak,
+            forward_launches=0 if compiled else first.launches,  # how much is launched is not known then
+            backward_launches=0 if compiled else second.launches,
+            attention_flops=first.attention_flops,
+            backward_attention_flops=second.attention_flops,
+            moved_bytes=moved_bytes,
+            backward_moved_bytes=backward_moved_bytes if pulled else 0,
+        )
+        return Trace(out, output_bytes, cost, first.random or second.random)
 
 
 @contextmanager

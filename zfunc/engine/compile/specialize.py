@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.cost_trace import Trace, nbytes, silence_fake_errors, trace
 from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
 from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, layouts
-from zfunc.engine.state.module_buffers import buffers_nbytes, clone_buffers, copy_buffers
+from zfunc.engine.state.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
-from zfunc.engine.step.stage_context import CompiledSegment, name_nondeterminism
+from zfunc.engine.step.stage_context import name_nondeterminism
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 
@@ -142,35 +142,12 @@ def traced_spec(
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     first = program.layout.first_trainable
     results = (program.spec.grad_bytes(s) + (size if s > first else 0) for s, size in enumerate(inputs))
-    costs = tuple(
-        _cost(t, size, returned, call, bool(program.settings.compile_segments))
-        for t, size, returned, call in zip(traces, inputs, results, program.calls, strict=True)
+    costs = tuple(  # what backward returns are regions of their own
+        evolve(x, input_bytes=size, backward_workspace=max(0, x.backward_workspace - returned))
+        for x, size, returned in zip((t.cost for t in traces), inputs, results, strict=True)
     )
     aux = aux_names(traces[-1].out)
     return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux), random
-
-
-def _cost(t: Trace, input_bytes: int, returned: int, call: CompiledSegment, compiled: bool) -> SegmentCost:
-    """Outputs, residuals and what backward has `returned` are regions; the rest of the traced peak is workspace.
-    Buffers that forward changes are residuals as it read them. How much `compiled` segments launch is not known."""
-    keeps, read = call.passes.keeps, buffers_nbytes(call.buffers)
-    kept = t.residual_bytes if keeps else 0
-    return SegmentCost(
-        flops=t.forward.flops,
-        backward_flops=t.backward.flops,
-        input_bytes=input_bytes,
-        residual_bytes=kept + read,
-        stash_bytes=t.stash_bytes + read,
-        keeps_output=keeps and t.keeps_output,
-        forward_workspace=max(0, t.forward.peak - t.output_bytes - kept),
-        backward_workspace=max(0, t.backward.peak - returned),
-        forward_launches=0 if compiled else t.forward.launches,
-        backward_launches=0 if compiled else t.backward.launches,
-        attention_flops=t.forward.attention_flops,
-        backward_attention_flops=t.backward.attention_flops,
-        moved_bytes=t.forward.moved_bytes,
-        backward_moved_bytes=t.backward.moved_bytes,
-    )
 
 
 def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[list[Trace], frozenset[int]]:
@@ -188,7 +165,7 @@ def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[li
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
         traces.append(seen[key])
-        random |= {s} if seen[key].forward.random or seen[key].backward.random else set()
+        random |= {s} if seen[key].random else set()
         x = seen[key].out
     return traces, frozenset(random)
 
@@ -219,42 +196,31 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         short: torch.empty(p.shape, dtype=program.dtype, device="meta")
         for short, p in zip(segment.short, segment.parameters, strict=True)
     }
-    weights = (
-        {short: values[short] for short in call.trained},
-        {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers},
-    )
+    fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
+    weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
 
-    def check(trained: Any, others: Any, inputs: Any) -> Any:
-        params = {**trained, **others}
-        y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
-        program.cache.facts.setdefault(id(call.passes), (segment, facts))
-        if call.buffers:
-            copy_buffers(clone_buffers({short: others[short] for short in call.buffers}), y[1].tensors)
-        return y
-
-    def prepare(trained: Any, others: Any, inputs: Any) -> None:
+    def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
+        """What the segment returns, which is checked once for each layout of its input."""
         known, key = program.cache.checked, (segment.name, program.dtype, layouts(tree_leaves(inputs)))
         if key not in known:
-            known[key] = check(trained, others, inputs)
-        call.plain.prepare(SegmentWeights(trained, others), inputs, known[key])
-
-    def forward(trained: Any, others: Any, inputs: Any) -> Any:
-        result = call.plain.forward(SegmentWeights(trained, others), inputs)
-        return (result[0][0], result[1]) if call.buffers else result
-
-    def backward(trained: Any, others: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
-        return call.plain.backward(SegmentWeights(trained, others), inputs, residuals, cotangents)
+            params = {**weights.trained, **weights.fixed}
+            y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
+            program.cache.facts.setdefault(id(call.passes), (segment, facts))
+            if call.buffers:
+                copy_buffers(clone_buffers({x: params[x] for x in call.buffers}), y[1].tensors)
+            known[key] = y
+        return known[key]
 
     try:
         with name_nondeterminism(segment.name):
-            pullback = backward if s >= program.layout.first_trainable else None
             return trace(
-                forward,
-                pullback,
-                *weights,
+                call.plain,
+                weights,
                 inputs,
                 device=device,
-                prepare=prepare,
+                guess=output,
+                pulled=s >= program.layout.first_trainable,
+                buffers=call.buffers,
                 of_accelerator=of_accelerator,
                 compiled=bool(program.settings.compile_segments),
                 fake=program.cache.fake,
