@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.core.settings import RECOMPUTE
 from zfunc.engine.compile import tensor_memory, vjp
+from zfunc.engine.compile.cost_trace import trace
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
@@ -287,6 +288,21 @@ def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         block({"w": params["w"].clone().requires_grad_()}, x.clone().requires_grad_())
     assert own < sum(t.nbytes for t in saved)
+
+
+def test_backward_holds_what_forward_widens_in_16_bits_until_it_reads_it() -> None:
+    """Norms in fp32 of a stream in bf16: of eight wide copies one is alive at a time."""
+
+    def norms(_: Params, x: Tensor) -> Tensor:
+        for _ in range(8):
+            wide = x.float()
+            x = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+        return x
+
+    pair = make_vjp(norms, recompute="all", wrt_input=True)
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    cost = trace(pair, SegmentWeights({}, {}), (x,), device=torch.device("meta"), guess=lambda *_: x).cost
+    assert cost.backward_workspace < 16 * x.nbytes  # 22 with all of them
 
 
 # --- a whole step ---------------------------------------------------------------------------------------

@@ -132,6 +132,9 @@ def _make_vjp(
     return _traced(joint, compiled, fallback, f"segment {name!r} runs with recompute='all'", cut)
 
 
+# --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
+
+
 def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer.
 
@@ -208,6 +211,9 @@ def _laid_out(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def _floating(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
+
+
+# --- traced: one joint graph, cut in two --------------------------------------------------------------------
 
 
 @frozen(eq=False)
@@ -322,6 +328,9 @@ class _Graphs:
             return None
 
 
+# --- memory that moves between the passes -------------------------------------------------------------------
+
+
 @frozen
 class _LeafView:
     """A residual that is a view of a weight or an input: of leaf number `leaf`, from element `offset` of it."""
@@ -394,6 +403,9 @@ def _copy(t: Tensor) -> Tensor:
     return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
 
 
+# --- tracing the joint graph --------------------------------------------------------------------------------
+
+
 def layouts(leaves: list[Any]) -> tuple[Any, ...]:
     """What a trace depends on: the layout of tensors, and the value of any other leaf."""
     return tuple(
@@ -434,12 +446,14 @@ def _joint(
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
         nonlocal num_forward, forward_draws, num_out, out_spec
+        # 1. Forward, and whether its output is the one that the cotangents are for.
         y, pullback = run(primals)
         with disable_proxy_modes_tracing():
             if (actual := _cotangents_of(y)) != cotangents:
                 raise _OtherOutputError(actual)
         out, out_spec = tree_flatten(y)
         num_out = len(out)
+        # 2. What has been recorded so far is the forward's: backward's nodes and draws come behind it.
         mode = get_proxy_mode()
         assert mode is not None
         num_forward, forward_draws = len(mode.tracer.graph.nodes), count_draws(mode.tracer.graph)
@@ -468,6 +482,9 @@ def _joint(
         strides=[t.stride() for t in tangents],
     )
     return traced if joints is None else joints.setdefault(key, traced)
+
+
+# --- cuts: which nodes are whose, and what is kept between them ---------------------------------------------
 
 
 def _part(
@@ -529,6 +546,7 @@ def _cut_as_autograd(joint: _Joint) -> tuple[GraphModule, GraphModule]:
 
 def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     """Two graphs whose residuals are chosen by the min-cut partitioner."""
+    # 1. It takes pure graphs: what is written in place is written out of place, where that gives the same bits.
     module = joint.module
     changes = [node for node in module.graph.nodes if _mutates(node.target)]
     for node in changes:
@@ -543,6 +561,7 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
         number_draws(module.graph, joint.forward_draws)
         if _output_strides(module) != _output_strides(joint.module):
             raise ValueError("an operation in place gives other strides out of place")
+    # 2. Equal nodes are one, so that none is kept or made again twice; then the cut.
     import torch._functorch.config as partitioning
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -614,6 +633,9 @@ def _output_strides(module: GraphModule) -> list[Any]:
     return [
         x.meta["val"].stride() for x in outputs if isinstance(x, Node) and isinstance(x.meta["val"], Tensor)
     ]
+
+
+# --- running a graph ----------------------------------------------------------------------------------------
 
 
 def _runnable(graph: GraphModule, compiled: Compiled) -> Callable[..., Any]:
