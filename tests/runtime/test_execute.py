@@ -16,37 +16,49 @@ from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.stages import STAGES, forward, update
-from zfunc.errors import LaneTimeout, UndeclaredAccess
+from zfunc.errors import ExecutionError, LaneTimeout, UndeclaredAccess
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
+from zfunc.runtime.fault_injection import Fault, InjectedFault, check_faults
 
 CPU = torch.device("cpu")
 X, Y = Region("x", lifetime="value"), Region("y")
 
 
-def run(plan: Plan, stages: dict[str, Any], mem: dict[Region, Any], **options: Any) -> Any:
-    executor = Executor(CPU, patience=options.pop("patience", 10.0))
+def run(
+    plan: Plan,
+    stages: dict[str, Any],
+    mem: dict[Region, Any] | None = None,
+    patience: float = 10.0,
+    **options: Any,
+) -> Any:
+    mem = {} if mem is None else mem
+    executor = Executor(CPU, patience=patience)
     return executor.run(prepare_plan(plan, stages, CPU), mem, None, RunOptions(**options), {})
 
 
-def two_lanes() -> Plan:
-    graph = Graph((Op("make", (), "compute", writes=(X,)), Op("use", (), "host", reads=(X,), writes=(Y,))))
+def nothing(*_: Any) -> None:
+    pass
+
+
+def two_lanes(kind: Any = "host") -> Plan:
+    graph = Graph((Op("make", (), "compute", writes=(X,)), Op("use", (), kind, reads=(X,), writes=(Y,))))
     return build(graph, {"gpu": [0], "cpu": [1]})
 
 
 def test_a_lane_that_waits_too_long_names_the_operation_and_its_lane() -> None:
-    stages = {"make": lambda *_: time.sleep(0.5), "use": lambda *_: None}
+    stages = {"make": lambda *_: time.sleep(0.5), "use": nothing}
     with pytest.raises(
         LaneTimeout, match=r"use \(lane cpu\) waited 0.1 s for make of lane gpu, which is in make"
     ):
-        run(two_lanes(), stages, {}, patience=0.1)
+        run(two_lanes(), stages, patience=0.1)
 
 
 def test_a_lane_that_never_ends_is_named() -> None:
     release = threading.Event()
     graph = Graph((Op("make", (), "compute", writes=(X,)), Op("stuck", (), "host")))
-    stages = {"make": lambda *_: None, "stuck": lambda *_: release.wait()}
+    stages = {"make": nothing, "stuck": lambda *_: release.wait()}
     with pytest.raises(LaneTimeout, match="the end of lane cpu, which is in stuck"):
-        run(build(graph, {"gpu": [0], "cpu": [1]}), stages, {}, patience=0.1)
+        run(build(graph, {"gpu": [0], "cpu": [1]}), stages, patience=0.1)
     release.set()
 
 
@@ -54,7 +66,7 @@ def test_a_verb_without_a_stage_is_refused_before_anything_runs() -> None:
     with pytest.raises(
         ValueError, match=r"got operations \['use'\] in the plan, expected verbs with a stage"
     ):
-        prepare_plan(two_lanes(), {"make": lambda *_: None}, CPU)
+        prepare_plan(two_lanes(), {"make": nothing}, CPU)
 
 
 def test_a_region_is_dropped_after_its_last_access() -> None:
@@ -82,13 +94,58 @@ def test_a_region_is_dropped_after_its_last_access() -> None:
 
 def test_threads_end_with_the_executor() -> None:
     executor = Executor(CPU)
-    stages = {"make": lambda *_: None, "use": lambda *_: None}
+    stages = {"make": nothing, "use": nothing}
     plan = build(two_lanes().graph, {"gpu": [0], "its-own": [1]})
     executor.run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), {})
     (thread,) = (t for t in threading.enumerate() if t.name == "zfunc its-own")
     del executor
     thread.join(5)
     assert not thread.is_alive()
+
+
+# --- faults and kinds of operations ---------------------------------------------------------------------
+
+
+def test_a_fault_happens_just_before_the_stage_of_its_operation_if_that_is_run() -> None:
+    seen: list[str] = []
+    stages = {name: lambda op, *_: seen.append(op.verb) for name in ("make", "use")}
+    with pytest.raises(InjectedFault, match="use: got the injected fault rank=0,step=1,op=use"):
+        run(two_lanes(), stages, faults=(Fault(0, 1, "use", "raise"),))
+    assert seen == ["make"]
+    run(two_lanes(), stages, faults=(Fault(0, 1, "used", "raise"),))
+    check_faults([Fault(0, 1, "use", "kill")], two_lanes())
+    with pytest.raises(ValueError, match=r"'used', expected one of the plan's 2 \(did you mean 'use'\?\)"):
+        check_faults([Fault(0, 1, "used", "kill")], two_lanes())
+
+
+def test_disk_operations_run_on_a_thread_of_one_and_are_no_host_seconds() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def use(*_: Any) -> None:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        time.sleep(0.01)
+
+    seconds = [
+        run(two_lanes(kind), {"make": nothing, "use": use}).host_seconds for kind in ("read", "write", "host")
+    ]
+    assert seconds[:2] == [0, 0]
+    assert seconds[2] >= 0.01
+    assert seen == [("zfunc cpu", 1)] * 3
+
+
+def test_while_a_lane_is_in_a_collective_the_others_wait_twice_as_long() -> None:
+    """It has a time-out of its own, and knows more: who is missing."""
+    graph = Graph(
+        (Op("load", (), "compute"), Op("send", (), "network", writes=(X,)), Op("use", (), "compute", (X,)))
+    )
+
+    def send(*_: Any) -> None:
+        time.sleep(0.6)
+        raise RuntimeError("rank 1 is gone")
+
+    stages = {"load": nothing, "send": send, "use": nothing}
+    with pytest.raises(ExecutionError, match="rank 1 is gone"):
+        run(build(graph, {"gpu": [0, 2], "net": [1]}), stages, patience=0.4)
 
 
 # --- what verify prevents -------------------------------------------------------------------------------

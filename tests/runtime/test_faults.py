@@ -23,21 +23,11 @@ import torch.distributed as dist
 from fault_worker import CALLS, LONG, SCENARIOS, SHORT
 from forked import ERROR
 
-from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Plan, build
-from zfunc.errors import ExecutionError, RankError
+from zfunc.errors import RankError
 from zfunc.runtime import failure_detection
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 from zfunc.runtime.failure_detection import TIMEOUT, FailureDetector, MissingRanks, StoreLost, timeout
-from zfunc.runtime.fault_injection import (
-    Fault,
-    InjectedFault,
-    check_faults,
-    faults_at,
-    from_environment,
-    parse_faults,
-)
+from zfunc.runtime.fault_injection import Fault, faults_at, from_environment, parse_faults
 
 WORKER = Path(__file__).parents[1] / "fault_worker.py"
 SOON = 20.0  # seconds, on a busy machine; ranks that are not told wait LONG
@@ -331,40 +321,7 @@ def test_a_bad_time_out_is_refused(text: str) -> None:
 
 # --- faults ---------------------------------------------------------------------------------------------
 
-CPU = torch.device("cpu")
 FAULT = Fault(1, 7, "reduce_scatter[0,2,0]", "kill")
-
-
-def two_lanes(kind: Any = "host") -> Plan:
-    x, y = Region("x", lifetime="value"), Region("y")
-    graph = Graph(
-        (Op("make", (0,), "compute", writes=(x,)), Op("use", (3, 4), kind, reads=(x,), writes=(y,)))
-    )
-    return build(graph, {"gpu": [0], "other": [1]})
-
-
-def run(plan: Plan, *faults: Fault, **stages: Any) -> Any:
-    all_stages = {"make": lambda *_: None, "use": lambda *_: None, **stages}
-    executor = Executor(CPU, patience=stages.pop("patience", 10.0))
-    return executor.run(prepare_plan(plan, all_stages, CPU), {}, None, RunOptions(faults=faults), {})
-
-
-def test_a_fault_happens_just_before_the_stage_of_its_operation() -> None:
-    seen: list[str] = []
-    with pytest.raises(
-        InjectedFault, match=r"use\[3,4\]: got the injected fault rank=0,step=1,op=use\[3,4\]"
-    ):
-        run(
-            two_lanes(),
-            Fault(0, 1, "use[3,4]", "raise"),
-            make=lambda *_: seen.append("make"),
-            use=lambda *_: seen.append("use"),
-        )
-    assert seen == ["make"]
-
-
-def test_a_fault_in_an_operation_that_is_not_run_does_not_happen() -> None:
-    run(two_lanes(), Fault(0, 1, "use[3,5]", "raise"))
 
 
 @pytest.mark.parametrize(("action", "code"), [("kill", KILLED), ("terminate", TERMINATED)])
@@ -403,44 +360,3 @@ def test_only_the_faults_of_this_rank_and_step_are_due() -> None:
     other = Fault(0, 7, "load[0]", "hang")
     assert faults_at((FAULT, other), 1, 7) == (FAULT,)
     assert faults_at((FAULT, other), 1, 8) == ()
-
-
-def test_a_fault_in_an_unknown_operation_is_refused() -> None:
-    check_faults([Fault(0, 1, "use[3,4]", "kill")], two_lanes())
-    with pytest.raises(
-        ValueError, match=r"'use\[3,5\]', expected one of the plan's 2 \(did you mean 'use\[3,4\]'\?\)"
-    ):
-        check_faults([Fault(0, 1, "use[3,5]", "kill")], two_lanes())
-
-
-# --- kinds of operations --------------------------------------------------------------------------------
-
-
-def test_disk_operations_run_on_a_thread_of_one_and_are_no_host_seconds() -> None:
-    seen: list[tuple[str, int]] = []
-
-    def use(*_: Any) -> None:
-        seen.append((threading.current_thread().name, torch.get_num_threads()))
-        time.sleep(0.01)
-
-    assert run(two_lanes("read"), use=use).host_seconds == 0
-    assert run(two_lanes("write"), use=use).host_seconds == 0
-    assert run(two_lanes("host"), use=use).host_seconds >= 0.01
-    assert seen == [("zfunc other", 1)] * 3
-
-
-def test_while_a_lane_is_in_a_collective_the_others_wait_twice_as_long() -> None:
-    """It has a time-out of its own, and knows more: who is missing."""
-    x = Region("x", lifetime="value")
-    graph = Graph(
-        (Op("load", (), "compute"), Op("send", (), "network", writes=(x,)), Op("use", (), "compute", (x,)))
-    )
-    plan = build(graph, {"gpu": [0, 2], "net": [1]})
-
-    def send(*_: Any) -> None:
-        time.sleep(0.6)
-        raise RuntimeError("rank 1 is gone")
-
-    stages = {"load": lambda *_: None, "send": send, "use": lambda *_: None}
-    with pytest.raises(ExecutionError, match="rank 1 is gone"):
-        Executor(CPU, patience=0.4).run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), {})
