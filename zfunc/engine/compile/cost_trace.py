@@ -64,41 +64,23 @@ UNFUSED = {  # by a compiler with their neighbours, as products are not
 }
 
 
-class InPlaceError(ValueError):
-    """A function wrote into `tensor`, which it did not allocate. `name` describes it, `instead` is what to use."""
-
-    def __init__(self, func: Any, tensor: Tensor, name: str = "", instead: str = "") -> None:
-        name = name or (
-            f"a tensor of shape {tuple(tensor.shape)} made outside the function (a parameter, the input, a buffer "
-            "or a captured tensor)"
-        )
-        if func is torch.ops.aten.embedding_renorm_.default:
-            instead = "leave out max_norm, which scales the weight in place"
-        instead = instead or "return a new tensor instead (of a module, with inplace=False)"
-        super().__init__(f"got an in-place change ({func}) of {name}, expected a pure function: {instead}")
-        self.func, self.tensor = func, tensor
-
-
 class AllocationTracker(TorchDispatchMode):
     """Counts the FLOPs, the launches and the bytes of live storages allocated under it, now (`live`) and at most
     (`peak`).
 
-    `random` records whether an operation drew random numbers. With `pure`, a write into a tensor allocated
-    elsewhere raises InPlaceError. What the CPU's kernels allocate themselves counts too, unless this is a model of
-    the operations `of_accelerator`. `compiled` is as in `Traffic`.
+    `random` records whether an operation drew random numbers. What the CPU's kernels allocate themselves counts
+    too, unless this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`.
     """
 
-    def __init__(self, *, pure: bool = False, of_accelerator: bool = False, compiled: bool = False) -> None:
+    def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
         super().__init__()
         self.live = self.peak = self.flops = self.attention_flops = self.launches = 0
         self.random = False
         self._traffic = Traffic(compiled)
-        self._pure, self._of_accelerator = pure, of_accelerator
+        self._of_accelerator = of_accelerator
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._pure:
-            self._check_pure(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         flops = flops_of(func, args, kwargs or {}, out)
         self.flops += flops
@@ -146,30 +128,6 @@ class AllocationTracker(TorchDispatchMode):
     def holds(self, t: Tensor) -> bool:
         """Whether the storage of `t` was allocated under this tracker."""
         return t.untyped_storage()._cdata in self._sizes
-
-    def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
-        if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
-            raise ValueError(
-                f"got an nn.Parameter the function captured (in {func}), expected it to use the parameters it is "
-                "passed: a captured one would never be trained"
-            )
-        if kwargs.get("generator") is not None:
-            raise ValueError(
-                f"got a generator of the function's own (in {func}), expected the default one, which is seeded the "
-                "same for the forward and for recomputing it"
-            )
-        if not func._schema.is_mutable:
-            return
-        by_name = {declared.name: declared for declared in func._schema.arguments}
-        passed = [
-            *zip(func._schema.arguments, args, strict=False),
-            *((by_name[k], x) for k, x in kwargs.items()),
-        ]
-        for declared, value in passed:
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                for t in tree_leaves(value):
-                    if isinstance(t, Tensor) and not self.holds(t):
-                        raise InPlaceError(func, t)
 
 
 def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:

@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.compile.cost_trace import AllocationTracker, InPlaceError
+from zfunc.engine.compile.cost_trace import AllocationTracker
+from zfunc.engine.compile.vjp import written_by
 
 MAX_DEPTH = 6  # of containers and objects in each other
 MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
@@ -132,16 +133,21 @@ def first_change(before: Facts, after: Facts) -> str:
 # --- two calls ---------------------------------------------------------------------------------------------------
 
 
+class _InPlaceError(Exception):
+    """An operation writes into a tensor that the function did not make; `args` are both."""
+
+
 class _Log(AllocationTracker):
-    """Records the operations of a call, each with its arguments."""
+    """Records the operations of a call, each with its arguments. Raises ValueError for one that is not pure."""
 
     def __init__(self) -> None:
-        super().__init__(pure=True)
+        super().__init__()
         self.ops: list[tuple[str, list[Any], Any]] = []
         self._results: dict[int, tuple[Any, ...]] = {}
         self._alive: list[Any] = []  # ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check_pure(func, args, kwargs or {})
         self.record(str(func), (args, kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for n, t in enumerate(tree_leaves(out)):
@@ -167,6 +173,21 @@ class _Log(AllocationTracker):
             values = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
             return tuple(x.shape), x.dtype, hash(values.flatten().view(torch.uint8).numpy().tobytes())
 
+    def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
+        if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
+            raise ValueError(
+                f"got an nn.Parameter the function captured (in {func}), expected it to use the parameters it is "
+                "passed: a captured one would never be trained"
+            )
+        if kwargs.get("generator") is not None:
+            raise ValueError(
+                f"got a generator of the function's own (in {func}), expected the default one, which is seeded the "
+                "same for the forward and for recomputing it"
+            )
+        for t in written_by(func, args, kwargs):
+            if isinstance(t, Tensor) and not self.holds(t):
+                raise _InPlaceError(func, t)
+
 
 def check_deterministic(
     module: nn.Module | None,
@@ -182,8 +203,8 @@ def check_deterministic(
     """
     try:
         y = _called_twice(module, function, lambda: function(params, *inputs))
-    except InPlaceError as error:
-        raise _named(error, module, params, constants) from None
+    except _InPlaceError as error:
+        raise _named(*error.args, module, params, constants) from None
     return y, read_outside(module, function)
 
 
@@ -218,19 +239,27 @@ def _called_twice(module: nn.Module | None, function: Callable[..., Any], call: 
 
 
 def _named(
-    error: InPlaceError, module: nn.Module | None, params: dict[str, Tensor], constants: Container[str]
+    func: Any, tensor: Tensor, module: nn.Module | None, params: dict[str, Tensor], constants: Container[str]
 ) -> ValueError:
-    """The error with the name of the tensor that was written, and what to use instead."""
-    short = next((name for name, t in params.items() if t is error.tensor), "")
-    if not short or module is None:
-        found = () if module is None else attributes(module, tensors=True)
-        name = repr(short) if short else next((x for x, t in found if t is error.tensor), "")
-        return InPlaceError(error.func, error.tensor, name)
-    owner = short.rpartition(".")[0]
-    kind = type(module.get_submodule(owner)).__name__
-    name = f"{short.removeprefix(owner).lstrip('.')!r} of the {kind}{owner and f' {owner!r}'}"
-    instead = "construct a zfunc.Segment with buffers=, whose function returns (y, buffers)"
-    return InPlaceError(error.func, error.tensor, name, instead if short in constants else "")
+    """What is said of an operation that writes into a tensor: which one that is, and what to use instead."""
+    shape, instead = tuple(tensor.shape), "return a new tensor instead (of a module, with inplace=False)"
+    name = (
+        f"a tensor of shape {shape} made outside the function (a parameter, input, buffer or captured tensor)"
+    )
+    short = next((x for x, t in params.items() if t is tensor), "")
+    if short and module is not None:
+        owner = short.rpartition(".")[0]
+        kind = type(module.get_submodule(owner)).__name__
+        name = f"{short.removeprefix(owner).lstrip('.')!r} of the {kind}{owner and f' {owner!r}'}"
+        if short in constants:
+            instead = "construct a zfunc.Segment with buffers=, whose function returns (y, buffers)"
+    elif short:
+        name = repr(short)
+    elif module is not None:
+        name = next((x for x, t in attributes(module, tensors=True) if t is tensor), name)
+    if func is torch.ops.aten.embedding_renorm_.default:
+        instead = "leave out max_norm, which scales the weight in place"
+    return ValueError(f"got an in-place change ({func}) of {name}, expected a pure function: {instead}")
 
 
 def _logged(call: Callable[[], Any]) -> tuple[Any, _Log]:

@@ -11,7 +11,7 @@ be traced runs `vjp` itself. The last segment never recomputes, because its back
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -609,13 +609,17 @@ def _mutates(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into."""
+    declared = func._schema.arguments
+    given = dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
+    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    return tree_leaves([given.get(name) for name in written])
+
+
 def _written(node: Node) -> list[Node]:
     """The nodes of a graph that an operation writes into."""
-    target: Any = node.target
-    declared = target._schema.arguments
-    given = dict(zip((a.name for a in declared), node.args, strict=False)) | node.kwargs
-    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
-    return [x for x in tree_leaves([given.get(name) for name in written]) if isinstance(x, Node)]
+    return [x for x in written_by(node.target, node.args, node.kwargs) if isinstance(x, Node)]
 
 
 def _of_written_memory(graph: Graph) -> set[Node]:
