@@ -114,7 +114,7 @@ def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: s
 
 
 def test_a_failure_in_the_middle_of_the_updates_ends_the_state() -> None:
-    from zfunc.engine.step.stages import update
+    from zfunc.engine.step.update_stages import update
 
     def broken(op: Any, mem: Any, step: Any) -> None:
         if op.index == (0,):

@@ -15,7 +15,8 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
 from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.step.stages import STAGES, forward, update
+from zfunc.engine.step.stages import STAGES, forward
+from zfunc.engine.step.update_stages import update
 from zfunc.errors import ExecutionError, LaneTimeout, UndeclaredAccess
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
 from zfunc.runtime.fault_injection import Fault, InjectedFault, check_faults

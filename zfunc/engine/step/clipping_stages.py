@@ -6,7 +6,7 @@ import torch
 
 from zfunc.core.graph import Op
 from zfunc.core.regions import SUM_PARTS
-from zfunc.engine.step.stage_context import Memory, StepContext
+from zfunc.engine.step.stage_context import Memory, StepContext, by_verb
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.accelerator import on_accelerator, synchronize
 
@@ -80,3 +80,6 @@ def _wait_for_copies(step: StepContext) -> None:
     if step.ranks.world > 1 and on_accelerator(step.device):
         stream = torch.accelerator.current_stream(step.device)
         synchronize(stream, step.patience, "copies to the host", step.ranks.watch)
+
+
+CLIPPING_STAGES = by_verb(global_norm, mean_loss, decide)

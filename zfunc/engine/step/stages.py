@@ -25,21 +25,17 @@ from zfunc.core.spec import FROZEN
 from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
-from zfunc.engine.step.clipping_stages import decide, global_norm, mean_loss
-from zfunc.engine.step.move_stages import MOVE_STAGES, commit, copy_state, weights_in_page
-from zfunc.engine.step.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
-from zfunc.engine.step.update_stages import (
-    all_gather,
-    average,
-    gather_direction,
-    join_measures,
-    measure,
-    momentum,
-    orthogonalize,
-    state_of,
-    update,
-    update_on_device,
+from zfunc.engine.step.clipping_stages import CLIPPING_STAGES
+from zfunc.engine.step.move_stages import MOVE_STAGES, weights_in_page
+from zfunc.engine.step.stage_context import (
+    CompiledSegment,
+    Memory,
+    Stage,
+    StepContext,
+    by_verb,
+    name_nondeterminism,
 )
+from zfunc.engine.step.update_stages import UPDATE_STAGES, state_of
 from zfunc.optim.device_update import exact_parts
 from zfunc.optim.host_update import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
@@ -252,37 +248,12 @@ def publish(op: Op, mem: Memory, step: StepContext) -> None:
 
 STAGES: dict[str, Stage] = {
     **MOVE_STAGES,
-    "load": load,
-    "gather": gather,
-    "forward": forward,
-    "backward": backward,
-    "pack": pack,
-    "add": add,
-    "reduce_scatter": reduce_scatter,
-    "square_sum": square_sum_,
-    "accumulate": accumulate,
-    "hold": hold,
-    "join_sums": join_sums,
-    "global_norm": global_norm,
-    "mean_loss": mean_loss,
-    "decide": decide,
-    "keep_buffers": keep_buffers,
-    "momentum": momentum,
-    "momentum_on_device": momentum,
-    "gather_direction": gather_direction,
-    "orthogonalize": orthogonalize,
-    "measure": measure,
-    "measure_on_device": measure,
-    "join_measures": join_measures,
-    "update": update,
-    "update_on_device": update_on_device,
-    "average": average,
-    "all_gather": all_gather,
-    "write": write,
-    "write_buffers": write_buffers,
-    "publish": publish,
-    "copy_state": copy_state,
-    "commit": commit,
+    **UPDATE_STAGES,
+    **CLIPPING_STAGES,
+    **by_verb(
+        load, gather, forward, backward, pack, add, reduce_scatter, square_sum_, accumulate, hold, join_sums
+    ),
+    **by_verb(keep_buffers, write, write_buffers, publish),
 }
 
 

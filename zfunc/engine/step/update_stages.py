@@ -22,7 +22,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, u
 from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
 from zfunc.engine.state.state import Flat
-from zfunc.engine.step.stage_context import Memory, StepContext
+from zfunc.engine.step.stage_context import Memory, StepContext, by_verb
 from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, ParameterPart
 from zfunc.optim.compact import master_weights
 from zfunc.optim.ema import average_
@@ -248,3 +248,11 @@ def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
     (b,) = op.index
     params: Flat = mem[op.write("params")]
     step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
+
+
+UPDATE_STAGES = {
+    **by_verb(update, update_on_device, average, all_gather),
+    **by_verb(momentum, gather_direction, orthogonalize, measure, join_measures),
+    "momentum_on_device": momentum,
+    "measure_on_device": measure,
+}
