@@ -31,11 +31,8 @@ def segment_calls(
 ) -> tuple[CompiledSegment, ...]:
     """The segments with their forward and backward; equal segments share these, to be traced or compiled once; with
     the same `joints` also those that recompute otherwise."""
-    compiled, last, modes = (
-        settings.compile_segments,
-        len(segments) - 1,
-        settings.recompute_modes(len(segments)),
-    )
+    compiled, last = settings.compile_segments, len(segments) - 1
+    modes = settings.recompute_modes(len(segments))
     trainable = {span.name for span in layout.spans}
     pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
     calls: list[CompiledSegment] = []

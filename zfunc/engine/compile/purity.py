@@ -30,7 +30,7 @@ MAX_DEPTH = 6  # of containers and objects in each other
 MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
 PLAIN = bool | int | float | complex | str | bytes | None | Enum | range | slice | np.generic
 PLAIN = PLAIN | torch.dtype | torch.device | torch.Size
-LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "peft"} - {"__main__"}
+LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "peft", "zfunc"} - {"__main__"}
 ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"
 REASON = "forward and its recomputation in backward would differ"
@@ -90,7 +90,7 @@ def read_outside(module: nn.Module | None, function: Callable[..., Any]) -> Fact
 
 
 def _of_library(x: Any) -> bool:
-    """Whether a function or a class is of torch, transformers or Python, whose values are no part of a model."""
+    """Whether a function or a class is of torch, zfunc or Python, say, whose values are no part of a model."""
     return str(x.__module__).partition(".")[0] in LIBRARIES
 
 
