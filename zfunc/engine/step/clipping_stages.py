@@ -6,7 +6,7 @@ import torch
 
 from zfunc.core.graph import Op
 from zfunc.core.regions import SUM_PARTS
-from zfunc.engine.step.stage_context import Memory, StepContext, by_verb
+from zfunc.engine.step.stage_context import Memory, StepContext, named_like_verbs
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.accelerator import on_accelerator, synchronize
 
@@ -82,4 +82,4 @@ def _wait_for_copies(step: StepContext) -> None:
         synchronize(stream, step.patience, "copies to the host", step.ranks.watch)
 
 
-CLIPPING_STAGES = by_verb(global_norm, mean_loss, decide)
+CLIPPING_STAGES = named_like_verbs(global_norm, mean_loss, decide)

@@ -15,7 +15,7 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
 from zfunc.engine.state.disk_memory import StateOnDisk, StateSlot
 from zfunc.engine.state.swap_state import commit_on_all
-from zfunc.engine.step.stage_context import Memory, Stage, StepContext, by_verb
+from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
 
 
 def weights(op: Op, mem: Memory, step: StepContext) -> None:
@@ -135,4 +135,4 @@ THINGS: dict[str, Stage] = {
     "direction": own_slice,
     "new parameters": own_slice,
 }
-MOVE_STAGES = {verb: THINGS[row.thing] for verb, row in MOVES.items()} | by_verb(copy_state, commit)
+MOVE_STAGES = {verb: THINGS[row.thing] for verb, row in MOVES.items()} | named_like_verbs(copy_state, commit)

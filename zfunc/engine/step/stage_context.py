@@ -83,6 +83,6 @@ class StepContext:
 Stage = Callable[[Op, Memory, StepContext], None]
 
 
-def by_verb(*stages: Stage) -> dict[str, Stage]:
+def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
     """Stage functions by the verbs of their operations, which are their names."""
     return {stage.__name__.rstrip("_"): stage for stage in stages}  # pyright: ignore

@@ -32,8 +32,8 @@ from zfunc.engine.step.stage_context import (
     Memory,
     Stage,
     StepContext,
-    by_verb,
     name_nondeterminism,
+    named_like_verbs,
 )
 from zfunc.engine.step.update_stages import UPDATE_STAGES, state_of
 from zfunc.optim.device_update import exact_parts
@@ -250,10 +250,10 @@ STAGES: dict[str, Stage] = {
     **MOVE_STAGES,
     **UPDATE_STAGES,
     **CLIPPING_STAGES,
-    **by_verb(
+    **named_like_verbs(
         load, gather, forward, backward, pack, add, reduce_scatter, square_sum_, accumulate, hold, join_sums
     ),
-    **by_verb(keep_buffers, write, write_buffers, publish),
+    **named_like_verbs(keep_buffers, write, write_buffers, publish),
 }
 
 

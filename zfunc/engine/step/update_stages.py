@@ -22,7 +22,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, u
 from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
 from zfunc.engine.state.state import Flat
-from zfunc.engine.step.stage_context import Memory, StepContext, by_verb
+from zfunc.engine.step.stage_context import Memory, StepContext, named_like_verbs
 from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, ParameterPart
 from zfunc.optim.compact import master_weights
 from zfunc.optim.ema import average_
@@ -251,8 +251,8 @@ def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 UPDATE_STAGES = {
-    **by_verb(update, update_on_device, average, all_gather),
-    **by_verb(momentum, gather_direction, orthogonalize, measure, join_measures),
+    **named_like_verbs(update, update_on_device, average, all_gather),
+    **named_like_verbs(momentum, gather_direction, orthogonalize, measure, join_measures),
     "momentum_on_device": momentum,
     "measure_on_device": measure,
 }
