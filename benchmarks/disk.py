@@ -27,6 +27,7 @@ from typing import Any
 from attrs import define, field
 
 from benchmarks.machine import describe, make_parser, ratios, write
+from zfunc.checkpoint.swap_file import new_header
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent
 from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
@@ -185,7 +186,7 @@ def new_swap_space(stack: ExitStack, folders: list[Path], nbytes: int, data: mem
     """One of `nbytes` in folders of its own, in which both generations were written."""
     roots = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=x))) for x in folders]
     extents = {b: Extent.of([("state", EXTENT)]) for b in range(nbytes // EXTENT)}
-    space = SwapSpace.create(roots, identity={}, run="benchmark", extents=extents)
+    space = SwapSpace.create(new_header(roots, identity={}, run="benchmark", extents=extents))
     for _ in range(2):
         swapped(space, data, "write")
     return space

@@ -4,8 +4,7 @@ No torch and no State.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from attrs import evolve
 
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint import swap_space
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, TrainingPosition
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
@@ -28,7 +26,7 @@ from zfunc.checkpoint.safetensors_file import (
 from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
 from zfunc.checkpoint.strict_json import to_plain
 from zfunc.checkpoint.swap_checkpoint import swap_identity
-from zfunc.checkpoint.swap_file import SwapHeader
+from zfunc.checkpoint.swap_file import new_header
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import Extent, whole_blocks
@@ -49,11 +47,6 @@ MODEL = [
 def refused(message: str) -> Any:
     """A context in which a checkpoint is refused with this message."""
     return pytest.raises(CheckpointError, match=message)
-
-
-def with_shares(shares: Iterable[int], *fields: Any) -> SwapHeader:
-    """The header of a space of an older version of zfunc, whose folders have these shares of each buffer."""
-    return evolve(SwapHeader(*fields), shares=tuple(shares))
 
 
 def content(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
@@ -137,12 +130,10 @@ def save_swap(
         }
         frozen = {x.index: [(FROZEN, 4 * x.numel // world)] for x in layout.frozen_buckets}
         extents |= {b: Extent.of(sizes, generations=1) for b, sizes in frozen.items()}
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(swap_space, "SwapHeader", partial(with_shares, range(1, len(folders) + 1)))
-            identity = swap_identity(layout, "fp32")
-            space = SwapSpace.create(
-                folders, identity=identity, run="one", extents=extents, rank=rank, world=world
-            )
+        identity = swap_identity(layout, "fp32")
+        header = new_header(folders, identity=identity, run="one", extents=extents, rank=rank, world=world)
+        # Older versions of zfunc gave a faster drive more.
+        space = SwapSpace.create(evolve(header, shares=tuple(range(1, len(folders) + 1))))
         buffers = {
             b: {x.name: map_pages(whole_blocks(x.nbytes)) for x in extent.parts}
             for b, extent in extents.items()

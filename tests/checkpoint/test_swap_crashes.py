@@ -16,6 +16,7 @@ from attrs import define, field
 from forgetful_drive import Drive, ForgetfulFile, Killed
 
 from zfunc.checkpoint import swap_folders, swap_space, swap_stripes
+from zfunc.checkpoint.swap_file import SwapHeader, new_header
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
@@ -49,15 +50,14 @@ class Training:
 
     def create(self) -> None:
         for rank in range(self.world):
-            self.spaces.append(
-                self.module.SwapSpace.create(
-                    self.folders, identity=IDENTITY, run="one", extents=EXTENTS, rank=rank, world=self.world
-                )
-            )
+            self.spaces.append(self.module.SwapSpace.create(self.header(rank)))
 
     def open(self, rank: int, at: int | None = None) -> Any:
-        return self.module.SwapSpace.open(
-            self.folders, identity=IDENTITY, extents=EXTENTS, rank=rank, world=self.world, at=at
+        return self.module.SwapSpace.open(self.header(rank), at=at)
+
+    def header(self, rank: int) -> SwapHeader:
+        return new_header(
+            self.folders, identity=IDENTITY, run="one", extents=EXTENTS, rank=rank, world=self.world
         )
 
     def write(self) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from attrs import evolve
-from saved import refused, with_shares
+from saved import refused
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint import swap_file, swap_folders, swap_space, swap_stripes
-from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, parse_header, parse_record
+from zfunc.checkpoint import swap_file, swap_folders, swap_stripes
+from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, new_header, parse_header, parse_record
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.swap_stripes import block_checksum
 from zfunc.core.extents import Extent, whole_blocks
@@ -40,14 +40,20 @@ def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_folders, "IN_MEMORY", ())
 
 
+def header_of(*folders: Path, shares: tuple[int, ...] = (), **changed: Any) -> SwapHeader:
+    made = new_header(folders, **{"identity": IDENTITY, "run": "one", "extents": EXTENTS, **changed})
+    return evolve(made, shares=shares or made.shares)
+
+
 def create(*folders: Path, **changed: Any) -> SwapSpace:
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    return SwapSpace.create(folders, **{"identity": IDENTITY, "run": "one", "extents": EXTENTS, **changed})
+    return SwapSpace.create(header_of(*folders, **changed))
 
 
 def reopen(*folders: Path, **changed: Any) -> SwapSpace:
-    return SwapSpace.open(folders, **{"identity": IDENTITY, "extents": EXTENTS, **changed})
+    at = changed.pop("at", None)
+    return SwapSpace.open(header_of(*folders, **changed), at=at)
 
 
 def pages(data: bytes) -> memoryview:
@@ -212,7 +218,7 @@ def test_a_folder_that_cannot_be_a_swap_space_is_refused_in_one_line(
 
 def assert_refused(message: str, *folders: Path, made: bool = True, **changed: Any) -> None:
     with pytest.raises((CheckpointError, OSError)) as caught:
-        SwapSpace.create(folders, **{"identity": IDENTITY, "run": "one", "extents": EXTENTS, **changed})
+        SwapSpace.create(header_of(*folders, **changed))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -513,12 +519,10 @@ def test_every_drive_has_an_equal_part_and_moves_it_while_the_others_do(
     space.close()
 
 
-def test_a_space_of_unequal_parts_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_space_of_unequal_parts_goes_on(tmp_path: Path) -> None:
     """Older versions of zfunc gave a faster drive more."""
     folders = [tmp_path / "fast", tmp_path / "slow"]
-    with monkeypatch.context() as patched:
-        patched.setattr(swap_space, "SwapHeader", partial(with_shares, (667, 333)))
-        filled(*folders).close()
+    filled(*folders, shares=(667, 333)).close()
     space = reopen(*folders)
     assert space.header.shares == (667, 333)
     write(space, 0, 2)

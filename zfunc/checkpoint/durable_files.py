@@ -99,8 +99,11 @@ def in_parallel(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]
 
 
 @contextmanager
-def opened(path: Path) -> Generator[Callable[[int, int], bytes], None, None]:
-    """A function that reads so many bytes from an offset of a regular file. All of them raise CheckpointError."""
+def opened(path: Path) -> Generator[tuple[Callable[[int, int], bytes], int], None, None]:
+    """A function that reads so many bytes from an offset of a regular file, and the file's size in bytes.
+
+    All of them raise CheckpointError.
+    """
     fd, size = open_file(path)
 
     def read(offset: int, nbytes: int) -> bytes:
@@ -112,25 +115,19 @@ def opened(path: Path) -> Generator[Callable[[int, int], bytes], None, None]:
         return bytes(raw)
 
     try:
-        yield read
+        yield read, size
     finally:
         os.close(fd)
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """The bytes of a file of at most `limit` bytes. Raises CheckpointError for a larger one, before reading it."""
-    fd, size = open_file(path)
-    try:
+    with opened(path) as (read, size):
         if size > limit:
             raise CheckpointError(
                 f"{path}: got {size} bytes, expected at most {limit}: zfunc did not write this file; use another"
             )
-        raw = bytearray(size)
-        with os_errors_as(path, "reading it"):
-            read_all(fd, memoryview(raw), 0)
-        return bytes(raw)
-    finally:
-        os.close(fd)
+        return read(0, size)
 
 
 @contextmanager

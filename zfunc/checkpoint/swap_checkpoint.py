@@ -208,10 +208,10 @@ def _layout(identity: Mapping[str, Any]) -> Layout:
 
 
 def _header(path: Path) -> SwapHeader:
-    with disk.opened(path) as read:
+    with disk.opened(path) as (read, _):
         return read_header(read, str(path))
 
 
 def _records(path: Path, header: SwapHeader) -> dict[int, CommitRecord]:
-    with disk.opened(path) as read:
+    with disk.opened(path) as (read, _):
         return read_records(read, header, str(path))

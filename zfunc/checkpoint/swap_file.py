@@ -92,6 +92,11 @@ class SwapHeader:
             )
         return frame_header(text)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files of the space, by folder."""
+        return [Path(x) / swap_file_name(self.rank, self.world, n) for n, x in enumerate(self.folders)]
+
     def of(self, folder: int) -> "SwapHeader":
         """The header of the file in the folder of that number."""
         return evolve(self, folder=folder)
@@ -140,6 +145,20 @@ class SwapHeader:
             b: {name: list(islice(left, num_checksums(x))) for name, x in stripes.items()}
             for b, (stripes, *_) in self.stripes.items()
         }
+
+
+def new_header(
+    folders: Sequence[Path],
+    *,
+    identity: Mapping[str, Any],
+    extents: Mapping[int, Extent],
+    run: str = "any",
+    rank: int = 0,
+    world: int = 1,
+) -> SwapHeader:
+    """The header of a space in which each folder gets an equal part of every buffer."""
+    names = tuple(str(x.absolute()) for x in folders)
+    return SwapHeader(identity, run, rank, world, names, (1,) * len(names), dict(extents), 0)
 
 
 def frame_header(text: bytes) -> bytes:
@@ -206,23 +225,22 @@ def check_header(
     path: Path,
     header: SwapHeader,
     first: SwapHeader,
-    identity: Mapping[str, Any],
-    extents: Mapping[int, Extent],
-    place: tuple[int, int, int],
+    expected: SwapHeader,
 ) -> None:
-    """Raise CheckpointError unless the file is of this identity, these extents, this place (rank, ranks, number
-    of folders), and of one space with the first."""
+    """Raise CheckpointError unless the file is of the expected identity, extents and place, and of one space with
+    the first."""
     same = "continue with the settings it was made with, or name another swap folder"
-    for key in {**header.identity, **identity}:
-        if header.identity.get(key) != identity.get(key):
-            got, expected = (f"{x.get(key)!r:.60}" for x in (header.identity, identity))
-            raise CheckpointError(f"{path}: got a swap space with {key} {got}, expected {expected}: {same}")
-    if (got := (header.rank, header.world, len(header.folders))) != place:
+    for key in {**header.identity, **expected.identity}:
+        if header.identity.get(key) != expected.identity.get(key):
+            got, other = (f"{x.identity.get(key)!r:.60}" for x in (header, expected))
+            raise CheckpointError(f"{path}: got a swap space with {key} {got}, expected {other}: {same}")
+    got, place = ((x.rank, x.world, len(x.folders)) for x in (header, expected))
+    if got != place:
         raise CheckpointError(
             f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "
             f"{', '.join(header.folders)}"
         )
-    if [*header.extents.items()] != [*extents.items()]:
+    if [*header.extents.items()] != [*expected.extents.items()]:
         raise CheckpointError(
             f"{path}: got a swap space of other buckets, expected those of this model: {same}"
         )

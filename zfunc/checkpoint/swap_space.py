@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.durable_files import in_parallel
@@ -32,7 +32,6 @@ from zfunc.checkpoint.swap_file import (
     read_header,
     read_records,
     reader_of,
-    swap_file_name,
 )
 from zfunc.checkpoint.swap_folders import (
     check_folders,
@@ -98,31 +97,20 @@ class SwapSpace:
         self._buckets = dict(self._read_buckets(self._records[max(self._records)]))
 
     @classmethod
-    def create(
-        cls,
-        folders: Sequence[Path],
-        *,
-        identity: Mapping[str, Any],
-        run: str,
-        extents: Mapping[int, Extent],
-        rank: int = 0,
-        world: int = 1,
-    ) -> "SwapSpace":
+    def create(cls, header: SwapHeader) -> "SwapSpace":
         """Reserve the files of a new space, one in each folder, and open it. Nothing is in it before `commit`.
 
-        `identity` says what the bytes mean, as a dict of JSON's own types; `run` is a text that all ranks share and
-        no other run has. Each folder gets an equal part of every buffer.
+        The header's `run` is a text that all ranks share and no other run has.
 
         Raises CheckpointError, in one line, for a folder that is missing, in memory, cannot be written, is full, is
         given twice, or has the state of another run. Then nothing is left, and what was in the folders stays as it
         was, but for spaces without a commit.
         """
-        check_plain(identity, "identity")
+        check_plain(header.identity, "identity")
+        paths, run = header.paths, header.run
+        folders = [path.parent for path in paths]
         check_folders(folders)
         tell_shared_drives(folders)
-        names = tuple(str(x.absolute()) for x in folders)
-        header = SwapHeader(identity, run, rank, world, names, (1,) * len(folders), dict(extents), 0)
-        paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
         try:
@@ -160,30 +148,23 @@ class SwapSpace:
 
     @classmethod
     def open(
-        cls,
-        folders: Sequence[Path],
-        *,
-        identity: Mapping[str, Any],
-        extents: Mapping[int, Extent],
-        instead: Mapping[int, Extent] | None = None,
-        rank: int = 0,
-        world: int = 1,
-        at: int | None = None,
+        cls, expected: SwapHeader, *, instead: Mapping[int, Extent] | None = None, at: int | None = None
     ) -> "SwapSpace":
-        """Open an existing space at its last commit, or at the one of number `at`; a later one is gone then.
+        """Open the existing space that is `expected`, of any run, at its last commit.
 
-        It may have an extent of `instead` where `extents` has another of that number.
+        With `at` it is opened at the commit of that number, and a later one is gone then. It may have an extent of
+        `instead` where another of that number is expected.
 
         Raises CheckpointError, in one line, if it is not there, in use, damaged, of another identity, world or
         extents, or has no commit of that number.
         """
-        check_folders(folders)
-        paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
+        paths = expected.paths
+        check_folders([path.parent for path in paths])
         files, locks = list[DirectFile](), list[int]()
         try:
             for path in paths:
                 if not path.exists():
-                    refuse_other_worlds(path, world)
+                    refuse_other_worlds(path, expected.world)
                     raise CheckpointError(
                         f"{path}: got none, expected a file of the swap space: name all of its folders, in "
                         "their order"
@@ -194,10 +175,8 @@ class SwapSpace:
             headers = [read_header(reader_of(file), str(file.path)) for file in files]
             for n, (file, header) in enumerate(zip(files, headers, strict=True)):
                 other = {b: x for b, x in (instead or {}).items() if header.extents.get(b) == x}
-                expected = {**extents, **other}
-                check_header(
-                    file.path, header, headers[0].of(n), identity, expected, (rank, world, len(folders))
-                )
+                own = evolve(expected, extents={**expected.extents, **other})
+                check_header(file.path, header, headers[0].of(n), own)
             for file in files:  # what a killed process wrote may still be in a cache
                 file.sync()
             header = headers[0]

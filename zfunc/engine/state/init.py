@@ -3,7 +3,7 @@
 Initial values depend on the seed, the segments and `params`, never on the layout or the ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from attrs import evolve
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.core.layout import Layout, Span
+from zfunc.core.layout import Span
 from zfunc.core.memory_model import initial_memory, peak_memory
 from zfunc.core.optimizer_state import MASTER
 from zfunc.core.regions import Regions
@@ -130,16 +130,10 @@ def allocate_state(
     return allocate_on_all(program, make)
 
 
-def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    return {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
-
-
-def _buffer_shapes(segments: Iterable[Segment]) -> dict[str, tuple[int, ...]]:
-    return {f"{s.name}.{short}": tuple(t.shape) for s in segments for short, t in s.buffers.items()}
-
-
 def _check_params(program: Program, params: Mapping[str, Tensor]) -> None:
-    shapes = _shapes(program.layout) | _buffer_shapes(program.segments)
+    shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+    for s in program.segments:
+        shapes |= {f"{s.name}.{short}": tuple(t.shape) for short, t in s.buffers.items()}
     for name, value in params.items():
         if name not in shapes:
             raise ValueError(

@@ -4,7 +4,7 @@ They are part of the training state. A segment gets them as arguments and return
 is made again from the same buffers computes the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
 import torch
@@ -84,13 +84,11 @@ def buffers_nbytes(buffers: Mapping[str, Tensor]) -> int:
 
 def buffer_views(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The buffers in their memory `flat` [buffers_nbytes(like)] uint8, by name, in the layout of `like`."""
-    return dict(_views(flat, like))
-
-
-def _views(flat: Tensor, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     ends = accumulate((round_up(t.nbytes, ALLOCATION) for t in like.values()), initial=0)
-    for (name, t), (start, _) in zip(like.items(), pairwise(ends), strict=True):
-        yield name, flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
+    return {
+        name: flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
+        for (name, t), (start, _) in zip(like.items(), pairwise(ends), strict=True)
+    }
 
 
 def copy_buffers(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -112,25 +112,6 @@ class ActivationSlot:
 
 
 @define(eq=False)
-class OpenedState:
-    """What the disk has of one bucket's state, in memory between steps."""
-
-    on_disk: StateOnDisk
-    flat: Tensor
-    state: dict[str, Tensor]
-    changed: bool = False
-
-    @classmethod
-    def of(cls, on_disk: StateOnDisk) -> "OpenedState":
-        """Read it; zeros where it was never written."""
-        flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
-        views = on_disk.views(flat)
-        if on_disk.is_written:
-            on_disk.read(flat, on_disk.moved)
-        return cls(on_disk, flat, {name: views[name] for name in on_disk.moved})
-
-
-@define(eq=False)
 class Buffers:
     """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
@@ -144,21 +125,17 @@ class Buffers:
     compared: bool = False  # whether the weights have been compared with the other ranks'
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
     masters: frozenset[int] = frozenset()  # frozen buckets whose fp32 values are kept too
-    _opened: "OpenedState | None" = None
+    # What the disk has of one bucket's state, in memory between steps, and whether it was changed.
+    _opened: tuple[StateOnDisk, Tensor] | None = None
+    _changed: bool = False
 
     @cached_property
-    def _by_role(self) -> dict[Role | None, list[Region]]:
-        by_role: dict[Role | None, list[Region]] = {}
-        for r in self.memory:
-            by_role.setdefault(r.role, []).append(r)
-        return by_role
-
-    @cached_property
-    def _state(self) -> dict[int, list[Region]]:
-        by_bucket: dict[int, list[Region]] = {}
-        for r in self._by_role.get("state", ()):
-            by_bucket.setdefault(r.index[0], []).append(r)
-        return by_bucket
+    def _in_memory(self) -> dict[tuple[Role | None, int], list[Region]]:
+        """The regions in memory by role and bucket."""
+        found: dict[tuple[Role | None, int], list[Region]] = {}
+        for r in (r for r in self.memory if r.tier != "disk"):
+            found.setdefault((r.role, r.index[0]), []).append(r)
+        return found
 
     def params(self) -> list[Tensor]:
         """The flat parameters: of each bucket, and the frozen ones."""
@@ -173,15 +150,16 @@ class Buffers:
         state = self.state_in_memory(b)
         if b not in self.on_disk or not self.on_disk[b].moved:
             return state
-        if self._opened is None or self._opened.on_disk.b != b:
+        if self._opened is None or self._opened[0].b != b:
             self.close()
-            self._opened = OpenedState.of(self.on_disk[b])
-        self._opened.changed |= write
-        return state | self._opened.state
+            self._opened = self.on_disk[b], self.on_disk[b].opened()
+        self._changed |= write
+        on_disk, flat = self._opened
+        return state | {name: on_disk.views(flat)[name] for name in on_disk.moved}
 
     def state_in_memory(self, b: int) -> dict[str, Tensor]:
         """What memory has of a bucket's state, by name."""
-        return {r.buffer: self.memory[r] for r in self._state.get(b, ()) if r.tier != "disk"}
+        return {r.buffer: self.memory[r] for r in self._in_memory.get(("state", b), ())}
 
     def parameters(self, b: int) -> Flat:
         """The parameters of a bucket, trainable or frozen; read from the disk if they live there."""
@@ -203,13 +181,15 @@ class Buffers:
 
     def close(self) -> None:
         """Write back the state that was read from the disk, if it was changed."""
-        opened, self._opened = self._opened, None
-        if opened is not None and opened.changed:
-            opened.on_disk.write(opened.flat, opened.on_disk.moved)
+        opened, changed = self._opened, self._changed
+        self._opened, self._changed = None, False
+        if opened is not None and changed:
+            on_disk, flat = opened
+            on_disk.write(flat, on_disk.moved)
 
     def waiting(self) -> dict[int, Tensor]:
         """The gradients of deferred updates by bucket; empty unless updates are deferred."""
-        return {r.index[0]: self.memory[r] for r in self._by_role.get("grad_shard", ())}
+        return {b: self.memory[r] for (role, b), (r, *_) in self._in_memory.items() if role == "grad_shard"}
 
 
 @frozen(eq=False)

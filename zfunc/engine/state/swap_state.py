@@ -13,6 +13,7 @@ from torch import Tensor
 from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.strict_json import JsonNode, to_plain
 from zfunc.checkpoint.swap_checkpoint import swap_identity
+from zfunc.checkpoint.swap_file import SwapHeader, new_header
 from zfunc.checkpoint.swap_folders import check_folders
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
@@ -49,7 +50,7 @@ def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
     if former is not None and not former.number:
         close_swap(program)  # it makes room
     run = ranks.texts(os.urandom(8).hex())[0]
-    make = partial(SwapSpace.create, swap_folders(program), run=run, **_contents(program, spec))
+    make = partial(SwapSpace.create, _header(program, spec, run))
     swap = all_or_none(ranks, make)
     close_swap(program)
     program.cache.swap = swap
@@ -64,19 +65,12 @@ def open_swap(program: Program) -> SwapSpace:
     ranks = program.ranks
     close_swap(program)
     kept = evolve(program.spec, frozen_masters=frozenset(x.index for x in program.layout.frozen_buckets))
-    contents = _contents(program, program.spec)
-    make = partial(SwapSpace.open, swap_folders(program), instead=kept.swapped, **contents)
-    swap = all_or_none(ranks, make)
-    common = min(int(number) for number in ranks.texts(str(swap.number)))
-    try:
-        behind = ranks.texts(str(swap.number != common))
-        if "True" in behind:
-            swap.close()
-            swap = all_or_none(ranks, partial(make, at=common))
-    except BaseException:
+    make = partial(SwapSpace.open, _header(program, program.spec), instead=kept.swapped)
+    program.cache.swap = swap = all_or_none(ranks, make)
+    numbers = [int(number) for number in ranks.texts(str(swap.number))]
+    if max(numbers) > min(numbers):  # some were killed before their last commit
         swap.close()
-        raise
-    program.cache.swap = swap
+        program.cache.swap = swap = all_or_none(ranks, partial(make, at=min(numbers)))
     return swap
 
 
@@ -157,10 +151,17 @@ def masters_in(swap: SwapSpace, spec: StepSpec) -> frozenset[int]:
     return frozenset(b for b, x in extents.items() if any(part.name == MASTER for part in x.parts))
 
 
-def _contents(program: Program, spec: StepSpec) -> dict[str, Any]:
-    """What a rank's swap space is of."""
+def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
+    """What a rank's swap space of a State of this spec says of itself."""
     identity, ranks = swap_identity(program.layout, program.settings.precision), program.ranks
-    return {"identity": identity, "extents": spec.swapped, "rank": ranks.rank, "world": ranks.world}
+    return new_header(
+        swap_folders(program),
+        identity=identity,
+        extents=spec.swapped,
+        run=run,
+        rank=ranks.rank,
+        world=ranks.world,
+    )
 
 
 def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict[str, Any]]:
