@@ -34,7 +34,7 @@ for module, piece in {
     "optim.adafactor_update": "PIECE",
     "engine.state.weights": "PART",
     "engine.state.restore": "PART",
-    "engine.compile.rank_agreement": "PIECE",
+    "engine.step.train_step": "PIECE",
     "checkpoint.export": "PIECE",
     "checkpoint.safetensors_file": "CHUNK",
 }.items():

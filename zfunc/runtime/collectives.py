@@ -2,7 +2,7 @@
 
 The invariant: every rank issues the same collectives in the same order. A call that has any begins with `agree`, so
 ranks in different calls find out in a collective that all calls have in common. In a step they run the same plan,
-which `zfunc.engine.compile.rank_agreement` compares, and only the network lane issues collectives.
+which `zfunc.engine.step.train_step` compares, and only the network lane issues collectives.
 
 A collective that a rank does not come to fails on all others with RankError, which names it
 (`zfunc.runtime.failure_detection`): about LISTEN seconds after its process has ended or it has said that it leaves,

@@ -12,7 +12,6 @@
     passes                  the passes of all segments; what the last one returns: loss and auxiliary outputs
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
-    rank_agreement          checks that all ranks make the same step
 
 `compile.compile` calls the phases in their order; a setting that changes a trace takes effect in `specialize`.
 """

@@ -5,23 +5,27 @@ the step. A step that raises before its first update leaves the state as it was.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from attrs import evolve
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.engine.compile.program import (
     Program,
+    ShapedProgram,
     activation_slots,
     allocated_for,
     check_state,
     lock_staging,
     memory_shortage,
+    on_compute_stream,
 )
-from zfunc.engine.compile.rank_agreement import check_ranks_agree
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.save_load import begin_save
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
@@ -33,6 +37,8 @@ from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
 from zfunc.values import of_type, truth
+
+PIECE = 1 << 20  # elements that a checksum widens at a time
 
 
 def train_step(
@@ -103,14 +109,14 @@ def _train_step(
     committed, save = (save, None) if swaps else (None, save)
     commit = commits(program, state.step) or committed is not None
     shaped = specialize(program, batch, save=save is not None, commit=commit)
-    # Of all ranks: they refuse together.
+    # Those of all ranks are checked: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.plan)
+    watch, faults = ranks.watch if ranks.world > 1 else None, faults_at(options.faults, ranks.rank, number)
+    options = evolve(options, faults=faults, watch=watch)
     allocated = allocated_for(program, shaped)
     shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
-    check_ranks_agree(program, shaped, state, batch, shortage)
+    _check_ranks_agree(program, shaped, state, batch, shortage)
     activations = activation_slots(program, shaped)
-    watch = ranks.watch if ranks.world > 1 else None
-    options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)
     micros = enumerate(split_batch(batch, program.settings.micro_batches))
     own: dict[Region, Any] = {**activations, **{Region("batch", (m,)): micro for m, micro in micros}}
 
@@ -180,3 +186,60 @@ def commits(program: Program, step: int) -> bool:
     update it makes."""
     committed = step if program.spec.deferred else step + 1
     return program.spec.swaps and committed % program.settings.commit_every == 0
+
+
+# --- ranks compare their step before it begins ---------------------------------------------------------------
+
+
+def _check_ranks_agree(
+    program: Program, shaped: ShapedProgram, state: State, batch: Batch, shortage: str = ""
+) -> None:
+    """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
+
+    The weights that every rank has are compared by checksum, once after `init` or `load`. If one has not enough
+    memory for the step, which it says in `shortage`, all raise OutOfMemory.
+    """
+    ranks = program.ranks
+    if ranks.world == 1 or shortage:
+        ranks.agree("train_step", shortage=shortage)
+        return
+    facts, weights = _step_facts(program, shaped, state, batch), ""
+    if not state.buffers.compared:
+        common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.sharded(b))
+        checksum = _checksum(program, common)
+        weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
+    ranks.agree(
+        "train_step",
+        "what the next step does",
+        "\n".join([*facts, shaped.plan.digest, weights]),
+        lambda: "\n".join([*facts, shaped.plan.text(), weights]),
+    )
+    state.buffers.compared = True
+
+
+def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
+    optimizer, number = program.optimizer, state.step + 1
+    shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    return [
+        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
+        f"deferred {state.buffers.owner.deferred}",
+        f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
+        f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
+        f"clip_norm {program.settings.clip_norm}",
+        f"ema {program.settings.ema}, sync_buffers {program.settings.sync_buffers}",
+        f"auxiliary outputs {shaped.spec.aux}",
+        f"precision {program.settings.precision}, recompute {program.settings.recompute}",
+    ]
+
+
+def _checksum(program: Program, params: Iterable[Tensor]) -> int:
+    """A checksum of the bits of these parameters, weighted by position."""
+    total = 0
+    with on_compute_stream(program):
+        for flat in params:
+            bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+            for start in range(0, bits.numel(), PIECE):
+                piece = bits[start : start + PIECE].to(torch.int64)
+                position = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
+                total = (total * 31 + int((piece * position).sum())) % (1 << 61)
+    return total
