@@ -83,14 +83,7 @@ def spec(
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
     resident = set(settings.pop("resident", ())) & set(range(len(layout.buckets)))
-    return StepSpec(
-        layout,
-        costs,
-        recompute,
-        target_bytes=16,
-        resident=resident,
-        **settings,
-    )
+    return StepSpec(layout, costs, recompute, target_bytes=16, resident=resident, **settings)
 
 
 def _work(p: Parameter, n: int) -> UpdateWork:
@@ -143,10 +136,7 @@ CUT: Segments = [
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), group=1)]]
 
-TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
-    "zero_offload": zero_offload,
-    "deferred": deferred,
-}
+TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {"zero_offload": zero_offload, "deferred": deferred}
 RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     **TRAINING,
     "checkpoint": checkpoint,

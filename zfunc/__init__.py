@@ -18,143 +18,81 @@ before it:
     cli                     the command line
 """
 
+import ast
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfunc._version import __version__ as __version__
+from zfunc.core.display import PICTURES
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc import schedules as schedules
-    from zfunc.checkpoint.writer import Save
-    from zfunc.engine.compile.compile import compile
-    from zfunc.engine.compile.segment import Segment, segment
-    from zfunc.engine.state.init import init
-    from zfunc.engine.state.save_load import load, save
-    from zfunc.engine.step.evaluate import apply, buffers, evaluate, params
-    from zfunc.engine.step.flush import flush
-    from zfunc.engine.step.train_step import train_step
-    from zfunc.errors import (
-        AbandonedCalls,
-        CheckpointError,
-        DiskError,
-        DonatedStateError,
-        ExecutionError,
-        LaneTimeout,
-        NonFiniteError,
-        OutOfMemory,
-        PlanError,
-        RankError,
-        UndeclaredAccess,
-    )
-    from zfunc.optim import learning_rate_schedules as lr
-    from zfunc.optim.adafactor import Adafactor
-    from zfunc.optim.adagrad import Adagrad
-    from zfunc.optim.adamw import AdamW, adam_update_
-    from zfunc.optim.groups import groups
-    from zfunc.optim.lion import Lion
-    from zfunc.optim.loss_scale import LossScale
-    from zfunc.optim.muon import Muon
-    from zfunc.optim.optimizer_settings import matrices_only
-    from zfunc.optim.sgd import SGD
+    from zfunc.checkpoint.writer import Save as Save
+    from zfunc.engine.compile.compile import compile as compile
+    from zfunc.engine.compile.segment import Segment as Segment
+    from zfunc.engine.compile.segment import segment as segment
+    from zfunc.engine.state.init import init as init
+    from zfunc.engine.state.save_load import load as load
+    from zfunc.engine.state.save_load import save as save
+    from zfunc.engine.step.evaluate import apply as apply
+    from zfunc.engine.step.evaluate import buffers as buffers
+    from zfunc.engine.step.evaluate import evaluate as evaluate
+    from zfunc.engine.step.evaluate import params as params
+    from zfunc.engine.step.flush import flush as flush
+    from zfunc.engine.step.train_step import train_step as train_step
+    from zfunc.errors import AbandonedCalls as AbandonedCalls
+    from zfunc.errors import CheckpointError as CheckpointError
+    from zfunc.errors import DiskError as DiskError
+    from zfunc.errors import DonatedStateError as DonatedStateError
+    from zfunc.errors import ExecutionError as ExecutionError
+    from zfunc.errors import LaneTimeout as LaneTimeout
+    from zfunc.errors import NonFiniteError as NonFiniteError
+    from zfunc.errors import OutOfMemory as OutOfMemory
+    from zfunc.errors import PlanError as PlanError
+    from zfunc.errors import RankError as RankError
+    from zfunc.errors import UndeclaredAccess as UndeclaredAccess
+    from zfunc.models import hf as hf
+    from zfunc.optim import learning_rate_schedules as lr  # noqa: F401
+    from zfunc.optim.adafactor import Adafactor as Adafactor
+    from zfunc.optim.adagrad import Adagrad as Adagrad
+    from zfunc.optim.adamw import AdamW as AdamW
+    from zfunc.optim.adamw import adam_update_ as adam_update_
+    from zfunc.optim.groups import groups as groups
+    from zfunc.optim.lion import Lion as Lion
+    from zfunc.optim.loss_scale import LossScale as LossScale
+    from zfunc.optim.muon import Muon as Muon
+    from zfunc.optim.optimizer_settings import matrices_only as matrices_only
+    from zfunc.optim.sgd import SGD as SGD
     from zfunc.planner.plan_step import plan as plan
-    from zfunc.runtime.executor import Jitter
-    from zfunc.train.deepspeed.mapping import from_deepspeed
+    from zfunc.runtime.executor import Jitter as Jitter
+    from zfunc.train.deepspeed.mapping import from_deepspeed as from_deepspeed
 
-_HOMES = {
-    "AbandonedCalls": "errors",
-    "Adafactor": "optim.adafactor",
-    "Adagrad": "optim.adagrad",
-    "AdamW": "optim.adamw",
-    "CheckpointError": "errors",
-    "DiskError": "errors",
-    "DonatedStateError": "errors",
-    "ExecutionError": "errors",
-    "Jitter": "runtime.executor",
-    "LaneTimeout": "errors",
-    "Lion": "optim.lion",
-    "LossScale": "optim.loss_scale",
-    "Muon": "optim.muon",
-    "NonFiniteError": "errors",
-    "OutOfMemory": "errors",
-    "PlanError": "errors",
-    "RankError": "errors",
-    "SGD": "optim.sgd",
-    "Save": "checkpoint.writer",
-    "Segment": "engine.compile.segment",
-    "UndeclaredAccess": "errors",
-    "adam_update_": "optim.adamw",
-    "apply": "engine.step.evaluate",
-    "buffers": "engine.step.evaluate",
-    "compile": "engine.compile.compile",
-    "evaluate": "engine.step.evaluate",
-    "flush": "engine.step.flush",
-    "from_deepspeed": "train.deepspeed.mapping",
-    "groups": "optim.groups",
-    "init": "engine.state.init",
-    "load": "engine.state.save_load",
-    "matrices_only": "optim.optimizer_settings",
-    "params": "engine.step.evaluate",
-    "save": "engine.state.save_load",
-    "plan": "planner.plan_step",
-    "segment": "engine.compile.segment",
-    "train_step": "engine.step.train_step",
-}
-_MODULES = {"hf": "models.hf", "lr": "optim.learning_rate_schedules"}
 
-__all__ = [
-    "SGD",
-    "AbandonedCalls",
-    "Adafactor",
-    "Adagrad",
-    "AdamW",
-    "CheckpointError",
-    "DiskError",
-    "DonatedStateError",
-    "ExecutionError",
-    "Jitter",
-    "LaneTimeout",
-    "Lion",
-    "LossScale",
-    "Muon",
-    "NonFiniteError",
-    "OutOfMemory",
-    "PlanError",
-    "RankError",
-    "Save",
-    "Segment",
-    "UndeclaredAccess",
-    "adam_update_",
-    "apply",
-    "buffers",
-    "compile",
-    "evaluate",
-    "flush",
-    "from_deepspeed",
-    "groups",
-    "hf",
-    "init",
-    "load",
-    "lr",
-    "matrices_only",
-    "params",
-    "plan",
-    "save",
-    "schedules",
-    "segment",
-    "train_step",
-]
+@cache
+def _homes() -> dict[str, tuple[str, str]]:
+    """The module of each name that is imported above, and what it is called there."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [(x.module or "", x.names[0]) for x in block.body if isinstance(x, ast.ImportFrom)]
+    return {alias.asname or alias.name: (module, alias.name) for module, alias in imports}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"zfunc.{_HOMES[name]}"), name)
-    if name in _MODULES:
-        return import_module(f"zfunc.{_MODULES[name]}")
-    if not name.startswith("_") and find_spec(f"zfunc.{name}"):
-        return import_module(f"zfunc.{name}")
-    raise AttributeError(f"module 'zfunc' has no attribute {name!r}")
+    if name == "__all__":
+        return sorted(_homes())
+    if name.startswith("_") or not (name in _homes() or find_spec(f"zfunc.{name}")):
+        raise AttributeError(f"module 'zfunc' has no attribute {name!r}")
+    module, own = _homes().get(name, ("zfunc", name))
+    home = import_module(module)
+    # A module of its package, or what a module has.
+    return import_module(f"{module}.{own}") if hasattr(home, "__path__") else getattr(home, own)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_homes())
+
+
+PICTURES.append(lambda: import_module("zfunc.viz.notebook"))

@@ -7,7 +7,6 @@ of the command and the shell's completion read it.
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -141,21 +140,6 @@ class SeveralOf(OneOf):
 
 
 one_of = OneOf
-
-
-def ratio(name: str, value: Any) -> None:
-    """A share, 0 to 1, or "auto"."""
-    with suppress(ValueError):
-        if value == AUTO or 0 <= float(value) <= 1:
-            return
-    raise ValueError(
-        f"{name}: got {value}, expected 0 (no optimizer state on the host) to 1 (all), or {AUTO}: pass such as 0.75"
-    )
-
-
-def read_ratio(typed: str) -> float | str:
-    """The value of a ratio as typed."""
-    return AUTO if typed == AUTO else float(typed)
 
 
 def path(name: str, value: Any) -> None:

@@ -169,7 +169,7 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
 
     everywhere, applied = [b.index for b in spec.layout.buckets], [*spec.offloaded]
     assert done(*UPDATES) == everywhere
-    assert done("to_device") == [b for b in applied if not spec.off_device(b)]
+    assert done("to_device") == [b for b in applied if spec.params_at(b) == "device"]
     assert done("update_on_device") == sorted(spec.resident)
     assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.whole_matrices(b)]
     measured = sorted((i, b) for b in everywhere for i in spec.rounds(b))
@@ -209,7 +209,7 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
 
 def _leaves(spec: StepSpec, recipe: Recipe, b: int) -> str:
     """The verb with which the gradient of a bucket that is updated on the device leaves its slot."""
-    if recipe is not PLAIN or spec.barrier or spec.num_deliveries(spec.layout.buckets[b]) > 1:
+    if recipe is not PLAIN or spec.barrier or spec.added(b):
         return "hold"
     return "momentum_on_device" if spec.whole_matrices(b) else "update_on_device"
 
@@ -332,7 +332,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     if recipe is DEFERRED:
         updates = [op.index for op in recipe(spec) if op.verb == "update"]
         sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
-        assert sent == [index for index in updates if not spec.off_device(*index)]
+        assert sent == [index for index in updates if spec.params_at(*index) == "device"]
         assert verbs.index("load") == 0
         updated = set(spec.resident)
         for op in recipe(spec):
@@ -388,7 +388,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         begun = ops.get(f"momentum[{b}]", update)
         for op in (begun, update):
             assert op.read("decision") == ops["decide"].write("decision")
-        if spec.off_device(b):
+        if spec.params_at(b) != "device":
             home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
             assert home < set(update.reads) & set(update.writes)
             continue
@@ -462,7 +462,7 @@ def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spe
     for op in recipe(spec):
         if op.verb in ("fetch", "gather"):
             (slot,), b = op.writes, op.index[1]
-            assert spec.off_device(b) if op.verb == "fetch" else spec.sharded(b)
+            assert spec.params_at(b) != "device" if op.verb == "fetch" else spec.sharded(b)
             assert spec.layout.weights(b).numel * spec.element_bytes <= slot.nbytes
             has[slot] = b
         if op.verb in ("forward", "backward"):
@@ -477,7 +477,12 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
 
     fewer, more = fetches(spec.weight_slots), fetches(spec.weight_slots + 1)
     assert len(more) <= len(fewer)
-    of_host = {b for s in range(spec.num_segments) for b in spec.layout.weights_of(s) if spec.off_device(b)}
+    of_host = {
+        b
+        for s in range(spec.num_segments)
+        for b in spec.layout.weights_of(s)
+        if spec.params_at(b) != "device"
+    }
     assert fetches(spec.num_segments) == sorted(of_host)
     passes = len(spec.micro_batch_groups) * 2
     assert all(n <= passes * spec.num_segments for n in Counter(fewer).values())
@@ -488,12 +493,13 @@ def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: St
     ops = {op.name: op for op in recipe(spec)}
     for m, s in (op.index for op in ops.values() if op.verb == "backward"):
         backward = ops[f"backward[{m},{s}]"]
-        assert (f"stash[{m},{s}]" in ops) == (f"unstash[{m},{s}]" in ops) == spec.stashed(s)
-        assert (f"spill_act[{m},{s}]" in ops) == (f"unspill_act[{m},{s}]" in ops) == spec.stashed_on_disk(s)
-        if spec.stashed(s):
+        place = spec.activations_at(s)
+        assert (f"stash[{m},{s}]" in ops) == (f"unstash[{m},{s}]" in ops) == (place != "device")
+        assert (f"spill_act[{m},{s}]" in ops) == (f"unspill_act[{m},{s}]" in ops) == (place == "disk")
+        if spec.activations_at(s) != "device":
             away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
             left, found = away.writes, back.reads
-            if spec.stashed_on_disk(s):
+            if spec.activations_at(s) == "disk":
                 written, read = ops[f"spill_act[{m},{s}]"], ops[f"unspill_act[{m},{s}]"]
                 assert (left, written.writes, read.writes) == (written.reads, read.reads, found)
                 left = found

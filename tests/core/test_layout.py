@@ -158,11 +158,7 @@ def test_one_bucket_may_span_segments() -> None:
 
 
 def test_parameters_of_a_segment_are_in_the_order_of_their_groups() -> None:
-    bias, weight, scale = (
-        Parameter("b", (8,), group=1),
-        Parameter("w", (8, 8)),
-        Parameter("s", (), group=1),
-    )
+    bias, weight, scale = (Parameter("b", (8,), group=1), Parameter("w", (8, 8)), Parameter("s", (), group=1))
     (bucket,) = make_layout([[bias, weight, scale]], bucket_size=1000).buckets
     assert [span.name for span in bucket.spans] == ["w", "b", "s"]
     assert bucket.runs == ((0, 64, 0), (64, 192, 1))

@@ -34,10 +34,7 @@ def test_zero_offload_is_the_default_recipe() -> None:
     ("recipe", "message"),
     [
         (without("global_norm"), "a step in which nothing writes norm"),
-        (
-            lambda spec: zero_offload(evolve(spec, save=False)),
-            "that saves in which nothing writes published",
-        ),
+        (lambda spec: zero_offload(evolve(spec, save=False)), "that saves in which nothing writes published"),
         (
             lambda spec: [*zero_offload(spec), Op("mine", (), "host")],
             r"operations \['mine'\] without a stage",

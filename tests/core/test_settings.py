@@ -17,8 +17,7 @@ from zfunc.cli.commands.plan import PlanSettings
 from zfunc.cli.parser import make_parser
 from zfunc.core import settings as module
 from zfunc.core.bucketing import default_bucket_size
-from zfunc.core.keyword_settings import settings_with
-from zfunc.core.settings import HELP, OPTION, StepSettings
+from zfunc.core.settings import HELP, OPTION, StepSettings, settings_with
 from zfunc.options import flag_fields, options_of, values_of_flags
 from zfunc.train.deepspeed.mapping import from_deepspeed
 from zfunc.train.settings import ModelFlags, TrainSettings, step_settings

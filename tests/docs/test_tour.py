@@ -9,7 +9,7 @@ import pytest
 
 TOUR = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 PRINTS = (
-    "Graph(31 operations",
+    "Graph(35 operations",
     "Op(load[0], h2d: batch[0]",
     "<img",
     "forgets_to_return: schedule: got None",

@@ -20,8 +20,8 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory, persistent_bytes
 from zfunc.core.recipes import Recipe, deferred, zero_offload
-from zfunc.core.settings import PLACES, TIERS_OF, StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec, in_equal_shares
+from zfunc.core.settings import PLACES, TIERS_OF, StepSettings, in_equal_shares
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import (
     PlannedStep,
     gains_and_costs,

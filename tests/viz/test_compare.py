@@ -301,11 +301,7 @@ def test_draw_gives_a_schedule_the_hardware_it_asks_for() -> None:
 BROKEN: dict[str, tuple[str, Callable[[str], str], str]] = {
     "plan cut short": ("plan.txt", lambda t: t[: len(t) // 2], "plan.txt"),
     "plan of nothing": ("plan.txt", lambda t: "", "plan.txt: got '' as the first line"),
-    "trace cut short": (
-        "timeline.json",
-        lambda t: t[: len(t) // 2],
-        "timeline.json: got '",
-    ),
+    "trace cut short": ("timeline.json", lambda t: t[: len(t) // 2], "timeline.json: got '"),
     "trace of another plan": ("timeline.json", lambda t: t.replace('"decide"', '"decode"'), "with decode"),
     "no schedule": ("config.json", lambda t: t.replace('"schedule"', '"timetable"'), "KeyError('schedule')"),
     "no ranks": (

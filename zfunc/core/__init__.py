@@ -3,8 +3,7 @@
     dtypes            one table of dtypes: bytes, and their names in torch, NumPy and safetensors
     layout            parameters as spans of one flat buffer; buckets and shards of it
     optimizer_state   the buffers of each format of the optimizer state
-    settings          `StepSettings`: every setting of a step, once
-    keyword_settings  settings as keyword arguments of a function
+    settings          `StepSettings`: every setting of a step, once; as keyword arguments
     bucketing         the buckets that settings ask for
     extents           where the disk has the state of a bucket
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows

@@ -7,16 +7,14 @@ from attrs import fields
 
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.settings import DISK, StepSettings
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import FROM_SETTINGS, StepSpec
 from zfunc.options import AUTO
 
 BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number
 FEW_RANKS = 16
 MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
 
-# The fields of a StepSpec that are a setting of that name; costs are of so many micro-batches.
-_OTHERS = ("micro_batches", "recompute", "ema")
-_OF_SETTINGS = [f.name for f in fields(StepSpec) if hasattr(StepSettings, f.name) and f.name not in _OTHERS]
+_OF_SETTINGS = [f.name for f in fields(StepSpec) if FROM_SETTINGS in f.metadata]
 
 
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
@@ -38,11 +36,14 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
     share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
     on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
-    return {name: getattr(settings, name) for name in _OF_SETTINGS} | {
+    # Costs, and so a spec, are of so many micro-batches.
+    given = {name: getattr(settings, name) for name in _OF_SETTINGS if name != "micro_batches"}
+    return given | {
         "layout": layout,
         "resident": resident_buckets(layout, share_on_host),
         "paged": paged_buckets(layout, on_disk, ascending=late_last),
         "ema": settings.ema is not None,
+        "group_size": settings.group_size,
     }
 
 

@@ -1,12 +1,10 @@
 """How values print in a line or two, and what a notebook shows instead of that.
 
-Pictures belong to packages above those of the values that they show, so `in_notebook` looks the function up by name
-when a notebook asks for it; nothing here imports them.
+Pictures belong to packages above those of the values that they show: `zfunc` itself says who draws them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from importlib import import_module
 from typing import Any, cast
 
 import attrs
@@ -62,6 +60,10 @@ def html_table(head: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str 
     return f"<table>{title}<thead>{first}</thead><tbody>{body}</tbody></table>"
 
 
-def in_notebook(function: str, *arguments: Any) -> str:
-    """What a function of `zfunc.viz.notebook` makes of the arguments, as HTML."""
-    return getattr(import_module("zfunc.viz.notebook"), function)(*arguments)
+PICTURES: list[Callable[[], Any]] = []
+"""What imports the module that draws values for a notebook, with a function for each kind; `zfunc` adds it."""
+
+
+def in_notebook(kind: str, value: Any) -> str:
+    """The picture of a value, a plan or a timeline, as HTML."""
+    return getattr(PICTURES[0](), f"{kind}_html")(value)

@@ -73,11 +73,7 @@ class Extent:
 
     @classmethod
     def of(
-        cls,
-        moved: Iterable[tuple[str, int]],
-        others: Iterable[tuple[str, int]] = (),
-        *,
-        generations: int = 2,
+        cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = (), *, generations: int = 2
     ) -> "Extent":
         """From names and sizes in bytes."""
         moved = list(moved)

@@ -21,27 +21,10 @@ class Item:
     """One bucket's thing, or one segment's of a micro-batch, at this point of a step."""
 
     op: OpBuilder
-    index: tuple[int, ...]  # a bucket; or a micro-batch, then a segment or bucket, then more
-
-    @property
-    def spec(self) -> StepSpec:
-        """What the step is to do."""
-        return self.op.spec
-
-    @property
-    def at(self) -> Regions:
-        """The regions of the step, and the slots that are taken."""
-        return self.op.at
-
-    @property
-    def m(self) -> int:
-        """Its micro-batch."""
-        return self.index[0]
-
-    @property
-    def b(self) -> int:
-        """Its bucket or segment."""
-        return self.index[min(1, len(self.index) - 1)]
+    spec: StepSpec
+    at: Regions
+    m: int  # its micro-batch
+    b: int  # its bucket or segment
 
 
 @frozen
@@ -85,13 +68,13 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 def _weights_in_memory(x: Item) -> tuple[Region, ...]:
     """The parameters of a bucket in memory: in a page if they live on the disk."""
-    return (x.at.slot("weight_page", x.b) if x.spec.on_disk(x.b) else x.at.home(x.b),)
+    return (x.at.slot("weight_page", x.b) if x.spec.params_at(x.b) == "disk" else x.at.home(x.b),)
 
 
 def _stashed(x: Item) -> tuple[Region, ...]:
     """What backward of a segment needs, in pinned memory: in a page on its way to the disk or back."""
-    on_disk = x.spec.stashed_on_disk(x.b)
-    return (x.at.slot("act_page", x.b) if on_disk else x.at.host_activation(x.m, x.b),)
+    on_disk = x.spec.activations_at(x.b) == "disk"
+    return (x.at.slot("act_page", x.b) if on_disk else x.at("host_act", x.m % x.spec.group_size, x.b),)
 
 
 def _arrived(x: Item) -> tuple[Region, ...]:
@@ -111,7 +94,7 @@ def _slot(buffer: str) -> Place:
     return Place(lambda x: (x.at.slot(buffer, x.b),), (buffer,))
 
 
-_EXTENT = Place(lambda x: (x.at.extent(x.b),))
+_EXTENT = Place(lambda x: (x.at("extent", x.b),))
 
 THINGS: dict[str, Thing] = {
     "weights": Thing(
@@ -123,11 +106,11 @@ THINGS: dict[str, Thing] = {
         },
     ),
     "activations": Thing(
-        lambda x: x.at.stashed_bytes(x.b),
+        lambda x: x.at("host_act", 0, x.b).nbytes,
         {
             "device": Place(lambda x: x.op.for_backward(x.m, x.b), ("act_slot",)),
             "pinned": Place(_stashed, ("act_page",)),
-            "disk": Place(lambda x: (x.at.disk_activation(x.m, x.b),)),
+            "disk": Place(lambda x: (x.at("disk_act", x.m % x.spec.group_size, x.b),)),
         },
     ),
     "gradient": Thing(
@@ -142,10 +125,10 @@ THINGS: dict[str, Thing] = {
         {"pinned": _slot("grad_page"), "disk": Place(lambda x: (x.at.spilled(x.b),))},
     ),
     "squares": Thing(
-        lambda x: x.at.squares(x.b).nbytes,
+        lambda x: x.at("squares", x.b).nbytes,
         {
-            "device": Place(lambda x: (x.at.squares(x.b),)),
-            "pinned": Place(lambda x: (x.at.host_squares(x.b),)),
+            "device": Place(lambda x: (x.at("squares", x.b),)),
+            "pinned": Place(lambda x: (x.at("host_squares", x.b),)),
         },
     ),
     "state": Thing(
@@ -188,8 +171,8 @@ MOVES: dict[str, Move] = {
 
 def move(op: OpBuilder, verb: str, *index: int) -> Op:
     """The operation of this verb on a bucket, or on a micro-batch, then a segment or bucket, then more."""
-    row, x = MOVES[verb], Item(op, index)
-    thing = THINGS[row.thing]
+    row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
+    x = Item(op, op.spec, op.at, index[0], index[min(1, len(index) - 1)])
     source, to = thing.places[row.source], thing.places[row.to]
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
     leaves = source.regions(x)
@@ -203,7 +186,7 @@ def move(op: OpBuilder, verb: str, *index: int) -> Op:
         verb,
         (number, *index) if row.numbered else index,
         LANES[row.source, row.to],
-        (*((op.at.decision(), *arrives) if row.decided else ()), *leaves),
+        (*((op.at("decision"), *arrives) if row.decided else ()), *leaves),
         arrives,
         nbytes=whole_blocks(nbytes) if "disk" in (row.source, row.to) else nbytes,
     )

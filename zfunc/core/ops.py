@@ -53,13 +53,12 @@ class OpBuilder:
 
     def load(self, m: int) -> Op:
         """Copy micro-batch `m` to the device."""
-        nbytes = self.spec.costs[0].input_bytes + self.spec.target_bytes
-        batch = Region("batch", (m,), nbytes, "host", "value")
-        return Op("load", (m,), "h2d", (batch,), (self.at.input(m, 0), self.at.targets(m)), nbytes=nbytes)
+        batch, on_device = self.at("batch", m), (self.at("act", m, 0), self.at("targets", m))
+        return Op("load", (m,), "h2d", (batch,), on_device, nbytes=batch.nbytes)
 
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in its slot."""
-        slot, fetched = self.at.slot("weight_slot", b), self.spec.off_device(b)
+        slot, fetched = self.at.slot("weight_slot", b), self.spec.params_at(b) != "device"
         reads = (slot if fetched else self.at.params(b), *self._decision_made())
         nbytes = self.at.shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
@@ -73,7 +72,7 @@ class OpBuilder:
         """The parameters that segment `s` reads, bucket by bucket, and the model's constants."""
         at, used = self.at, self.spec.layout.weights_of(s)
         weights = (at.slot("weight_slot", b) if self.spec.streamed(b) else at.params(b) for b in used)
-        return (*weights, *at.constants())
+        return (*weights, *at.some("constants"))
 
     def for_backward(self, m: int, s: int) -> tuple[Region, ...]:
         """What backward of segment `s` needs of its forward: in the slot it came back to, or as it was left."""
@@ -89,18 +88,18 @@ class OpBuilder:
         """
         at, spec, last = self.at, self.spec, s == self.spec.num_segments - 1
         cost, residuals = spec.costs[s], at.residuals(m, s)
-        if spec.stashed(s):
+        if spec.activations_at(s) != "device":
             at.rings["act_room"].give(s)
         stateful = s in spec.stateful
-        before = (at.next_module_buffers(s) if m else at.module_buffers(s),) if stateful else ()
-        after = (at.next_module_buffers(s),) if stateful else ()
+        before = (at("next_module_buffers", s) if m else at("module_buffers", s),) if stateful else ()
+        after = (at("next_module_buffers", s),) if stateful else ()
         read = spec.buffer_bytes[s] if stateful and not residuals else 0
-        made = (at.loss(m), *at.aux(m)) if last else (at.input(m, s + 1),)
+        made = (at("loss", m), *at.some("aux", m)) if last else (at("act", m, s + 1),)
         return Op(
             "forward",
             (m, s),
             "compute",
-            (*self._weights(s), at.input(m, s), *((at.targets(m),) if last else ()), *before),
+            (*self._weights(s), at("act", m, s), *((at("targets", m),) if last else ()), *before),
             (*made, *residuals, *at.room(s), *after),
             flops=cost.flops,
             nbytes=cost.moved_bytes,
@@ -113,9 +112,9 @@ class OpBuilder:
         """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
         at, last = self.at, s == self.spec.num_segments - 1
         cost, layout = self.spec.costs[s], self.spec.layout
-        above = (at.targets(m),) if last else (at.cotangent(m, s + 1),)
-        below = (at.cotangent(m, s),) if s > layout.first_trainable else ()
-        grads = (at.grads(m, s),) if layout.buckets_of(s) else ()
+        above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
+        below = (at("grad_act", m, s),) if s > layout.first_trainable else ()
+        grads = (at("grads", m, s),) if layout.buckets_of(s) else ()
         return Op(
             "backward",
             (m, s),
@@ -133,14 +132,14 @@ class OpBuilder:
         """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all
         ranks."""
         stateful, several = self.spec.stateful, self.spec.world > 1
-        kept = tuple(map(self.at.module_buffers, stateful))
-        changed = tuple(map(self.at.next_module_buffers, stateful))
+        kept = tuple(self.at("module_buffers", s) for s in stateful)
+        changed = tuple(self.at("next_module_buffers", s) for s in stateful)
         nbytes = sum(r.nbytes for r in kept)
         return Op(
             "keep_buffers",
             (),
             "network" if several else "compute",
-            (self.at.decision(), *changed, *kept),
+            (self.at("decision"), *changed, *kept),
             (*kept, *(changed if several else ())),
             nbytes=nbytes if several else 2 * nbytes,
             workspace=2 * nbytes if several else 0,  # a mean is in fp64
@@ -153,7 +152,7 @@ class OpBuilder:
         fills."""
         if first and self.spec.stage != 1:
             self.at.rings["grad_slot"].give(b)
-        grads, into = self.at.grads(m, s), self.at.gradient(b)
+        grads, into = self.at("grads", m, s), self.at.gradient(b)
         nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         return Op("pack", (m, b, s), "compute", (grads,) if first else (grads, into), (into,), nbytes=nbytes)
 
@@ -161,7 +160,7 @@ class OpBuilder:
         """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
         into = self.at.gradient(b)
         nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
-        return Op("add", (m, b, s), "compute", (self.at.grads(m, s), into), (into,), nbytes=nbytes)
+        return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
         """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
@@ -170,26 +169,26 @@ class OpBuilder:
         # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
         reads, writes = (region, *self._decision_made()), (region,)
         if not self.spec.barrier and not self._decided:
-            self._sent.append(self.at.sent(m, b, d))
+            self._sent.append(self.at("sent", m, b, d))
             writes = (region, self._sent[-1])
         return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
 
     def _decision_made(self) -> tuple[Region, ...]:
         """The decision, for a collective that comes after it. With a barrier all but the last ones come before."""
-        return (self.at.decision(),) if self._decided and not self.spec.barrier else ()
+        return (self.at("decision"),) if self._decided and not self.spec.barrier else ()
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
         """Sum the squares of a complete bucket on the device: of its gradient, or of the sum that waits."""
         grad = self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = grad.nbytes if waits else self.at.shard_bytes(b, self.spec.element_bytes)
-        return Op("square_sum", (b,), "compute", (grad,), (self.at.squares(b),), nbytes=nbytes)
+        return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
         total, slot = self.at.sum(b, d), self.at.slot("host_slot", b)
         nbytes = self.at.shard_bytes(b, self.at.delivered_bytes) + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
-        return Op("accumulate", (m, b, d), "host", reads, (total, self.at.host_squares(b)), nbytes=nbytes)
+        return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
@@ -204,35 +203,35 @@ class OpBuilder:
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
         if b in self.spec.resident:
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
-        writes = total, self.at.host_squares(b)
+        writes = total, self.at("host_squares", b)
         return Op("join_sums", (b, d), "host", (total, part), writes, nbytes=3 * total.nbytes)
 
     # --- the decision ---------------------------------------------------------------------------------------
 
     def global_norm(self) -> Op:
         """The norm of the whole gradient, from the squares of all buckets, and those of all parameters."""
-        squares = tuple(self.at.host_squares(b.index) for b in self.spec.layout.buckets)
+        squares = tuple(self.at("host_squares", b.index) for b in self.spec.layout.buckets)
         kind = "network" if self.spec.world > 1 else "host"
-        norms = self.at.norm(), *self.at.norms()
+        norms = self.at("norm"), *self.at.some("norms")
         return Op("global_norm", (), kind, squares, norms, nbytes=sum(r.nbytes for r in norms))
 
     def _losses(self) -> tuple[Region, ...]:
         at = self.at
-        return tuple(r for m in range(self.spec.micro_batches) for r in (at.loss(m), *at.aux(m)))
+        return tuple(r for m in range(self.spec.micro_batches) for r in (at("loss", m), *at.some("aux", m)))
 
     def mean_loss(self) -> Op:
         """The mean loss over all ranks, on which all of them decide, and those of auxiliary outputs."""
-        means = self.at.mean_loss(), *self.at.mean_aux()
+        means = self.at("mean_loss"), *self.at.some("mean_aux")
         nbytes = sum(r.nbytes for r in means) * (self.spec.world - 1)
         return Op("mean_loss", (), "network", self._losses(), means, nbytes=nbytes)
 
     def decide(self) -> Op:
         """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
         several = self.spec.world > 1
-        losses = (self.at.mean_loss(), *self.at.mean_aux()) if several else self._losses()
-        norm = (self.at.norm(),) if self.spec.barrier else ()
+        losses = (self.at("mean_loss"), *self.at.some("mean_aux")) if several else self._losses()
+        norm = (self.at("norm"),) if self.spec.barrier else ()
         self._decided = True
-        return Op("decide", (), "host", (*losses, *norm, *self._sent), (self.at.decision(),))
+        return Op("decide", (), "host", (*losses, *norm, *self._sent), (self.at("decision"),))
 
     # --- the update -----------------------------------------------------------------------------------------
 
@@ -263,7 +262,7 @@ class OpBuilder:
             verb,
             (b,),
             kind,
-            (self.at.decision(), self._gradient(b), *state),
+            (self.at("decision"), self._gradient(b), *state),
             (*state, self.at.give(self._direction(b), b)),
             nbytes=nbytes,
             workspace=self._workspace(b),
@@ -274,7 +273,7 @@ class OpBuilder:
     def gather_direction(self, b: int) -> Op:
         """Gather the slices of a direction from all ranks, which makes its matrices whole."""
         nbytes = self.at.shard_bytes(b, BF16) * (self.spec.world - 1)
-        reads = (self.at.decision(), self.at.slot("direction_shard", b))
+        reads = (self.at("decision"), self.at.slot("direction_shard", b))
         whole = self.at.give("direction_slot", b)
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
 
@@ -286,7 +285,7 @@ class OpBuilder:
             "orthogonalize",
             (b,),
             "compute",
-            (self.at.decision(), *whole, own),
+            (self.at("decision"), *whole, own),
             (*whole, own),
             flops=work.flops,
             workspace=work.workspace,
@@ -304,7 +303,7 @@ class OpBuilder:
             verb,
             (i, b),
             kind,
-            (self.at.decision(), self._gradient(b), *self._updated(b), *joined, *(kept if i else ())),
+            (self.at("decision"), self._gradient(b), *self._updated(b), *joined, *(kept if i else ())),
             (self.at.measures("measured", i, b), *kept),
             nbytes=self._bytes_to_measure(b) // len(self.spec.rounds(b)),
             workspace=self._workspace(b),
@@ -316,7 +315,7 @@ class OpBuilder:
         """Join what all ranks have measured in round `i`."""
         nbytes = 2 * self.spec.update_work[b].measured[i] * (self.spec.world - 1) // self.spec.world
         own, joined = (self.at.measures(x, i, b) for x in ("measured", "joined"))
-        return Op("join_measures", (i, b), "network", (self.at.decision(), own), (joined,), nbytes=nbytes)
+        return Op("join_measures", (i, b), "network", (self.at("decision"), own), (joined,), nbytes=nbytes)
 
     def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
         """What all ranks know of bucket `b` after so many rounds, or all."""
@@ -334,17 +333,17 @@ class OpBuilder:
         # What is written beside the state: the parameters for the device, unless the state has them.
         if resident:
             copy = (at.params(b),)
-        elif spec.sends_high_half(b) or spec.on_disk(b):
+        elif spec.sends_high_half(b) or spec.params_at(b) == "disk":
             copy = ()
         else:
-            copy = (at.params(b) if spec.off_device(b) else at.give("param_slot", b),)
-        kept = copy if resident or spec.off_device(b) else ()  # by a step that is skipped
+            copy = (at.params(b) if spec.params_at(b) != "device" else at.give("param_slot", b),)
+        kept = copy if resident or spec.params_at(b) != "device" else ()  # by a step that is skipped
         verb, kind = self._where("update", b)
         return Op(
             verb,
             (b,),
             kind,
-            (at.decision(), grad, *state, *kept, *self._joined_of(b)),
+            (at("decision"), grad, *state, *kept, *self._joined_of(b)),
             (*state, *copy),
             nbytes=self._sweep_bytes(b),
             workspace=self._workspace(b),
@@ -360,7 +359,7 @@ class OpBuilder:
             "average",
             (b,),
             "compute" if b in self.spec.resident else "host",
-            (self.at.decision(), *weights, average),
+            (self.at("decision"), *weights, average),
             (average,),
             nbytes=2 * average.nbytes + sum(r.nbytes for r in weights),
             workspace=self._workspace(b),
@@ -370,7 +369,7 @@ class OpBuilder:
         """Gather the new slices of bucket `b` from all ranks."""
         nbytes = self.at.shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
-        params, late = self.at.params(b), (self.at.decision(),) if self.spec.deferred else ()
+        params, late = self.at.params(b), (self.at("decision"),) if self.spec.deferred else ()
         return Op("all_gather", (b,), "network", (params, *late), (params,), nbytes=nbytes)
 
     def _updated(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
@@ -419,13 +418,13 @@ class OpBuilder:
         """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update; of a frozen
         bucket its parameters."""
         into = self.at.written(b)
-        reads = (self.at.checkpoint(), *self.at.saved(b), *self.at.paged(b))
+        reads = (self.at("checkpoint"), *self.at.saved(b), *self.at.paged(b))
         return Op("write", (b,), "write", reads, (into,), nbytes=into.nbytes)
 
     def write_buffers(self) -> Op:
         """Write the buffers that forward changes to the checkpoint."""
-        reads = (self.at.checkpoint(), *map(self.at.module_buffers, self.spec.stateful))
-        into = self.at.written_buffers()
+        reads = (self.at("checkpoint"), *(self.at("module_buffers", s) for s in self.spec.stateful))
+        into = self.at("written_buffers")
         return Op("write_buffers", (), "write", reads, (into,), nbytes=into.nbytes)
 
     def publish(self, *, last: bool = False) -> Op:
@@ -437,16 +436,16 @@ class OpBuilder:
         layout = self.spec.layout
         written = tuple(self.at.written(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
         kind = "network" if self.spec.world > 1 else "write"
-        after = (self.at.norm(), self.at.decision()) if last else ()
-        buffers = (self.at.written_buffers(),) if self.spec.stateful else ()
-        reads = (self.at.checkpoint(), *written, *buffers, *after)
-        return Op("publish", (), kind, reads, (self.at.published(),))
+        after = (self.at("norm"), self.at("decision")) if last else ()
+        buffers = (self.at("written_buffers"),) if self.spec.stateful else ()
+        reads = (self.at("checkpoint"), *written, *buffers, *after)
+        return Op("publish", (), kind, reads, (self.at("published"),))
 
     def copy_state(self, b: int) -> Op:
         """Copy what memory has of the state of bucket `b` to its slot, for a commit."""
         extent, paged = self.spec.extent(b), b in self.spec.paged
         slot = self.at.slot("state_slot", b) if paged else self.at.give("state_slot", b)
-        reads = (self.at.extent(b), *self.at.bucket_state(b), *((slot,) if paged else ()))
+        reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
         nbytes = 2 * (extent.nbytes - extent.moved_bytes)
         return Op("copy_state", (b,), "host", reads, (slot,), nbytes=nbytes)
 
@@ -456,11 +455,11 @@ class OpBuilder:
         A gradient that was not finite, seen after the updates, leaves no commit.
         """
         layout = self.spec.layout
-        extents = tuple(self.at.extent(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
+        extents = tuple(self.at("extent", b.index) for b in (*layout.buckets, *layout.frozen_buckets))
         kind = "network" if self.spec.world > 1 else "write"
-        norm = () if self.spec.deferred else (self.at.norm(),)
-        reads = (self.at.position(), self.at.decision(), *norm, *extents)
-        return Op("commit", (), kind, reads, (self.at.committed(),))
+        norm = () if self.spec.deferred else (self.at("norm"),)
+        reads = (self.at("position"), self.at("decision"), *norm, *extents)
+        return Op("commit", (), kind, reads, (self.at("committed"),))
 
 
 _NO_VERBS = ("number", "for_backward")

@@ -112,7 +112,7 @@ FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
         *(*_SPLIT, *_adams("uint8")),
         StateBuffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
         StateBuffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
-    ),
+    )
 }
 """Formats that checkpoints are read in, but no longer written: the first 8-bit moments."""
 

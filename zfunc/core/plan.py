@@ -19,13 +19,8 @@ from zfunc.core.display import counted, in_notebook
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.errors import PlanError
 
-WORKS = (
-    "flops",
-    "attention_flops",
-    "nbytes",
-    "workspace",
-    "launches",
-)  # of an operation, as a plan prints them
+# The work of an operation, as a plan prints it.
+WORKS = ("flops", "attention_flops", "nbytes", "workspace", "launches")
 
 # For each lane, the position of the last operation known to have finished; -1 if none.
 Clock = tuple[int, ...]
@@ -142,7 +137,7 @@ class Plan:
         return f"Plan({on}, {counted(self.num_waits, 'wait')}: print it to read it)"
 
     def _repr_html_(self) -> str:
-        return in_notebook("plan_html", self)
+        return in_notebook("plan", self)
 
 
 def check_is_plan(plan: Any, origin: str = "") -> None:
@@ -181,15 +176,19 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
         raise PlanError(
             f"build: got {lanes!r:.200}, expected lanes by name: {{'gpu': positions, 'cpu': positions}}"
         )
+    # 1. The lanes alone, without waits: each operation at most once.
     order = Plan(graph, tuple(Lane(name, ops) for name, ops in lanes.items()), ((),) * len(graph))
     for problem in lane_errors(order):
         raise PlanError(problem)
+    # 2. The waits, in an order in which all that an operation depends on comes before it, on every lane: so the
+    #    clocks that its waits are compared with are known. There is no such order exactly if the lanes deadlock.
     clocks: dict[int, Clock] = {}
     waits: list[tuple[int, ...]] = [()] * len(graph)
-    last = _no_clocks(order)
+    last = _no_clocks(order)  # of each lane's operation before
     for op in topological_order(order, graph.predecessors):
         lane, position = order.place[op]
         waits[op] = _waits_of(op, last[lane], clocks, order)
+        # 3. What is known when it ends: all that was known before it, what it waited for, and itself.
         clocks[op] = last[lane] = _tick(last[lane], lane, position, waits[op], clocks)
     return Plan(graph, order.lanes, tuple(waits))
 
@@ -258,7 +257,8 @@ def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -
     `known` is the clock of the operation before it on its lane.
     """
     place = order.place
-    # lane -> position of the last operation needed from it and not known to be done; its own lane's are known
+    # Of each lane the position of the last operation that is needed and not known to be done. Earlier ones there
+    # are done with it, and its own lane's are known.
     latest: dict[int, int] = {}
     for n in order.graph.predecessors[op]:
         if n in place:

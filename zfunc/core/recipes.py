@@ -81,9 +81,12 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
     So reading parameters, on the lane of all that is read, waits for a few updates and not for all of them, as does
     the first forward, on the lane that makes matrices orthogonal.
     """
+    # Buckets in the order in which forward reads them: the last one of the host, the last one that has been read
+    # or is about to be, the last one whose update has begun.
     last, read, updated = spec.offloaded[-1], -1, -1
     ahead = spec.updates_ahead if spec.matrix_buckets else spec.state_slots - 1
     for op in passes:
+        # What the next operation of the passes reads; backward comes after all of forward, so after all updates.
         if op.verb == "backward":
             read = last
         elif op.verb in ("page_in_weights", "fetch", "gather") and op.index[-1] <= last:
@@ -91,6 +94,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
         elif op.verb == "forward":
             used = spec.layout.buckets_of(op.index[1])
             read = max([read, *(b for b in used if b <= last and not spec.streamed(b))])
+        # Its updates come before it, and those of so many more buckets as have slots for their states.
         if updated < (until := min(last, read + ahead)) and read >= 0:
             for b in (x for x in spec.offloaded if updated < x <= until):
                 yield from _update(spec, emit, b)
@@ -138,14 +142,16 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
     for group in spec.micro_batch_groups:
         for m in group:
             yield emit.load(m)
+        # Forward up to the last segment: what backward needs leaves as soon as it is made.
         for s in range(last):
             yield from _fetch(spec, emit, s)
             for m in group:
                 yield emit.forward(m, s)
-                if spec.stashed(s):
+                if spec.activations_at(s) != "device":
                     yield move(emit, "stash", m, s)
-                if spec.stashed_on_disk(s):
+                if spec.activations_at(s) == "disk":
                     yield move(emit, "spill_act", m, s)
+        # The last segment, both ways, and between them the decision if it needs no norm.
         yield from _fetch(spec, emit, last)
         for m in group:
             yield emit.forward(m, last)
@@ -155,12 +161,13 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
                 if not spec.barrier:
                     yield emit.decide()
             yield from _backward(spec, emit, m, last, update=update)
+        # Backward of the others, down to the first that is trained.
         for s in reversed(range(spec.layout.first_trainable, last)):
             yield from _fetch(spec, emit, s)
             for m in group:
-                if spec.stashed_on_disk(s):
+                if spec.activations_at(s) == "disk":
                     yield move(emit, "unspill_act", m, s)
-                if spec.stashed(s):
+                if spec.activations_at(s) != "device":
                     yield move(emit, "unstash", m, s)
                 yield from _backward(spec, emit, m, s, update=update)
     yield from _end_updates(spec, emit)
@@ -171,7 +178,7 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     streamed = [b for b in spec.layout.weights_of(s) if spec.streamed(b)]
     for b in emit.at.rings["weight_slot"].take(streamed):
         yield from _read_weights(spec, emit, b)
-        if spec.off_device(b):
+        if spec.params_at(b) != "device":
             yield move(emit, "fetch", b)
         if spec.sharded(b):
             yield emit.gather(b)
@@ -179,7 +186,7 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 
 def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Read the parameters of a bucket that lives on the disk, unless a page has them."""
-    if spec.on_disk(b) and emit.at.rings["weight_page"].take([b]):
+    if spec.params_at(b) == "disk" and emit.at.rings["weight_page"].take([b]):
         yield move(emit, "page_in_weights", b)
 
 
@@ -214,13 +221,15 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
-    added = spec.num_deliveries(spec.layout.buckets[b]) > 1
+    added = spec.added(b)
     apart, summed, resident = spec.sums_apart(b), spec.sums_on_device, b in spec.resident
     last, complete = m == spec.micro_batches - 1, _is_last(spec, m, b, d)
+    # On the device: the ranks' gradients become one, each with its slice, whose squares are summed if complete.
     if spec.world > 1:
         yield emit.reduce_scatter(m, b, d)
     if not added:
         yield emit.square_sum(b, waits=False)
+    # To where it is updated: it is added to what came before, or waits for the norm, or is in a slot.
     if resident:
         if spec.waits(b):
             yield emit.hold(m, b, d, first=not added or (m == 0 and (d == 0 or apart)))
@@ -234,8 +243,9 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
         yield move(emit, "to_host", m, b, d)
         if added:
             yield emit.accumulate(m, b, d, first=(m == 0 or summed) and (d == 0 or apart))
-        if spec.spilled(b):
+        if spec.grads_at(b) == "disk":
             yield move(emit, "spill", b)
+    # The last delivery completes the gradient: the norm gets the squares, and without a barrier the update begins.
     if apart and last and d > 0:
         yield emit.join_sums(b, d)
     if complete and resident:
@@ -269,7 +279,7 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     in_parts = spec.updated_in_parts(b)
     if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
         yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
-    if spec.spilled(b):
+    if spec.grads_at(b) == "disk":
         yield move(emit, "unspill", b)
     if b in spec.paged:
         yield move(emit, "page_in", b)
@@ -284,7 +294,9 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     for i in spec.rounds(b):
         yield emit.measure(i, b)
         yield emit.join_measures(i, b)
-    if spec.rounds(b) and (not spec.waits(b) or spec.spilled(b)):  # the slot of its gradient is used again
+    if spec.rounds(b) and (
+        not spec.waits(b) or spec.grads_at(b) == "disk"
+    ):  # the slot of its gradient is used again
         yield from _end_updates(spec, emit)
 
 
@@ -303,7 +315,7 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         if b not in spec.resident:
             yield move(emit, "direction_to_host", b)
     yield emit.update(b)
-    if b not in spec.resident and not spec.off_device(b):
+    if b not in spec.resident and spec.params_at(b) == "device":
         yield move(emit, "to_device", b)
     if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)

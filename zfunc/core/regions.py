@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from attrs import evolve, field, frozen
 
@@ -33,24 +33,97 @@ STAGING: dict[str, tuple[Tier, RegionDtype | None, Role | None]] = {
 }
 """Tier, dtype and role of the slots of each ring; a dtype of None is that of delivered gradients."""
 
-Arguments = ParamSpec("Arguments")
-Made = TypeVar("Made")
+
+@frozen
+class Row:
+    """What every region of a buffer has in common. Its bytes follow from the spec and the last index."""
+
+    nbytes: Callable[[StepSpec, int], int]
+    tier: Tier = "device"
+    lifetime: Lifetime = "operation"
+    dtype: RegionDtype | None = None
+    role: Role | None = None
 
 
-def _once(
-    make: Callable[Concatenate["Regions", Arguments], Made],
-) -> Callable[Concatenate["Regions", Arguments], Made]:
+def _none(_spec: StepSpec, _i: int) -> int:
+    return 0
+
+
+def _number(_spec: StepSpec, _i: int) -> int:
+    return FP64
+
+
+def _square_bytes(spec: StepSpec, b: int) -> int:
+    """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter."""
+    return SUM_PARTS * FP64 * (len(spec.layout.buckets[b].spans) if spec.norms else 1)
+
+
+def _stashed_bytes(spec: StepSpec, s: int) -> int:
+    """Bytes that wait for backward of segment `s` off the device."""
+    return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
+
+
+def _extent_bytes(spec: StepSpec, b: int) -> int:
+    extent = spec.extent(b)
+    records = spec.swap_records if b == spec.first_on_disk else 0  # which is in every plan
+    return extent.generations * extent.nbytes + records
+
+
+REGIONS: dict[str, Row] = {
+    # of a micro-batch
+    "batch": Row(lambda spec, _: spec.costs[0].input_bytes + spec.target_bytes, "host", "value"),
+    "targets": Row(lambda spec, _: spec.target_bytes),
+    "loss": Row(lambda _, __: ALLOCATION, role="loss"),
+    "aux": Row(lambda spec, _: spec.aux_bytes, role="aux"),  # auxiliary outputs
+    # of a micro-batch and a segment
+    "act": Row(lambda spec, s: spec.costs[s].input_bytes),  # its input, which the segment before it made
+    "grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # the gradient of that
+    "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
+    "grads": Row(lambda spec, s: spec.grad_bytes(s)),  # as backward returns them, before they are packed
+    # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
+    "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),
+    "disk_act": Row(lambda spec, s: whole_blocks(_stashed_bytes(spec, s)), "disk", "program", "uint8", "act"),
+    # of a segment: the buffers that forward changes, as the step before left them, and as this one does
+    "module_buffers": Row(lambda spec, s: spec.buffer_bytes[s], "device", "state", "uint8", "module_buffers"),
+    "next_module_buffers": Row(
+        lambda spec, s: spec.buffer_bytes[s], "device", "program", "uint8", "module_buffers"
+    ),
+    # of a bucket
+    "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
+    "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
+    "extent": Row(_extent_bytes, "disk", "state", "uint8", "state"),  # its state, or frozen parameters
+    "sent": Row(_none, "host"),  # and of a delivery: it orders a collective before the decision
+    # of the step
+    "constants": Row(lambda spec, _: spec.constant_bytes, lifetime="value"),  # of the model
+    "norm": Row(_number, "host", "value"),
+    "norms": Row(
+        lambda spec, _: FP64 * sum(len(x.spans) for x in spec.layout.buckets) * spec.norms, "host", "value"
+    ),
+    "mean_loss": Row(_number, "host", "value", role="loss"),  # over all ranks
+    "mean_aux": Row(lambda spec, _: FP64 * len(spec.aux), "host", "value", role="aux"),
+    "decision": Row(_number, "host", "value"),  # whether it is skipped, and what scales its gradient
+    "position": Row(_none, "host", "value"),  # where the training is after the update that a commit names
+    "committed": Row(_none, "disk", "value"),  # what names the step whose state is on the disk
+    "checkpoint": Row(_none, "disk", "value"),  # the one being written
+    "written_buffers": Row(lambda spec, _: sum(spec.buffer_bytes), "disk", "value"),  # by rank 0
+    "published": Row(_none, "disk", "value"),  # the checkpoint's path, or why it failed
+}
+"""The buffers whose place is the same in every step; the others are methods of `Regions`."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _once(make: Method) -> Method:
     """The method, which makes the regions of equal arguments once: operations share them, which is faster."""
 
     @wraps(make)
-    def made(self: "Regions", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        known, key = self.made[make], (args, *kwargs.values()) if kwargs else args
-        try:
-            return known[key]
-        except KeyError:
-            return known.setdefault(key, make(self, *args, **kwargs))
+    def made(self: "Regions", *args: Any) -> Any:
+        known = self.made[make]
+        if args not in known:
+            known[args] = make(self, *args)
+        return known[args]
 
-    return made
+    return cast("Method", made)
 
 
 @frozen
@@ -62,12 +135,26 @@ class Regions:
         factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
     )  # by method
 
+    def __call__(self, buffer: str, *index: int) -> Region:
+        """The region of a row of `REGIONS`."""
+        return self._row(buffer, index)
+
+    def some(self, buffer: str, *index: int) -> tuple[Region, ...]:
+        """The region of a row, unless there is nothing in it."""
+        return (r,) if (r := self._row(buffer, index)).nbytes else ()
+
+    @_once
+    def _row(self, buffer: str, index: tuple[int, ...]) -> Region:
+        row = REGIONS[buffer]
+        nbytes = row.nbytes(self.spec, index[-1] if index else 0)
+        return Region(buffer, index, nbytes, row.tier, row.lifetime, row.dtype, row.role)
+
     @_once
     def params(self, b: int) -> Region:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
-        tier: Tier = "pinned" if spec.off_device(b) else "device"
+        tier: Tier = "pinned" if spec.params_at(b) != "device" else "device"
         return Region(buffer, (b,), self.weight_bytes(b), tier, "state", "compute", "params")
 
     @_once
@@ -76,107 +163,15 @@ class Regions:
         return self.high_half(b) if self.spec.keeps_high_half(b) else self.params(b)
 
     @_once
-    def constants(self) -> tuple[Region, ...]:
-        """The model's constants on the device, if there are any."""
-        nbytes = self.spec.constant_bytes
-        return (Region("constants", (), nbytes, lifetime="value"),) if nbytes else ()
-
-    @_once
-    def module_buffers(self, s: int) -> Region:
-        """The buffers of segment `s` that forward changes, as the step before left them."""
-        return self._buffers_of("module_buffers", s, "state")
-
-    @_once
-    def next_module_buffers(self, s: int) -> Region:
-        """Those buffers, as the micro-batches of this step leave them."""
-        return self._buffers_of("next_module_buffers", s, "program")
-
-    def _buffers_of(self, buffer: str, s: int, lifetime: Lifetime) -> Region:
-        nbytes = self.spec.buffer_bytes[s]
-        return Region(buffer, (s,), nbytes, "device", lifetime, "uint8", "module_buffers")
-
-    @_once
-    def extent(self, b: int) -> Region:
-        """This rank's state of a bucket on the disk, before a commit and after it, or its frozen parameters."""
-        extent = self.spec.extent(b)
-        nbytes = extent.generations * extent.nbytes
-        if b == self.spec.first_on_disk:  # it is in every plan
-            nbytes += self.spec.swap_records
-        return Region("extent", (b,), nbytes, "disk", "state", "uint8", "state")
-
-    @_once
-    def committed(self) -> Region:
-        """What names the step whose state is on the disk."""
-        return Region("committed", (), 0, "disk", "value")
-
-    @_once
     def spilled(self, b: int) -> Region:
         """A gradient that waits on the disk for its update."""
         lifetime = "state" if self.spec.deferred else "program"
         return Region("spilled", (b,), self.spec.spilled_bytes(b), "disk", lifetime, "uint8")
 
-    @_once
-    def input(self, m: int, s: int) -> Region:
-        """The input of segment `s`, which is the output of the one before."""
-        return Region("act", (m, s), self.spec.costs[s].input_bytes)
-
-    @_once
-    def targets(self, m: int) -> Region:
-        """The targets of a micro-batch."""
-        return Region("targets", (m,), self.spec.target_bytes)
-
-    @_once
-    def loss(self, m: int) -> Region:
-        """The loss of a micro-batch."""
-        return Region("loss", (m,), ALLOCATION, role="loss")
-
-    @_once
-    def aux(self, m: int) -> tuple[Region, ...]:
-        """The auxiliary outputs of a micro-batch, if there are any."""
-        return (Region("aux", (m,), self.spec.aux_bytes, role="aux"),) if self.spec.aux else ()
-
-    @_once
-    def host_activation(self, m: int, s: int) -> Region:
-        """What backward of a segment needs, while it waits on the host."""
-        return Region(
-            "host_act",
-            (m % self.spec.group_size, s),
-            self.stashed_bytes(s),
-            "pinned",
-            "program",
-            "uint8",
-            "act",
-        )
-
-    @_once
-    def disk_activation(self, m: int, s: int) -> Region:
-        """What backward of a segment needs, while it waits on the disk."""
-        nbytes = whole_blocks(self.stashed_bytes(s))
-        index = m % self.spec.group_size, s
-        return Region("disk_act", index, nbytes, "disk", "program", "uint8", "act")
-
-    def stashed_bytes(self, s: int) -> int:
-        """Bytes that wait for backward of segment `s` off the device."""
-        cost = self.spec.costs[s]
-        return max(cost.stash_bytes, cost.input_bytes)
-
-    @_once
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
         """What forward of a segment keeps beside its output, if backward does not recompute it."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
-        if not kept or s < self.spec.layout.first_trainable:
-            return ()
-        return (Region("residuals", (m, s), self.spec.costs[s].residual_bytes),)
-
-    @_once
-    def cotangent(self, m: int, s: int) -> Region:
-        """The gradient of the input of segment `s`."""
-        return Region("grad_act", (m, s), self.spec.costs[s].input_bytes)
-
-    @_once
-    def grads(self, m: int, s: int) -> Region:
-        """The gradients that backward of one segment returns, before they are packed."""
-        return Region("grads", (m, s), self.spec.grad_bytes(s))
+        return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
 
     def measures(self, buffer: str, i: int, b: int) -> Region:
         """What a rank has "measured" of a bucket in round `i`, or all have "joined"."""
@@ -239,7 +234,7 @@ class Regions:
         """What forward of a segment leaves for backward: input and residuals, of which its output may be one."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
-        return (self.input(m, s), *kept, *((self.input(m, s + 1),) if output else ()))
+        return (self("act", m, s), *kept, *((self("act", m, s + 1),) if output else ()))
 
     def sum(self, b: int, d: int) -> Region:
         """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
@@ -253,7 +248,7 @@ class Regions:
 
     def gradient_to_apply(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update, in memory; in a page if it waits on the disk."""
-        return self.slot("grad_page", b) if self.spec.spilled(b) else self.waiting(b)
+        return self.slot("grad_page", b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
 
     @property
     def delivered_bytes(self) -> int:
@@ -271,7 +266,7 @@ class Regions:
     @_once
     def waiting(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
-        added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
+        added = self.spec.added(b)
         nbytes, dtype = self.waiting_bytes(b), "fp32" if added else "compute"
         if b in self.spec.resident:
             buffer = "device_sum" if added else "device_grad"
@@ -283,31 +278,31 @@ class Regions:
 
     def waiting_bytes(self, b: int) -> int:
         """Bytes of the gradient of a bucket that waits for its update."""
-        added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
+        added = self.spec.added(b)
         return self.shard_bytes(b, FP32 if added else self.spec.element_bytes)
 
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
         layout = self.spec.layout
-        yield from map(self.module_buffers, self.spec.stateful)
+        yield from (self("module_buffers", s) for s in self.spec.stateful)
         for bucket in layout.frozen_buckets:
-            if not self.spec.on_disk(bucket.index):
+            if self.spec.params_at(bucket.index) != "disk":
                 yield self.params(bucket.index)
             if self.spec.swaps:
-                yield self.extent(bucket.index)
+                yield self("extent", bucket.index)
             elif bucket.index in self.spec.frozen_masters:
                 nbytes = self.shard_bytes(bucket.index, FP32)
                 yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state")
         for b in range(len(layout.buckets)):
-            if not self.spec.keeps_high_half(b) and not self.spec.on_disk(b):
+            if not self.spec.keeps_high_half(b) and self.spec.params_at(b) != "disk":
                 yield self.params(b)
             yield from self.bucket_state(b)
             if self.spec.swaps:
-                yield self.extent(b)
+                yield self("extent", b)
             if self.spec.ema:
                 yield self.ema(b)
             if self.spec.deferred and b not in self.spec.resident:
-                yield self.spilled(b) if self.spec.spilled(b) else self.waiting(b)
+                yield self.spilled(b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
 
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
@@ -339,82 +334,23 @@ class Regions:
         """The slot that has the state of a bucket that lives on the disk; of a frozen one the page."""
         if b in self.spec.paged:
             return (self.slot("state_slot", b),)
-        frozen_there = b >= len(self.spec.layout.buckets) and self.spec.on_disk(b)
+        frozen_there = b >= len(self.spec.layout.buckets) and self.spec.params_at(b) == "disk"
         return (self.slot("weight_page", b),) if frozen_there else ()
-
-    @_once
-    def squares(self, b: int) -> Region:
-        """The sums of the squares of a bucket's gradient, on the device."""
-        return Region("squares", (b,), self._square_bytes(b), "device", "program", "fp64", "squares")
-
-    @_once
-    def host_squares(self, b: int) -> Region:
-        """Those sums on the host, for the norm."""
-        return Region("host_squares", (b,), self._square_bytes(b), "pinned", "program", "fp64", "squares")
-
-    def _square_bytes(self, b: int) -> int:
-        """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter."""
-        rows = len(self.spec.layout.buckets[b].spans) if self.spec.norms else 1
-        return rows * SUM_PARTS * FP64
-
-    def norm(self) -> Region:
-        """The norm of the whole gradient."""
-        return Region("norm", (), FP64, "host", "value")
-
-    def norms(self) -> tuple[Region, ...]:
-        """The norms of all parameters' gradients, if they are asked for."""
-        nbytes = FP64 * sum(len(x.spans) for x in self.spec.layout.buckets)
-        return (Region("norms", (), nbytes, "host", "value"),) if self.spec.norms else ()
-
-    def mean_loss(self) -> Region:
-        """The mean loss over all ranks."""
-        return Region("mean_loss", (), FP64, "host", "value", role="loss")
-
-    def mean_aux(self) -> tuple[Region, ...]:
-        """The means of the auxiliary outputs over all ranks, if there are any."""
-        nbytes = FP64 * len(self.spec.aux)
-        return (Region("mean_aux", (), nbytes, "host", "value", role="aux"),) if self.spec.aux else ()
-
-    @_once
-    def decision(self) -> Region:
-        """Whether the step is skipped, and by what factor its gradient is scaled."""
-        return Region("decision", (), FP64, "host", "value")
-
-    @_once
-    def position(self) -> Region:
-        """Where the training is after the update that a commit names."""
-        return Region("position", (), 0, "host", "value")
-
-    @_once
-    def sent(self, m: int, b: int, d: int) -> Region:
-        """Empty; it orders a collective before the decision."""
-        return Region("sent", (m, b, d), tier="host")
-
-    def checkpoint(self) -> Region:
-        """The checkpoint being written."""
-        return Region("checkpoint", (), 0, "disk", "value")
 
     def saved(self, b: int) -> tuple[Region, ...]:
         """What a checkpoint contains of a bucket in memory: state and averages; of a frozen one its parameters."""
         if b >= len(self.spec.layout.buckets):
-            return () if self.spec.on_disk(b) else (self.params(b),)
+            return () if self.spec.params_at(b) == "disk" else (self.params(b),)
         return (*self.bucket_state(b), *((self.ema(b),) if self.spec.ema else ()))
 
     def written(self, b: int) -> Region:
         """What a checkpoint contains of a bucket."""
         slice_ = self.shard_bytes(b, self.spec.element_bytes)
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self.saved(b))
-        paged = self.spec.extent(b).moved_bytes if b in self.spec.paged or self.spec.on_disk(b) else 0
+        paged = (
+            self.spec.extent(b).moved_bytes if b in self.spec.paged or self.spec.params_at(b) == "disk" else 0
+        )
         return Region("written", (b,), nbytes + paged, "disk", "value")
-
-    @_once
-    def written_buffers(self) -> Region:
-        """What a checkpoint has of modules' buffers; rank 0 writes them."""
-        return Region("written_buffers", (), sum(self.spec.buffer_bytes), "disk", "value")
-
-    def published(self) -> Region:
-        """The result of a save: the checkpoint's path, or why it failed."""
-        return Region("published", (), 0, "disk", "value")
 
 
 def _rings(at: Regions) -> Iterator[Ring]:
@@ -427,7 +363,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     yield Ring.reused(
         "weight_slot", {b: n * spec.element_bytes for b, n in weights.items()}, used, spec.weight_slots
     )
-    pages = {b: whole_blocks(at.weight_bytes(b)) for b in weights if spec.on_disk(b)}
+    pages = {b: whole_blocks(at.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     read = [[b for b in own if b in pages] for own in used]
     yield Ring.reused("weight_page", pages, read, spec.weight_slots)
     sums = {b: at.shard_bytes(b, FP32) for b in spec.offloaded if spec.sums_on_device}
@@ -435,7 +371,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     yield Ring.reused("sum_slot", sums, added, spec.grad_slots)
     states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
     yield Ring.reused("state_slot", states, [[b] for b in states], spec.state_slots)
-    spilled = {b: spec.spilled_bytes(b) for b in spec.offloaded if spec.spilled(b)}
+    spilled = {b: spec.spilled_bytes(b) for b in spec.offloaded if spec.grads_at(b) == "disk"}
     yield Ring.reused("grad_page", spilled, [[b] for b in spilled], spec.host_slots)
 
     # Gradients pass in the order in which backward completes the buckets.
@@ -445,8 +381,8 @@ def _rings(at: Regions) -> Iterator[Ring]:
     whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if spec.stage != 1}
     yield Ring.passing("grad_slot", whole, completed, spec.grad_slots)
     landing = {b: at.shard_bytes(b, at.delivered_bytes) for b in spec.offloaded if spec.lands(b)}
-    yield Ring.passing("host_slot", landing, [b for b in completed if b in landing], spec.host_slots)
-    sent = {b: at.shard_bytes(b, spec.element_bytes) for b in spec.offloaded if not spec.off_device(b)}
+    yield Ring.passing("host_slot", landing, completed, spec.host_slots)
+    sent = {b: at.shard_bytes(b, spec.element_bytes) for b in spec.offloaded if spec.params_at(b) == "device"}
     yield Ring.passing("param_slot", sent, [*sent], spec.host_slots)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
@@ -459,9 +395,9 @@ def _rings(at: Regions) -> Iterator[Ring]:
     yield Ring.passing("measured", measured, [*measured], spec.updates_ahead)
 
     # What a segment left passes once for each micro-batch of a group.
-    stashed = {s: at.stashed_bytes(s) for s in segments if spec.stashed(s)}
+    stashed = {s: _stashed_bytes(spec, s) for s in segments if spec.activations_at(s) != "device"}
     order = [s for s in stashed for _ in range(min(spec.group_size, spec.host_slots + ACTIVATION_SLOTS))]
     yield Ring.passing("act_slot", stashed, order, ACTIVATION_SLOTS)
     yield Ring.passing("act_room", dict.fromkeys(stashed, 1), order, ACTIVATION_SLOTS)
-    on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.stashed_on_disk(s)}
-    yield Ring.passing("act_page", on_disk, [s for s in order if s in on_disk], spec.host_slots)
+    on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
+    yield Ring.passing("act_page", on_disk, order, spec.host_slots)

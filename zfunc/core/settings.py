@@ -1,17 +1,20 @@
 """The settings of a training step: one field each, with its default, its check, and help that names the unit.
 
-`zfunc.compile` and `zfunc.plan` take them by name, and the command line derives its flags. A new setting is one
+`zfunc.compile` and `zfunc.plan` take them by name, in signature and docstring, and the command line derives its
+flags. A new setting is one
 field here and the code where it has an effect.
 """
 
+import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
-from typing import Any, Literal, cast, get_args
+from textwrap import fill
+from typing import Any, Literal, TypeVar, cast, get_args
 
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, field, fields, fields_dict, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
@@ -19,14 +22,15 @@ from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
-from zfunc.core.spec import in_equal_shares
 from zfunc.errors import did_you_mean
-from zfunc.options import AUTO, Check, Option, SeveralOf, anything, not_negative, one_of, ratio, read_ratio
-from zfunc.values import number, truth, whole
+from zfunc.options import AUTO, Check, OneOf, Option, SeveralOf, not_negative, one_of
+from zfunc.values import number, of_type, truth, whole
 
 Recompute = Literal["all", "none", "min-cut"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Schedule = Callable[[Graph], Plan]
+Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
 
 SyncBuffers = Literal["rank0", "mean"]
 SYNC_BUFFERS: tuple[SyncBuffers, ...] = get_args(SyncBuffers)
@@ -46,6 +50,7 @@ BY_DEVICE = "by-device"  # the schedule, unless one is named
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
+DOCSTRING_WIDTH = 116  # columns
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
@@ -72,16 +77,38 @@ def _setting(
     tries: tuple[Any, ...] = (),
     **more: Any,
 ) -> Any:
-    """A field. `typed` checks the flag's value, where that differs from the setting's; `more` goes to its Option.
+    """A field. Its flag is checked as the setting is, of what `read` makes of it, but has "auto" only where a
+    command offers it; `typed` is another check of the flag. `more` goes to its Option.
 
     `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
     for what it computes.
 
     `detail` is added to `help` in documentation, `note` in the help of commands. Without a `group` it has no flag.
     """
+    if typed is None and isinstance(check, OneOf):
+        typed = evolve(check, names=[x for x in check.names if x != AUTO])
+    elif typed is None and (read := more.get("read")):
+        typed = partial(_check_text, check, read)
     option = Option(group, help + note, typed or check, **more)
     documentation = f"{help}. {detail}" if detail else f"{help}."
     return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation, TRIES: tries})
+
+
+def _check_text(check: Check, read: Callable[[Any], Any], name: str, text: str) -> None:
+    """Check what was typed. Raises ValueError alone."""
+    try:
+        check(name, read(text))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
+    """The one of `values` for segment `s`: each is for an equal share of the segments, in order.
+
+    >>> [in_equal_shares(("host", "device"), s, 5) for s in range(5)]
+    ['host', 'host', 'host', 'device', 'device']
+    """
+    return values[s * len(values) // num_segments]
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
@@ -131,8 +158,10 @@ def _read_number(typed: str) -> str | int:
     return int(typed) if typed.isdecimal() else typed
 
 
-def _accumulate_as_typed(name: str, typed: str) -> None:
-    _accumulate(name, _read_number(typed))
+def _read_share(typed: str) -> str | float:
+    with suppress(ValueError):
+        return float(typed)
+    return typed
 
 
 def _ema(name: str, value: Any) -> float:
@@ -168,7 +197,7 @@ def _swap(name: str, value: Any) -> tuple[str, ...]:
 def _offload_ratio(name: str, value: Any) -> float | str:
     if isinstance(value, str) and value == AUTO:
         return AUTO
-    hint = "pass the share of the optimizer state on the host, such as 0.75"
+    hint = "pass the share of the optimizer state on the host, such as 0.75, or 'auto'"
     return number(name, value, least=0.0, most=1.0, hint=hint)
 
 
@@ -214,7 +243,6 @@ class StepSettings:
         "With all, a segment keeps only its input; with none, all that autograd keeps; with min-cut, the residuals "
         f"that are cheapest to keep. {SHARES} "
         '"auto", with `example`: min-cut if it fits, else all; `zfunc.plan` tries shares of the segments, too.',
-        typed=SeveralOf(RECOMPUTE),
         tries=(
             *("none", "min-cut", "all,min-cut,min-cut,min-cut", "all,min-cut", "all,all,all,min-cut", "all"),
         ),
@@ -271,7 +299,6 @@ class StepSettings:
         "order of micro-batches: horizontal (one by one), vertical (all pass a segment, then the next), or so many",
         "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
         "every one of them leaves for backward. Automatic is vertical where parameters are not on the device.",
-        typed=_accumulate_as_typed,
         read=_read_number,
         metavar=f"{AUTO}|horizontal|vertical|N",
         tries=("horizontal", "vertical", 2, 4, 8),
@@ -283,8 +310,7 @@ class StepSettings:
         "ZeRO stage of several ranks: 3 shards parameters too, 2 reduces each micro-batch's gradient, 1 their sum",
         "In stage 3 a segment's parameters are gathered before its forward and backward. The sum of stage 1 is on "
         "the device, not sharded, and has the dtype of `precision`.",
-        typed=one_of(("1", "2", "3")),
-        read=int,
+        read=_read_number,
         metavar="1|2|3",
         tries=(1, 2, 3),
     )
@@ -296,7 +322,6 @@ class StepSettings:
         "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "
         "is skipped leaves it. `params`, `apply` and `evaluate` read it with `ema=True`.",
         note=" (default: none)",
-        typed=_ema,
     )
     sync_buffers: SyncBuffers = _setting(
         "rank0",
@@ -315,7 +340,6 @@ class StepSettings:
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
         "else on the host, several ranks in stage 3, or on the disk with the state. On the disk they are part of "
         "the optimizer state; frozen ones are there too.",
-        typed=one_of((*PLACES, DISK)),
         tries=TIERS_OF["params_on"],
         common=True,
     )
@@ -326,17 +350,12 @@ class StepSettings:
         "parameters that stay on the device where others are streamed: of at most so many elements, or by name",
         "Same result. Names are those of segments or parameters, joined by commas, a number among them: "
         '"embed,head,100000". Without effect where parameters are on the device and not sharded.',
-        typed=anything,
         read=_read_number,
         metavar="N|NAME,...",
         tries=(AUTO, 0),
     )
     weight_slots: int = _setting(
-        2,
-        _count,
-        "offload",
-        "segments whose fetched parameters have room on the device",
-        tries=(4, 3, 2, 1),
+        2, _count, "offload", "segments whose fetched parameters have room on the device", tries=(4, 3, 2, 1)
     )
     activations_on: str = _setting(
         "device",
@@ -345,7 +364,6 @@ class StepSettings:
         f"where the inputs of segments wait for backward: {_names((*PLACES, DISK))}; the disk needs folders, swap",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
-        typed=SeveralOf((*PLACES, DISK)),
         tries=(
             *("device", "host,device", "host,host,host,device", "host"),
             *("disk,host,host,host", "disk,host", "disk"),
@@ -393,8 +411,7 @@ class StepSettings:
         "offload",
         "share of the optimizer state on the host, 0 to 1; the rest stays on the device",
         'In whole buckets, which are smaller below 1. "auto", with `example`: as much stays on the device as fits.',
-        typed=ratio,
-        read=read_ratio,
+        read=_read_share,
         metavar=f"X|{AUTO}",
         tries=(AUTO,),
     )
@@ -405,7 +422,6 @@ class StepSettings:
         f"where the optimizer state lives: {_names(HOST_OR_DISK)}; the disk needs folders, swap",
         "Same result. A bucket's state is read before its update and written after it. "
         '"auto", with `example`: on the host if it fits.',
-        typed=one_of(HOST_OR_DISK),
         tries=TIERS_OF["state_on"],
         common=True,
     )
@@ -426,7 +442,6 @@ class StepSettings:
         f"with state_on disk, where gradients wait for the norm or for a deferred update: {_names(HOST_OR_DISK)}",
         "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there. "
         '"auto", with `example`: on the host if they fit.',
-        typed=one_of(HOST_OR_DISK),
         tries=TIERS_OF["grads_on"],
     )
     swap: tuple[str, ...] = _setting(
@@ -663,4 +678,54 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
             "offload_ratio",
             s.offload_ratio != 1,
             f"{one}disk_ratio keeps a part of it on the host",
+        )
+
+
+def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> StepSettings:
+    """`settings`, or the defaults, with `changes` by name. Raises TypeError for an unknown name."""
+    settings = StepSettings() if settings is None else settings
+    expected = "a zfunc.core.settings.StepSettings: pass one, or pass settings by name"
+    of_type("settings", settings, StepSettings, expected)
+    known = list(fields_dict(StepSettings))
+    for name in changes:
+        if name in GONE:
+            raise TypeError(f"{name}: got a setting that is gone: {GONE[name]}")
+        if name not in known:
+            raise TypeError(
+                f"{name}: got an unknown setting, expected one of {', '.join(known)}{did_you_mean(name, known)}"
+            )
+    return evolve(settings, **changes)
+
+
+def takes_settings(**defaults: Any) -> Callable[[Function], Function]:
+    """A decorator that lists every setting in the signature and docstring of a function with `**changes`.
+
+    `defaults` are the function's own defaults. The list replaces `{settings}` in the docstring.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        settings = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
+            for f in fields(StepSettings)
+            for default in (defaults.get(f.name, f.default),)
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
+        function.__doc__ = (function.__doc__ or "").replace("{settings}", "\n".join(_list(defaults)).strip())
+        return function
+
+    return decorate
+
+
+def _list(defaults: Mapping[str, Any]) -> Iterator[str]:
+    for f in fields(StepSettings):
+        default = defaults.get(f.name, f.default)
+        text = f"{default:,}" if type(default) is int else repr(default)
+        yield fill(
+            f"- `{f.name}` (default {text}): {f.metadata[HELP]}",
+            DOCSTRING_WIDTH,
+            initial_indent="    ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
         )

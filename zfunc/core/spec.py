@@ -1,41 +1,43 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the resolved settings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from attrs import field, frozen, validators
+from attrs import field, fields_dict, frozen, validators
 
 from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
+from zfunc.core.settings import CHECK, StepSettings, in_equal_shares
+from zfunc.options import AUTO
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
-T = TypeVar("T")
-
-
-def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
-    """The one of `values` for segment `s`: each is for an equal share of the segments, in order.
-
-    >>> [in_equal_shares(("host", "device"), s, 5) for s in range(5)]
-    ['host', 'host', 'host', 'device', 'device']
-    """
-    return values[s * len(values) // num_segments]
-
-
-def _places(given: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(given.split(",") if isinstance(given, str) else given)
+FROM_SETTINGS = "from settings"  # in the metadata of a field that is a setting
+Where = Literal["device", "host", "disk"]
 
 
 def _each(name: str, given: Any) -> tuple[Any, ...]:
     """A value for each segment."""
     of_type(name, given, Iterable, EACH)
     return tuple(given)
+
+
+def _setting(name: str) -> Any:
+    """A field that is the setting of that name: its default, and its check; where that may be "auto", it is not."""
+    of = fields_dict(StepSettings)[name]
+
+    def check(_self: object, _of: object, value: Any) -> None:
+        of.metadata[CHECK](name, value)
+        if value == AUTO:
+            raise ValueError(f"{name}: got {value!r}, expected what it stands for: pass that")
+
+    return field(default=of.default, validator=check, metadata={FROM_SETTINGS: True})
 
 
 @frozen
@@ -73,32 +75,23 @@ class StepSpec:
     - `element_bytes`: size of a parameter and of a gradient on the device.
     - `recompute[s]`: whether backward of segment `s` recomputes its forward.
     - `barrier`: no parameter is updated before the norm of the whole gradient is known (clipping, fp16).
-    - `grad_slots`, `host_slots`: so many buckets in a row have room on the device and in pinned memory.
     - `group_size`: so many micro-batches pass a segment before any passes the next; 1 is the horizontal order,
       `micro_batches` the vertical one.
-    - `params_on`: where parameters live. From the "host" they are fetched a segment at a time, but for `resident`
-      ones and those of persistent buckets, which are whole on the device, in stage 3 too; from the "disk" they are
-      read before that. `weight_slots`: so many segments have room for their parameters on the device then.
-    - `activations_on`: where the inputs and residuals of segments wait for backward; several places are each for an
-      equal share of the segments, in order. `host_slots` of those on the disk have room in pinned memory.
-    - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 3 keeps only that
-      slice of the parameters, too, 2 reduces the gradient of every micro-batch, 1 adds full gradients up on the
-      device and reduces the sum.
+    - `world`: the number of ranks; each updates its slice of every bucket.
     - `constant_bytes`: device memory of the model beside its parameters.
     - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
     - `aux`: the names of the auxiliary outputs that the last segment returns beside the loss.
     - `send_high_half`: where the master is split, the device's copy is its high half; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
-    - `paged`: the buckets whose state is on the disk, and in one of `state_slots` slots while it is updated.
+    - `paged`: the buckets whose state is on the disk, and in a slot while it is updated.
     - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
       written.
-    - `grads_on`: where gradients wait for the norm.
     - `ema`: a State has a moving average of the weights.
     - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds. It
       is of a State that was loaded, and no step reads them.
-    - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
-    - `norms`: the norm of every parameter's gradient is reported, beside that of all.
+
+    The first fields are settings, which `zfunc.core.settings` explains.
 
     Raises TypeError for `costs` or `recompute` that are no lists, ValueError for a value out of range, an unknown
     format of the state or an unknown bucket.
@@ -107,23 +100,21 @@ class StepSpec:
     layout: Layout
     costs: tuple[SegmentCost, ...] = field(converter=partial(_each, "costs"))
     recompute: tuple[bool, ...] = field(converter=partial(_each, "recompute"))
+    micro_batches: int = _setting("micro_batches")
+    stage: Literal[1, 2, 3] = _setting("stage")
+    params_on: Literal["device", "host", "disk"] = _setting("params_on")
+    activations_on: str = _setting("activations_on")
+    grads_on: Literal["host", "disk"] = _setting("grads_on")
+    grad_slots: int = _setting("grad_slots")
+    host_slots: int = _setting("host_slots")
+    weight_slots: int = _setting("weight_slots")
+    state_slots: int = _setting("state_slots")
+    defer: bool = _setting("defer")
+    norms: bool = _setting("norms")
     element_bytes: Literal[2, 4] = field(default=2, validator=validators.in_((2, 4)))
-    micro_batches: int = field(default=1, validator=validators.ge(1))
     barrier: bool = False
-    grad_slots: int = field(default=2, validator=validators.ge(1))
-    host_slots: int = field(default=2, validator=validators.ge(1))
     world: int = field(default=1, validator=validators.ge(1))
-    stage: Literal[1, 2, 3] = field(default=2, validator=validators.in_((1, 2, 3)))
     group_size: int = field(default=1, validator=validators.ge(1))
-    params_on: Literal["device", "host", "disk"] = field(
-        default="device", validator=validators.in_(("device", "host", "disk"))
-    )
-    weight_slots: int = field(default=2, validator=validators.ge(1))
-    activations_on: tuple[str, ...] = field(
-        default=("device",),
-        converter=_places,
-        validator=validators.deep_iterable(validators.in_(("device", "host", "disk"))),
-    )
     target_bytes: int = 0
     aux: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
     constant_bytes: int = 0
@@ -132,14 +123,10 @@ class StepSpec:
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     paged: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
-    state_slots: int = field(default=3, validator=validators.ge(1))
     commit: bool = False
-    grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
     ema: bool = False
     frozen_masters: frozenset[int] = frozenset()
-    defer: bool = False
-    norms: bool = False
 
     def __repr__(self) -> str:
         return brief(self)
@@ -202,12 +189,12 @@ class StepSpec:
     @cached_property
     def swaps(self) -> bool:
         """Whether the state, or frozen parameters, have a place on the disk."""
-        return bool(self.paged) or any(self.on_disk(b.index) for b in self.layout.frozen_buckets)
+        return bool(self.paged) or any(self.params_at(b.index) == "disk" for b in self.layout.frozen_buckets)
 
     @property
     def uses_disk(self) -> bool:
         """Whether a step reads and writes files."""
-        return self.swaps or any(map(self.stashed_on_disk, range(self.num_segments)))
+        return self.swaps or "disk" in self._activations_at.values()
 
     def spilled_bytes(self, b: int) -> int:
         """Bytes on the disk of the gradient of bucket `b` that waits there: in fp32 if it is a sum."""
@@ -234,12 +221,13 @@ class StepSpec:
         numel = self.layout.weights(b).numel // self.world
         if b >= len(self.layout.buckets):
             frozen_parameters = [(FROZEN, numel * self.element_bytes)]
-            moved, others = (frozen_parameters, ()) if self.on_disk(b) else ([], frozen_parameters)
+            here = self.params_at(b) == "disk"
+            moved, others = (frozen_parameters, ()) if here else ([], frozen_parameters)
             if b in self.frozen_masters:
                 moved = [(MASTER, 4 * numel), *moved]
             return Extent.of(moved, others, generations=1)  # the first commit has all of them
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
-        if self.on_disk(b) and not self.sends_high_half(b):
+        if self.params_at(b) == "disk" and not self.sends_high_half(b):
             parts.append((PARAMS, numel * self.element_bytes))
         in_memory = (
             {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
@@ -257,7 +245,7 @@ class StepSpec:
     @cached_property
     def first_on_disk(self) -> int | None:
         """The first bucket of which a step reads the disk, or None."""
-        frozen_ones = (x.index for x in self.layout.frozen_buckets if self.on_disk(x.index))
+        frozen_ones = (x.index for x in self.layout.frozen_buckets if self.params_at(x.index) == "disk")
         return min((*self.paged, *frozen_ones), default=None)
 
     @cached_property
@@ -272,7 +260,12 @@ class StepSpec:
     def keeps_high_half(self, b: int) -> bool:
         """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""
         trainable = b < len(self.layout.buckets)
-        return trainable and self.off_device(b) and self.sends_high_half(b) and not self.on_disk(b)
+        return (
+            trainable
+            and self.params_at(b) != "device"
+            and self.sends_high_half(b)
+            and self.params_at(b) != "disk"
+        )
 
     @property
     def deferred(self) -> bool:
@@ -315,11 +308,6 @@ class StepSpec:
         """Bytes of the gradients of segment `s` as separate tensors."""
         return self._grad_bytes[s]
 
-    def result_bytes(self, s: int) -> int:
-        """Bytes that backward of segment `s` returns: its gradients, and the cotangent of its input."""
-        cotangent = self.costs[s].input_bytes if s > self.layout.first_trainable else 0
-        return self.grad_bytes(s) + cotangent
-
     @cached_property
     def _grad_bytes(self) -> tuple[int, ...]:
         layout = self.layout
@@ -334,13 +322,17 @@ class StepSpec:
         """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""
         return 1 if self.stage == 1 else self.micro_batches * len(bucket.deliveries)
 
+    def added(self, b: int) -> bool:
+        """Whether several gradients of bucket `b` are added up in a step."""
+        return self.num_deliveries(self.layout.buckets[b]) > 1
+
     def waits(self, b: int) -> bool:
         """Whether the gradient of bucket `b` waits for the norm, or for more deliveries, before its update."""
-        return self.barrier or self.num_deliveries(self.layout.buckets[b]) > 1
+        return self.barrier or self.added(b)
 
     def lands(self, b: int) -> bool:
         """Whether gradients of bucket `b` arrive on the host in a slot, to be applied or added at once."""
-        return not self.barrier or self.num_deliveries(self.layout.buckets[b]) > 1
+        return not self.barrier or self.added(b)
 
     @property
     def sums_on_device(self) -> bool:
@@ -352,26 +344,33 @@ class StepSpec:
         several = self.num_deliveries(self.layout.buckets[b]) > self.micro_batches > 1
         return several and (b in self.resident or not self.sums_on_device)
 
-    def off_device(self, b: int) -> bool:
-        """Whether the parameters of bucket `b`, trainable or frozen, live on the host or on the disk."""
-        return b in self._off_device
+    def params_at(self, b: int) -> Where:
+        """Where the parameters of bucket `b`, trainable or frozen, live."""
+        return self._params_at.get(b, "device")
 
     @cached_property
-    def _off_device(self) -> frozenset[int]:
+    def _params_at(self) -> dict[int, Where]:
+        """The place of those off the device; on the disk they are part of the state, or frozen."""
         buckets = (*self.layout.buckets, *self.layout.frozen_buckets) if self.params_on != "device" else ()
-        return frozenset(x.index for x in buckets if x.index not in self.resident and not x.persistent)
+        streamed = [x.index for x in buckets if x.index not in self.resident and not x.persistent]
+        on_disk = {b for b in streamed if b in self.paged or b >= len(self.layout.buckets)}
+        return {b: "disk" if self.params_on == "disk" and b in on_disk else "host" for b in streamed}
 
-    def on_disk(self, b: int) -> bool:
-        """Whether the parameters of bucket `b` live on the disk: with its state, or because they are frozen."""
-        there = b in self.paged or b >= len(self.layout.buckets)
-        return self.params_on == "disk" and there and self.off_device(b)
+    def grads_at(self, b: int) -> Where:
+        """Where the gradient of bucket `b` waits for its update. A sum that the host makes waits in memory."""
+        if b in self.resident:
+            return "device"
+        alone = not self.added(b) or (self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1)
+        return "disk" if self.grads_on == "disk" and self.barrier and alone else "host"
 
-    def spilled(self, b: int) -> bool:
-        """Whether the gradient of bucket `b` waits on the disk. A sum that the host makes waits in memory."""
-        if self.grads_on != "disk" or not self.barrier or b in self.resident:
-            return False
-        one_segment = len(self.layout.buckets[b].deliveries) == 1
-        return self.num_deliveries(self.layout.buckets[b]) == 1 or (self.sums_on_device and one_segment)
+    def activations_at(self, s: int) -> Where:
+        """Where what backward of segment `s` needs waits for it. That of the last one follows at once."""
+        return self._activations_at.get(s, "device")
+
+    @cached_property
+    def _activations_at(self) -> dict[int, Any]:
+        segments = range(self.layout.first_trainable, self.num_segments - 1)
+        return {s: in_equal_shares(self.activations_on.split(","), s, self.num_segments) for s in segments}
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
@@ -383,19 +382,4 @@ class StepSpec:
 
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
-        return b in self._off_device or self.sharded(b)
-
-    def stashed(self, s: int) -> bool:
-        """Whether what backward of segment `s` needs waits off the device. The last one's follows at once."""
-        return s in self._stashed
-
-    def stashed_on_disk(self, s: int) -> bool:
-        """Whether it waits on the disk."""
-        return self._stashed.get(s) == "disk"
-
-    @cached_property
-    def _stashed(self) -> dict[int, str]:
-        """Where what backward needs of each segment waits, if it is not on the device."""
-        segments = range(self.layout.first_trainable, self.num_segments - 1)
-        places = {s: in_equal_shares(self.activations_on, s, self.num_segments) for s in segments}
-        return {s: place for s, place in places.items() if place != "device"}
+        return b in self._params_at or self.sharded(b)

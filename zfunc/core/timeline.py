@@ -42,7 +42,7 @@ class Timeline:
         return f"Timeline({self.source}, {on}, {format_seconds(self.seconds)})"
 
     def _repr_html_(self) -> str:
-        return in_notebook("timeline_html", self)
+        return in_notebook("timeline", self)
 
     @cached_property
     def seconds(self) -> float:

@@ -14,8 +14,7 @@ from attrs import evolve, fields
 
 from zfunc.core.bucketing import lay_out
 from zfunc.core.graph import Tier
-from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings
-from zfunc.core.spec import in_equal_shares
+from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings, in_equal_shares
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import Estimate

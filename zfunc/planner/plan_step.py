@@ -13,8 +13,7 @@ from attrs import evolve, fields
 
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.hardware import Hardware
-from zfunc.core.keyword_settings import settings_with, takes_settings
-from zfunc.core.settings import BY_DEVICE, StepSettings
+from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
 from zfunc.engine.compile.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of

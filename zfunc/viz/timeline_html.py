@@ -10,14 +10,7 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from zfunc.core.bottleneck import (
-    bound_by,
-    bounds_in_words,
-    critical_path_of,
-    events_of,
-    held_up_by,
-    last_of,
-)
+from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by, last_of
 from zfunc.core.graph import KINDS
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline

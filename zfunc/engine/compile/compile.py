@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zfunc.core.keyword_settings import settings_with, takes_settings
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import StepSettings, settings_with, takes_settings
 from zfunc.engine.compile.fit_to_memory import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan

@@ -73,7 +73,7 @@ class Program:
 
     def _repr_html_(self) -> str:
         rows = [(name, getattr(self, name)) for name in ("settings", "optimizer", "device", "layout")]
-        return html_table(["program", ""], rows) + in_notebook("plan_html", self.plan)
+        return html_table(["program", ""], rows) + in_notebook("plan", self.plan)
 
     @property
     def layout(self) -> Layout:

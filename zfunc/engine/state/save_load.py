@@ -303,7 +303,7 @@ def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
 def _check_pending(manifest: Manifest, program: Program) -> None:
     """A gradient that waits, of the delayed updates of earlier versions, has a place in the State."""
     layout, spec = program.layout, program.spec
-    waiting = [layout.buckets[b] for b in spec.offloaded if spec.deferred and not spec.spilled(b)]
+    waiting = [layout.buckets[b] for b in spec.offloaded if spec.deferred and spec.grads_at(b) != "disk"]
     held = {x.name for bucket in waiting for x in bucket.spans if x.start < x.stop}
     if manifest.position.pending is not None and held != manifest.pending:
         raise CheckpointError(

@@ -265,7 +265,7 @@ def allocate(
             (b,) = r.index
             memory[r] = weights[b] = Flat.of(flat, layout.weights(b))
     for bucket in layout.buckets:
-        if bucket.index not in weights and not spec.on_disk(bucket.index):
+        if bucket.index not in weights and spec.params_at(bucket.index) != "disk":
             high = memory[Region(HIGH_HALF, (bucket.index,))]
             weights[bucket.index] = Flat.of(high, bucket)
     return Buffers(memory, weights, on_disk=on_disk, masters=spec.frozen_masters)

@@ -133,7 +133,7 @@ def segment_weights(
             own.copy_(params.flat)
             ranks.all_gather(flat, own)
             params = Flat.of(flat, bucket)
-        elif spec.off_device(b):
+        elif spec.params_at(b) != "device":
             params = Flat.of(params.flat.to(device), bucket)
         weights |= params.views
     return weights
