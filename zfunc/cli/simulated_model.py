@@ -203,12 +203,12 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
             model.sizes["num_layers"],
             model.sizes["hidden_size"],
             model.vocab_size,
-            model.longest,
             model.learned,
             kind_of_quantization(model.config),
             sum(s.constant_bytes for s in model.segments),
             [s.buffer_bytes for s in model.segments],
             [s.parameters for s in model.segments],
+            model.longest,
         )
 
     def costs(rows: int, seq_length: int, world: int) -> "SegmentCosts":
@@ -222,7 +222,7 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
 
         return KeptCosts(known, question, cache(traced), rows, seq_length, optimizer, world)
 
-    known = kept(question, facts, ModelFacts.plain, ModelFacts.read)
+    known = kept(question, facts, ModelFacts)
     check_flags(settings, place, known.longest, known.vocab_size)
     count, trained = (sum(p.numel for p in known.owned if p.trainable >= only) for only in (False, True))
     sizes = known.architecture, known.num_layers, known.hidden_size

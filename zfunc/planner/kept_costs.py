@@ -14,12 +14,12 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from attrs import asdict, evolve, field, fields, frozen
+from attrs import asdict, evolve, field, frozen
 
 from zfunc.checkpoint.durable_files import atomic_replace, read_small
-from zfunc.checkpoint.strict_json import COUNT, TEXT, JsonNode, Within, parse_json, render
+from zfunc.checkpoint.strict_json import Count, Text, Within, parse_json, render, to_plain
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
@@ -53,13 +53,8 @@ def _versions() -> str:
     return digest.hexdigest()
 
 
-def kept(
-    question: Sequence[Any],
-    answer: Callable[[], T],
-    plain: Callable[[T], dict[str, Any]],
-    read: Callable[[JsonNode], T],
-) -> T:
-    """`answer()`, or what it returned to the same `question` before; `plain` and `read` make it JSON and back."""
+def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
+    """`answer()`, or what it returned to the same `question` before: a value of JSON or of an attrs class."""
     if os.environ.get(VARIABLE) == OFF:
         return answer()
     asked = json.dumps([*question, _versions()])
@@ -69,9 +64,9 @@ def kept(
         digest, _, raw = read_small(path, LIMIT).partition(b"\n")
         found = parse_json(raw, str(path)).entries()
         if digest == hashlib.sha256(raw).hexdigest().encode() and found["question"].value == name:
-            return read(found["answer"])
+            return found["answer"].read(kind)
     result = answer()
-    raw = render({"question": name, "answer": plain(result)})
+    raw = render({"question": name, "answer": to_plain(result)})
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_replace(path, mode=0o600) as file:
@@ -81,14 +76,6 @@ def kept(
     return result
 
 
-_MODEL_FACTS = {  # the kinds of its fields, for `strict_json.decode`
-    **{"architecture": TEXT, "num_layers": COUNT, "hidden_size": COUNT, "vocab_size": COUNT},
-    **{"longest": lambda x: x if x is None else COUNT(x), "learned": bool, "quantized": Within(str, 0, 1000)},
-    **{"constant_bytes": COUNT, "buffer_bytes": [COUNT], "parameters": [[(TEXT, [COUNT], bool)]]},
-}
-_COST = {f.name: type(f.default) for f in fields(SegmentCost)}
-
-
 @frozen
 class ModelFacts:
     """What a plan reads of a model beside its costs; the parameters and buffer bytes are of each segment.
@@ -96,33 +83,30 @@ class ModelFacts:
     `longest`, `learned` and `quantized` are as in `zfunc.cli.simulated_model.SimulatedModel`.
     """
 
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    longest: int | None
+    architecture: Text
+    num_layers: Count
+    hidden_size: Count
+    vocab_size: Count
     learned: bool
-    quantized: str
-    constant_bytes: int
-    buffer_bytes: tuple[int, ...] = field(converter=tuple[int, ...])
+    quantized: Annotated[str, Within(str, 0, 1000)]
+    constant_bytes: Count
+    buffer_bytes: tuple[Count, ...] = field(converter=tuple[int, ...])
     parameters: tuple[tuple[Parameter, ...], ...] = field(converter=tuple[tuple[Parameter, ...], ...])
+    longest: Count | None = None
 
     @property
     def owned(self) -> list[Parameter]:
         """Every parameter; tied ones once."""
         return [*{p.name: p for own in reversed(self.parameters) for p in own}.values()]
 
-    def plain(self) -> dict[str, Any]:
-        """It as JSON's own types."""
-        parameters = [[[p.name, p.shape, p.trainable] for p in own] for own in self.parameters]
-        return {f.name: getattr(self, f.name) for f in fields(ModelFacts)} | {"parameters": parameters}
 
-    @classmethod
-    def read(cls, node: JsonNode) -> "ModelFacts":
-        """Of JSON. Raises CheckpointError or ValueError for anything else than `plain` makes."""
-        x = node.read(_MODEL_FACTS)
-        parameters = tuple(tuple(Parameter(*p) for p in own) for own in x["parameters"])
-        return cls(**{**x, "parameters": parameters})
+@frozen
+class StepCosts:
+    """What a trace says of a micro-batch, of each segment: what of it a `StepSpec` has."""
+
+    costs: tuple[SegmentCost, ...]
+    target_bytes: Count
+    aux: tuple[Text, ...]
 
 
 @frozen(eq=False)
@@ -157,14 +141,8 @@ class KeptCosts:
         kinds = settings.precision, settings.micro_batches, *passes_key(settings), on_gpu, grouped
         question = [*self.asked, self.rows, self.seq_length, *kinds]
 
-        def answer() -> StepSpec:
-            return self.opened().traced(settings, on_gpu=on_gpu, grouped=grouped)
+        def answer() -> StepCosts:
+            x = self.opened().traced(settings, on_gpu=on_gpu, grouped=grouped)
+            return StepCosts(x.costs, x.target_bytes, x.aux)
 
-        def read(node: JsonNode) -> StepSpec:
-            x = node.read({"costs": [_COST], "target_bytes": COUNT, "aux": [TEXT]})
-            return evolve(spec, **{**x, "costs": [SegmentCost(**cost) for cost in x["costs"]]})
-
-        def plain(x: StepSpec) -> dict[str, Any]:
-            return {"costs": [asdict(cost) for cost in x.costs], "target_bytes": x.target_bytes, "aux": x.aux}
-
-        return kept(question, answer, plain, read)
+        return evolve(spec, **asdict(kept(question, answer, StepCosts), recurse=False))
