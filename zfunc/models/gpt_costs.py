@@ -22,6 +22,11 @@ from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
 
 INT64, FP32, BOOL = 8, 4, 1  # bytes of an element
+# The layers of a block with parameters, by their widths in hidden sizes: of a norm one, of a matrix out and in.
+BLOCK: dict[str, tuple[int, ...]] = {
+    **{"ln_1": (1,), "qkv": (3, 1), "attn_out": (1, 1)},
+    **{"ln_2": (1,), "up": (4, 1), "down": (1, 4)},
+}
 
 
 def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
@@ -31,37 +36,20 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
     ['head.ln_f.weight', 'head.ln_f.bias', 'embed.tok.weight']
     """
     vocab, hidden = config.vocab_size, config.hidden_size
-    block = {
-        **_vectors("ln_1", hidden),
-        **_matrix("qkv", 3 * hidden, hidden),
-        **_matrix("attn_out", hidden, hidden),
-        **_vectors("ln_2", hidden),
-        **_matrix("up", 4 * hidden, hidden),
-        **_matrix("down", hidden, 4 * hidden),
-    }
-    out = "embed.tok.weight" if config.tied else "head.out.weight"
+
+    def layer(name: str, widths: tuple[int, ...]) -> list[Parameter]:
+        shape = tuple(n * hidden for n in widths)
+        return [Parameter(f"{name}.weight", shape), Parameter(f"{name}.bias", shape[:1])]
+
+    tok = Parameter("embed.tok.weight", (vocab, hidden))
     return [
-        [
-            Parameter("embed.tok.weight", (vocab, hidden)),
-            Parameter("embed.pos.weight", (config.seq_length, hidden)),
-        ],
+        [tok, Parameter("embed.pos.weight", (config.seq_length, hidden))],
         *(
-            [Parameter(f"block{n}.{name}", shape) for name, shape in block.items()]
+            [p for name, widths in BLOCK.items() for p in layer(f"block{n}.{name}", widths)]
             for n in range(config.num_layers)
         ),
-        [
-            *(Parameter(f"head.{x}", s) for x, s in _vectors("ln_f", hidden).items()),
-            Parameter(out, (vocab, hidden)),
-        ],
+        [*layer("head.ln_f", (1,)), tok if config.tied else evolve(tok, name="head.out.weight")],
     ]
-
-
-def _vectors(name: str, features: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (features,), f"{name}.bias": (features,)}
-
-
-def _matrix(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
 @frozen(eq=False)
@@ -91,35 +79,40 @@ class GPTCosts:
             raise ValueError(f"{got}: pass the segments to zfunc.plan")
         spec = self.untraced(settings, on_gpu=on_gpu)
         recompute, compiled, moving = passes_key(settings)
-        rows = self.rows // settings.micro_batches
-        batch = _Batch(self.config, rows, spec.element_bytes, of_accelerator=on_gpu)
-        head = _head(batch, functional=recompute == "min-cut")
-        segments = [_embed(batch), *[_block(batch)] * self.config.num_layers, head]
-        inputs = [passes.inputs[0].memory.nbytes for passes in segments]
-        cost = cache(_Passes.cost)  # blocks are alike
-        return evolve(
-            spec,
-            costs=[
-                cost(
-                    x,
-                    recompute == "all" and x is not head,
-                    moving,
-                    spec.grad_bytes(s) + nbytes * (s > 0),
-                    bool(compiled),
-                )
-                for s, (x, nbytes) in enumerate(zip(segments, inputs, strict=True))
-            ],
-            target_bytes=round_up(INT64 * batch.tokens, ALLOCATION),
+        of = _Batch(
+            self.config,
+            self.rows // settings.micro_batches,
+            spec.element_bytes,
+            recompute == "min-cut",
+            on_gpu,
         )
+        head = _head(of)
+        segments = [_embed(of), *[_block(of)] * self.config.num_layers, head]
+        cost = cache(_Passes.cost)  # blocks are alike
+        costs = [
+            cost(
+                x,
+                recompute == "all" and x is not head,
+                moving,
+                spec.grad_bytes(s) + x.inputs[0].memory.nbytes * (s > 0),
+                bool(compiled),
+            )
+            for s, x in enumerate(segments)
+        ]
+        return evolve(spec, costs=costs, target_bytes=round_up(INT64 * of.tokens, ALLOCATION))
 
 
 @frozen
 class _Batch:
-    """A micro-batch of `rows` sequences, in a precision of `element_bytes`, on the host unless `of_accelerator`."""
+    """A micro-batch of `rows` sequences, in a precision of `element_bytes`, on the host unless `of_accelerator`.
+
+    `functional`: the partitioner of min-cut makes what is written in place anew.
+    """
 
     config: GPTConfig
     rows: int
     element_bytes: int
+    functional: bool
     of_accelerator: bool
 
     @property
@@ -174,12 +167,12 @@ def _given(nbytes: int) -> _Tensor:
 
 
 @define(eq=False)
+@define(eq=False)
 class _Passes:
     """Forward and backward of a segment in the order of torch. A layer of forward leaves its backward in `tape`."""
 
     batch: _Batch
     inputs: tuple[_Tensor, ...]
-    functional: bool = False  # the partitioner of min-cut makes what is written in place anew
     output: _Tensor | None = None
     forward: list[_Operation] = field(factory=list["_Operation"])
     backward: list[_Operation] = field(factory=list["_Operation"])
@@ -209,18 +202,29 @@ class _Passes:
         on_host = self.batch.element_bytes == 2 and not self.batch.of_accelerator
         return FP32 * m * n if on_host and transposed and m > 1 else 0
 
+    def cast(self, t: _Tensor, nbytes: int) -> _Tensor:
+        """To fp32 or from it."""
+        return t if self.batch.element_bytes == FP32 else self.one((t,), nbytes)
+
     def changed(self, t: _Tensor, *reads: _Tensor) -> _Tensor:
         """`t`, written in place, or a new one."""
-        if self.functional:
+        if self.batch.functional:
             return self.one((t, *reads), t.extent)
         self.run((t, *reads), changes=(t,))
         return t
 
-    def pulled(self, leaves: Iterable[_Tensor], grads: Iterable[_Tensor]) -> None:
-        """Gradients, added to those that `leaves` have."""
-        for leaf, grad in zip(leaves, grads, strict=True):
-            known = self.grads.get(leaf)
-            self.grads[leaf] = self.one((known, grad), leaf.extent) if known else grad
+    def made(
+        self, y: _Tensor, leaves: Sequence[_Tensor], pull: Callable[[_Tensor], Iterable[_Tensor]]
+    ) -> _Tensor:
+        """`y`, of whose gradient backward makes those of `leaves`, which are added to what they have."""
+
+        def pulled() -> None:
+            for leaf, grad in zip(leaves, pull(self.grads[y]), strict=True):
+                known = self.grads.get(leaf)
+                self.grads[leaf] = self.one((known, grad), leaf.extent) if known else grad
+
+        self.tape.append(pulled)
+        return y
 
     def ended(self, output: _Tensor, *leaves: _Tensor) -> "_Passes":
         """With backward, from the cotangent of the output to the gradients of `leaves`."""
@@ -295,43 +299,31 @@ def _peak(operations: Sequence[_Operation], results: set[_Memory]) -> int:
 
 
 def _add(p: _Passes, a: _Tensor, b: _Tensor) -> _Tensor:
-    y = p.one((a, b), a.extent)
-    p.tape.append(lambda: p.pulled((a, b), [p.grads[y]] * 2))
-    return y
+    return p.made(p.one((a, b), a.extent), (a, b), lambda grad: (grad, grad))
 
 
 def _norm(p: _Passes, x: _Tensor, weight: _Tensor, bias: _Tensor) -> _Tensor:
     """A layer norm, which keeps the mean and deviation of each token."""
     size = p.batch.tokens * p.batch.element_bytes
     y, *stats = p.run((x, weight, bias), x.extent, size, size)
-
-    def pull() -> None:
-        reads = p.grads[y], x, *stats, weight, bias
-        p.pulled((x, weight, bias), p.run(reads, x.extent, weight.extent, bias.extent))
-
-    p.tape.append(pull)
-    return y
+    sizes = x.extent, weight.extent, bias.extent
+    return p.made(y, (x, weight, bias), lambda grad: p.run((grad, x, *stats, weight, bias), *sizes))
 
 
 def _linear(p: _Passes, x: _Tensor, weight: _Tensor, bias: _Tensor) -> _Tensor:
     outputs = bias.extent // p.batch.element_bytes
     tokens, inputs = p.batch.tokens, weight.extent // bias.extent
-    y = p.product(x, weight, tokens, inputs, outputs, bias)
 
-    def pull() -> None:
-        grad = p.grads[y]
+    def pull(grad: _Tensor) -> Iterable[_Tensor]:
         grad_x = p.product(grad, weight, tokens, outputs, inputs)
         grad_weight = p.product(grad, x, outputs, tokens, inputs, transposed=True)
-        p.pulled((x, weight, bias), (grad_x, grad_weight, p.one((grad,), bias.extent)))
+        return grad_x, grad_weight, p.one((grad,), bias.extent)
 
-    p.tape.append(pull)
-    return y
+    return p.made(p.product(x, weight, tokens, inputs, outputs, bias), (x, weight, bias), pull)
 
 
 def _gelu(p: _Passes, x: _Tensor) -> _Tensor:
-    y = p.one((x,), x.extent)
-    p.tape.append(lambda: p.pulled((x,), (p.one((p.grads[y], x), x.extent),)))
-    return y
+    return p.made(p.one((x,), x.extent), (x,), lambda grad: (p.one((grad, x), x.extent),))
 
 
 def _attention(p: _Passes, qkv: _Tensor) -> _Tensor:
@@ -342,47 +334,40 @@ def _attention(p: _Passes, qkv: _Tensor) -> _Tensor:
     pairs = p.batch.rows * config.seq_length**2 * config.hidden_size  # FLOPs of a causal product
     sums = FP32 * tokens * config.num_attention_heads
     mixed, log_sums = p.run(heads, stream, sums, flops=2 * pairs, attends=True)
-    y = _Tensor(mixed.memory, stream)  # the same, with the heads side by side
 
-    def pull() -> None:
-        reads = (p.grads[y], *heads, mixed, log_sums)
-        grads = p.run(reads, stream, stream, stream, flops=5 * pairs, attends=True)
-        p.pulled((qkv,), (p.one(grads, qkv.extent),))
+    def pull(grad: _Tensor) -> Iterable[_Tensor]:
+        reads, sizes = (grad, *heads, mixed, log_sums), (stream, stream, stream)
+        return [p.one(p.run(reads, *sizes, flops=5 * pairs, attends=True), qkv.extent)]
 
-    p.tape.append(pull)
-    return y
+    return p.made(_Tensor(mixed.memory, stream), (qkv,), pull)  # the same, with the heads side by side
 
 
 def _lookup(p: _Passes, tokens: _Tensor, tok: _Tensor, pos: _Tensor) -> _Tensor:
     """The embeddings of tokens and of their positions, added."""
     size = p.batch.tokens * p.batch.config.hidden_size * p.batch.element_bytes
-    y = p.one((*p.run((tok, tokens), size, looks_up=True), pos), size)
 
-    def pull() -> None:
-        summed = p.one((p.grads[y],), pos.extent)
-        (grad_tok,) = p.run((p.grads[y], tokens), tok.extent, alone=True)
-        p.pulled((tok, pos), (grad_tok, p.one((summed,), pos.extent)))
+    def pull(grad: _Tensor) -> Iterable[_Tensor]:
+        summed = p.one((grad,), pos.extent)
+        return [*p.run((grad, tokens), tok.extent, alone=True), p.one((summed,), pos.extent)]
 
-    p.tape.append(pull)
-    return y
+    return p.made(p.one((*p.run((tok, tokens), size, looks_up=True), pos), size), (tok, pos), pull)
 
 
 def _loss(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
     """Cross entropy of all logits at once."""
     tokens, vocab, hidden = p.batch.tokens, p.batch.config.vocab_size, p.batch.config.hidden_size
     logits = FP32 * tokens * vocab
-    y = _cast(p, p.product(x, weight, tokens, hidden, vocab), logits)
+    y = p.cast(p.product(x, weight, tokens, hidden, vocab), logits)
     log_softmax = p.one((y,), logits)
     loss, counted = p.run((log_softmax, targets), FP32, FP32, looks_up=True)
 
-    def pull() -> None:
-        grad = p.one((p.grads[loss], log_softmax, targets, counted), logits)
-        grad = _cast(p, p.one((grad, log_softmax), logits), tokens * vocab * p.batch.element_bytes)
+    def pull(grad: _Tensor) -> Iterable[_Tensor]:
+        grad = p.one((grad, log_softmax, targets, counted), logits)
+        grad = p.cast(p.one((grad, log_softmax), logits), tokens * vocab * p.batch.element_bytes)
         grad_weight = p.product(grad, x, vocab, tokens, hidden, transposed=True)
-        p.pulled((x, weight), (p.product(grad, weight, tokens, vocab, hidden), grad_weight))
+        return p.product(grad, weight, tokens, vocab, hidden), grad_weight
 
-    p.tape.append(pull)
-    return loss
+    return p.made(loss, (x, weight), pull)
 
 
 def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
@@ -393,9 +378,8 @@ def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -
     row = hidden * p.batch.element_bytes
     for rows in _pieces(tokens, vocab):
         some = evolve(targets, nbytes=INT64 * rows)
-        y = _cast(
-            p, p.product(evolve(x, nbytes=rows * row), weight, rows, hidden, vocab), FP32 * rows * vocab
-        )
+        logits = p.product(evolve(x, nbytes=rows * row), weight, rows, hidden, vocab)
+        y = p.cast(logits, FP32 * rows * vocab)
         own, _ = p.run((p.one((y,), FP32 * rows * vocab), some), FP32 * rows, FP32, looks_up=True)
         ignored = p.one((some,), BOOL * rows)
         labels = p.one((some, ignored), INT64 * rows)
@@ -408,39 +392,33 @@ def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -
     counted = p.one((p.one((targets,), BOOL * tokens),), INT64)
     loss = p.one((total, counted), FP32)
 
-    def pull() -> None:
-        grad = p.one((p.grads[loss], counted), FP32)
+    def pull(grad: _Tensor) -> Iterable[_Tensor]:
+        grad = p.one((grad, counted), FP32)
         (grad_x,) = p.run((x,), FP32 * tokens * hidden)
         (grad_weight,) = p.run((weight,), weight.extent, launches=0)
         for columns in _pieces(vocab, tokens):
             some, grad_some = (evolve(t, nbytes=columns * row) for t in (weight, grad_weight))
             at_label = p.one((targets, p.one((), INT64 * columns)), BOOL * tokens * columns)
-            y = _cast(p, p.product(x, some, tokens, hidden, columns), FP32 * tokens * columns)
+            y = p.cast(p.product(x, some, tokens, hidden, columns), FP32 * tokens * columns)
             # minus the log-sum-exp, exponential, minus 1 at the label, times the gradient
             y = p.changed(p.changed(p.changed(p.changed(y, joined_sums)), at_label), grad)
-            part = _cast(p, y, tokens * columns * p.batch.element_bytes)
+            part = p.cast(y, tokens * columns * p.batch.element_bytes)
             grad_x = p.changed(grad_x, p.product(part, some, tokens, columns, hidden))
-            if p.functional:
+            if p.batch.functional:
                 grad_part = p.product(part, x, columns, tokens, hidden, transposed=True)
                 grad_weight = p.one((grad_weight, grad_part), weight.extent)
             else:
                 own, flops = p.kernel_bytes(columns, hidden, transposed=True), 2 * columns * tokens * hidden
                 p.run((part, x, grad_some), flops=flops, kernel_bytes=own, changes=(grad_some,))
-        p.pulled((x, weight), (_cast(p, grad_x, tokens * row), grad_weight))
+        return p.cast(grad_x, tokens * row), grad_weight
 
-    p.tape.append(pull)
-    return loss
+    return p.made(loss, (x, weight), pull)
 
 
 def _pieces(total: int, width: int) -> Iterable[int]:
     """The sizes of the pieces of so many rows, which are so wide."""
     size = piece(total, width, LOGITS_BYTES)
     return (min(size, total - start) for start in range(0, total, size))
-
-
-def _cast(p: _Passes, t: _Tensor, nbytes: int) -> _Tensor:
-    """To fp32 or from it."""
-    return t if p.batch.element_bytes == FP32 else p.one((t,), nbytes)
 
 
 # --- the segments of zfunc.models.gpt --------------------------------------------------------------------
@@ -466,11 +444,11 @@ def _block(batch: _Batch) -> _Passes:
     return p.ended(y, *weights, x)
 
 
-def _head(batch: _Batch, *, functional: bool) -> _Passes:
+def _head(batch: _Batch) -> _Passes:
     """Head: the logits at once, or in pieces where they are many (`zfunc.models.loss`)."""
     row = batch.config.hidden_size * batch.element_bytes
     x, targets = _given(batch.tokens * row), _given(INT64 * batch.tokens)
-    p = _Passes(batch, (x, targets), functional)
+    p = _Passes(batch, (x, targets))
     weights = _given(row), _given(row), _given(batch.config.vocab_size * row)
     whole = FP32 * batch.tokens * batch.config.vocab_size <= LOGITS_BYTES
     loss = (_loss if whole else _loss_in_pieces)(p, _norm(p, x, *weights[:2]), weights[2], targets)
