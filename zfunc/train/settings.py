@@ -109,11 +109,7 @@ _data, _model, _step = _in("data"), _in("model"), _in("step")
 _length, _folder, _how, _log = _in("how long"), _in("run folder"), _in("how it runs"), _in("log")
 
 DEVICE = _how(
-    "auto",
-    f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
-    _device,
-    words=DEVICES,
-    common=True,
+    "auto", f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one", _device, words=DEVICES, common=True
 )
 HF_CONFIG = _model(
     None,
@@ -164,10 +160,7 @@ class ModelFlags:
     )
     seq_length: int = _model(128, "tokens of a sequence", count, common=True)
     batch_size: int = _step(
-        8,
-        "sequences of a step, a multiple of the ranks times the micro-batches",
-        count,
-        common=True,
+        8, "sequences of a step, a multiple of the ranks times the micro-batches", count, common=True
     )
 
 
