@@ -23,7 +23,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.compact_reference import unpack_weights
+from zfunc.optim.formats import unpack_weights
 from zfunc.optim.reference import reference_update
 
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}

@@ -23,8 +23,7 @@ from zfunc.core.spec import PARAMS
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import State
 from zfunc.engine.step.batches import split_batch
-from zfunc.optim.compact import initial_state
-from zfunc.optim.compact_reference import join
+from zfunc.optim.formats import initial_state, join
 from zfunc.optim.reference import reference_update
 
 Values = dict[str, Tensor]

@@ -17,14 +17,13 @@ from torch import Tensor
 import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
-from zfunc.optim.compact import as_array as array
-from zfunc.optim.compact import as_state, as_tensor
-from zfunc.optim.compact_reference import BLOCK, pack_moments, pack_weights
 from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.formats import BLOCK, pack_moments, pack_weights
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.optimizer_settings import decay_field, lr_field, moments_field, number_field
 from zfunc.optim.reference import reference_update
 from zfunc.optim.rules import EXP_AVG_FLOOR
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 State = dict[str, Tensor]
 TYPES = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
@@ -70,6 +69,26 @@ ROWS: dict[str, Elementwise] = {
 }
 ROWS["AdamW, fp32-split"] = zfunc.AdamW(1e-3, weight_decay=0.1, split_master=True)
 ADAMS = [name for name in ROWS if name.startswith("AdamW")]  # a format each
+
+
+# ---- NumPy and torch -----------------------------------------------------------------------------------
+
+
+def array(x: Tensor) -> Any:
+    """The tensor's memory as NumPy, which has no bf16: its bits as uint16."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def as_tensor(x: Any) -> Tensor:
+    """The array's memory as torch, which has few operations for uint16: its bits as int16."""
+    x = np.ascontiguousarray(x)
+    return torch.from_numpy(x.view(np.int16) if x.dtype == np.uint16 else x)
+
+
+def as_state(arrays: Iterable[Any], state_format: str) -> State:
+    """The memory of these arrays as the buffers of a format, in its order."""
+    kinds = STATE_FORMATS[state_format]
+    return {x.name: as_tensor(a).view(TORCH_DTYPES[x.dtype]) for x, a in zip(kinds, arrays, strict=True)}
 
 
 # ---- buffers -----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
-from zfunc.optim.compact_reference import split
+from zfunc.optim.formats import split
 from zfunc.optim.loss_scale import LossScale
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

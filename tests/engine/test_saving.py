@@ -35,7 +35,7 @@ from zfunc.engine.compile.program import Program
 from zfunc.engine.state import restore as loading
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
-from zfunc.optim.compact_reference import unpack_first_codes, unpack_moments
+from zfunc.optim.formats import unpack_first_codes, unpack_moments
 from zfunc.runtime.executor import Jitter
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -6,8 +6,7 @@ import numpy as np
 
 from zfunc.core.dtypes import Dtype
 from zfunc.optim.adafactor_matrices import SUMMED, AdafactorFactors, Matrices
-from zfunc.optim.compact_reference import Array, join, round_to, split, to_float32
-from zfunc.optim.reference import flush_small
+from zfunc.optim.formats import NUMPY, Array, join, round_to, split, to_float32
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR
 
 
@@ -26,12 +25,12 @@ def reference_adafactor_update(
     with np.errstate(all="ignore"):  # inf and NaN propagate
         k = AdafactorFactors._make(np.float32(x) for x in factors)
         p = weights[0] if len(weights) == 1 else join(*weights)
-        g = (flush_small(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
+        g = (NUMPY.flush(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
         squares = g.astype(np.float64) ** 2
         sums = [exact_sum(squares, axis).reshape(-1) for axis in (2, 1)]
         both = zip(sums, (matrices.columns, matrices.rows), matrices.kept, strict=True)
         mean = np.concatenate([x / n for x, n, kept in both if kept]).astype(np.float32)
-        variance = flush_small(k.keep * variance + k.add * mean, EXP_AVG_SQ_FLOOR)
+        variance = NUMPY.flush(k.keep * variance + k.add * mean, EXP_AVG_SQ_FLOOR)
         left, right = roots(variance, matrices, k)
         u = (g * np.minimum(left[..., None] * right[:, None], k.limit)).reshape(-1)
         of_update, of_weights = (np.sqrt(np.float32(exact_sum(square_sums(x), 0) / p.size)) for x in (u, p))

@@ -16,8 +16,9 @@ from zfunc.optim.adafactor_matrices import AdafactorFactors, matrices_of
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.compact_reference import (
+from zfunc.optim.formats import (
     BLOCK,
+    NUMPY,
     Array,
     first_dither,
     kernel_layout,
@@ -29,7 +30,7 @@ from zfunc.optim.compact_reference import (
 )
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
-from zfunc.optim.reference import flush_small, reference_update
+from zfunc.optim.reference import reference_update
 from zfunc.optim.sgd import SGD
 
 from .adafactor import roots, square_sums, unit_of
@@ -138,7 +139,7 @@ def factored_cases(
     decision = StepDecision(False, scale, 3, optimizer.factors(3))
     factors = optimizer.arguments(decision, 0, ParameterPart.whole(shape))["factors"]
     k = AdafactorFactors._make(np.float32(x) for x in factors)
-    g = (flush_small(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
+    g = (NUMPY.flush(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
     squares, largest = g.astype(np.float64) ** 2, [np.abs(g).max(2), np.abs(g).max(1)]
     units = [unit_of(x.astype(np.float64) ** 2, y) for x, y in zip(largest, (columns, rows), strict=True)]
     sums = [((squares + x) - x).sum(axis) for x, axis in ((units[0][:, :, None], 2), (units[1][:, None], 1))]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from zfunc.optim.compact_reference import BLOCK, Array, round_to, split
+from zfunc.optim.formats import BLOCK, Array, round_to, split
 
 from .cases import (
     DECAYS,

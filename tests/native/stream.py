@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zfunc.optim.compact_reference import Array
+from zfunc.optim.formats import Array
 from zfunc.optim.reference import reference_square_sum
 
 from .variants import Variant

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
-from zfunc.optim.compact import initial_state, master_weights
-from zfunc.optim.compact_reference import (
+from zfunc.optim.formats import (
     BLOCK,
     EXP_AVG,
     EXP_AVG_SQ,
@@ -19,7 +18,9 @@ from zfunc.optim.compact_reference import (
     MIN_SHIFT,
     NUM_SHIFTS,
     dither,
+    initial_state,
     join,
+    master_weights,
     pack_bf16,
     pack_exp_avg,
     pack_floats,
@@ -61,6 +62,11 @@ def updated(state, grad, moments, step, **settings):
 
 def of_floats(p, m, v):
     return {"master": p, "exp_avg": m, "exp_avg_sq": v}
+
+
+def some(fractions):
+    """Dithers, of 2^32, for every element of some blocks."""
+    return (fractions >> np.uint32(1)).astype(np.int32).reshape(-1, BLOCK)
 
 
 def pack_exp_avg_sq(x, spread):
@@ -149,13 +155,13 @@ def test_split_of_tensors():
 
 @pytest.mark.parametrize("step", [1, 2, 1_000_000])
 def test_every_bfloat16_is_exact(step):
-    packed = pack_bf16(from_bits(ALL << 16), dither(ALL.size, step, EXP_AVG))
+    packed = pack_bf16(from_bits(ALL << 16), dither(step, EXP_AVG, ALL))
     same(from_bits(packed.astype(np.uint32) << 16), from_bits(ALL << 16))
 
 
 @pytest.mark.parametrize("x", [1.001, -3.3e-7, 1.17e-38, 255.9])
 def test_rounding_to_bfloat16_is_unbiased_over_every_dither(x):
-    packed = pack_bf16(np.full(1 << 16, x, np.float32), ALL << 16)
+    packed = pack_bf16(np.full(1 << 16, x, np.float32), some(ALL << 16))
     mean = from_bits(packed.astype(np.uint32) << 16).astype(np.float64).mean()
     assert mean == np.float32(x)
 
@@ -183,7 +189,7 @@ def test_every_code_of_exp_avg_sq_under_every_scale_is_exact(choice):
     values = unpack_exp_avg_sq(codes, scales)
     assert np.isfinite(values).all()
     assert ((values > 0) == (codes > 0)).all()
-    again, found = pack_exp_avg_sq(values, dither(values.size, choice, EXP_AVG_SQ))
+    again, found = pack_exp_avg_sq(values, dither(choice, EXP_AVG_SQ, values))
     np.testing.assert_array_equal(found, scales)
     np.testing.assert_array_equal(again, codes)
 
@@ -192,10 +198,10 @@ def test_every_code_of_exp_avg_sq_under_every_scale_is_exact(choice):
 def test_every_code_of_exp_avg_in_units_of_a_power_of_two_is_exact(exponent):
     for root in (2.0**exponent, 1.9 * 2.0**exponent):
         v = np.full(256, root, np.float32) ** 2
-        packed = pack_exp_avg_sq(v, dither(256, 1, EXP_AVG_SQ))
+        packed = pack_exp_avg_sq(v, dither(1, EXP_AVG_SQ, v))
         codes = np.arange(256, dtype=np.uint8)
         values = unpack_exp_avg(codes, *packed)
-        np.testing.assert_array_equal(pack_exp_avg(values, dither(256, 3, EXP_AVG), *packed), codes)
+        np.testing.assert_array_equal(pack_exp_avg(values, dither(3, EXP_AVG, v), *packed), codes)
         assert values.max() == -values.min() == 31 * 2.0**exponent
         assert (np.diff(values[:128]) > 0).all()
         assert np.diff(values[:32]).max() == 2.0 ** (exponent - 6)  # subnormals at the spacing above them
@@ -206,7 +212,7 @@ def test_rounding_exp_avg_sq_is_unbiased_over_every_dither(x):
     n = 1 << 18
     values = np.full(n, x, np.float32)
     values[::BLOCK] = 1.5
-    packed = pack_exp_avg_sq(values, np.arange(n, dtype=np.uint32) << np.uint32(14))
+    packed = pack_exp_avg_sq(values, some(np.arange(n, dtype=np.uint32) << np.uint32(14)))
     got = unpack_exp_avg_sq(*packed).astype(np.float64).reshape(-1, BLOCK)[:, 1:]
     np.testing.assert_allclose(got.mean(), np.float32(x), rtol=3e-4)
 
@@ -214,8 +220,10 @@ def test_rounding_exp_avg_sq_is_unbiased_over_every_dither(x):
 @pytest.mark.parametrize("x", [1.001, -0.3, 1e-2, 17.3])
 def test_rounding_exp_avg_is_unbiased_over_every_dither(x):
     n = 1 << 18
-    packed = pack_exp_avg_sq(np.full(n, 1.1, np.float32), np.zeros(n, np.uint32))
-    codes = pack_exp_avg(np.full(n, x, np.float32), np.arange(n, dtype=np.uint32) << np.uint32(14), *packed)
+    packed = pack_exp_avg_sq(np.full(n, 1.1, np.float32), some(np.zeros(n, np.uint32)))
+    codes = pack_exp_avg(
+        np.full(n, x, np.float32), some(np.arange(n, dtype=np.uint32) << np.uint32(14)), *packed
+    )
     np.testing.assert_allclose(unpack_exp_avg(codes, *packed).astype(np.float64).mean(), x, rtol=3e-4)
 
 
@@ -395,10 +403,10 @@ def test_a_special_gradient_is_its_own_elements_matter(moments, bad):
 def test_codes_with_a_sign_are_found_again_and_reach_over_63_binades():
     values = np.concatenate([np.exp2(np.linspace(0, x, 32)) for x in (-7, -15, -30, -62)]).astype(np.float32)
     x = np.stack([values, -values], axis=1).reshape(-1)
-    packed = pack_floats(x, np.zeros(x.size, np.uint32), signed=True)
+    packed = pack_floats(x, some(np.zeros(x.size, np.uint32)), signed=True)
     got = unpack_floats(*packed, signed=True)
     assert (np.sign(got) == np.sign(x)).all()
-    again = pack_floats(got, dither(x.size, 7, 0), signed=True)
+    again = pack_floats(got, dither(7, 0, x), signed=True)
     assert all((a == b).all() for a, b in zip(packed, again, strict=True))
     for i, mantissa_bits in enumerate((4, 3, 2, 1)):
         block = slice(64 * i, 64 * i + 64)

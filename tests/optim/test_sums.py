@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from update_law import ISAS, NAMES, TYPES, array, assert_same, gradient, placed
+from update_law import ISAS, NAMES, TYPES, array, as_tensor, assert_same, gradient, placed
 
 import zfunc
 from zfunc.core.regions import SUM_PARTS
-from zfunc.optim.compact import as_tensor
-from zfunc.optim.compact_reference import round_to, to_float32
 from zfunc.optim.device_update import exact_parts
+from zfunc.optim.formats import round_to, to_float32
 from zfunc.optim.host_update import accumulate_, square_sum
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.reference import reference_square_sum

@@ -38,8 +38,8 @@ from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slic
 from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.errors import CheckpointError
 from zfunc.optim import device_update, workspaces
-from zfunc.optim.compact_reference import unpack_weights
 from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.formats import unpack_weights
 from zfunc.optim.reference import reference_update
 from zfunc.optim.workspaces import elementwise_workspace
 

@@ -21,6 +21,8 @@ from update_law import (
     TYPES,
     State,
     array,
+    as_state,
+    as_tensor,
     assert_same,
     check_update,
     clone,
@@ -37,8 +39,7 @@ from zfunc.optim import adafactor_update
 from zfunc.optim.adafactor_matrices import matrices_of
 from zfunc.optim.adafactor_update import KernelAdafactor, TorchAdafactor, exact_sum
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.compact import as_state, as_tensor
-from zfunc.optim.compact_reference import split
+from zfunc.optim.formats import split
 from zfunc.optim.host_update import host_update_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.reference import reference_update

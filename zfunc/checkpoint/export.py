@@ -22,7 +22,7 @@ from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, cr
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN
-from zfunc.optim.compact_reference import Array, join, round_to, to_float32
+from zfunc.optim.formats import Array, join, round_to, to_float32
 from zfunc.options import one_of
 
 SUFFIX = ".safetensors"

@@ -104,7 +104,7 @@ the weights alone: 4 bytes. The class of an element-wise optimizer adds its own 
 
 "fp32-split" has the bits of "fp32" and needs no bf16 copy beside it. Its high half is rounded as that copy is, ties
 to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq does
-(`zfunc.optim.compact_reference.split_to_even`).
+(`zfunc.optim.formats.split_to_even`).
 """
 
 FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {

@@ -18,12 +18,11 @@
     learning_rate_schedules  functions of the step; public as `zfunc.lr`
     loss_scale            fp16's loss scale, as a value
     reference             an element-wise update in NumPy, which kernel and device match bit for bit
-    compact_reference     the formats of the state in NumPy: moments in 16 and 8 bits; master weights in two halves
+    formats               the formats of the state, on NumPy's arrays and torch's tensors: moments in 16 and 8 bits;
+                          master weights in two halves; what the kernel's codecs match bit for bit
     host_update           the update in host memory, accumulation and sums of squares
     kernel_loader         loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
     device_update         the update in torch operations
-    device_formats        the formats in torch operations
-    compact               state between NumPy and torch
     adafactor_matrices    what Adafactor keeps of a parameter, and the scalars of a step, without torch
     adafactor_update      Adafactor's, in rounds: what ranks join, and when
     argument_checks       checks of buffers, which the kernel relies on
@@ -31,7 +30,7 @@
 
 A new element-wise optimizer: one file here with a subclass of `Elementwise`. Another one: a file that follows
 `base.Optimizer`, and its row in `zfunc.core.optimizer_state`. A new format of the moments: a row in that table, its
-reference, its kernel, its device version.
+codec in `formats`, its kernel.
 """
 
 from zfunc.optim.adagrad import Adagrad as Adagrad

@@ -39,7 +39,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, moment_buffers
 from zfunc.optim.adafactor_matrices import PIECE, SUMMED, AdafactorFactors, Matrices, matrices_of
 from zfunc.optim.argument_checks import CPU, checked_threads, update_spans
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.device_formats import pack_weights_, weights_of
+from zfunc.optim.formats import pack_weights, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR
 
@@ -128,7 +128,7 @@ class AdafactorUpdate(ABC):
         self.first = part.start if whole.factored else 0
         self.numel, self.num_kept = prod(part.shape), sum(self.matrices.kept)
         self.state, self.into, self.grad, self.out = state, into or state, grad, out
-        self.variance = kind.name
+        self.variance, self.state_format = kind.name, state_format
         edges = (min(kind.numel(x), self.num_kept) for x in (self.first, self.first + n))
         self.kept = slice(*edges)  # of the variances, which its buffer begins with
         with np.errstate(over="ignore"):  # grad_floor may be infinite
@@ -310,16 +310,17 @@ class TorchAdafactor(AdafactorUpdate):
         for piece in self._pieces():
             at = slice(piece.start // SUMMED, -(-piece.stop // SUMMED))
             self.blocks[0, at] = _square_sums(self._direction[piece])
-            self.blocks[1, at] = _square_sums(weights_of(self._weights(self.state, piece)))
+            self.blocks[1, at] = _square_sums(unpack_weights(self._weights(self.state, piece)))
 
     def _move(self, rate: Tensor) -> None:
         for piece in self._pieces():
-            p = weights_of(self._weights(self.state, piece))
+            p = unpack_weights(self._weights(self.state, piece))
             change = self._direction[piece].mul_(rate)
             p = p - (change.add_(p * self.k.decay) if self.k.decay else change)
             if self.out is not None:
                 self.out[piece].copy_(p)
-            pack_weights_(self._weights(self.into, piece), p)
+            for name, x in pack_weights(p, self.state_format, {}).items():
+                self.into[name][piece].copy_(x)
 
 
 class KernelAdafactor(AdafactorUpdate):

@@ -41,7 +41,7 @@ class AdamW(Elementwise):
     `moments` is the format of the optimizer state between steps, in bytes a parameter: "fp32", 12 (master, exp_avg,
     exp_avg_sq); "16bit", 8 (the master in two exact halves, both moments in bf16); "8bit", 6 (the same master, both
     moments in 8 bits, with a scale for every 64 elements). Operations is always fp32
-    (`zfunc.optim.compact_reference`).
+    (`zfunc.optim.formats`).
 
     With `split_master` the master of "fp32" is in two halves too, one of which is the bf16 copy for the device: the
     same 12 bytes and the same bits, without 2 bytes more for a copy.

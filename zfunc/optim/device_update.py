@@ -14,21 +14,26 @@ bounds, and nothing waits for the device.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zfunc.core.optimizer_state import state_slice
+from zfunc.core.dtypes import Dtype
+from zfunc.core.optimizer_state import moment_buffers, state_slice
 from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.argument_checks import checked_step, update_spans
-from zfunc.optim.device_formats import dithers, moments_of, pack_moments_, pack_weights_, weights_of
+from zfunc.optim.formats import BLOCK, pack_moments, pack_weights, unpack_moments, unpack_weights
 from zfunc.optim.rules import Decay, Factors, Rule, step
 from zfunc.optim.workspaces import PIECE
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 class Torch:
-    """`rules.Operations` on float32 tensors."""
+    """`rules.Operations` on float32 tensors, and what codecs need, as `formats.Numpy` has it."""
+
+    where, minimum, maximum = map(staticmethod, (torch.where, torch.minimum, torch.maximum))
 
     def flush(self, x: Tensor, floor: float, /) -> Tensor:
         """x, which is 0 where its size is below the floor."""
@@ -42,6 +47,45 @@ class Torch:
         """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
         full = torch.full_like(x, size).copysign_(x).masked_fill_(x == 0, 0.0)
         return full.masked_fill_(x.isnan(), torch.nan)
+
+    def bits(self, x: Tensor) -> Tensor:
+        """Those of float32, as int32."""
+        return x.view(torch.int32)
+
+    def floats(self, bits: Tensor) -> Tensor:
+        """And back."""
+        return bits.view(torch.float32)
+
+    def ints(self, x: Tensor) -> Tensor:
+        """Stored 8 or 16 bits, of bfloat16 too, or truth as int32."""
+        return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).int()
+
+    def stored(self, x: Tensor, dtype: Dtype) -> Tensor:
+        """int32 that fit as such a dtype; bf16 by its bits."""
+        return x.to(torch.int16).view(torch.bfloat16) if dtype == "bf16" else x.to(TORCH_DTYPES[dtype])
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """Blocks of 64, the last one filled up with zeros; of a whole number of them a view."""
+        return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Of every block: [blocks, 1]."""
+        return x.amax(1, keepdim=True)
+
+    def smallest(self, x: Tensor) -> Tensor:
+        """Of every block: [blocks, 1]."""
+        return x.amin(1, keepdim=True)
+
+    def places(self, like: Tensor) -> Tensor:
+        """0 to 63, int64, on its device."""
+        return torch.arange(BLOCK, device=like.device)
+
+    def of_array(self, x: Any) -> Tensor:
+        """A tensor of an array's memory."""
+        return torch.from_numpy(x)
+
+
+TORCH = Torch()
 
 
 def device_update_(
@@ -64,23 +108,20 @@ def device_update_(
     checked_step(number)
     with np.errstate(over="ignore"):  # grad_floor may be infinite
         k = Factors._make(float(np.float32(x)) for x in factors)
-    spread = dithers(number, state_format, grad.device)
+    count = sum(x.shared == 1 for x in moment_buffers(state_format))
 
     def update(parts: Mapping[str, Tensor], grad: Tensor, out: Tensor | None) -> None:
-        p, *moments = step(
-            Torch(),
-            rule,
-            k,
-            decay,
-            grad.to(torch.float32, copy=True),
-            weights_of(parts) if rule.weights else None,
-            *moments_of(parts, state_format),
-        )
+        p = unpack_weights(parts) if rule.weights else None
+        grad = grad.to(torch.float32, copy=True)
+        p, *moments = step(TORCH, rule, k, decay, grad, p, *unpack_moments(parts, state_format))
+        del grad  # a device has no room for it beside what packing takes
         if out is not None:
             out.copy_(p)
-        pack_moments_(parts, moments[: len(spread)], state_format, spread)
+        packed = pack_moments(moments[:count], state_format, number)
         if rule.weights:
-            pack_weights_(parts, p)
+            packed = pack_weights(p, state_format, packed) | packed
+        for name, x in packed.items():
+            parts[name].copy_(x)
 
     with torch.no_grad():
         for start in range(0, grad.numel(), PIECE):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zfunc.optim.device_formats import weights_of
+from zfunc.optim.formats import unpack_weights
 from zfunc.optim.workspaces import EMA_PIECE
 
 
@@ -16,5 +16,5 @@ def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
     """`ema` [n] fp32 becomes `decay * ema + (1 - decay) * weights`, of the weights in any format of the state."""
     for start in range(0, ema.numel(), EMA_PIECE):
         part = ema[start : start + EMA_PIECE]
-        weights = weights_of({name: x[start : start + part.numel()] for name, x in state.items()})
+        weights = unpack_weights({name: x[start : start + part.numel()] for name, x in state.items()})
         part.mul_(decay).add_(weights * (1 - decay))

@@ -19,8 +19,8 @@ from zfunc.optim.argument_checks import (
     numel_of,
     update_spans,
 )
-from zfunc.optim.compact_reference import first_dither, kernel_layout
 from zfunc.optim.device_update import device_update_
+from zfunc.optim.formats import first_dither, kernel_layout
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import Decay, Factors, Rule
 

@@ -81,16 +81,14 @@ class KernelOptimizer(ABC):
 
         Weights stay exact, moments are rounded as update `step` would have rounded them.
         """
-        from zfunc.optim.compact import as_array, as_state
-        from zfunc.optim.compact_reference import pack_moments, pack_weights, unpack_moments, unpack_weights
+        from zfunc.optim.formats import pack_moments, pack_weights, unpack_moments, unpack_weights
 
         wanted = self.state_format(group)
         if not self.reads(state_format, wanted):
             raise another_optimizer(state_format, wanted)
-        arrays = {x.name: as_array(state[x.name]) for x in stored_buffers(state_format)}
-        moments = pack_moments(unpack_moments(arrays, state_format), wanted, step)
-        packed = pack_weights(unpack_weights(arrays), wanted, moments) | moments
-        return as_state((packed[x.name] for x in stored_buffers(wanted)), wanted)
+        moments = pack_moments(unpack_moments(state, state_format), wanted, step)
+        packed = pack_weights(unpack_weights(state), wanted, moments) | moments
+        return {x.name: packed[x.name] for x in stored_buffers(wanted)}
 
     def reads(self, state_format: str, wanted: str) -> bool:
         """Whether state of a format can be converted to `wanted`: they differ in their moments alone."""

@@ -1,6 +1,6 @@
 """An update in NumPy float32: the definition of what kernel and device compute, operation by operation.
 
-It is unpack, a rule, pack: `rules` has the arithmetic, `compact_reference` the formats of the state.
+It is unpack, a rule, pack: `rules` has the arithmetic, `formats` the formats of the state.
 """
 
 import math
@@ -10,7 +10,8 @@ import numpy as np
 
 from zfunc.core.dtypes import Dtype
 from zfunc.core.regions import SUM_PARTS
-from zfunc.optim.compact_reference import (
+from zfunc.optim.formats import (
+    NUMPY,
     Array,
     pack_moments,
     pack_weights,
@@ -20,22 +21,6 @@ from zfunc.optim.compact_reference import (
     unpack_weights,
 )
 from zfunc.optim.rules import Decay, Factors, Rule, step
-
-
-class Numpy:
-    """`rules.Operations` on float32 arrays."""
-
-    def flush(self, x: Array, floor: float, /) -> Array:
-        """x, and 0 where its size is below the floor."""
-        return flush_small(x, floor)
-
-    def sqrt(self, x: Array, /) -> Array:
-        """The nearest float32."""
-        return np.sqrt(x)
-
-    def signed(self, x: Array, size: float, /) -> Array:
-        """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
-        return np.where(np.isnan(x), x, np.where(x == 0, np.float32(0), np.copysign(size, x)))
 
 
 def reference_update(
@@ -66,17 +51,12 @@ def reference_update(
         k = Factors._make(np.float32(x) for x in factors)
         p = unpack_weights(state) if rule.weights else None
         moments = unpack_moments(state, state_format)
-        p, *new = step(Numpy(), rule, k, decay, to_float32(grad), p, *moments)
+        p, *new = step(NUMPY, rule, k, decay, to_float32(grad), p, *moments)
         copy = None if out is None else round_to(p, out)
         result = pack_moments(new[: len(moments)], state_format, number)
         if rule.weights:
             result = pack_weights(p, state_format, result) | result
         return result, copy
-
-
-def flush_small(x: Array, floor: float) -> Array:
-    """x, and 0 where its size is below the floor."""
-    return np.where(np.abs(x) < np.float32(floor), np.float32(0), x)
 
 
 def reference_square_sum(x: Array) -> Array:

@@ -24,7 +24,7 @@ from zfunc.engine.state.state import Buffers
 from zfunc.engine.state.weights import begin_averages, send_weights
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
-from zfunc.optim.compact import initial_state, master_weights
+from zfunc.optim.formats import initial_state, master_weights
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES

@@ -12,7 +12,7 @@ from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.engine.state.state import Buffers, Flat
-from zfunc.optim.compact import initial_state, master_weights
+from zfunc.optim.formats import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 20  # elements

@@ -24,8 +24,8 @@ from zfunc.core.spec import PARAMS
 from zfunc.engine.state.state import Flat
 from zfunc.engine.step.stage_context import Memory, StepContext, named_like_verbs
 from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, ParameterPart
-from zfunc.optim.compact import master_weights
 from zfunc.optim.ema import average_
+from zfunc.optim.formats import master_weights
 from zfunc.runtime.accelerator import on_accelerator
 
 

@@ -79,8 +79,8 @@ ZF_INLINE void zf_unpack(const zf_update_args *a, int j, float *m, size_t at, si
 /* And back, the last moment first: codes beside others need these. */
 ZF_INLINE void zf_pack(const zf_update_args *a, const zf_dithers *d, int j, const float *m, size_t at, size_t n) {
     const int kept = a->kept[j];
-    void *to = (char *)a->into.moment[j] + zf_width(kept) * at;
     if (kept == ZF_KEPT_NONE) return;
+    void *to = (char *)a->into.moment[j] + zf_width(kept) * at;
     if (kept == ZF_KEPT_FP32) {
         memcpy(to, m, n * sizeof(float));
         return;
@@ -112,7 +112,7 @@ ZF_INLINE void zf_update_block(const zf_update_args *a, const zf_dithers *d, siz
     float p[ZF_BLOCK] __attribute__((aligned(64))), room[ZF_MOMENTS][ZF_BLOCK] __attribute__((aligned(64)));
     float scratch[ZF_BLOCK] __attribute__((aligned(64))), *m[ZF_MOMENTS];
     const int here = zf_in_place(a), halves = a->weights >= ZF_HALVES, to_even = a->weights == ZF_HALVES_TO_EVEN;
-    const uint16_t *high = (const uint16_t *)a->state.master + at;
+    const uint16_t *high = halves ? (const uint16_t *)a->state.master + at : NULL;
     const size_t grad_width = a->grad_type == ZF_FP32 ? 4 : 2, width = halves ? 2 : 4;
     float *weights = here && a->weights == ZF_MASTER ? (float *)a->state.master + at : p;
     if (a->weights) zf_prefetch_lines((const char *)a->state.master + at * width, n, width, ZF_AHEAD);
