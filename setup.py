@@ -132,11 +132,12 @@ setup(
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
     package_data={
         "zfunc": ["py.typed"],
+        "zfunc.optim": ["csrc/*.h"],  # rules of a reader's own are compiled with them
         "zfunc.planner": ["profiles/*.toml"],
         "zfunc.train.deepspeed": ["keys.toml"],
         "zfunc.viz": ["web/*"],
     },
-    include_package_data=False,  # the kernel's sources are for the sdist
+    include_package_data=False,  # the kernel's other sources are for the sdist
     ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build") if WITH_KERNEL else [],
     cmdclass={"build_ext": BuildKernel},
     options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*OLDEST_PYTHON)}} if tagged else {},

@@ -156,9 +156,9 @@ def packed(state_format: str, p: np.ndarray, *moments: np.ndarray) -> State:
 def fresh(n: int, state_format: str, seed: int = 0) -> State:
     """Weights of unit size, moments that differ by powers of ten inside a block."""
     rng = np.random.default_rng(seed)
-    p, *moments = (rng.standard_normal(n).astype(np.float32) for _ in range(3))
-    moments = [x * np.exp2(rng.uniform(-20, 0, n)).astype(np.float32) for x in moments]
     kinds = [x for x in moment_buffers(state_format) if x.shared == 1]
+    p, *moments = (rng.standard_normal(n).astype(np.float32) for _ in range(1 + max(2, len(kinds))))
+    moments = [x * np.exp2(rng.uniform(-20, 0, n)).astype(np.float32) for x in moments]
     own = [m if x.signed else np.square(m) for x, m in zip(kinds, moments, strict=False)]
     return packed(state_format, p, *own)
 

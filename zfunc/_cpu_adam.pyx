@@ -93,6 +93,11 @@ cdef int checked_isa(int isa) except -1:
     return isa
 
 
+def checked(int isa):
+    """An index into INSTRUCTION_SETS that this CPU runs: the best one for -1."""
+    return checked_isa(isa)
+
+
 def writable(uintptr_t address):
     """Whether the memory at this address can be written."""
     return zf_writable(address)

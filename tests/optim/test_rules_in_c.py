@@ -1,10 +1,17 @@
-"""The C of rules is printed from the rules: what is committed is what they say."""
+"""The C of rules is printed from the rules: what is committed is what they say; those of one's own are compiled."""
 
+import logging
 import math
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from attrs import frozen
+from update_law import ROWS, check, fresh, gradient
 
-from zfunc.optim import rules_in_c
+import zfunc
+from zfunc.optim import compiled_rules, rules_in_c
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.rules import Factors, Rule
 
@@ -35,3 +42,93 @@ def test_a_rule_is_printed_as_it_is_written(update, expected) -> None:
 def test_a_rule_that_branches_or_does_more_has_no_c(update) -> None:
     with pytest.raises(TypeError):
         rules_in_c.plain(Rule(update, (), "own"))
+
+
+# ---- one's own -----------------------------------------------------------------------------------------
+
+
+@frozen
+class Doubled(zfunc.Lion):
+    """A rule of its own in a class that has another's."""
+
+    def update(self, o: Any, k: Any, g: Any, m: Any) -> tuple[Any, ...]:
+        change, m = super().update(o, k, g, m)
+        return change + change, m
+
+
+@frozen
+class Three(zfunc.Adagrad):
+    state: ClassVar = ("sum", "n", "p")
+    unsigned: ClassVar = ("sum",)
+
+    def update(self, o: Any, k: Any, g: Any, total: Any, n: Any, p: Any) -> tuple[Any, ...]:
+        change, total = super().update(o, k, g, total)
+        return change - n * 0.5, total, p, n + 1.0
+
+
+@frozen
+class Branching(Doubled):
+    def update(self, o: Any, k: Any, g: Any, m: Any) -> tuple[Any, ...]:
+        return (k.rate * o.flush(g, 0.0) if g.size == 0 or len(g) else g), m
+
+
+ROWS |= {f"{x.__name__}, {y}": x(moments=y) for x in (Doubled, Three, Branching) for y in ("fp32", "8bit")}
+OWN = [x for x in ROWS if x.startswith(("one's", "Doubled", "Three", "Branching"))]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
+    """A cache folder of a test's own, and what is said of rules."""
+    caplog.set_level(logging.INFO, compiled_rules.__name__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for kept in (compiled_rules._of, compiled_rules._library, compiled_rules._in_torch):
+        kept.cache_clear()
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", OWN)
+def test_a_rule_of_ones_own_has_its_bits_in_the_kernel(row: str) -> None:
+    assert (compiled_rules.compiled(ROWS[row].rule) is None) == row.startswith("Branching")
+    for n, decay in ((0, 0), (1, 1), (63, 0), (129, 1), (300_001, 0)):
+        how: dict[str, Any] = {"out": torch.float16, "threads": (1, 2), "group": decay, "offset": n % 3}
+        check(ROWS[row], fresh(n, ROWS[row].state_format()), gradient(n, torch.bfloat16), **how)
+
+
+def test_it_is_compiled_once_and_brings_no_openmp(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rule = ROWS["one's own, fp32"].rule
+    assert compiled_rules.compiled(rule) is compiled_rules.compiled(rule)
+    (library,) = cache.rglob("*.so")
+    compiled_rules._of.cache_clear()
+    compiled_rules._library.cache_clear()
+    assert compiled_rules.compiled(rule)
+    assert "".join(caplog.messages).count("Compiling an optimizer's own rule") == 1
+    mapped = {x.split()[-1] for x in Path("/proc/self/maps").read_text().splitlines()}
+    assert sum("gomp" in x or "libomp" in x for x in mapped) == 1
+    assert str(library) in mapped
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda patch, _: patch.setenv("PATH", ""), "there is no C compiler: apt install gcc"),
+        (lambda patch, _: patch.setenv("CC", "false"), "false did not compile it"),
+        (lambda _, cache: (cache / "zfunc").write_text("a file"), "its library cannot be made or loaded"),
+        (lambda _, cache: open_to_all(cache / "zfunc/rules"), "is not yours alone: chmod 700 it"),
+    ],
+)  # fmt: skip
+def test_without_a_compiler_torch_makes_the_update(
+    spoil: Any, words: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    spoil(monkeypatch, cache)
+    row = ROWS["one's own, 8bit"]
+    for _ in range(2):
+        check(row, fresh(129, row.state_format()), gradient(129, torch.float32), isas=[0])
+    assert "".join(caplog.messages).count(words) == 1
+    for kept in (compiled_rules._of, compiled_rules._library):
+        kept.cache_clear()

@@ -5,6 +5,7 @@
     elementwise           `Elementwise`: of an optimizer that says what it keeps and its rule, all the rest
     rules                 the frame of an element-wise step, its scalars and floors
     rules_in_c            the C of the rules, printed from them
+    compiled_rules        a kernel for a rule of one's own, where there is a compiler
     adamw                 `AdamW`
     sgd                   `SGD`
     lion                  `Lion`

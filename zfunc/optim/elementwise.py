@@ -41,7 +41,9 @@ class Elementwise(KernelOptimizer):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "state" in cls.__dict__ and cls.kind():
+        if "update" in cls.__dict__ and "kernel" not in cls.__dict__:
+            cls.kernel = None  # a rule of its own is not what its base's kernel computes
+        if cls.state and cls.kind():
             STATE_FORMATS.update(formats_of(cls.kind(), cls.state, cls.unsigned))
 
     @classmethod

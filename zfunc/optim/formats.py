@@ -373,26 +373,28 @@ def pack_moments(moments: Sequence[Any], state_format: str, step: int) -> dict[s
     return {kind.name: x for kind, x in zip(kinds, packed, strict=True)}
 
 
-def kernel_layout(name: str, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """A format as the compiled kernel takes it.
+def kernel_layout(name: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
+    """A format as the compiled kernel takes it, which has room for some moments.
 
-    The names of its weights, their low half, two moments and two scales, "" where it has none; then how weights
-    and moments are kept, in the kernel's words.
+    The names of its weights, their low half, moments and scales, "" where it has none; then how weights and moments
+    are kept, in the kernel's words.
 
     >>> kernel_layout("lion-8bit")
     (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])
     """
-    masters, kinds = weight_buffers(name), [x for x in moment_buffers(name) if x.shared == 1]
-    codes = "UNSIGNED", "SIGNED"
-    kept = [codes[x.signed] if x.dtype == "uint8" else f"KEPT_{x.dtype.upper()}" for x in kinds]
+    masters, known = weight_buffers(name), {x.name: x for x in moment_buffers(name)}
+    moments = [x for x in known.values() if x.shared == 1]
+    kept = [
+        ("UNSIGNED", "SIGNED")[x.signed] if x.dtype == "uint8" else f"KEPT_{x.dtype.upper()}" for x in moments
+    ]
     if name == "8bit":
         kept[0] = "BESIDE"
-    own = [x.name for x in kinds] + ["", ""]
-    known = [x.name for x in moment_buffers(name)]
-    scales = [f"{x}_scale" if f"{x}_scale" in known else "" for x in own[:2]]
     how = ("MASTER", "HALVES", "HALVES_TO_EVEN")[len(masters) - 1] if weights else "NO_WEIGHTS"
-    halves = [*masters[:2], ""][:2] if weights else ["", ""]
-    return [*halves, *own[:2], *scales], [how, *kept, "KEPT_NONE", "KEPT_NONE"][:3]
+    scales = [f"{x.name}_scale" if f"{x.name}_scale" in known else "" for x in moments]
+    each = (masters[:2] if weights else (), 2), ([x.name for x in moments], room), (scales, room)
+    return [x for names, n in each for x in [*names, *[""] * n][:n]], [how, *kept, *["KEPT_NONE"] * room][
+        : room + 1
+    ]
 
 
 def to_float32(x: Any) -> Any:

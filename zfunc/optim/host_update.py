@@ -19,6 +19,7 @@ from zfunc.optim.argument_checks import (
     numel_of,
     update_spans,
 )
+from zfunc.optim.compiled_rules import compiled
 from zfunc.optim.device_update import device_update_
 from zfunc.optim.formats import first_dither, kernel_layout
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
@@ -45,26 +46,30 @@ def host_update_(
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
     result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
-    set change no bit. A rule that the kernel does not have is run in torch operations.
+    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`compiled_rules`).
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
     """
     spans = update_spans(state_format, state, grad, out, into, weights=rule.weights)
-    dithers = [first_dither(checked_step(number), moment) for moment in (0, 1)]
+    number = checked_step(number)
     team = checked_threads(threads)
-    if rule.name is None:
+    kernel = cpu_adam if rule.name else compiled(rule)
+    if kernel is None:
         for name in () if into is None else into:
             into[name].copy_(state[name])  # pyright: ignore
         how = {"rule": rule, "state_format": state_format, "factors": factors}
         device_update_(state if into is None else into, grad, number=number, decay=decay, out=out, **how)  # pyright: ignore
         return
-    names, kept = kernel_layout(state_format, weights=rule.weights)
+    room = cpu_adam.MOMENTS if rule.name else kernel.num_moments
+    names, kept = kernel_layout(state_format, room, weights=rule.weights)
     new = INTO if into is not None else ""
     addresses = [spans[x][0] if x in spans else 0 for x in ("grad", "out", *names, *(new + x for x in names))]
     types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
-    how = [cpu_adam.RULES[rule.name], *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
-    cpu_adam.update(addresses, how, dithers, factors, grad.numel(), team, isa)
+    which = cpu_adam.RULES[rule.name] if rule.name else 0
+    how = [which, *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
+    dithers = [first_dither(number, moment) for moment in range(room)]
+    kernel.update(addresses, how, dithers, factors, grad.numel(), team, cpu_adam.checked(isa))
 
 
 def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> Tensor:
