@@ -24,6 +24,7 @@
     host_update           the update in host memory, accumulation and sums of squares
     kernel_loader         loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
     device_update         the update in torch operations
+    tensors               the operations of rules and formats on tensors
     adafactor_matrices    what Adafactor keeps of a parameter, and the scalars of a step, without torch
     adafactor_update      Adafactor's, in rounds: what ranks join, and when
     argument_checks       checks of buffers, which the kernel relies on

@@ -124,7 +124,7 @@ def operations(x: Any) -> Any:
     """Those of an array, or of a tensor."""
     if isinstance(x, np.ndarray):
         return NUMPY
-    from zfunc.optim.device_update import TORCH
+    from zfunc.optim.tensors import TORCH
 
     return TORCH
 
