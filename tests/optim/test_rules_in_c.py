@@ -11,15 +11,15 @@ from attrs import frozen
 from update_law import ROWS, check, fresh, gradient
 
 import zfunc
-from zfunc.optim import compiled_rules, rules_in_c
+from zfunc.optim import by_name, compiled_rules, rules_in_c
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.rules import Factors, Rule
 
 
 def test_the_printed_file_is_current() -> None:
-    assert rules_in_c.RULES_H.read_text() == rules_in_c.built_in(), "run python -m zfunc.optim.rules_in_c"
+    assert rules_in_c.RULES_H.read_text() == by_name.rules_in_c(), "run python -m zfunc.optim.by_name"
     assert len(Factors._fields) == 13  # as _cpu_adam.pyx takes them
-    assert all(f"ZF_{name.upper()} = {n}" in rules_in_c.built_in() for name, n in cpu_adam.RULES.items())
+    assert all(f"ZF_{name.upper()} = {n}" in by_name.rules_in_c() for name, n in cpu_adam.RULES.items())
 
 
 @pytest.mark.parametrize(

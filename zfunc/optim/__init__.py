@@ -14,13 +14,12 @@
     muon                  `Muon`
     ema                   the moving average of the weights
     groups                several of them in one model, by the names of parameters
-    by_name               the optimizers by their names on the command line
+    by_name               the optimizers by their names on the command line, and as rules of the kernel
     optimizer_settings    fields of settings, and their checks, without torch
     learning_rate_schedules  functions of the step; public as `zfunc.lr`
     loss_scale            fp16's loss scale, as a value
     reference             an element-wise update in NumPy, which kernel and device match bit for bit
-    formats               the formats of the state, on NumPy's arrays and torch's tensors: moments in 16 and 8 bits;
-                          master weights in two halves; what the kernel's codecs match bit for bit
+    formats               the formats of the state, for NumPy and torch, which the kernel matches bit for bit
     host_update           the update in host memory, accumulation and sums of squares
     kernel_loader         loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
     device_update         the update in torch operations

@@ -10,6 +10,7 @@ from zfunc.optim.groups import GroupedOptimizer, groups
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
 from zfunc.optim.optimizer_settings import Betas, hidden_matrices
+from zfunc.optim.rules_in_c import RULES_H, header
 from zfunc.optim.sgd import SGD
 
 NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
@@ -43,3 +44,14 @@ def _muon(
 
 CLASSES = dict(zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor, Muon), strict=True))
 _MAKERS = {**CLASSES, "muon": _muon}
+
+
+def rules_in_c() -> str:
+    """The text of csrc/_rules.h: the rules that the compiled kernel has."""
+    adamw, muon = AdamW().rule, Muon()
+    some = [adamw, SGD().rule, SGD(momentum=0.9, nesterov=True).rule, Lion().rule, Adagrad().rule]
+    return header([*some, muon.look_ahead_rule, muon.rule], adamw)
+
+
+if __name__ == "__main__":
+    RULES_H.write_text(rules_in_c())

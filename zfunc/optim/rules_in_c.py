@@ -5,7 +5,7 @@ operation once to float, as NumPy and torch do, where neither products are contr
 (`-ffp-contract=off`, SSE and later). `csrc/_rules.h` has all that zfunc comes with, as plain loops, and AdamW's
 once more for vectors, in stages.
 
-    python -m zfunc.optim.rules_in_c    # writes csrc/_rules.h; a test holds that it is current
+    python -m zfunc.optim.by_name    # writes csrc/_rules.h; a test holds that it is current
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
         for i, x in enumerate(printed)
     ]
     parts = [
-        "/* Printed by zfunc/optim/rules_in_c.py from the rules of the optimizers: not to be edited. */",
+        "/* Printed by `python -m zfunc.optim.by_name` from the rules of the optimizers: not to be edited. */",
         "#ifndef ZF_RULES_H\n#define ZF_RULES_H",
         "enum { " + ", ".join(f"ZF_{x.name.upper()} = {i}" for i, x in enumerate(printed)) + " };",  # pyright: ignore
         "#define ZF_FACTORS(each) \\\n    " + " \\\n    ".join(f"each({x})" for x in Factors._fields),
@@ -250,20 +250,3 @@ def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
     if vectors:
         parts.append("#ifdef ZF_RULES_OF_VECTORS\n" + staged(vectors) + "\n#endif")
     return "\n\n".join(parts) + "\n"
-
-
-def built_in() -> str:
-    """The text of csrc/_rules.h."""
-    from zfunc.optim.adagrad import Adagrad
-    from zfunc.optim.adamw import AdamW
-    from zfunc.optim.lion import Lion
-    from zfunc.optim.muon import Muon
-    from zfunc.optim.sgd import SGD
-
-    adamw, muon = AdamW().rule, Muon()
-    some = [adamw, SGD().rule, SGD(momentum=0.9, nesterov=True).rule, Lion().rule, Adagrad().rule]
-    return header([*some, muon.look_ahead_rule, muon.rule], adamw)
-
-
-if __name__ == "__main__":
-    RULES_H.write_text(built_in())

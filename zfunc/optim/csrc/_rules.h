@@ -1,4 +1,4 @@
-/* Printed by zfunc/optim/rules_in_c.py from the rules of the optimizers: not to be edited. */
+/* Printed by `python -m zfunc.optim.by_name` from the rules of the optimizers: not to be edited. */
 
 #ifndef ZF_RULES_H
 #define ZF_RULES_H
