@@ -30,8 +30,8 @@ from zfunc import SGD, Adafactor, Adagrad, AdamW, Lion, Muon
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, moment_buffers
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.host_update import host_update_
 from zfunc.optim.kernel_loader import cpu_adam
+from zfunc.optim.updates import host_update_
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.thread_budget import default_threads
 

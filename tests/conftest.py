@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 # Smaller than a parameter, so that every law runs over several pieces of one: whole blocks of 64 elements or bytes.
 for module, piece in {
     "optim.ema": "EMA_PIECE",
-    "optim.device_update": "PIECE",
+    "optim.updates": "PIECE",
     "optim.adafactor_update": "PIECE",
     "engine.state.weights": "PART",
     "engine.state.restore": "PART",

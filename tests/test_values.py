@@ -175,12 +175,12 @@ def test_odd_values_are_taken_or_refused_with_what_to_do(name: str, argument: st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eps": 1e-46}, "eps: got 1e-46; expected a float32 of at least"),
-        ({"eps": 1e-40}, "eps: got 1e-40; expected a float32 of at least"),
-        ({"lr": 3e38}, r"rate\): got 3.0*6?e\+39; expected a finite float32"),
+        ({"eps": 1e-46}, "eps: got 1e-46, expected a float32 of at least"),
+        ({"eps": 1e-40}, "eps: got 1e-40, expected a float32 of at least"),
+        ({"lr": 3e38}, r"rate\): got 3.0*6?e\+39, expected a finite number"),
         ({"lr": 1e3, "weight_decay": 1e37}, r"decay\): got"),
         ({"lr": torch.optim.SGD}, "lr: got"),
-        ({"lr": 10**400}, "lr: got 1000.*expected a finite float32"),
+        ({"lr": 10**400}, "lr: got 1000.*expected a finite number"),
     ],
 )
 def test_what_float32_cannot_hold_is_refused_at_birth(settings: dict[str, Any], message: str) -> None:
@@ -192,7 +192,7 @@ def test_a_learning_rate_too_large_in_some_step_is_refused_before_it() -> None:
     program = compiled(optimizer=zfunc.AdamW(lr=lambda step: 3e38 if step == 2 else 1e-3))
     state, _ = zfunc.train_step(program, zfunc.init(program), regression(4)(0))
     for _ in range(2):  # the state is unharmed
-        with pytest.raises(ValueError, match=r"rate\): got .* expected a finite float32"):
+        with pytest.raises(ValueError, match=r"rate\): got .* expected a finite number"):
             zfunc.train_step(program, state, regression(4)(0))
 
 

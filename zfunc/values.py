@@ -29,7 +29,7 @@ def number(
         except (RuntimeError, ValueError):  # of several elements, or without values
             plain = None
     known = isinstance(plain, int | float) and not isinstance(plain, bool)
-    if known and least <= plain <= most and (plain > 0 or not positive):
+    if known and max(least, -FLOAT32_MAX) <= plain <= most and (plain > 0 or not positive):
         return float(plain)
     refusal = ValueError if known else TypeError
     raise refusal(f"{name}: got {value!r}, expected {_range(least, positive, most)}: {hint}")

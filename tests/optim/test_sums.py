@@ -14,11 +14,10 @@ from update_law import ISAS, NAMES, TYPES, array, as_tensor, assert_same, gradie
 
 import zfunc
 from zfunc.core.regions import SUM_PARTS
-from zfunc.optim.device_update import exact_parts
 from zfunc.optim.formats import round_to, to_float32
-from zfunc.optim.host_update import accumulate_, square_sum
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.reference import reference_square_sum
+from zfunc.optim.updates import accumulate_, exact_parts, square_sum
 
 
 def tensor(x: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:

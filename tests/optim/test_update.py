@@ -37,7 +37,7 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
 from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.errors import CheckpointError
-from zfunc.optim import device_update, workspaces
+from zfunc.optim import updates, workspaces
 from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.formats import unpack_weights
 from zfunc.optim.reference import reference_update
@@ -298,7 +298,7 @@ def test_the_public_call() -> None:
 @pytest.mark.parametrize("n", [1024, 1025, 2047, 3 * 1024 + 64])
 @every_row
 def test_pieces_change_no_bit(row: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_update, "PIECE", 1024)
+    monkeypatch.setattr(updates, "PIECE", 1024)
     check(ROWS[row], fresh(n, format_of(row)), gradient(n, torch.bfloat16), isas=())
 
 
@@ -306,7 +306,7 @@ def test_pieces_change_no_bit(row: str, n: int, monkeypatch: pytest.MonkeyPatch)
     "row", ["AdamW, 8bit", "AdamW, 16bit", "AdamW, fp32", "AdamW, fp32-split", "Lion, 8bit"]
 )
 def test_the_workspace_bounds_what_is_allocated(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (device_update, workspaces):
+    for module in (updates, workspaces):
         monkeypatch.setattr(module, "PIECE", 1 << 18)
     most = 0.0
     for n in (0, 1, 63, 1000, 4096, 10_001, 1 << 20):
@@ -321,7 +321,7 @@ def test_the_workspace_bounds_what_is_allocated(row: str, monkeypatch: pytest.Mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ADAMS)
 def test_a_gpu_keeps_to_the_workspace_and_nothing_waits_for_it(row: str) -> None:
-    n = 3 * device_update.PIECE + 65
+    n = 3 * updates.PIECE + 65
     state, grad = clone(fresh(n, format_of(row)), Tensor.cuda), torch.ones(n, device="cuda").bfloat16()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -15,8 +15,8 @@ from update_law import ROWS, State, exact, fresh
 
 import zfunc
 from zfunc.core.decision import StepDecision
-from zfunc.optim.host_update import accumulate_, square_sum
 from zfunc.optim.kernel_loader import cpu_adam as kernel
+from zfunc.optim.updates import accumulate_, square_sum
 
 N = 128
 Arguments = dict[str, Any]
@@ -48,8 +48,8 @@ def assert_refused(call: Callable[..., Any], error: type[Exception], words: str,
     ("change", "error", "match"),
     [
         ({"step": 0}, ValueError, "step"),
-        ({"step": 1.0}, TypeError, "step"),
-        ({"step": True}, TypeError, "step"),
+        ({"step": 1.0}, ValueError, "step"),
+        ({"step": True}, ValueError, "step"),
         ({"step": 10**400}, ValueError, "step"),
         ({"lr": math.nan}, ValueError, "lr"),
         ({"lr": -1.0}, ValueError, "lr"),
@@ -65,9 +65,10 @@ def assert_refused(call: Callable[..., Any], error: type[Exception], words: str,
         ({"weight_decay": math.inf}, ValueError, "weight_decay"),
         ({"decoupled": 1}, TypeError, "decoupled"),
         ({"grad_scale": math.inf}, ValueError, "grad_scale"),
+        ({"grad_scale": -math.inf}, ValueError, "grad_scale"),
         ({"grad_scale": 1e39}, ValueError, "grad_scale"),
         ({"threads": 0}, ValueError, "threads"),
-        ({"threads": 1.5}, TypeError, "threads"),
+        ({"threads": 1.5}, ValueError, "threads"),
     ],
 )
 def test_bad_numbers(change: Arguments, error: type[Exception], match: str) -> None:
@@ -80,18 +81,18 @@ def test_bad_numbers(change: Arguments, error: type[Exception], match: str) -> N
     [
         (
             lambda: zfunc.SGD(nesterov=True),
-            "nesterov: got momentum=0.0 and dampening=0.0; expected a momentum above",
+            "nesterov: got momentum=0.0 and dampening=0.0, expected a momentum above",
         ),
-        (lambda: zfunc.SGD(momentum=-1), "momentum: got -1; expected a finite float32 at or above 0"),
-        (lambda: zfunc.SGD(lr=math.inf), "lr: got inf; expected a finite float32 at or above 0"),
-        (lambda: zfunc.Lion(betas=(0.9, 1.0)), r"betas: got \(0.9, 1.0\); expected two numbers in \[0, 1\)"),
+        (lambda: zfunc.SGD(momentum=-1), "momentum: got -1, expected a finite number of at least 0"),
+        (lambda: zfunc.SGD(lr=math.inf), "lr: got inf, expected a finite number of at least 0"),
+        (lambda: zfunc.Lion(betas=(0.9, 1.0)), r"betas: got \(0.9, 1.0\), expected two numbers in \[0, 1\)"),
         (
             lambda: zfunc.Lion(lr=1e30, weight_decay=1e30),
-            "Lion's settings .as decay.: got 1.0000000000000001e.60; expected a finite",
+            "Lion's settings .as decay.: got 1.0000000000000001e.60, expected a finite",
         ),
-        (lambda: zfunc.Adagrad(eps=1e-40), "eps: got 1e-40; expected a float32 of at least"),
-        (lambda: zfunc.Adagrad(moments="4bit"), "moments: got '4bit'; expected one of fp32, 16bit, 8bit"),  # pyright: ignore
-        (lambda: zfunc.Adagrad(lr_decay=-1), "lr_decay: got -1; expected a finite float32 at or above 0"),
+        (lambda: zfunc.Adagrad(eps=1e-40), "eps: got 1e-40, expected a float32 of at least"),
+        (lambda: zfunc.Adagrad(moments="4bit"), "moments: got '4bit', expected one of fp32, 16bit, 8bit"),  # pyright: ignore
+        (lambda: zfunc.Adagrad(lr_decay=-1), "lr_decay: got -1, expected a finite number of at least 0"),
     ],
 )
 def test_a_wrong_setting_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -116,22 +117,22 @@ def fake() -> Tensor:
 BUFFERS: list[tuple[str, str, Change, type[Exception], str]] = [
     ("fp32", "grad", lambda _: torch.ones(N - 1), ValueError, r": got shape \[127\]"),
     ("fp32", "grad", lambda _: torch.ones(2 * N)[::2], ValueError, ": got stride 2"),
-    ("fp32", "grad", lambda _: torch.ones(N).double(), TypeError, ": got float64; expected float32 or bf"),
+    ("fp32", "grad", lambda _: torch.ones(N).double(), TypeError, ": got float64, expected float32 or bf"),
     ("fp32", "grad", lambda _: torch.ones(N).int(), TypeError, ": got int32"),
     ("fp32", "grad", lambda _: [1.0] * N, TypeError, ": got list"),
-    ("fp32", "grad", lambda _: torch.ones(N, device="meta"), ValueError, ": got a tensor on meta; exp.* cpu"),
+    ("fp32", "grad", lambda _: torch.ones(N, device="meta"), ValueError, ": got a tensor on meta, exp.* cpu"),
     ("fp32", "grad", lambda _: torch.ones(N).to_sparse(), ValueError, ": got a lazy or sparse view"),
     ("fp32", "out", lambda _: torch.ones(N).int(), TypeError, ": got int32"),
     ("fp32", "out", lambda c: c["grad"], ValueError, "grad and out|out and grad"),
     ("fp32", "master", lambda c: c["master"].numpy(), TypeError, ": got ndarray"),
     ("fp32", "exp_avg", lambda c: c["exp_avg"].bfloat16(), TypeError, ": got bfloat16"),
     ("fp32", "exp_avg_sq", lambda c: c["exp_avg_sq"].reshape(16, 8), ValueError, r": got shape \[16, 8\]"),
-    ("16bit", "exp_avg", lambda _: torch.zeros(N), TypeError, ": got float32; expected bfloat16"),
+    ("16bit", "exp_avg", lambda _: torch.zeros(N), TypeError, ": got float32, expected bfloat16"),
     ("16bit", "exp_avg", lambda c: c["master_high"], ValueError, "overlap"),
     ("16bit", "exp_avg_sq", lambda c: c["exp_avg"], ValueError, "overlap"),
     ("16bit", "master_low", lambda _: torch.zeros(N, dtype=torch.int32), TypeError, ": got int32"),
     ("16bit", "master_low", lambda c: c["master_low"][:64], ValueError, r": got shape \[64\]"),
-    ("8bit", "exp_avg_sq", lambda _: torch.zeros(N), TypeError, ": got float32; expected uint8"),
+    ("8bit", "exp_avg_sq", lambda _: torch.zeros(N), TypeError, ": got float32, expected uint8"),
     (
         "8bit",
         "exp_avg_sq",
@@ -181,7 +182,7 @@ INTO: list[tuple[str, str, Change, type[Exception], str]] = [
         "exp_avg_sq",
         lambda _: torch.zeros(N),
         TypeError,
-        "into exp_avg_sq: got float32; expected uint8",
+        "into exp_avg_sq: got float32, expected uint8",
     ),
 ]
 

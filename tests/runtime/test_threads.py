@@ -18,8 +18,8 @@ from small_models import MODELS
 
 import zfunc
 import zfunc.runtime.thread_budget as threads
-from zfunc.optim import host_update as sweeps
-from zfunc.optim.host_update import square_sum
+from zfunc.optim import updates as sweeps
+from zfunc.optim.updates import square_sum
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.thread_budget import choose_threads
 
@@ -109,7 +109,7 @@ def test_torchrun_gets_one_line_and_the_full_team() -> None:
     """As torchrun starts a rank: torch computes with one thread, the kernel with all there are."""
     code = (
         "import logging, os, threading, torch; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
-        "from zfunc.optim.host_update import square_sum\n"
+        "from zfunc.optim.updates import square_sum\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         "for _ in range(3): square_sum(torch.ones(1 << 20))\n"
         "print('team', 1 + len(os.listdir('/proc/self/task')) - before, 'compute', torch.get_num_threads())\n"

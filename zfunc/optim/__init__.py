@@ -1,8 +1,7 @@
 """The optimizer: its settings, its state, and its update on the host and on the device, with the same bits.
 
     base                  the `Optimizer` protocol: state by name, factors of a step, an update
-    kernel_optimizer      what zfunc's own have in common
-    elementwise           `Elementwise`: of an optimizer that says what it keeps and its rule, all the rest
+    elementwise           what zfunc's own have in common; `Elementwise`: an optimizer that is its state and a rule
     rules                 the frame of an element-wise step, its scalars and floors
     rules_in_c            the C of the rules, printed from them
     compiled_rules        a kernel for a rule of one's own, where there is a compiler
@@ -20,13 +19,11 @@
     loss_scale            fp16's loss scale, as a value
     reference             an element-wise update in NumPy, which kernel and device match bit for bit
     formats               the formats of the state, for NumPy and torch, which the kernel matches bit for bit
-    host_update           the update in host memory, accumulation and sums of squares
+    updates               the update on the host and on a device, accumulation, sums of squares; checks of buffers
     kernel_loader         loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
-    device_update         the update in torch operations
     tensors               the operations of rules and formats on tensors
     adafactor_matrices    what Adafactor keeps of a parameter, and the scalars of a step, without torch
     adafactor_update      Adafactor's, in rounds: what ranks join, and when
-    argument_checks       checks of buffers, which the kernel relies on
     workspaces            what an update on the device allocates, without torch
 
 A new element-wise optimizer: one file here with a subclass of `Elementwise`. Another one: a file that follows

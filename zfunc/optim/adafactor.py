@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,10 @@ from zfunc.core.layout import ALIGNMENT, UpdateWork
 from zfunc.core.optimizer_state import Moments
 from zfunc.optim.adafactor_matrices import PIECE, SUMMED, AdafactorFactors, matrices_of
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.kernel_optimizer import KernelOptimizer
+from zfunc.optim.elementwise import KernelOptimizer
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
-    checked_finite,
     decay_field,
     lr_field,
     moments_field,
@@ -24,7 +24,7 @@ from zfunc.optim.optimizer_settings import (
     refuse,
 )
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR, grad_floor_of
-from zfunc.values import FLOAT32_MAX
+from zfunc.values import FLOAT32_MAX, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +35,9 @@ FP64 = 8  # bytes
 
 def _eps(value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        refuse(ValueError, "eps", repr(value), "two numbers", "pass such as (1e-7, 1e-3)")
-    first, second = value
-    return (
-        checked_finite("eps[0]", FP32_EPS if first is None else first, minimum=0.0),
-        checked_finite("eps[1]", second, minimum=0.0),
-    )
+        refuse("eps", value, "two numbers", "pass such as (1e-7, 1e-3)")
+    first = FP32_EPS if value[0] is None else value[0]
+    return number("eps[0]", first, least=0), number("eps[1]", value[1], least=0)
 
 
 @attrs.frozen
@@ -64,21 +61,12 @@ class Adafactor(KernelOptimizer):
     """
 
     lr: LearningRate = lr_field(1e-2)
-    beta2_decay: float = attrs.field(default=-0.8, kw_only=True)
+    beta2_decay: float = number_field("beta2_decay", -0.8, least=-math.inf, most=0.0)
     eps: tuple[float, float] = attrs.field(default=(None, 1e-3), kw_only=True, converter=_eps)
-    d: float = attrs.field(default=1.0, kw_only=True)
+    d: float = number_field("d", 1.0, least=1.0)
     weight_decay: float = number_field("weight_decay", 0.0)
     decay: Decay = decay_field()
     moments: Moments = moments_field()
-
-    @beta2_decay.validator  # pyright: ignore
-    def _check_beta2_decay(self, _: object, value: Any) -> None:
-        if checked_finite("beta2_decay", value) > 0:
-            refuse(ValueError, "beta2_decay", repr(value), "a number of at most 0", "pass such as -0.8")
-
-    @d.validator  # pyright: ignore
-    def _check_d(self, _: object, value: Any) -> None:
-        checked_finite("d", value, minimum=1.0)
 
     def __attrs_post_init__(self) -> None:
         """Check what the fields make together; a schedule's values are checked at each step."""
@@ -157,9 +145,9 @@ class Adafactor(KernelOptimizer):
     def _step_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
         """The scalars of a step; ValueError for one that float32 cannot hold."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
-        grad_scale = checked_finite("grad_scale", decision.grad_scale)
+        grad_scale = number("grad_scale", decision.grad_scale)
         decay = lr * (0.0 if group & 1 else self.weight_decay)
-        checked_finite("Adafactor's settings (as decay)", decay)
+        number("Adafactor's settings (as decay)", decay)
         return AdafactorFactors(
             grad_scale,
             grad_floor_of(grad_scale),

@@ -37,11 +37,11 @@ from torch import Tensor
 
 from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, moment_buffers
 from zfunc.optim.adafactor_matrices import PIECE, SUMMED, AdafactorFactors, Matrices, matrices_of
-from zfunc.optim.argument_checks import CPU, checked_threads, update_spans
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import pack_weights, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR
+from zfunc.optim.updates import CPU, checked_threads, update_spans
 
 NUM_ROUNDS = 4
 # Buffers of the kernel, in the order of csrc/_adafactor_kernel.h

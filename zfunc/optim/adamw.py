@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import evolve, field, frozen
@@ -17,14 +18,15 @@ from zfunc.optim.optimizer_settings import (
     LearningRate,
     betas_at_step,
     betas_field,
+    checked_step,
     decay_field,
     eps_field,
     lr_field,
     moments_field,
     number_field,
-    refuse,
 )
 from zfunc.optim.rules import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, Factors, Operations
+from zfunc.values import truth
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,15 +63,10 @@ class AdamW(Elementwise):
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.999))
     eps: float = eps_field(1e-8)
     weight_decay: float = number_field("weight_decay", 0.01)
-    decoupled: bool = field(default=True, kw_only=True)
+    decoupled: bool = field(default=True, kw_only=True, converter=partial(truth, "decoupled"))
     decay: Decay = decay_field()
     moments: Moments = moments_field()
     split_master: bool = field(default=False, kw_only=True, repr=False)
-
-    @decoupled.validator  # pyright: ignore
-    def _check_decoupled(self, _: object, value: Any) -> None:
-        if not isinstance(value, bool):
-            refuse(TypeError, "decoupled", repr(value), "True or False", "pass False for Adam with L2")
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:
         """Kingma & Ba 2015, algorithm 1."""
@@ -166,8 +163,6 @@ def adam_update_(
     >>> weights, shadow[0]
     (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
     """
-    from zfunc.optim.argument_checks import checked_step
-
     adam = AdamW(lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
     decision = StepDecision(False, grad_scale, checked_step(step), adam.factors(step))
     names = ("master", *AdamW.state)

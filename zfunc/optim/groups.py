@@ -7,20 +7,16 @@ one format, so groups that differ in their settings alone share buckets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import evolve, field, frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.layout import Parameter, UpdateWork
+from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.base import HasMoments, Optimizer, ParameterPart
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from zfunc.optim.base import HasMoments, Optimizer
 
 Rule = str | Callable[[str, tuple[int, ...]], bool]
 
@@ -72,6 +68,17 @@ def _check_member(rule: Any, optimizer: Any) -> None:
             f"groups: got {optimizer!r}, expected an optimizer of zfunc's, or one of your own: pass such as "
             "zfunc.AdamW(lr=...)"
         )
+
+
+def _of_member(method: str) -> Any:
+    """A method of `zfunc.optim.base`'s protocols, which the group's optimizer has."""
+
+    def call(self: GroupedOptimizer, *args: Any, group: int, **given: Any) -> Any:
+        n, own = self._of(group)
+        args = tuple(_decision(x, n) if isinstance(x, StepDecision) else x for x in args)
+        return getattr(self.optimizers[n], method)(*args, group=own, **given)
+
+    return call
 
 
 @frozen
@@ -176,41 +183,13 @@ class GroupedOptimizer:
         return max(x.device_workspace(numel) for x in self.optimizers)
 
     # The rest is up to the group's optimizer, with its own groups, and its own factors of a decision.
-
-    def host_update(self, *args: Any, group: int, **given: Any) -> None:
-        """The update in host memory."""
-        self._call("host_update", group, args, given)
-
-    def device_update(self, *args: Any, group: int, **given: Any) -> None:
-        """The update on the device."""
-        self._call("device_update", group, args, given)
-
-    def direction(self, *args: Any, group: int, out: Tensor) -> None:
-        """The direction of whole matrices."""
-        self._call("direction", group, args, {"out": out})
-
-    def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
-        """What a whole matrix moves along."""
-        return self._call("orthogonalize", group, (direction,))
-
-    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """What the update of a parameter takes beside its element-wise pass."""
-        return self._call("update_work", group, (shape,))
-
-    def measure(self, *args: Any, group: int, part: ParameterPart) -> Tensor:
-        """What a part of a parameter has of the next round."""
-        return self._call("measure", group, args, {"part": part})
-
-    def convert_state(self, *args: Any, group: int) -> Mapping[str, Tensor]:
-        """A checkpoint's state in the format of the optimizer, which says what it can convert."""
-        return self._call("convert_state", group, args)
-
-    def _call(
-        self, method: str, group: int, args: tuple[Any, ...], given: Mapping[str, Any] = MappingProxyType({})
-    ) -> Any:
-        n, own = self._of(group)
-        args = tuple(_decision(x, n) if isinstance(x, StepDecision) else x for x in args)
-        return getattr(self.optimizers[n], method)(*args, group=own, **given)
+    host_update = _of_member("host_update")
+    device_update = _of_member("device_update")
+    direction = _of_member("direction")
+    orthogonalize = _of_member("orthogonalize")
+    update_work = _of_member("update_work")
+    measure = _of_member("measure")
+    convert_state = _of_member("convert_state")
 
 
 def _matches(rule: Rule, name: str, shape: tuple[int, ...]) -> bool:

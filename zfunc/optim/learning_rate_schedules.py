@@ -58,7 +58,28 @@ class LinearWarmup:
 
 
 @frozen
-class WarmupCosine:
+class _Decaying:
+    """Rises to `lr` at step `warmup`, then falls to `final` at step `total` and stays there."""
+
+    lr: float = field(validator=_rate)
+    warmup: int = field(validator=_warmup)
+    total: int = field(validator=_total)
+    final: float = field(default=0.0, validator=_rate)
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        if step <= self.warmup:
+            return _ramp(step, self.warmup) * self.lr
+        gone = min(1.0, (step - self.warmup) / (self.total - self.warmup))
+        return self.final + (self.lr - self.final) * self.left(gone)
+
+    def left(self, gone: float) -> float:
+        """The share of the fall that is left when a share of its steps is gone."""
+        raise NotImplementedError
+
+
+@frozen
+class WarmupCosine(_Decaying):
     """Rises to `lr` at step `warmup`, then falls along half a cosine to `final` at step `total` and stays there.
 
     `final` is a learning rate, not a fraction of `lr` (Loshchilov & Hutter 2017, without restarts).
@@ -70,21 +91,13 @@ class WarmupCosine:
     WarmupCosine(lr=1.0, warmup=2, total=10, final=0.1)
     """
 
-    lr: float = field(validator=_rate)
-    warmup: int = field(validator=_warmup)
-    total: int = field(validator=_total)
-    final: float = field(default=0.0, validator=_rate)
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        if step <= self.warmup:
-            return _ramp(step, self.warmup) * self.lr
-        left = 0.5 * (1.0 + math.cos(math.pi * _progress(step, self.warmup, self.total)))
-        return self.final + (self.lr - self.final) * left
+    def left(self, gone: float) -> float:
+        """Half a cosine."""
+        return 0.5 * (1.0 + math.cos(math.pi * gone))
 
 
 @frozen
-class WarmupLinear:
+class WarmupLinear(_Decaying):
     """Rises to `lr` at step `warmup`, then falls linearly to `final` at step `total` and stays there.
 
     >>> rate = warmup_linear(1.0, warmup=2, total=6)
@@ -92,16 +105,9 @@ class WarmupLinear:
     [0.5, 1.0, 0.75, 0.0, 0.0]
     """
 
-    lr: float = field(validator=_rate)
-    warmup: int = field(validator=_warmup)
-    total: int = field(validator=_total)
-    final: float = field(default=0.0, validator=_rate)
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        if step <= self.warmup:
-            return _ramp(step, self.warmup) * self.lr
-        return self.final + (self.lr - self.final) * (1.0 - _progress(step, self.warmup, self.total))
+    def left(self, gone: float) -> float:
+        """A line."""
+        return 1.0 - gone
 
 
 @frozen
@@ -129,7 +135,3 @@ def _ramp(step: int, warmup: int) -> float:
     if step < 1:
         raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
     return min(1.0, step / warmup) if warmup else 1.0
-
-
-def _progress(step: int, warmup: int, total: int) -> float:
-    return min(1.0, (step - warmup) / (total - warmup))

@@ -23,12 +23,11 @@ from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
-    checked_finite,
+    choice_field,
     decay_field,
     lr_field,
     moments_field,
     number_field,
-    refuse,
 )
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, grad_floor_of
 from zfunc.values import number, whole
@@ -41,17 +40,6 @@ Quintic = tuple[float, float, float]
 QUINTIC: Quintic = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5: steep at 0, so that singular values come near 1 in few steps (Jordan et al. 2024,
 "Muon: An optimizer for hidden layers in neural networks")."""
-
-
-def _momentum_setting(value: Any) -> float:
-    momentum = checked_finite("momentum", value, minimum=0.0)
-    if momentum >= 1.0:
-        refuse(ValueError, "momentum", repr(value), "a number in [0, 1)", "pass such as 0.95")
-    return momentum
-
-
-def _steps_setting(value: Any) -> int:
-    return whole("ns_steps", value, 1, 99)
 
 
 def _quintic_setting(value: Any) -> Quintic:
@@ -86,21 +74,15 @@ class Muon(Elementwise):
     decoupled: ClassVar = True
 
     lr: LearningRate = lr_field(1e-3)
-    momentum: float = attrs.field(default=0.95, kw_only=True, converter=_momentum_setting)
+    momentum: float = number_field("momentum", 0.95, most=1.0 - 2.0**-53)
     nesterov: bool = attrs.field(default=True, kw_only=True)
     weight_decay: float = number_field("weight_decay", 0.1)
-    adjust_lr_fn: AdjustLr = attrs.field(default="original", kw_only=True)
-    ns_steps: int = attrs.field(default=5, kw_only=True, converter=_steps_setting)
+    adjust_lr_fn: AdjustLr = choice_field("adjust_lr_fn", "original", get_args(AdjustLr))
+    ns_steps: int = attrs.field(default=5, kw_only=True, converter=lambda x: whole("ns_steps", x, 1, 99))
     ns_coefficients: Quintic = attrs.field(default=QUINTIC, kw_only=True, converter=_quintic_setting)
     eps: float = number_field("eps", 1e-7)
     decay: Decay = decay_field()
     moments: Moments = moments_field()
-
-    def __attrs_post_init__(self) -> None:
-        """Check every field."""
-        if self.adjust_lr_fn not in (known := get_args(AdjustLr)):
-            refuse(ValueError, "adjust_lr_fn", repr(self.adjust_lr_fn), " or ".join(known), "choose one")
-        super().__attrs_post_init__()
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
         """Along the orthogonal direction, which is the gradient here."""
@@ -141,7 +123,7 @@ class Muon(Elementwise):
         # The direction has been scaled.
         arguments = super().arguments(evolve(decision, grad_scale=1.0), group)
         factors: Factors = arguments["factors"]
-        rate = checked_finite("lr of a matrix", factors.rate * self.lr_ratio(part.shape))
+        rate = number("lr of a matrix", factors.rate * self.lr_ratio(part.shape))
         return {
             **arguments,
             "state_format": f"weights-{self.moments}",
@@ -190,11 +172,8 @@ class Muon(Elementwise):
 
     def direction_arguments(self, decision: StepDecision) -> dict[str, Any]:
         """What both kernels take besides tensors to make a direction."""
-        scale, keep, add = (
-            checked_finite("grad_scale", decision.grad_scale),
-            self.momentum,
-            1.0 - self.momentum,
-        )
+        scale = number("grad_scale", decision.grad_scale)
+        keep, add = self.momentum, 1.0 - self.momentum
         look_keep, look_add = (keep, add) if self.nesterov else (1.0, 0.0)
         look = {"keep": keep, "add": add, "look_keep": look_keep, "look_add": look_add}
         return {

@@ -1,4 +1,4 @@
-"""Settings of optimizers and their checks: no torch.
+"""Fields of optimizers' settings, and their checks: no torch.
 
 A field's converter raises TypeError or ValueError, with what was got, what was expected and what to do. A
 schedule, a pure function of the step counted from 1, is checked at each step.
@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from attrs import field
 
 from zfunc.core.optimizer_state import MOMENTS
-from zfunc.errors import CheckpointError
 from zfunc.optim.rules import SMALLEST_NORMAL
-from zfunc.values import FLOAT32_MAX, number
+from zfunc.values import number, whole
 
+MAX_STEP = 2**53  # the largest float64 up to which every integer is exact
 Betas = tuple[float, float]
 LearningRate = float | Callable[[int], float]
 Decay = Callable[[str, tuple[int, ...]], bool]
@@ -49,7 +49,7 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 def lr_field(default: float) -> Any:
     """A learning rate of at least 0, or a schedule."""
-    return _schedule_or(lambda x: checked_finite("lr", x, minimum=0.0), default, kw_only=False)
+    return _schedule_or(lambda x: number("lr", x, least=0), default, kw_only=False)
 
 
 def betas_field(default: Betas) -> Any:
@@ -66,18 +66,19 @@ def _schedule_or(check: Callable[[Any], Any], default: Any, *, kw_only: bool) ->
     return field(default=default, converter=converted, kw_only=kw_only)
 
 
-def number_field(name: str, default: float) -> Any:
-    """A finite number of at least 0."""
-    return field(default=default, kw_only=True, converter=lambda x: checked_finite(name, x, minimum=0.0))
+def number_field(name: str, default: float, *, least: float = 0.0, most: float | None = None) -> Any:
+    """A finite number of at least `least`, and at most `most`."""
+    bounds = {"least": least} if most is None else {"least": least, "most": most}
+    return field(default=default, kw_only=True, converter=lambda x: number(name, x, **bounds))
 
 
 def eps_field(default: float) -> Any:
     """0 or a normal float32: the kernel flushes subnormal values to 0."""
 
     def converted(value: Any) -> float:
-        eps = checked_finite("eps", value, minimum=0.0)
+        eps = number("eps", value, least=0)
         if 0.0 < eps < SMALLEST_NORMAL:
-            refuse(ValueError, "eps", repr(value), "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
+            refuse("eps", value, "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
         return eps
 
     return field(default=default, kw_only=True, converter=converted)
@@ -88,19 +89,24 @@ def decay_field() -> Any:
 
     def check(_: object, __: object, value: Any) -> None:
         if not callable(value):
-            refuse(TypeError, "decay", repr(value), "(name, shape) -> bool", "pass such as matrices_only")
+            refuse("decay", value, "(name, shape) -> bool", "pass such as matrices_only", TypeError)
 
     return field(default=decay_all, kw_only=True, validator=check)
 
 
-def moments_field() -> Any:
-    """The format of the moments between steps."""
+def choice_field(name: str, default: str, choices: tuple[str, ...]) -> Any:
+    """One of some names."""
 
     def check(_: object, __: object, value: Any) -> None:
-        if not isinstance(value, str) or value not in MOMENTS:
-            refuse(ValueError, "moments", repr(value), f"one of {', '.join(MOMENTS)}", "choose one")
+        if not isinstance(value, str) or value not in choices:
+            refuse(name, value, f"one of {', '.join(choices)}", "choose one")
 
-    return field(default="fp32", kw_only=True, validator=check)
+    return field(default=default, kw_only=True, validator=check)
+
+
+def moments_field() -> Any:
+    """The format of the moments between steps."""
+    return choice_field("moments", "fp32", MOMENTS)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ def moments_field() -> Any:
 
 def lr_at_step(lr: LearningRate, step: int) -> float:
     """The learning rate of a step; TypeError or ValueError where the schedule returns none."""
-    return checked_finite(f"lr at step {step}", lr(step), minimum=0.0) if callable(lr) else lr
+    return number(f"lr at step {step}", lr(step), least=0) if callable(lr) else lr
 
 
 def betas_at_step(betas: Betas | Callable[[int], Betas], step: int) -> Betas:
@@ -124,28 +130,15 @@ def checked_betas(betas: Any, name: str = "betas") -> Betas:
             return beta1, beta2
     except (TypeError, ValueError, RuntimeError):
         pass
-    refuse(ValueError, name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+    refuse(name, betas, "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
 
 
-def checked_finite(name: str, value: Any, minimum: float = -FLOAT32_MAX) -> float:
-    """A finite float32 number of at least `minimum`, as a float."""
-    try:
-        return number(name, value, least=minimum)
-    except TypeError:
-        refuse(TypeError, name, repr(value), "a number", "pass a float")
-    except ValueError:
-        floor = "" if minimum == -FLOAT32_MAX else f" at or above {minimum:g}"
-        refuse(ValueError, name, repr(value), f"a finite float32{floor}", "correct it, or skip this step")
+def checked_step(step: Any) -> int:
+    """A step number, counted from 1."""
+    plain = step if isinstance(step, bool) or not hasattr(step, "__index__") else int(step)
+    return whole("step", plain, 1, MAX_STEP)
 
 
-def refuse(kind: type[Exception], name: str, got: str, expected: str, action: str) -> NoReturn:
+def refuse(name: str, got: Any, expected: str, do: str, kind: type[Exception] = ValueError) -> NoReturn:
     """Raise `kind` with what was got, what was expected, and what to do."""
-    raise kind(f"{name}: got {got}; expected {expected}; {action}")
-
-
-def another_optimizer(state_format: str, wanted: str) -> CheckpointError:
-    """The error of a state that this program's optimizer cannot read."""
-    return CheckpointError(
-        f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it with "
-        "the optimizer that saved it, or pass its parameters to init(program, params=...)"
-    )
+    raise kind(f"{name}: got {got!r}, expected {expected}: {do}")

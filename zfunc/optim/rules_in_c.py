@@ -29,35 +29,20 @@ FLOORS = {
 }
 
 
+def _operator(op: str) -> tuple[Any, Any]:
+    return lambda x, y: Value(op, x, value_of(y)), lambda x, y: Value(op, value_of(y), x)
+
+
 class Value:
     """A float in C: a name, or an operation of others. It is not computed, so it has no truth."""
 
     def __init__(self, op: str, *args: Value, text: str = "") -> None:
         self.op, self.args, self.text = op, args, text
 
-    def __add__(self, y: Any) -> Value:
-        return Value("+", self, value_of(y))
-
-    def __radd__(self, x: Any) -> Value:
-        return Value("+", value_of(x), self)
-
-    def __sub__(self, y: Any) -> Value:
-        return Value("-", self, value_of(y))
-
-    def __rsub__(self, x: Any) -> Value:
-        return Value("-", value_of(x), self)
-
-    def __mul__(self, y: Any) -> Value:
-        return Value("*", self, value_of(y))
-
-    def __rmul__(self, x: Any) -> Value:
-        return Value("*", value_of(x), self)
-
-    def __truediv__(self, y: Any) -> Value:
-        return Value("/", self, value_of(y))
-
-    def __rtruediv__(self, x: Any) -> Value:
-        return Value("/", value_of(x), self)
+    __add__, __radd__ = _operator("+")
+    __sub__, __rsub__ = _operator("-")
+    __mul__, __rmul__ = _operator("*")
+    __truediv__, __rtruediv__ = _operator("/")
 
     def __bool__(self) -> bool:
         raise TypeError("a rule has no branches: its values are arrays")

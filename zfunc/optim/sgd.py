@@ -13,7 +13,6 @@ from zfunc.optim.optimizer_settings import (
     lr_field,
     moments_field,
     number_field,
-    refuse,
 )
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
@@ -49,12 +48,8 @@ class SGD(Elementwise):
     def _check_nesterov(self, _: object, value: Any) -> None:
         if value and not (self.momentum and not self.dampening):
             got = f"momentum={self.momentum} and dampening={self.dampening}"
-            refuse(
-                ValueError,
-                "nesterov",
-                got,
-                "a momentum above 0 and no dampening",
-                "pass such as momentum=0.9",
+            raise ValueError(
+                f"nesterov: got {got}, expected a momentum above 0 and no dampening: pass such as momentum=0.9"
             )
 
     @property

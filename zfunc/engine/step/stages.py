@@ -36,8 +36,7 @@ from zfunc.engine.step.stage_context import (
     named_like_verbs,
 )
 from zfunc.engine.step.update_stages import UPDATE_STAGES, state_of
-from zfunc.optim.device_update import exact_parts
-from zfunc.optim.host_update import accumulate_, square_sum
+from zfunc.optim.updates import accumulate_, exact_parts, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
 

@@ -1,0 +1,303 @@
+"""An element-wise update in host memory, by the kernel, and in torch operations on any device; and sums of squares.
+
+Arguments are checked before anything is written, because the kernel sees addresses only: a call that raises has
+changed no buffer. `reference` defines what both compute. In torch the bits are the same on any device with IEEE
+arithmetic, because
+
+- every operation rounds once, in the rule's order: none may contract a product and a sum into a fused one
+  (`addcmul`, `addcdiv`, `lerp`, `add` with an alpha);
+- factors are rounded to float32 before torch sees them, so its own conversion is exact;
+- nothing is divided by a number: on CUDA that would be a product with its reciprocal;
+- the square root goes through float64, because torch's of float32 is not always the nearest on CPUs (MKL's). The
+  nearest float32 of a float64 root is right even where that is off by an ulp.
+
+The payload of a NaN is not promised. On a device elements go through in pieces, in memory that
+`elementwise_workspace` bounds, and nothing waits for the device.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
+from zfunc.core.regions import SUM_PARTS
+from zfunc.optim.compiled_rules import compiled
+from zfunc.optim.formats import (
+    first_dither,
+    kernel_layout,
+    pack_moments,
+    pack_weights,
+    unpack_moments,
+    unpack_weights,
+)
+from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
+from zfunc.optim.optimizer_settings import checked_step
+from zfunc.optim.rules import Decay, Factors, Rule, step
+from zfunc.optim.tensors import TORCH
+from zfunc.optim.workspaces import PIECE
+from zfunc.runtime.thread_budget import default_threads, limit_threads
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.values import whole
+
+DECAYS = {"none": cpu_adam.NO_DECAY, "l2": cpu_adam.L2, "decoupled": cpu_adam.DECOUPLED}
+
+
+# ---- updates ------------------------------------------------------------------------------------------
+
+
+def host_update_(
+    state: Mapping[str, Tensor],
+    grad: Tensor,
+    *,
+    rule: Rule,
+    state_format: str,
+    factors: Factors,
+    number: int,
+    decay: Decay,
+    out: Tensor | None = None,
+    into: Mapping[str, Tensor] | None = None,
+    threads: int | None = None,
+    isa: int = -1,
+) -> None:
+    """Update `number` over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
+
+    `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
+    result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
+    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`compiled_rules`).
+
+    Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
+    that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
+    """
+    spans = update_spans(state_format, state, grad, out, into, weights=rule.weights)
+    number = checked_step(number)
+    team = checked_threads(threads)
+    kernel = cpu_adam if rule.name else compiled(rule)
+    if kernel is None:
+        for name in () if into is None else into:
+            into[name].copy_(state[name])  # pyright: ignore
+        how = {"rule": rule, "state_format": state_format, "factors": factors}
+        device_update_(state if into is None else into, grad, number=number, decay=decay, out=out, **how)  # pyright: ignore
+        return
+    room = cpu_adam.MOMENTS if rule.name else kernel.num_moments
+    names, kept = kernel_layout(state_format, room, weights=rule.weights)
+    new = INTO if into is not None else ""
+    addresses = [spans[x][0] if x in spans else 0 for x in ("grad", "out", *names, *(new + x for x in names))]
+    types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
+    which = cpu_adam.RULES[rule.name] if rule.name else 0
+    how = [which, *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
+    dithers = [first_dither(number, moment) for moment in range(room)]
+    kernel.update(addresses, how, dithers, factors, grad.numel(), team, cpu_adam.checked(isa))
+
+
+def device_update_(
+    state: Mapping[str, Tensor],
+    grad: Tensor,
+    *,
+    rule: Rule,
+    state_format: str,
+    factors: Factors,
+    number: int,
+    decay: Decay,
+    out: Tensor | None = None,
+) -> None:
+    """Update `number` over 1-D contiguous buffers of one device, in place, with the bits of `host_update_`.
+
+    On CUDA the operations are queued on the current stream. Raises TypeError or ValueError, with every buffer
+    unchanged, for a wrong dtype, shape, device or layout, and buffers that overlap.
+    """
+    update_spans(state_format, state, grad, out, device=None, weights=rule.weights)
+    checked_step(number)
+    with np.errstate(over="ignore"):  # grad_floor may be infinite
+        k = Factors._make(float(np.float32(x)) for x in factors)
+    count = sum(x.shared == 1 for x in moment_buffers(state_format))
+
+    def update(parts: Mapping[str, Tensor], grad: Tensor, out: Tensor | None) -> None:
+        p = unpack_weights(parts) if rule.weights else None
+        grad = grad.to(torch.float32, copy=True)
+        p, *moments = step(TORCH, rule, k, decay, grad, p, *unpack_moments(parts, state_format))
+        del grad  # a device has no room for it beside what packing takes
+        if out is not None:
+            out.copy_(p)
+        packed = pack_moments(moments[:count], state_format, number)
+        if rule.weights:
+            packed = pack_weights(p, state_format, packed) | packed
+        for name, x in packed.items():
+            parts[name].copy_(x)
+
+    with torch.no_grad():
+        for start in range(0, grad.numel(), PIECE):
+            stop = min(grad.numel(), start + PIECE)
+            part = None if out is None else out[start:stop]
+            update(state_slice(state_format, state, start, stop), grad[start:stop], part)
+
+
+# ---- sums of squares -----------------------------------------------------------------------------------
+
+
+def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> Tensor:
+    """Add `grad` to `acc`, or copy it there if `first`; returns the sum of squares of the new `acc`, exactly.
+
+    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. The result is [SUM_PARTS] fp64, which `math.fsum` adds
+    up. Such parts are added without rounding, so the total of several calls has the same bits wherever the elements
+    were cut, at multiples of 64, and for any thread count and instruction set. inf and NaN propagate, so it is the
+    finite check as well. Raises TypeError or ValueError, with `acc` unchanged, for buffers as in `host_update_`.
+
+    >>> import math
+    >>> acc = torch.empty(2)
+    >>> math.fsum(accumulate_(acc, torch.tensor([1.0, 2.0]), first=True))
+    5.0
+    """
+    n = numel_of(acc)
+    spans = [
+        checked_span("acc", acc, n, [torch.float32]),
+        checked_span("grad", grad, n, KERNEL_DTYPES, written=False),
+    ]
+    check_disjoint(spans)
+    return _sum(spans[0][0], spans[1][0], grad, first, threads)
+
+
+def square_sum(grad: Tensor, *, threads: int | None = None) -> Tensor:
+    """The sum of squares of grad [n] (fp32, bf16 or fp16), with the result and guarantees of `accumulate_`.
+
+    >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)).sum().item()
+    25.0
+    """
+    address = checked_span("grad", grad, numel_of(grad), KERNEL_DTYPES, written=False)[0]
+    return _sum(0, address, grad, False, threads)
+
+
+def _sum(acc: int, address: int, grad: Tensor, first: bool, threads: int | None) -> Tensor:
+    parts = torch.empty(SUM_PARTS, dtype=torch.float64, device="cpu")
+    sizes = parts.data_ptr(), grad.numel(), KERNEL_DTYPES[grad.dtype]
+    cpu_adam.accumulate(acc, address, *sizes, bool(first), checked_threads(threads))
+    return parts
+
+
+def exact_parts(sums: Tensor) -> Tensor:
+    """Sums of squares [..., n] fp64, added up without rounding, in the parts of `host_update.square_sum`.
+
+    >>> exact_parts(torch.tensor([9.0, 16.0], dtype=torch.float64)).shape == (SUM_PARTS,)
+    True
+    """
+    first, last = (1023 + 32 * i - 352 for i in (0, SUM_PARTS))
+    unit = torch.arange(first, last, 32, device=sums.device).bitwise_left_shift_(52).view(torch.float64)
+    multiples = (sums[..., None] / unit).floor_().mul_(unit)  # powers of two: exact
+    above = torch.nn.functional.pad(multiples[..., 1:], (0, 1))
+    return torch.where(above.isinf(), above, multiples - above).sum(-2)
+
+
+# ---- checks --------------------------------------------------------------------------------------------
+
+Span = tuple[int, int, str]  # first address, address after the last byte, name for errors
+CPU = torch.device("cpu")
+
+INTO = "into "  # prefix of the buffers that receive a new state
+
+
+def checked_threads(threads: int | None) -> int:
+    """The number of threads to use: at most those available; the default for None."""
+    return default_threads() if threads is None else limit_threads(whole("threads", threads, 1))
+
+
+def update_spans(
+    state_format: str,
+    state: Mapping[str, Any],
+    grad: Any,
+    out: Any,
+    into: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | None = CPU,
+    weights: bool = True,
+) -> dict[str, Span]:
+    """The memory of every buffer of an update, by name; the names of those of `into` begin with "into ".
+
+    Those of the weights are among them with `weights`. Raises TypeError or ValueError unless all are 1-D contiguous
+    buffers on `device`, or that of the first, with the sizes and dtypes of `state_format`, and share no memory.
+    """
+    formats = STATE_FORMATS[state_format] if weights else moment_buffers(state_format)
+    first = state[formats[0].name]
+    n = numel_of(first)
+    device = device or getattr(first, "device", CPU)
+    spans: dict[str, Span] = {}
+    for prefix, buffers, written in (("", state, into is None), (INTO, into or {}, True)):
+        for x in formats if buffers else ():
+            name, dtypes = prefix + x.name, (TORCH_DTYPES[x.dtype],)
+            spans[name] = checked_span(
+                name, buffers[x.name], x.numel(n), dtypes, device=device, written=written
+            )
+    spans["grad"] = checked_span("grad", grad, n, KERNEL_DTYPES, device=device, written=False)
+    if out is not None:
+        spans["out"] = checked_span("out", out, n, KERNEL_DTYPES, device=device)
+    check_disjoint(spans.values())
+    return spans
+
+
+def numel_of(tensor: Any) -> int:
+    """The number of elements of a tensor; 0 for anything else, which `checked_span` refuses."""
+    return tensor.numel() if isinstance(tensor, Tensor) else 0
+
+
+def checked_span(
+    name: str,
+    tensor: Any,
+    n: int,
+    dtypes: Collection[torch.dtype],
+    *,
+    device: torch.device = CPU,
+    written: bool = True,
+) -> Span:
+    """The memory of a 1-D contiguous tensor of `n` elements on `device`; raises for anything else."""
+    if not isinstance(tensor, Tensor):
+        got = type(tensor).__name__
+        raise TypeError(f"{name}: got {got}, expected a torch.Tensor: pass torch.from_numpy(array)")
+    if tensor.dtype not in dtypes:
+        got, *expected = (str(x).removeprefix("torch.") for x in (tensor.dtype, *dtypes))
+        raise TypeError(f"{name}: got {got}, expected {' or '.join(expected)}: convert it first")
+    if tensor.device != device:
+        refuse_buffer(
+            name,
+            f"a tensor on {tensor.device}",
+            f"a tensor on {device}",
+            f"copy it with .to({str(device)!r})",
+        )
+    if tensor.layout is not torch.strided or tensor.is_neg():
+        refuse_buffer(name, "a lazy or sparse view", "plain memory", "pass .to_dense() or .resolve_neg()")
+    if tensor.dim() != 1 or tensor.numel() != n:
+        expected = f"shape [{n}], as the first buffer" if tensor.dim() == 1 else "one dimension"
+        refuse_buffer(name, f"shape {list(tensor.shape)}", expected, "pass a flat view")
+    if not tensor.is_contiguous():
+        refuse_buffer(name, f"stride {tensor.stride()[0]}", "a contiguous buffer", "pass .contiguous()")
+    try:
+        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper of torch.func
+        raise TypeError(
+            f"{name}: got {type(tensor).__name__} without memory of its own, expected a plain tensor: "
+            "call this outside torch.func transforms and torch.compile"
+        ) from error
+    end = address + n * tensor.element_size()
+    first = tensor.storage_offset() * tensor.element_size()  # a storage can be resized under a tensor
+    if n and (not address or tensor.untyped_storage().nbytes() - first < end - address):
+        refuse_buffer(name, "a tensor whose memory is not allocated", "a plain tensor", "allocate it again")
+    on_cpu = device.type == "cpu"
+    if written and n and on_cpu and not (cpu_adam.writable(address) and cpu_adam.writable(end - 1)):
+        refuse_buffer(name, "read-only memory", "memory that can be written", "clone it first")
+    return address, end, name
+
+
+def refuse_buffer(name: str, got: str, expected: str, do: str) -> NoReturn:
+    """Raise ValueError for what lies where it cannot be used."""
+    raise ValueError(f"{name}: got {got}, expected {expected}: {do}")
+
+
+def check_disjoint(spans: Collection[Span]) -> None:
+    """Raise ValueError where two buffers share memory."""
+    end, last = 0, ""
+    for start, stop, name in sorted(spans):
+        if start < end:
+            got = f"memory that overlaps by {end - start} bytes"
+            refuse_buffer(f"{last} and {name}", got, "separate buffers", "clone one of them")
+        end, last = stop, name
