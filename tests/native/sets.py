@@ -25,10 +25,12 @@ from .cases import (
 )
 from .stream import Case
 
-MOMENTS = "fp32", "fp32-split", "16bit", "8bit"
+MOMENTS = "fp32", "16bit", "8bit"
+ROWS = [(name, moments) for name in OPTIMIZERS for moments in MOMENTS] + [("adamw", "fp32-split")]
+ADAMS = [row for row in ROWS if row[0] == "adamw"]
 TYPES, OUTS = ("fp32", "bf16", "fp16"), ("none", "fp32", "bf16", "fp16")
-ONE_BUFFER = [x for x in OPTIMIZERS if x != "adamw"]
-SIZES = (0, 1, 15, 55, 64, 127, 128, 129, 4097)
+SIZES = (0, 1, 15, 55, 63, 64, 127, 128, 129, 4097)
+OFFSETS = 0, 1, 3, 7, 64  # on and off the lines of the cache
 EXTREMES = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 2.0**-56, 2.0**-57)
 EXTREMES += (2.0**-100, 2.0**-120, 3.4028234663852886e38, 65504.0, 65520.0, 2.0**-24, 2.0**-25)
 
@@ -38,33 +40,27 @@ def on(isas: Iterable[str], cases: Iterable[Case]) -> Iterator[Case]:
     return (case._replace(isa=isa) for case, isa in itertools.product(cases, isas))
 
 
-def types(sizes: Sequence[int]) -> Iterator[Case]:
-    """Every type of gradient, copy and state with every decay; sizes in turn, so that all meet most."""
-    kinds = itertools.product(MOMENTS, TYPES, OUTS, DECAYS)
-    for i, (moments, grad, out, decay) in enumerate(kinds):
-        for n in (sizes[i % len(sizes)], sizes[(i // 3 + 4) % len(sizes)]):
-            state, values = random_state(n, i), random_grad(n, grad, i)
-            yield update_case(
-                "adamw", state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3
-            )
+def held(name: str, state: Sequence[Array]) -> Sequence[Array]:
+    """Weights and moments for an optimizer: Adagrad's has no sign."""
+    p, m, v = state
+    return (p, np.abs(v)) if name == "adagrad" else (p, m, np.abs(v))
 
 
-def one_buffer(sizes: Sequence[int]) -> Iterator[Case]:
-    """SGD, Lion and Adagrad: every format with every kind of decay, in place and elsewhere; types in turn."""
-    kinds = itertools.product(ONE_BUFFER, ("fp32", "16bit", "8bit"), DECAYS, (False, True))
-    for i, (rule, moments, decay, apart) in enumerate(kinds):
-        if rule == "direction" and (apart or decay != "none"):  # it leaves the weights
-            continue
-        for n in {sizes[i % len(sizes)], sizes[(i // 3 + 1) % len(sizes)]}:
-            grad, out = TYPES[(i + n) % 3], OUTS[(i // 2 + n) % 4]
-            p, m, v = random_state(n, i)
-            values, how = (
-                random_grad(n, grad, i),
-                {"out": out, "decay": decay, "step": 1 + i % 3, "into": apart},
-            )
-            held = v if rule == "adagrad" else m
-            case = update_case(rule, (p, held), values, grad, moments=moments, **how)
-            yield case._replace(offset=i % 4, threads=1 + 2 * (n > 4096))
+def updates(sizes: Sequence[int], rows: Iterable[tuple[str, str]] = ROWS) -> Iterator[Case]:
+    """Every rule and format with every size and kind of decay, in place and elsewhere; types of gradient and copy,
+    steps and offsets in turn, so that all meet each row. Some gradients are NaN."""
+    for name, moments in rows:
+        for i, (n, decay, into) in enumerate(itertools.product(sizes, DECAYS, (False, True))):
+            if name == "direction" and (into or decay != "none"):  # it leaves the weights
+                continue
+            grad, out = TYPES[i % 3], OUTS[i // 3 % 4]
+            values = random_grad(n, grad, i)
+            with np.errstate(all="ignore"):
+                if into:
+                    values[n // 2 :: 777] = round_to(np.array([np.nan], np.float32), grad)[0]
+                how = {"out": out, "decay": decay, "step": 1 + i % 3, "into": into}
+                case = update_case(name, held(name, random_state(n, i)), values, grad, moments=moments, **how)
+            yield case._replace(offset=OFFSETS[i % 5], threads=1 + 2 * (n > 4096))
 
 
 def factored(shapes: Sequence[tuple[int, ...]]) -> Iterator[Case]:
@@ -77,43 +73,13 @@ def factored(shapes: Sequence[tuple[int, ...]]) -> Iterator[Case]:
             yield case._replace(offset=i % 4, threads=1 + 2 * (case.n > 4096))
 
 
-def every_size(sizes: Sequence[int]) -> Iterator[Case]:
-    """Every size with every kind of state, moved off its alignment as well."""
-    for n, moments, offset in itertools.product(sizes, MOMENTS, (0, 1, 3, 7)):
-        kind, out, decay = TYPES[n % 3], OUTS[(n + offset) % 4], list(DECAYS)[offset % 3]
-        case = update_case(
-            "adamw", random_state(n), random_grad(n, kind), kind, moments=moments, out=out, decay=decay
-        )
-        yield case._replace(offset=offset)
-
-
-def into(sizes: Sequence[int]) -> Iterator[Case]:
-    """New state in buffers of its own: every size and kind, on and off the lines of the cache."""
-    for i, (n, moments, offset) in enumerate(itertools.product(sizes, MOMENTS, (0, 64, 3))):
-        kind, out, decay = TYPES[i % 3], OUTS[(n + i) % 4], list(DECAYS)[(n + i // 3) % 3]
-        grad, how = random_grad(n, kind), {"moments": moments, "out": out, "decay": decay, "into": True}
-        with np.errstate(all="ignore"):
-            grad[n // 2 :: 777] = round_to(np.array([np.nan], np.float32), kind)[0]
-            yield update_case("adamw", random_state(n), grad, kind, **how)._replace(offset=offset)
-
-
-def shared_into(n: int) -> Iterator[Case]:
-    """The same for several threads, whole and in parts."""
-    for moments in MOMENTS:
-        how = {"moments": moments, "out": "bf16", "decay": "decoupled", "into": True}
-        case = update_case("adamw", random_state(n), random_grad(n, "bf16"), "bf16", **how)
-        yield case._replace(threads=1)
-        yield case._replace(threads=3, cuts=(64, 192))
-
-
-def shared(n: int, moments: Sequence[str] = MOMENTS) -> Iterator[Case]:
-    """Sizes that several threads work on, whole and in parts; from 262144 on the copy bypasses the caches."""
+def shared(n: int, rows: Iterable[tuple[str, str]] = ADAMS) -> Iterator[Case]:
+    """Sizes that several threads work on, whole and in parts; from 262144 on new state bypasses the caches."""
     ways = ((1, ()), (2, ()), (3, (64, 192, n // 2 // 64 * 64)), (5, (64 * 513,)))
-    for kind, state in itertools.product(TYPES, moments):
-        case = update_case(
-            "adamw", random_state(n), random_grad(n, kind), kind, moments=state, out=kind, decay="decoupled"
-        )
-        yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways)
+    for kind, (name, moments), into in itertools.product(TYPES, rows, (False, True)):
+        how = {"moments": moments, "out": kind, "decay": "decoupled", "into": into}
+        case = update_case(name, held(name, random_state(n)), random_grad(n, kind), kind, **how)
+        yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways[2 * into :])
     for case in sums([n], TYPES):
         yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways[1:])
     yield skeleton_case(n, (4, 4, 4), copy=True)._replace(threads=3)
@@ -136,38 +102,20 @@ def skeletons(sizes: Iterable[int]) -> Iterator[Case]:
         )
 
 
-def special(scales: Sequence[float]) -> Iterator[Case]:
-    """Infinities, NaN, denormals, the floors and the largest values meet, in every kind of state."""
+def special(scales: Sequence[float], rows: Sequence[tuple[str, str]] = ROWS) -> Iterator[Case]:
+    """Infinities, NaN, denormals, the floors and the largest values meet, in every rule and format."""
     some = (0.0, 1.0, math.inf, math.nan, 2.0**-100, 2.0**-120, 1e-40)
-    rows = np.array(list(itertools.product(EXTREMES, some, some, EXTREMES)), np.float32)
-    rows = np.random.default_rng(0).permutation(rows)  # else a block of 64 would hold one exponent
-    p, m, v, g = rows.T.copy()
-    for i, (scale, decay, moments) in enumerate(itertools.product(scales, DECAYS, MOMENTS)):
+    values = np.array(list(itertools.product(EXTREMES, some, some, EXTREMES)), np.float32)
+    values = np.random.default_rng(0).permutation(values)  # else a block of 64 would hold one exponent
+    p, m, v, g = values.T.copy()
+    for i, (scale, decay, (name, moments)) in enumerate(itertools.product(scales, DECAYS, rows)):
+        if name == "direction" and decay != "none":
+            continue
         kind, out = TYPES[(i + i // 9) % 3], OUTS[1 + (i // 3 + i) % 3]
         with np.errstate(all="ignore"):
-            grad = round_to(g, kind)
-            yield update_case(
-                "adamw", (p, m, v), grad, kind, moments=moments, out=out, decay=decay, scale=scale
-            )
-            yield update_case(
-                "adamw", (p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale
-            )
-
-
-def special_one_buffer() -> Iterator[Case]:
-    """The same of weights, buffer and gradient of SGD, Lion and Adagrad."""
-    rows = np.array(list(itertools.product(EXTREMES, EXTREMES, EXTREMES)), np.float32)
-    p, m, g = np.random.default_rng(0).permutation(rows).T.copy()
-    for i, (rule, moments, decay) in enumerate(
-        itertools.product(ONE_BUFFER, ("fp32", "16bit", "8bit"), DECAYS)
-    ):
-        if rule == "direction" and decay != "none":
-            continue
-        grad, out = TYPES[i % 3], OUTS[1 + i // 3 % 3]
-        with np.errstate(all="ignore"):
-            buffer, values = np.abs(m) if rule == "adagrad" else m, round_to(g, grad)
-        for held in (buffer, small(buffer)[0]):
-            yield update_case(rule, (p, held), values, grad, moments=moments, out=out, decay=decay)
+            grad, how = round_to(g, kind), {"moments": moments, "out": out, "decay": decay, "scale": scale}
+            for state in ((p, m, v), (p, *small(m, v))):
+                yield update_case(name, held(name, state), grad, kind, **how)
 
 
 def small(*moments: Array) -> list[Array]:
@@ -204,31 +152,26 @@ def codes() -> Iterator[Case]:
 
 def full(isas: Sequence[str]) -> Iterator[Case]:
     """Everything."""
-    yield from on(isas, itertools.chain(types(SIZES), every_size(SIZES)))
+    yield from on(isas, itertools.chain(updates(SIZES), shared(32_768 + 3), conversions(), codes()))
     yield from on(isas, itertools.chain(sums((*SIZES, 65_536, 65_537), TYPES), skeletons(SIZES)))
-    yield from on(isas, itertools.chain(shared(32_768 + 3), special((1.0, 0.0, -0.5, 2.0**-16, 2.0**80))))
-    yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
-    yield from on(isas, itertools.chain(into(SIZES), shared_into(32_768 + 3), shared_into(262_144 + 67)))
-    yield from on(isas, itertools.chain(one_buffer((*SIZES, 262_144 + 67)), special_one_buffer()))
+    yield from on(
+        isas, itertools.chain(special((1.0, 0.0, -0.5, 2.0**-16, 2.0**80)), shared(262_144 + 67, ROWS))
+    )
     yield from on(isas, factored(((1,), (70,), (5, 11), (9, 64), (6, 4, 3, 3), (66, 1200), (3, 129, 700))))
 
 
 def reduced(isas: Sequence[str]) -> Iterator[Case]:
     """Every kind once, in a second or two."""
-    yield from on(isas, itertools.chain(types((1, 129)), every_size((0, 1, 127, 129)), codes()))
+    yield from on(isas, itertools.chain(updates((0, 1, 127, 129)), conversions(), codes()))
     yield from on(isas, itertools.chain(sums((0, 55, 65_537), TYPES), skeletons((1, 129)), special((-0.5,))))
-    yield from on(isas, itertools.chain(conversions(), into((0, 1, 63, 129)), shared_into(262_144 + 67)))
-    yield from on(
-        isas, itertools.chain(one_buffer((0, 1, 63, 129)), factored(((70,), (5, 11), (3, 20, 1200))))
-    )
+    yield from on(isas, factored(((70,), (5, 11), (3, 20, 1200))))
     yield from threads(isas[-1:])
 
 
 def threads(isas: Sequence[str]) -> Iterator[Case]:
     """What several threads work on."""
-    yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ("8bit",))))
-    some = itertools.islice(one_buffer((262_144 + 67,)), 0, None, 5)
-    yield from on(isas, itertools.chain(shared_into(262_144 + 67), some, factored(((3, 20, 1200),))))
+    yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ROWS[2::5])))
+    yield from on(isas, factored(((3, 20, 1200),)))
 
 
 SETS: dict[str, Callable[[Sequence[str]], Iterator[Case]]] = {
