@@ -18,12 +18,11 @@ from trained import compiled, injecting
 
 import zfunc
 from zfunc.core.layout import Span
-from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.engine.compile import specialize as specialize_module
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
-from zfunc.optim.by_name import make_optimizer
+from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 
 # --- loss scaling ---------------------------------------------------------------------------------------
@@ -493,7 +492,7 @@ EMPTY_IN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("place", EMPTY_IN)
-@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_parameters_without_elements_change_nothing(name: str, place: str, tmp_path: Path) -> None:
     """Beside others in a bucket, and with none but their like; in a checkpoint as well."""
     settings = {"device": "cpu", "bucket_size": 64, "precision": "fp32", **EMPTY_IN[place]}

@@ -15,7 +15,6 @@ from zfunc.core.layout import ALIGNMENT
 
 Moments = Literal["fp32", "16bit", "8bit"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
-OPTIMIZER_NAMES = ("adamw", "sgd", "lion", "adagrad", "adafactor", "muon")
 AdamFormat = Literal["fp32", "fp32-split", "16bit", "8bit"]
 T = TypeVar("T")
 

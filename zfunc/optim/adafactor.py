@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -59,6 +59,8 @@ class Adafactor(KernelOptimizer):
     >>> Adafactor(lr=1e-2, moments="16bit").state_format()
     'adafactor-16bit'
     """
+
+    usual: ClassVar = 5e-2, 0.0, {}
 
     lr: LearningRate = lr_field(1e-2)
     beta2_decay: float = number_field("beta2_decay", -0.8, least=-math.inf, most=0.0)

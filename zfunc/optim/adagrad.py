@@ -36,6 +36,11 @@ class Adagrad(Elementwise):
     state: ClassVar = ("sum",)
     unsigned: ClassVar = ("sum",)
     kernel: ClassVar = "adagrad"
+    usual: ClassVar = 2e-2, 0.0, {}
+    deepspeed: ClassVar = (
+        "eps lr_decay initial_accumulator_value",
+        "amsgrad fp32_optimizer_states foreach fused",
+    )
 
     lr: LearningRate = lr_field(1e-2)
     lr_decay: float = number_field("lr_decay", 0.0)

@@ -58,6 +58,12 @@ class AdamW(Elementwise):
 
     state: ClassVar = ("exp_avg", "exp_avg_sq")
     kernel: ClassVar = "adamw"
+    usual: ClassVar = 4e-3, 0.1, {"betas": (0.9, 0.95)}
+    deepspeed: ClassVar = (
+        "betas eps",
+        "adam_w_mode torch_adam bias_correction amsgrad fp32_optimizer_states foreach fused set_grad_none "
+        "max_grad_norm",
+    )
 
     lr: LearningRate = lr_field(1e-3)
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.999))

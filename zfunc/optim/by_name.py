@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.optim.adafactor import Adafactor
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
@@ -17,7 +16,7 @@ NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
 
 
 def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
-    """The optimizer of `OPTIMIZER_NAMES`, with these arguments of its class.
+    """The optimizer of `CLASSES`, with these arguments of its class.
 
     "muon" is Muon for hidden matrices, and AdamW with `betas` and `eps` for the rest. The other arguments are those
     of both, also the learning rate.
@@ -42,7 +41,7 @@ def _muon(
     return groups((hidden_matrices, muon), AdamW(betas=betas, eps=eps, **shared))
 
 
-CLASSES = dict(zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor, Muon), strict=True))
+CLASSES = {x.__name__.lower(): x for x in (AdamW, SGD, Lion, Adagrad, Adafactor, Muon)}
 _MAKERS = {**CLASSES, "muon": _muon}
 
 

@@ -40,6 +40,8 @@ class Lion(Elementwise):
 
     state: ClassVar = ("exp_avg",)
     kernel: ClassVar = "lion"
+    usual: ClassVar = 1e-3, 0.4, {}
+    deepspeed: ClassVar = ("betas", "fp32_optimizer_states")
     decoupled: ClassVar = True
 
     lr: LearningRate = lr_field(1e-4)

@@ -71,6 +71,8 @@ class Muon(Elementwise):
 
     state: ClassVar = ("momentum_buffer",)
     kernel: ClassVar = "muon"
+    usual: ClassVar = 4e-3, 0.1, {"betas": (0.9, 0.95)}  # AdamW's beside it
+    deepspeed: ClassVar = ("momentum betas eps", "fp32_optimizer_states muon_lr adam_lr ns_method")
     decoupled: ClassVar = True
 
     lr: LearningRate = lr_field(1e-3)

@@ -35,6 +35,8 @@ class SGD(Elementwise):
     """
 
     state: ClassVar = ("momentum_buffer",)
+    usual: ClassVar = 0.1, 1e-4, {"momentum": 0.9}
+    deepspeed: ClassVar = ("momentum dampening nesterov", "foreach fused")
 
     lr: LearningRate = lr_field(1e-3)
     momentum: float = number_field("momentum", 0.0)

@@ -13,9 +13,9 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
 from zfunc.errors import did_you_mean
+from zfunc.optim.by_name import CLASSES
 from zfunc.options import (
     AUTO,
     Check,
@@ -72,12 +72,7 @@ def _resume(name: str, value: Any) -> None:
 _names = ", ".join
 
 OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {
-    "adamw": (4e-3, 0.1, {"betas": (0.9, 0.95)}),
-    "sgd": (0.1, 1e-4, {"momentum": 0.9}),
-    "lion": (1e-3, 0.4, {}),
-    "adagrad": (2e-2, 0.0, {}),
-    "adafactor": (5e-2, 0.0, {}),
-    "muon": (4e-3, 0.1, {"betas": (0.9, 0.95)}),
+    name: x.usual for name, x in CLASSES.items()
 }
 """Learning rate and weight decay where no setting says them, and other arguments where no configuration does."""
 
@@ -187,8 +182,8 @@ class GPTFlags(ModelFlags):
     )
     optimizer: str = _step(
         "adamw",
-        f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
-        one_of(OPTIMIZER_NAMES),
+        f"{_names(CLASSES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
+        one_of(tuple(CLASSES)),
         common=True,
     )
 

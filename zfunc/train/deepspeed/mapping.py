@@ -14,7 +14,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.core.settings import StepSettings
-from zfunc.optim.by_name import make_optimizer
+from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.loss_scale import LossScale
 from zfunc.optim.optimizer_settings import decay_all
 from zfunc.options import AUTO
@@ -51,17 +51,8 @@ SETTINGS: tuple[tuple[str, str, Read], ...] = (  # each with its key, and its va
     ("moments", "bf16.bf16_optimizer_states", {True: "16bit"}.get),
     ("moments", f"{PARAM}fp32_optimizer_states", {False: "16bit"}.get),
 )
-PARAMS = {  # arguments of each optimizer that have the name of a key; and its keys with another effect, or none
-    "adamw": (
-        "betas eps",
-        "adam_w_mode torch_adam bias_correction amsgrad fp32_optimizer_states foreach fused set_grad_none "
-        "max_grad_norm",
-    ),
-    "sgd": ("momentum dampening nesterov", "foreach fused"),
-    "lion": ("betas", "fp32_optimizer_states"),
-    "adagrad": ("eps lr_decay initial_accumulator_value", "amsgrad fp32_optimizer_states foreach fused"),
-    "muon": ("momentum betas eps", "fp32_optimizer_states muon_lr adam_lr ns_method"),
-}
+# Arguments of each optimizer that have the name of a key; and its keys with another effect, or none.
+PARAMS = {name: x.deepspeed for name, x in CLASSES.items() if x.deepspeed}
 MUON = {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "adjust_lr_fn": "original"}  # without the keys
 log = logging.getLogger("zfunc")
 
@@ -327,7 +318,7 @@ def params_of(name: str) -> tuple[str, ...]:
 
 
 def optimizer_name(values: ConfigValues) -> str:
-    """The file's optimizer as one of `OPTIMIZER_NAMES`; AdamW without any."""
+    """The file's optimizer as one of `by_name.CLASSES`; AdamW without any."""
     name = (values["optimizer.type"] or "AdamW").lower()
     return "adamw" if name == "adam" else name
 
