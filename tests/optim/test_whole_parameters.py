@@ -37,7 +37,7 @@ from zfunc.core.optimizer_state import MATRIX_FORMATS, STATE_FORMATS, Moments, s
 from zfunc.errors import CheckpointError
 from zfunc.optim import adafactor_update
 from zfunc.optim.adafactor_matrices import matrices_of
-from zfunc.optim.adafactor_update import KernelAdafactor, TorchAdafactor, exact_sum
+from zfunc.optim.adafactor_update import AdafactorUpdate, KernelAdafactor, exact_sum
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import split
 from zfunc.optim.kernel_loader import cpu_adam
@@ -127,7 +127,7 @@ def test_parts_that_join_what_they_measure_are_the_whole(shape: Shape, data: st.
     grad, decision = gradient(n, torch.bfloat16), decided(optimizer, 2)
     whole = clone(state)
     optimizer.host_update(whole, grad, decision, group=group, part=ParameterPart.whole(shape))
-    for kind in (KernelAdafactor, TorchAdafactor):
+    for kind in (KernelAdafactor, AdafactorUpdate):
         mine, joined = clone(state), list[Tensor]()
         rooms = [torch.full((2 * -(-(b - a) // 64),), -1.0, dtype=torch.float64) for a, b in slices]
 

@@ -94,9 +94,9 @@ class Adafactor(KernelOptimizer):
 
     def device_kernel(self, *args: Any, **arguments: Any) -> None:
         """Adafactor in torch operations."""
-        from zfunc.optim.adafactor_update import TorchAdafactor
+        from zfunc.optim.adafactor_update import AdafactorUpdate
 
-        TorchAdafactor(*args, **arguments).finish()
+        AdafactorUpdate(*args, **arguments).finish()
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of a parameter of `numel` elements allocates.
@@ -127,10 +127,10 @@ class Adafactor(KernelOptimizer):
         part: ParameterPart,
     ) -> Tensor:
         """What a part of a parameter has of the next round, where the tensors are."""
-        from zfunc.optim.adafactor_update import KernelAdafactor, TorchAdafactor
+        from zfunc.optim.adafactor_update import AdafactorUpdate, KernelAdafactor
         from zfunc.runtime.accelerator import on_accelerator
 
-        update = TorchAdafactor if on_accelerator(grad.device) else KernelAdafactor
+        update = AdafactorUpdate if on_accelerator(grad.device) else KernelAdafactor
         return update(state, grad, **self.arguments(decision, group, part)).measure()
 
     def arguments(

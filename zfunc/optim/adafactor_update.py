@@ -24,7 +24,6 @@ and the sum in odd ones:
     3   the sums of these
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
@@ -100,7 +99,7 @@ def rectangles(matrices: Matrices, start: int, stop: int) -> Iterator[Rectangle]
         at += prod(shape)
 
 
-class AdafactorUpdate(ABC):
+class AdafactorUpdate:
     """An update under way of 1-D contiguous buffers, by name, in place or `into` others.
 
     `out`: [n] fp32, bf16 or fp16, receives the rounded new weights. Raises TypeError or ValueError with every
@@ -157,28 +156,6 @@ class AdafactorUpdate(ABC):
         new[own.numel() :].zero_()
         self._move(self._rate)
 
-    # ---- what a device sweeps over -----------------------------------------------------------------------
-
-    @abstractmethod
-    def _rectangles(self) -> Iterator[Rectangle]:
-        """The part."""
-
-    @abstractmethod
-    def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
-        """Make the sizes of gradients known to those of every row and column."""
-
-    @abstractmethod
-    def _sums_in(self, at: Rectangle, units: Tensor, sums: Tensor) -> None:
-        """Add squares, rounded to their units, to the sums of every row and column."""
-
-    @abstractmethod
-    def _fill_blocks(self) -> None:
-        """Sum the squares of every SUMMED elements of direction and weights."""
-
-    @abstractmethod
-    def _move(self, rate: Tensor) -> None:
-        """Move the weights, and write their copy."""
-
     # ---- rounds: what there is one of for each row and column -----------------------------------------------
 
     def _largest(self) -> Tensor:
@@ -222,7 +199,7 @@ class AdafactorUpdate(ABC):
             means = [_over(sums, n) for (sums, n), kept in zip(both, matrices.kept, strict=True) if kept]
             mean = torch.cat(means)
         else:
-            old, mean = self.state[self.variance].clone(), self._gradient(slice(None)).square()
+            old, mean = self.state[self.variance].clone(), self._loaded.square()
         new = old.mul_(k.keep).add_(mean.mul_(k.add))
         return new.masked_fill_(new.abs() < EXP_AVG_SQ_FLOOR, 0.0)
 
@@ -244,11 +221,6 @@ class AdafactorUpdate(ABC):
         size = of_weights.clamp_(min=self.k.least_size).mul_(self.k.rate)
         return size / (of_update / torch.full_like(of_update, self.k.threshold)).clamp_(min=1.0)
 
-    def _gradient(self, at: slice) -> Tensor:
-        """As an update takes it: [n] fp32."""
-        g = self.grad[at].to(torch.float32, copy=True)
-        return g.masked_fill_(g.abs() < self.k.grad_floor, 0.0).mul_(self.k.grad_scale)
-
     def _zeros(self, n: int) -> Tensor:
         return self.grad.new_zeros(n, dtype=torch.float64)
 
@@ -257,9 +229,7 @@ class AdafactorUpdate(ABC):
         rows = self.matrices.count * self.matrices.rows
         return [lines[:rows], lines[rows:]]
 
-
-class TorchAdafactor(AdafactorUpdate):
-    """In torch operations, on any device with IEEE arithmetic, by the rules of `device_update`: the definition."""
+    # ---- sweeps in torch operations, by the rules of `updates` ----------------------------------------------
 
     def _pieces(self) -> Iterator[slice]:
         """The part in multiples of SUMMED elements, and in whole rows if PIECE has room for them."""
@@ -274,26 +244,24 @@ class TorchAdafactor(AdafactorUpdate):
                 yield at._replace(start=at.start + piece.start)
 
     def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
-        size = self._gradient(at.elements).abs().view(at.shape)
+        size = self._loaded[at.elements].abs().view(at.shape)
         for line, along in zip(at.of(largest), (2, 1), strict=True):
             line.copy_(torch.maximum(line, size.amax(along)))
 
     def _sums_in(self, at: Rectangle, units: Tensor, sums: Tensor) -> None:
-        square = self._gradient(at.elements).double().square_().view(at.shape)
+        square = self._loaded[at.elements].double().square_().view(at.shape)
         rows, columns = at.of(units)[0][:, :, None], at.of(units)[1][:, None]
         at.of(sums)[0].add_((square + rows).sub_(rows).sum(2))
         at.of(sums)[1].add_(square.add_(columns).sub_(columns).sum(1))
 
-    def _gradient(self, at: slice) -> Tensor:
-        return self._loaded[at]
-
     @cached_property
     def _loaded(self) -> Tensor:
-        """The gradient, which becomes the direction."""
-        g = torch.empty_like(self.grad, dtype=torch.float32)
+        """The gradient as an update takes it, [n] fp32, which becomes the direction."""
+        loaded = torch.empty_like(self.grad, dtype=torch.float32)
         for piece in self._pieces():
-            g[piece] = super()._gradient(piece)
-        return g
+            g = self.grad[piece].to(torch.float32, copy=True)
+            loaded[piece] = g.masked_fill_(g.abs() < self.k.grad_floor, 0.0).mul_(self.k.grad_scale)
+        return loaded
 
     @cached_property
     def _direction(self) -> Tensor:
@@ -352,12 +320,12 @@ class KernelAdafactor(AdafactorUpdate):
 
     def _fill_blocks(self) -> None:
         squares = zip(("direction_squares", "weight_squares"), self.blocks, strict=True)
-        self._sweep(cpu_adam.FACTOR_SQUARES, None, (*squares, *self._direction, *self._weights(self.state)))
+        self._sweep(cpu_adam.FACTOR_SQUARES, None, (*squares, *self._of_lines, *self._named(self.state)))
 
     def _move(self, rate: Tensor) -> None:
         copy = () if self.out is None else (("out", self.out),)
-        into = self._weights(self.into, "into_")
-        moved = (*self._direction, *self._weights(self.state), *into, *copy)
+        into = self._named(self.into, "into_")
+        moved = (*self._of_lines, *self._named(self.state), *into, *copy)
         self._sweep(cpu_adam.FACTORED, None, moved, rate.item())
 
     def _sweep(
@@ -383,10 +351,10 @@ class KernelAdafactor(AdafactorUpdate):
         )
 
     @property
-    def _direction(self) -> Iterable[tuple[str, Tensor]]:
+    def _of_lines(self) -> Iterable[tuple[str, Tensor]]:
         return zip(("left", "right"), self._split(self._lines), strict=True)
 
-    def _weights(self, state: Mapping[str, Tensor], prefix: str = "") -> Iterable[tuple[str, Tensor]]:
+    def _named(self, state: Mapping[str, Tensor], prefix: str = "") -> Iterable[tuple[str, Tensor]]:
         """fp32 weights, or their halves."""
         names = ("master",) if "master" in state else (HIGH_HALF, "master_low")
         return [(prefix + role, state[x]) for role, x in zip(("master", "low"), names, strict=False)]
