@@ -35,8 +35,8 @@ UNDESCRIBED = ("lr", "betas", "decay", "split_master")
 class KernelOptimizer(ABC):
     """Methods of `zfunc.optim.base.Optimizer`; both kernels take the arguments that `arguments` returns."""
 
-    # Learning rate, weight decay and other arguments with which `zfunc train` begins; and of the DeepSpeed type of this
-    # name, if there is one, the parameters that are arguments here, and those with another effect, or none.
+    # Learning rate, weight decay and other arguments with which `zfunc train` begins; and of the DeepSpeed type of
+    # this name, if there is one, the parameters that are arguments here, and those with another effect, or none.
     usual: ClassVar[tuple[float, float, Mapping[str, Any]]] = (0.0, 0.0, {})
     deepspeed: ClassVar[tuple[str, str] | None] = None
 

@@ -37,6 +37,7 @@ typedef struct {
     int rule, grad_type, out_type, decay_mode, weights, kept[ZF_MOMENTS];
     uint32_t dither[ZF_MOMENTS]; /* of a block's first element */
     zf_factors k;
+    int moments;              /* that are kept, and at least 1: SGD without momentum reads one of zeros */
     int stream, stream_state; /* whether the copy, and state that goes elsewhere, bypass the caches */
 } zf_update_args;
 
@@ -110,7 +111,7 @@ ZF_INLINE void zf_pack(const zf_update_args *a, const zf_dithers *d, int j, cons
 /* What lies in fp32 where it is updated is updated there; the rest has room here. */
 ZF_INLINE void zf_update_block(const zf_update_args *a, const zf_dithers *d, size_t at, size_t n, int isa) {
     float p[ZF_BLOCK] __attribute__((aligned(64))), room[ZF_MOMENTS][ZF_BLOCK] __attribute__((aligned(64)));
-    float scratch[ZF_BLOCK] __attribute__((aligned(64))), *m[ZF_MOMENTS];
+    float scratch[ZF_BLOCK] __attribute__((aligned(64))), *m[ZF_MOMENTS] = {room[0]};
     const int here = zf_in_place(a), halves = a->weights >= ZF_HALVES, to_even = a->weights == ZF_HALVES_TO_EVEN;
     const uint16_t *high = halves ? (const uint16_t *)a->state.master + at : NULL;
     const size_t grad_width = a->grad_type == ZF_FP32 ? 4 : 2, width = halves ? 2 : 4;
@@ -118,7 +119,7 @@ ZF_INLINE void zf_update_block(const zf_update_args *a, const zf_dithers *d, siz
     if (a->weights) zf_prefetch_lines((const char *)a->state.master + at * width, n, width, ZF_AHEAD);
     if (halves) zf_prefetch_lines(a->state.low + at, n, 2, ZF_AHEAD);
     zf_prefetch_lines((const char *)a->grad + at * grad_width, n, grad_width, ZF_AHEAD);
-    for (int j = 0; j < ZF_MOMENTS; j++) {
+    for (int j = 0; j < a->moments; j++) {
         const size_t bytes = zf_width(a->kept[j]);
         const int own = here && a->kept[j] == ZF_KEPT_FP32 && !(to_even && j == 1);
         if (bytes) zf_prefetch_lines((const char *)a->state.moment[j] + at * bytes, n, bytes, ZF_AHEAD);
@@ -132,7 +133,7 @@ ZF_INLINE void zf_update_block(const zf_update_args *a, const zf_dithers *d, siz
     if (a->weights == ZF_MASTER && weights == p) memcpy(p, (const float *)a->state.master + at, n * sizeof(float));
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     ZF_APPLY(a, weights, m, g, n)
-    for (int j = ZF_MOMENTS - 1; j >= 0; j--)
+    for (int j = a->moments - 1; j >= 0; j--)
         if (m[j] == room[j] && !(to_even && j == 1)) zf_pack(a, d, j, m[j], at, n);
 #if ZF_MOMENTS > 1
     if (to_even)
@@ -214,6 +215,9 @@ static int zf_on_lines(const zf_state *s) {
 }
 
 static void zf_update(zf_update_args *a, size_t n, int threads, int isa) {
+    a->moments = 1;
+    for (int j = 1; j < ZF_MOMENTS; j++)
+        if (a->kept[j] != ZF_KEPT_NONE) a->moments = j + 1;
     a->stream = a->out_type != ZF_NONE && n >= ZF_STREAM_MIN;
     a->stream_state = !zf_in_place(a) && n >= ZF_STREAM_MIN && zf_on_lines(&a->into);
     zf_run(zf_update_table[isa], a, n, ZF_BLOCK, threads);
