@@ -121,7 +121,7 @@ THINGS: dict[str, Thing] = {
         },
     ),
     "waiting gradient": Thing(
-        lambda x: x.spec.spilled_bytes(x.b),
+        lambda x: x.at.spilled(x.b).nbytes,
         {"pinned": _slot("grad_page"), "disk": Place(lambda x: (x.at.spilled(x.b),))},
     ),
     "squares": Thing(

@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
+from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, measuring_room
 from zfunc.core.slots import Ring, Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
@@ -74,7 +75,7 @@ REGIONS: dict[str, Row] = {
     "batch": Row(lambda spec, _: spec.costs[0].input_bytes + spec.target_bytes, "host", "value"),
     "targets": Row(lambda spec, _: spec.target_bytes),
     "loss": Row(lambda _, __: ALLOCATION, role="loss"),
-    "aux": Row(lambda spec, _: spec.aux_bytes, role="aux"),  # auxiliary outputs
+    "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
     # of a micro-batch and a segment
     "act": Row(lambda spec, s: spec.costs[s].input_bytes),  # its input, which the segment before it made
     "grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # the gradient of that
@@ -166,7 +167,8 @@ class Regions:
     def spilled(self, b: int) -> Region:
         """A gradient that waits on the disk for its update."""
         lifetime = "state" if self.spec.deferred else "program"
-        return Region("spilled", (b,), self.spec.spilled_bytes(b), "disk", lifetime, "uint8")
+        nbytes = whole_blocks(self.shard_bytes(b, self.delivered_bytes))
+        return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8")
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
         """What forward of a segment keeps beside its output, if backward does not recompute it."""
@@ -371,7 +373,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     yield Ring.reused("sum_slot", sums, added, spec.grad_slots)
     states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
     yield Ring.reused("state_slot", states, [[b] for b in states], spec.state_slots)
-    spilled = {b: spec.spilled_bytes(b) for b in spec.offloaded if spec.grads_at(b) == "disk"}
+    spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
     yield Ring.reused("grad_page", spilled, [[b] for b in spilled], spec.host_slots)
 
     # Gradients pass in the order in which backward completes the buckets.

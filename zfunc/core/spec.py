@@ -8,7 +8,7 @@ from attrs import field, fields_dict, frozen, validators
 
 from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
-from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
+from zfunc.core.layout import Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
 from zfunc.core.settings import CHECK, StepSettings, in_equal_shares
 from zfunc.options import AUTO
@@ -186,20 +186,15 @@ class StepSpec:
         """The ascending indices of the buckets whose state is on the host."""
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
 
-    @cached_property
+    @property
     def swaps(self) -> bool:
         """Whether the state, or frozen parameters, have a place on the disk."""
-        return bool(self.paged) or any(self.params_at(b.index) == "disk" for b in self.layout.frozen_buckets)
+        return self.first_on_disk is not None
 
     @property
     def uses_disk(self) -> bool:
         """Whether a step reads and writes files."""
         return self.swaps or "disk" in self._activations_at.values()
-
-    def spilled_bytes(self, b: int) -> int:
-        """Bytes on the disk of the gradient of bucket `b` that waits there: in fp32 if it is a sum."""
-        element_bytes = 4 if self.sums_on_device else self.element_bytes
-        return whole_blocks(self.layout.buckets[b].numel // self.world * element_bytes)
 
     def extent(self, b: int) -> Extent:
         """Where the disk has this rank's state of bucket `b`, with its parameters if they live nowhere else.
@@ -259,13 +254,7 @@ class StepSpec:
 
     def keeps_high_half(self, b: int) -> bool:
         """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""
-        trainable = b < len(self.layout.buckets)
-        return (
-            trainable
-            and self.params_at(b) != "device"
-            and self.sends_high_half(b)
-            and self.params_at(b) != "disk"
-        )
+        return b < len(self.layout.buckets) and self.params_at(b) == "host" and self.sends_high_half(b)
 
     @property
     def deferred(self) -> bool:
@@ -299,11 +288,6 @@ class StepSpec:
         """So many updates in parts may have begun before the first of them ends."""
         return min(self.host_slots, self.state_slots) if self.paged else self.host_slots
 
-    @property
-    def aux_bytes(self) -> int:
-        """Device memory of a micro-batch's auxiliary outputs."""
-        return round_up(4 * len(self.aux), ALLOCATION)
-
     def grad_bytes(self, s: int) -> int:
         """Bytes of the gradients of segment `s` as separate tensors."""
         return self._grad_bytes[s]
@@ -318,13 +302,13 @@ class StepSpec:
 
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
 
-    def num_deliveries(self, bucket: Bucket) -> int:
-        """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""
-        return 1 if self.stage == 1 else self.micro_batches * len(bucket.deliveries)
+    def num_deliveries(self, b: int) -> int:
+        """How many gradients of bucket `b` a step reduces; several are accumulated in fp32."""
+        return 1 if self.stage == 1 else self.micro_batches * len(self.layout.buckets[b].deliveries)
 
     def added(self, b: int) -> bool:
         """Whether several gradients of bucket `b` are added up in a step."""
-        return self.num_deliveries(self.layout.buckets[b]) > 1
+        return self.num_deliveries(b) > 1
 
     def waits(self, b: int) -> bool:
         """Whether the gradient of bucket `b` waits for the norm, or for more deliveries, before its update."""
@@ -341,7 +325,7 @@ class StepSpec:
 
     def sums_apart(self, b: int) -> bool:
         """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
-        several = self.num_deliveries(self.layout.buckets[b]) > self.micro_batches > 1
+        several = self.num_deliveries(b) > self.micro_batches > 1
         return several and (b in self.resident or not self.sums_on_device)
 
     def params_at(self, b: int) -> Where:
