@@ -10,19 +10,22 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test gpu gpu-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test quick gpu gpu-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
 
-# Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
-# The tests of the device half have processes of their own, in which torch has the pretend device; it is built beside
-# the linters, most of which take one core. Most of them are in one file, which three workers share: while one waits
-# out a delay, its core is free.
+# First what most mistakes break and what types say, a core each: the first failure ends it within a minute. Then two
+# workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
+# The tests of the device half have processes of their own, in which torch has the pretend device. Most of them are in
+# one file, which three workers share: while one waits out a delay, its core is free.
 test: $(TOOLS)
-	$(MAKE) --jobs 2 lint pretend
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) --jobs 2 quick lint pretend
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --part rest
 	$(BIN)/python -m pytest -n 3 --dist worksteal --device pretend tests/device
+
+quick: $(TOOLS)
+	$(BIN)/python -m pytest -x --part quick
 
 lint: $(TOOLS)
 	$(BIN)/ruff check

@@ -20,6 +20,7 @@ from hypothesis import settings
 from shared_traces import share_traces
 from small_trainings import at_step  # noqa: F401
 
+from zfunc.checkpoint import swap_stripes
 from zfunc.runtime.thread_budget import default_threads
 
 settings.register_profile("day", deadline=None, derandomize=True, max_examples=40)
@@ -41,6 +42,7 @@ for module, piece in {
     found = import_module(f"zfunc.{module}")
     assert getattr(found, piece) > 640
     setattr(found, piece, 640)
+swap_stripes.BATCH = 8192  # whole blocks of a drive
 default_threads()  # chosen before, as it would follow that
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ZFUNC_CACHE"] = "off"  # costs that a plan keeps for the next one
@@ -81,6 +83,28 @@ def night(request: pytest.FixtureRequest) -> list[str]:
     return [NIGHT] if any(item.get_closest_marker("slow") for item in own) else []
 
 
+# What most mistakes break, in less than half a minute: `make test` begins with it.
+QUICK = tuple(
+    f"tests/{name}"
+    for name in (
+        *(
+            "test_packages",
+            "test_values",
+            "test_display",
+            "test_public",
+            "test_mutants",
+            "core/test_settings",
+        ),
+        *(
+            "core/test_layout",
+            "core/test_recipe",
+            "core/test_plan",
+            "optim/test_betas",
+            "engine/test_segments",
+        ),
+        *("engine/test_gradients", "checkpoint/test_manifest"),
+    )
+)
 LONGEST = ["laws", "hf", "ranks", "compile", "placement", "finetuning", "examples", "train_command"]
 LONGEST += ["random_operations"]
 LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", "hf_plans", "update"]
@@ -93,10 +117,13 @@ SLOW = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("pretend",), help="load it, for tests/device")
+    parser.addoption("--part", choices=("quick", "rest"), help="what `make test` runs first, or all but that")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that two workers end at one time."""
+    if part := config.getoption("--part"):
+        items[:] = [x for x in items if any(x.nodeid.startswith(y) for y in QUICK) == (part == "quick")]
     names = [f"test_{name}.py" for name in LONGEST]
     items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
     if torch.cuda.is_available():

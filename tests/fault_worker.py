@@ -1,7 +1,7 @@
-"""The ranks of tests/runtime/test_faults.py: `python fault_worker.py FOLDER`. Not a test of its own.
+"""The ranks of tests/runtime/test_faults.py. Not a test of its own.
 
-It forks the ranks of one scenario after the other, so that torch is imported once. Each rank leaves a file about
-the error it has seen; the parent one about how each process ended.
+`play_all` forks the ranks of one scenario after the other, so that torch is imported once. Each rank leaves a file
+about the error it has seen; the parent one about how each process ended.
 """
 
 import json
@@ -267,17 +267,13 @@ def play(scenario: Scenario, out: Path) -> None:
     (out / "ends.json").write_text(json.dumps([ends.get(r, "still there") for r in range(scenario.world)]))
 
 
-def play_all(names: list[str], out: Path) -> None:
+def play_all(out: Path) -> None:
     """Those that only wait for a time-out at the same time, beside the others one by one."""
-    waiting = [name for name in names if SHORT in (SCENARIOS[name].timeout, SCENARIOS[name].asked)]
-    pids = [fork(partial(play, SCENARIOS[name], out / name), ends_as_python=False) for name in waiting]
-    for name in names:
+    warm()
+    waiting = [name for name, x in SCENARIOS.items() if SHORT in (x.timeout, x.asked)]
+    pids = [fork(partial(play, SCENARIOS[name], out / name)) for name in waiting]
+    for name in SCENARIOS:
         if name not in waiting:
             play(SCENARIOS[name], out / name)
     if any(os.waitpid(pid, 0)[1] for pid in pids):
         sys.exit(f"one of {waiting} could not be played")
-
-
-if __name__ == "__main__":
-    warm()
-    play_all(sys.argv[2:] or list(SCENARIOS), Path(sys.argv[1]))

@@ -1,20 +1,26 @@
-"""Processes of the tests, forked from one that has imported what a step needs: each would spend seconds on that."""
+"""Processes of the tests, forked from one that has imported what a step needs: each would spend seconds on that.
+
+`played` runs a function of a test's module in such a process: `python forked.py MODULE FUNCTION FOLDER ...`.
+"""
 
 import gc
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from shared_traces import share_traces
-from small_models import MODELS, Batch
+from small_models import MODELS, Batch, rows_of
 
 import zfunc
 from zfunc.engine.compile.program import Program
@@ -55,19 +61,47 @@ def fork(work: Callable[[], Any], *, ends_as_python: bool = False) -> int:
     os._exit(code)
 
 
+WORLDS = (1, 2, 4)
+ROWS = 12  # of a global batch: a multiple of every world and micro-batch count
+
+
+def global_batch(data: Any, i: int) -> Any:
+    """Twelve rows, from as many of the model's own batches as that takes."""
+    parts = [data(i * 100 + k) for k in range(ROWS)]
+    flat = [torch.cat([p[k] for p in parts])[:ROWS] for k in range(2)]
+    return flat[0], flat[1]
+
+
+def each_world(program: Program, data: Any) -> Iterator[tuple[Program, Batch]]:
+    """The program with a rank's rows on every world."""
+    return ((program, rows_of(global_batch(data, 0), 0, world)) for world in WORLDS)
+
+
+def groups_of(rank: int, world: int, out: Path) -> dict[int, Any]:
+    """In one of the processes of a world: a group of the first ranks for each size in WORLDS."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
+    return {size: dist.new_group(range(size)) for size in WORLDS}
+
+
 def play(
-    main: Callable[[int, int, Path], None], world: int = 4, traced: Iterable[tuple[Program, Batch]] = ()
+    main: Callable[[int, int, Path], None],
+    out: Path,
+    world: int = 4,
+    traced: Iterable[tuple[Program, Batch]] = (),
 ) -> None:
-    """All ranks of a worker, `python WORKER FOLDER`: main(rank, world, folder) in a process each."""
+    """All ranks: main(rank, world, out) in a process each."""
     warm(traced)
-    pids = [fork(partial(main, rank, world, Path(sys.argv[1]))) for rank in range(world)]
+    pids = [fork(partial(main, rank, world, out)) for rank in range(world)]
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 
 
-def played(worker: Path, out: Path, *more: str) -> Path:
-    """Run a worker that plays its ranks, which meet in `out`, and return that when all have ended well."""
-    command = [sys.executable, "-W", "error::FutureWarning", str(worker), str(out), *more]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as ranks:
+def played(work: Callable[..., Any], out: Path, *more: str) -> Path:
+    """Let a process do work(out, *more), which may fork its ranks, and return `out` when all have ended well."""
+    command = [sys.executable, "-W", "error::FutureWarning", __file__, inspect.getfile(work), work.__name__]
+    with subprocess.Popen(
+        [*command, str(out), *more], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as ranks:
         try:
             errors = ranks.communicate(timeout=400)[1]
         finally:
@@ -75,3 +109,9 @@ def played(worker: Path, out: Path, *more: str) -> Path:
                 os.killpg(ranks.pid, signal.SIGKILL)
     assert ranks.returncode == 0, errors
     return out
+
+
+if __name__ == "__main__":
+    module, function, folder, *arguments = sys.argv[1:]
+    sys.path.insert(0, str(Path(module).parent))
+    getattr(import_module(Path(module).stem), function)(Path(folder), *arguments)

@@ -27,6 +27,7 @@ from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
+from zfunc.runtime.executor import Jitter
 
 Settings = dict[str, Any]
 MOMENTUM = "momentum"
@@ -287,6 +288,19 @@ def programs(
     return programs_of(row.world, lambda: trained.compiled(made, **given)[0], batch(0, 0)), batch
 
 
+def varied(row: Row, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """From row to row another schedule, other residuals, and delays in stages that are watched."""
+    n = row.number
+    stays = given.get("stage") != 3 and {given.get(x, "device") for x in ("params_on", "activations_on")} == {
+        "device"
+    }
+    recompute = ("all", "min-cut", "none")[: 3 if stays else 2]
+    # Several ranks have to issue their collectives in one order.
+    schedule = SCHEDULES[n % (len(SCHEDULES) if row.world == 1 else len(SCHEDULES) - 2)]
+    step = {"jitter": Jitter(n, 3e-4), "debug": True} if n % 2 else {}
+    return {**given, "schedule": schedule, "recompute": recompute[n % len(recompute)]}, step
+
+
 def begun(program: Program) -> State:
     """With fp16 at a scale that overflows at first, and again when it has grown."""
     return zfunc.init(program, seed=1, loss_scale=zfunc.LossScale(scale=2.0**20, window=2, hysteresis=1))
@@ -312,7 +326,10 @@ def result(program: Program, batch: Callable[..., Any], state: State, told: list
     if program.ranks.world == 1:
         values |= moments(program, state)
     values = {name: x.clone() for name, x in values.items()}
-    return Result(repr(told), zfunc.evaluate(program, state, batch(9, program.ranks.rank)), values)
+    # A batch norm of the pretend device takes statistics of a batch only.
+    evaluates = program.device.type != "pretend" or not any(x.buffers for x in program.segments)
+    evaluated = zfunc.evaluate(program, state, batch(9, program.ranks.rank)) if evaluates else 0.0
+    return Result(repr(told), evaluated, values)
 
 
 def moments(program: Program, state: State) -> dict[str, Tensor]:
@@ -336,7 +353,7 @@ def results(row: Row, given: Mapping[str, Any], *, alike: bool = False, **step: 
 
 
 @cache
-def plain(numbers: str, job: str, *, alike: bool = False) -> list[Result]:
+def plain(numbers: str, job: str, *, alike: bool = False, device: str = "cpu") -> list[Result]:
     """The plain way: all but the update on the device, one operation after the other."""
-    given = {"schedule": "Serial", "defer": False, **NUMBERS[numbers]}
+    given = {"schedule": "Serial", "defer": False, "device": device, **NUMBERS[numbers]}
     return results(Row(numbers, "one slot", job), given, alike=alike)

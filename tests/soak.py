@@ -13,7 +13,6 @@ Lives are forked from a process that has imported torch, which is why there can 
 import argparse
 import hashlib
 import json
-import mmap
 import os
 import random
 import shutil
@@ -21,17 +20,17 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import define, field, frozen
-from rank_worker import global_batch, rows_of
-from small_models import MODELS
+from forked import fork, global_batch
+from small_models import MODELS, rows_of
 
 import zfunc
 from zfunc.checkpoint import directory as checkpoints
@@ -53,24 +52,26 @@ LIVES_ON_DISK: tuple[dict[str, Any], ...] = (
     {"grads_on": "disk", "activations_on": "host,disk", "defer": True, "accumulate": "vertical"},
     {"weight_slots": 1, "accumulate": "horizontal"},
 )
-PHASES = ("starting", "loading", "in a step", "in a step that saves", "ending")
-PASSES = ("load", "forward", "backward")  # operations of a step in every life
-# the first of each, too
+PASSES = (
+    "load",
+    "forward",
+    "backward",
+)  # operations of a step in every life; the first of each of the others, too
 OTHERS = (
     "pack",
     "global_norm",
     "mean_loss",
     "decide",
-    "update",
+    "adam",
     "write",
     "publish",
     "page_in",
     "page_out",
-    "page_out_all",
     "commit",
 )
 PATIENCE = 60.0  # seconds for a survivor to stop by itself
 COLLECTIVE = timedelta(seconds=20)  # that a rank waits for another that does not come
+STOPPED = ("RankError", "init_process_group", "rendezvous")  # what a survivor says that stops by itself
 
 
 @frozen
@@ -102,104 +103,60 @@ class Kind:
 KINDS = [Kind(world, on_disk) for on_disk in (False, True) for world in (1, 2)]
 
 
-def train(
-    rank: int, run: Path, kind: Kind, life: int, loads: bool, faults: tuple[Fault, ...], phase: Any
-) -> None:
+def train(rank: int, run: Path, kind: Kind, life: int, loads: bool, faults: tuple[Fault, ...]) -> None:
     """One rank of one life, from the newest checkpoint if it `loads` one to the end, if it gets there."""
-    world = kind.world
-    torch.set_num_threads(1)
-    phase[rank] = 0
+    sys.stderr = (run / f"said-{rank}").open("w", buffering=1)
+    world, folder = kind.world, run / "checkpoints"
     if world > 1:
         dist.init_process_group("gloo", f"file://{run}/store", COLLECTIVE, world, rank)
     segments, data = MODELS["odd sizes"]()
     optimizer = zfunc.AdamW(lr=1e-3, moments="8bit" if world > 1 else "fp32")
-    settings = {"micro_batches": 2, "clip_norm": 0.5, **kind.settings(run, life)}
-    program = zfunc.compile(
-        segments, optimizer=optimizer, precision="fp32", device="cpu", bucket_size=3000, **settings
-    )
-    folder = run / "checkpoints"
-    phase[rank] = 1
+    settings = {"micro_batches": 2, "clip_norm": 0.5, "bucket_size": 3000, **kind.settings(run, life)}
+    program = zfunc.compile(segments, optimizer=optimizer, precision="fp32", device="cpu", **settings)
     state = zfunc.load(folder, program) if loads else zfunc.init(program, seed=1)
     (run / f"loaded-{rank}").write_text(str(state.step))
     while state.step < STEPS:
         saves = not kind.on_disk and state.step > 0 and state.step % EVERY == 0
-        phase[rank] = 3 if saves or kind.on_disk else 2
         batch = rows_of(global_batch(data, state.batches), rank, world)
         save = zfunc.Save(folder, keep=KEEP) if saves else None
         state, metrics = zfunc.train_step(program, state, batch, save=save, faults=faults)
         assert metrics.saved is None or metrics.saved.path is not None, metrics.saved
-    phase[rank] = 4
     zfunc.save(folder, program, state, **({} if kind.on_disk else {"keep": KEEP}))
     digest = hashlib.sha256()
     for name, values in sorted(zfunc.params(program, state).items()):
         digest.update(name.encode() + values.reshape(-1).view(torch.uint8).numpy().tobytes())
     batch = rows_of(global_batch(data, 0), rank, world)
-    plan = specialize(program, batch, save=not kind.on_disk, commit=kind.on_disk, recipe=program.recipe).plan
+    plan = specialize(program, batch, save=not kind.on_disk, commit=kind.on_disk).plan
     common = [op.name for op in plan.graph if op.verb in PASSES or (op.verb in OTHERS and not any(op.index))]
-    told = {"digest": digest.hexdigest(), "ops": common}
-    (run / f"end-{rank}.json").write_text(json.dumps(told))
-
-
-def fork(rank: int, run: Path, *of_life: Any) -> int:
-    """A process that makes this rank's life; what it raised is left in the run's folder."""
-    if child := os.fork():
-        return child
-    _live(rank, run, *of_life)
-
-
-def _live(rank: int, run: Path, *of_life: Any) -> NoReturn:
-    code = 1
-    try:
-        train(rank, run, *of_life)
-        code = 0
-    except BaseException:
-        (run / f"raised-{rank}").write_text(traceback.format_exc())
-    finally:
-        os._exit(code)
-
-
-@define
-class Figures:
-    """What there was of each, over all trainings."""
-
-    kills: Counter[str] = field(factory=Counter)  # by where the killed rank was
-    resumed: int = 0
-    finished: int = 0
-    named: int = 0  # survivors that stopped by themselves
-    slowest: float = 0.0  # seconds from a kill until every survivor had stopped
-    failures: list[str] = field(factory=list)
-
-    def text(self) -> str:
-        """As lines."""
-        where = ", ".join(f"{n} {phase}" for phase, n in self.kills.most_common())
-        lines = [
-            f"{self.kills.total()} SIGKILLs: {where}",
-            f"{self.resumed} lives began with a checkpoint, each a whole one and the newest",
-            f"{self.named} survivors of a killed rank stopped by themselves and named it, the slowest after "
-            f"{self.slowest:.1f} s",
-            f"{self.finished} trainings got to their end, each with the bits of an undisturbed one",
-        ]
-        return "\n".join([*lines, *(f"FAILED: {x}" for x in self.failures)])
+    (run / f"end-{rank}.json").write_text(json.dumps({"digest": digest.hexdigest(), "ops": common}))
 
 
 @define
 class Training:
-    """One training, in as many lives as it takes."""
+    """One training in a folder of its own, in as many lives as it takes; `counts` are of all trainings."""
 
     kind: Kind
     run: Path
-    phase: Any
+    counts: Counter[str]
     saved: int | None = None  # step of the newest checkpoint
     pids: dict[int, int] = field(factory=dict)  # rank -> process, of those that live
     lives: int = 0
 
+    @classmethod
+    def new(cls, kind: Kind, root: Path, counts: Counter[str]) -> "Training":
+        run = Path(tempfile.mkdtemp(dir=root))
+        for name in ("checkpoints", "second") if kind.on_disk else ():
+            (run / name).mkdir()
+        return cls(kind, run, counts)
+
     def begin(self, faults: tuple[Fault, ...] = ()) -> None:
         """The next life."""
-        for name in ("store*", "raised-*", "end-*", "loaded-*"):
-            for leftover in self.run.glob(name):
-                leftover.unlink()
-        of_life = self.kind, self.lives, self.saved is not None, faults, self.phase
-        self.pids = {r: fork(r, self.run, *of_life) for r in range(self.kind.world)}
+        for leftover in (
+            x for name in ("store*", "said-*", "end-*", "loaded-*") for x in self.run.glob(name)
+        ):
+            leftover.unlink()
+        of_life = self.run, self.kind, self.lives, self.saved is not None, faults
+        self.pids = {r: fork(partial(train, r, *of_life)) for r in range(self.kind.world)}
         self.lives += 1
 
     def look(self) -> None:
@@ -220,14 +177,12 @@ class Training:
         """Exit codes of the ranks that ended within the seconds; as soon as one has failed."""
         ended: dict[int, int] = {}
         until = time.monotonic() + seconds
-        while self.pids and time.monotonic() < until:
+        while self.pids and time.monotonic() < until and not any(ended.values()):
             for rank, pid in list(self.pids.items()):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     ended[rank] = os.waitstatus_to_exitcode(status)
                     del self.pids[rank]
-            if any(ended.values()):
-                break
             time.sleep(0.002)
         return ended
 
@@ -237,121 +192,92 @@ class Training:
             if rank in self.pids:
                 os.kill(self.pids[rank], signal.SIGKILL)
 
-    def raised(self, rank: int) -> str:
-        """What a rank that failed had to say."""
-        path = self.run / f"raised-{rank}"
-        return path.read_text() if path.exists() else "nothing"
+    def said(self, name: str) -> str:
+        path = self.run / name
+        return path.read_text() if path.exists() else ""
 
-    def digests(self) -> list[str]:
-        """Of every rank at the end."""
-        return [
-            json.loads((self.run / f"end-{r}.json").read_text())["digest"] for r in range(self.kind.world)
-        ]
+    def ends(self) -> list[Any]:
+        """What every rank told at the end."""
+        return [json.loads(self.said(f"end-{r}.json")) for r in range(self.kind.world)]
 
-
-def undisturbed(kind: Kind, root: Path) -> tuple[list[str], list[str], float]:
-    """The digests at the end, the operations of a step that saves, and the seconds it takes."""
-    training = new_training(kind, root)
-    begun = time.monotonic()
-    training.begin()
-    codes = training.wait(300)
-    if codes != dict.fromkeys(range(kind.world), 0):
-        raise SystemExit(f"the undisturbed training failed on {codes}:\n{training.raised(0)}")
-    ops = json.loads((training.run / "end-0.json").read_text())["ops"]
-    return training.digests(), ops, time.monotonic() - begun
-
-
-def new_training(kind: Kind, root: Path) -> Training:
-    """In a folder of its own."""
-    run = Path(tempfile.mkdtemp(dir=root))
-    for name in ("checkpoints", "second") if kind.on_disk else ():
-        (run / name).mkdir()
-    return Training(kind, run, mmap.mmap(-1, 64))
-
-
-def one_life(training: Training, chance: random.Random, ops: list[str], seconds: float, f: Figures) -> bool:
-    """Begin, kill, look at what is left; True if the training got to its end instead."""
-    training.look()
-    step, kind = training.saved or 0, training.kind
-    victims = [chance.randrange(kind.world)] if chance.random() < 0.6 else list(range(kind.world))
-    at_op = chance.random() < 0.4
-    # by its number: it saves what the step before it left, on the disk mostly its own
-    next_save = (step if kind.on_disk else max(step, EVERY)) + 1
-    fault = Fault(victims[0], next_save + chance.choice((0, EVERY)), chance.choice(ops), "kill")
-    training.begin((fault,) if at_op else ())
-    codes = training.wait(PATIENCE + seconds if at_op else chance.uniform(0, seconds))
-    if not codes:
-        training.kill(victims)
-    killed = time.monotonic()
-    while training.pids and time.monotonic() < killed + PATIENCE:
-        codes |= training.wait(PATIENCE)
-    loaded = training.run / "loaded-0"
-    f.resumed += training.saved is not None and loaded.exists()
-    if training.saved is not None and loaded.exists() and int(loaded.read_text()) < step:
-        f.failures.append(f"{training.run}: loaded step {loaded.read_text()}, where {step} was whole")
-    if training.pids:
-        f.failures.append(f"{training.run}: ranks {list(training.pids)} did not stop within {PATIENCE:g} s")
-        training.kill(list(training.pids))
-        training.wait(10)
-    dead = [r for r, code in codes.items() if code == -signal.SIGKILL]
-    for rank in dead:
-        where = PHASES[training.phase[rank]]
-        f.kills[f"{where}, on the disk" if kind.on_disk else where] += 1
-    for rank in (r for r, code in codes.items() if code not in (0, -signal.SIGKILL)):
-        said = training.raised(rank)
-        if dead and ("RankError" in said or "init_process_group" in said or "rendezvous" in said):
-            f.named += any(f"rank {r}" in said for r in dead)
-            f.slowest = max(f.slowest, time.monotonic() - killed)
-        else:
-            f.failures.append(f"{training.run}: rank {rank} failed by itself: {said}")
-    return not dead and not f.failures
+    def live(self, chance: random.Random, ops: list[str], seconds: float) -> bool:
+        """A life that is mostly killed, and what is left of it; whether it got to the end of the training."""
+        self.look()
+        step, world = self.saved or 0, self.kind.world
+        victims = [chance.randrange(world)] if chance.random() < 0.6 else list(range(world))
+        at_op = chance.random() < 0.4
+        # by its number: it saves what the step before it left, on the disk mostly its own
+        next_save = (step if self.kind.on_disk else max(step, EVERY)) + 1
+        fault = Fault(victims[0], next_save + chance.choice((0, EVERY)), chance.choice(ops), "kill")
+        self.begin((fault,) if at_op else ())
+        codes = self.wait(PATIENCE + seconds if at_op else chance.uniform(0, seconds))
+        if not codes:
+            self.kill(victims)
+        killed = time.monotonic()
+        while self.pids and time.monotonic() < killed + PATIENCE:
+            codes |= self.wait(PATIENCE)
+        assert not self.pids, f"{self.run}: ranks {[*self.pids]} did not stop within {PATIENCE:g} s"
+        if self.saved is not None and (loaded := self.said("loaded-0")):
+            assert int(loaded) >= step, f"{self.run}: loaded step {loaded}, where {step} was whole"
+            self.counts["resumed"] += 1
+        dead = [r for r, code in codes.items() if code == -signal.SIGKILL]
+        self.counts["kills"] += len(dead)
+        for rank in (r for r, code in codes.items() if code not in (0, -signal.SIGKILL)):
+            said = self.said(f"said-{rank}")
+            stopped = bool(dead) and any(x in said for x in STOPPED)
+            assert stopped, f"{self.run}: rank {rank} failed by itself: {said}"
+            self.counts["named"] += any(f"rank {r}" in said for r in dead)
+        return not dead
 
 
-def soak(kills: int, seconds: float, seed: int, root: Path) -> Figures:
-    """Until there were so many kills or seconds; at least one training of each kind gets to its end."""
-    f, chance, begun = Figures(), random.Random(seed), time.monotonic()
-    expected = {kind: undisturbed(kind, root) for kind in KINDS}
-    f.failures += [
-        f"{kind}: another end than in memory"
-        for kind in KINDS
-        if expected[kind][0] != expected[Kind(kind.world, on_disk=False)][0]
-    ]
-    ended: Counter[Kind] = Counter()
-    trainings = {kind: new_training(kind, root) for kind in KINDS}
-    while not f.failures and time.monotonic() < begun + seconds:
-        enough = f.kills.total() >= kills
-        if enough and all(ended[kind] for kind in KINDS):
-            break
-        kind = chance.choice([kind for kind in KINDS if not (enough and ended[kind])])
-        digests, ops, length = expected[kind]
-        if not one_life(trainings[kind], chance, ops, length, f):
-            continue
-        if trainings[kind].digests() != digests:
-            f.failures.append(f"{trainings[kind].run}: another end than the undisturbed training's")
-        ended[kind] += 1
-        f.finished += 1
-        shutil.rmtree(trainings[kind].run)
-        trainings[kind] = new_training(kind, root)
-    if not f.failures and not (f.kills.total() >= kills and all(ended[kind] for kind in KINDS)):
-        f.failures.append(f"{f.kills.total()} of {kills} kills and {dict(ended)} ends within {seconds:g} s")
-    return f
+def soak(kills: int, seconds: float, seed: int, root: Path) -> Counter[str]:
+    """Until there were so many kills and each kind of training got to its end once. Raises AssertionError, also
+    where the seconds do not do for that."""
+    counts, ended, chance, begun = Counter[str](), Counter[Kind](), random.Random(seed), time.monotonic()
+    expected: dict[Kind, tuple[list[Any], float]] = {}
+    for kind in KINDS:
+        undisturbed, start = Training.new(kind, root, counts), time.monotonic()
+        undisturbed.begin()
+        codes = undisturbed.wait(300)
+        assert codes == dict.fromkeys(range(kind.world), 0), undisturbed.said("said-0")
+        expected[kind] = undisturbed.ends(), time.monotonic() - start
+        in_memory = expected[Kind(kind.world, on_disk=False)][0]
+        assert [x["digest"] for x in undisturbed.ends()] == [x["digest"] for x in in_memory], kind
+    trainings = {kind: Training.new(kind, root, counts) for kind in KINDS}
+    while (few := counts["kills"] < kills) or not all(ended[kind] for kind in KINDS):
+        assert time.monotonic() < begun + seconds, f"{counts} and {dict(ended)} ends within {seconds:g} s"
+        kind = chance.choice([kind for kind in KINDS if few or not ended[kind]])
+        ends, length = expected[kind]
+        if trainings[kind].live(chance, ends[0]["ops"], length):
+            digests = [[x["digest"] for x in of] for of in (trainings[kind].ends(), ends)]
+            assert digests[0] == digests[1], (
+                f"{trainings[kind].run}: another end than the undisturbed training's"
+            )
+            ended[kind] += 1
+            shutil.rmtree(trainings[kind].run)
+            trainings[kind] = Training.new(kind, root, counts)
+    counts["finished"] = ended.total()
+    return counts
 
 
-def main() -> int:
+def main() -> None:
     options = argparse.ArgumentParser(
         description="Kill trainings at random, resume them, compare their ends."
     )
     options.add_argument("--kills", type=int, default=200, help="SIGKILLs there are to be (default: 200)")
     options.add_argument("--seconds", type=float, default=1500, help="bound on the time (default: 1500)")
     options.add_argument("--seed", type=int, default=0, help="of the moments and operations (default: 0)")
-    args = options.parse_args()
-    begun = time.monotonic()
+    args, begun = options.parse_args(), time.monotonic()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="soak-") as root:
         swap_folders.IN_MEMORY = ()  # it may be there
-        f = soak(args.kills, args.seconds, args.seed, Path(root))
-    print(f"{f.text()}\n{time.monotonic() - begun:.0f} s, seed {args.seed}")
-    return 1 if f.failures else 0
+        counts = soak(args.kills, args.seconds, args.seed, Path(root))
+    print(f"{counts['kills']} SIGKILLs")
+    print(f"{counts['resumed']} lives began with a checkpoint, each a whole one and the newest")
+    print(f"{counts['named']} survivors of a killed rank stopped by themselves and named it")
+    print(f"{counts['finished']} trainings got to their end, each with the bits of an undisturbed one")
+    print(f"in {time.monotonic() - begun:.0f} s, seed {args.seed}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -80,6 +80,11 @@ def programs_of(world: int, make: Callable[[], Program], rows: Any = None) -> li
 
 def on_every(ranks: Sequence[Any], work: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
     """What `work` makes on every rank of its program, or what else stands for it, and its own of `of_each`."""
+    # One that fails breaks the barrier of the others, whose errors say nothing.
     # A new thread has MKL's dynamic teams until torch sizes its own, and with them other bits of a product.
     with ThreadPoolExecutor(len(ranks), initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        return list(threads.map(work, ranks, *of_each))
+        done = [threads.submit(work, *given) for given in zip(ranks, *of_each, strict=True)]
+    errors = [error for error in (x.exception() for x in done) if error is not None]
+    if errors:
+        raise next((x for x in errors if "BrokenBarrier" not in str(x) + type(x).__name__), errors[0])
+    return [x.result() for x in done]

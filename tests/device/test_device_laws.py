@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from device_training import compiled, run, train, weights_of
+from device_training import compiled, train, weights_of
+from parity import (
+    Row,
+    own_format,  # noqa: F401
+    plain,
+    results,
+    rows,
+    varied,
+)
 from small_models import MODELS, Loss
 from torch import Tensor, nn
-from zfunc.schedules import make_schedule
 
 import zfunc
-from zfunc import schedules
 from zfunc.cli.commands import doctor
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile.program import rescheduled
 from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.state.swap_state import close_swap
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import Head, gpt_segments
@@ -28,92 +32,29 @@ from zfunc.models.loss import linear_next_token_loss
 from zfunc.optim.by_name import make_optimizer
 from zfunc.planner.calibrate import measure_launch
 from zfunc.runtime import accelerator
-from zfunc.runtime.executor import Jitter
 from zfunc.runtime.host_memory import alloc_host
 
+pytestmark = pytest.mark.usefixtures("own_format")
 LIBRARIES = {
     "pretend": 0,
     "cuda": 96 << 20,
 }  # bytes that cuBLAS and its kin allocate through torch for themselves
 CLIPPED: dict[str, Any] = {"clip_norm": 2.0, "bucket_size": 600}
-ROWS: list[tuple[str, dict[str, Any]]] = [
-    ("tied GPT", {"precision": "bf16", "clip_norm": 0.5, "micro_batches": 2}),
-    ("tied GPT", {"precision": "fp16", "micro_batches": 2, "recompute": "none", "defer": True}),
-    ("tied GPT", {"moments": "8bit"}),
-    ("GPT with dropout", {"precision": "bf16", "recompute": "min-cut"}),
-    ("GPT with dropout", {"precision": "fp32", "clip_norm": 1.0}),
-    ("odd sizes", {**CLIPPED, "defer": True, "moments": "16bit"}),
-    ("odd sizes", {**CLIPPED, "offload_ratio": 0.5, "moments": "8bit"}),
-    ("odd sizes", {**CLIPPED, "offload_ratio": 0.0, "precision": "fp32"}),
-    ("norms", {"precision": "fp16", "offload_ratio": 0.5, "ema": 0.9}),
-    ("pairs", {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3}),
-]
-
-STREAMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (
-        "tied GPT",
-        {"precision": "bf16", "moments": "16bit", "clip_norm": 0.5, "micro_batches": 2},
-        {"params_on": "host"},
-    ),
-    (
-        "odd sizes",
-        {**CLIPPED, "precision": "fp32"},
-        {"params_on": "host", "activations_on": "host", "defer": True, "weight_slots": 1},
-    ),
-    (
-        "odd sizes",
-        {**CLIPPED, "micro_batches": 2, "recompute": "min-cut", "offload_ratio": 0.5, "moments": "8bit"},
-        {"params_on": "host", "activations_on": "host"},
-    ),
-    ("pairs", {"precision": "fp32", "micro_batches": 3}, {"accumulate": 2, "activations_on": "host"}),
-    (
-        "frozen below",
-        {"precision": "fp16", "micro_batches": 2},
-        {**dict.fromkeys(("state_on", "params_on", "grads_on", "activations_on"), "disk"), "accumulate": 1},
-    ),
-]
 
 
-# The others at night.
-EVERY_SECOND = [pytest.param(*row, marks=pytest.mark.slow if n % 2 else ()) for n, row in enumerate(ROWS)]
+def on_a_device(row: Row) -> bool:
+    """Alone; and not where the norm of a sum is taken by another sweep on the device than on the host."""
+    sums_apart = "offload_ratio" in row.settings and row.settings.get("micro_batches", 1) > 1
+    return row.world == 1 and not sums_apart
 
 
-def named(row: Any) -> str | None:
-    return " ".join(map(str, row.values())) if isinstance(row, dict) else None
-
-
-@pytest.mark.parametrize(("model", "settings"), EVERY_SECOND, ids=named)
-def test_every_schedule_gives_the_serial_bits(device: str, model: str, settings: dict[str, Any]) -> None:
-    """Whatever the host and the device delay."""
-    program, data = compiled(model, device, schedule="Serial", **settings)
-    losses, params = run(program, data)
-    for name in schedules.__all__:
-        again, same = run(rescheduled(program, make_schedule(name)), data, jitter=Jitter(0, 2e-4))
-        assert repr(again) == repr(losses), name
-        assert torch.equal(same, params), name
-
-
-@pytest.mark.parametrize(("model", "settings", "streamed"), STREAMED, ids=named)
-def test_where_parameters_and_activations_live_changes_no_bit(
-    device: str, model: str, settings: dict[str, Any], streamed: dict[str, Any], tmp_path: Path
-) -> None:
-    """Under every schedule and delay, in debug mode, and in other buckets."""
-    losses, params = train(model, device, schedule="Serial", **settings)
-    swap = {"swap": [tmp_path]} if "state_on" in streamed else {}
-    program, data = compiled(
-        model, device, schedule="Overlapped", **{**settings, **streamed, **swap, "bucket_size": 1000}
-    )
-    for other, step in (
-        (program, {"jitter": Jitter(0, 2e-4)}),
-        (rescheduled(program, schedules.Interleaved()), {"jitter": Jitter(1, 2e-4)}),
-        (rescheduled(program, schedules.Serial()), {"debug": True}),
-    ):
-        again, same = run(other, data, **step)
-        assert repr(again) == repr(losses), other.schedule
-        assert torch.equal(same, params), other.schedule
-        close_swap(other)
-        for file in tmp_path.iterdir():  # of a swap space, which the next one would refuse to overwrite
-            file.unlink()
+@pytest.mark.parametrize("row", [x for x in rows(every=6) if on_a_device(x.values[0])])
+def test_no_way_of_training_changes_a_bit(device: str, row: Row, tmp_path: Path) -> None:
+    """As in test_laws.py, whatever host and device delay. What is updated on the device is by other code."""
+    given, step = varied(row, row.given(tmp_path))
+    (expected,) = plain(row.numbers, row.job, device=device)
+    (got,) = results(row, {**given, "device": device}, **step)
+    assert got.same(expected), (given, step)
 
 
 @pytest.mark.gpu  # the kernels of the pretend device are the CPU's
@@ -124,18 +65,6 @@ def test_losses_are_the_cpus_within_tolerance(model: str, precision: str, tolera
     cpu, _ = train(model, "cpu", **settings)
     there, _ = train(model, "cuda", **settings)
     assert [a for a, _ in there] == pytest.approx([a for a, _ in cpu], rel=tolerance, abs=tolerance)
-
-
-@pytest.mark.parametrize(
-    "kept", [{"moments": x} for x in ("fp32", "16bit", "8bit")] + [{"split_master": True}]
-)
-def test_residence_and_deferral_give_the_plain_bits(device: str, kept: dict[str, Any]) -> None:
-    """Some steps are clipped. What is updated on the device is updated by other code: to the same bits."""
-    losses, params = train("odd sizes", device, **kept, **CLIPPED)
-    for recipe in ({"defer": True}, {"offload_ratio": 0.5, "defer": True}, {"offload_ratio": 0.0}):
-        again, same = train("odd sizes", device, schedule="Overlapped", **kept, **CLIPPED, **recipe)
-        assert again == losses, recipe
-        assert torch.equal(same, params), recipe
 
 
 @pytest.mark.parametrize("more", [{}, {"micro_batches": 3, "accumulate": "vertical", "offload_ratio": 0.5}])
@@ -149,18 +78,6 @@ def test_norms_of_parameters_and_auxiliary_outputs_are_the_hosts(device: str, mo
     assert there.norms == pytest.approx(here.norms, rel=1e-3, abs=1e-6)
     assert there.aux == pytest.approx(here.aux, rel=1e-3, abs=1e-6)
     assert without.norms == {}
-
-
-def test_what_is_kept_for_backward_and_debug_mode_change_nothing(device: str) -> None:
-    losses, params = train("GPT with dropout", device)
-    for settings, step in (
-        ({"recompute": "none"}, {}),
-        ({"recompute": "min-cut"}, {}),
-        ({}, {"debug": True}),
-    ):
-        again, same = train("GPT with dropout", device, step=step, **settings)
-        assert again == losses, (settings, step)
-        assert torch.equal(same, params), (settings, step)
 
 
 def test_a_saved_state_and_a_stream_of_the_callers_give_the_same_bits(device: str, tmp_path: Any) -> None:
@@ -213,26 +130,6 @@ def test_a_default_device_of_the_callers_changes_nothing(device: str, tmp_path: 
         state = zfunc.load(tmp_path / "checkpoints", program)
         state, _ = zfunc.train_step(program, state, batches[1])
         assert torch.equal(weights_of(program, state), expected)
-
-
-def test_groups_of_optimizers_have_the_hosts_bits_on_the_device(device: str) -> None:
-    members = (
-        ("huge.weight", zfunc.Muon(0.02)),
-        ("huge.*", zfunc.SGD(0.1, momentum=0.9)),
-        ("*.bias", zfunc.Adagrad(0.1)),
-        ("back.*", zfunc.Lion(1e-3)),
-        ("inlet.*", zfunc.Adafactor(1e-2)),
-    )
-    optimizer, ends = zfunc.groups(*members, zfunc.AdamW(1e-2)), list[Tensor]()
-    for share in (1.0, 0.5, 0.0):
-        segments, data = MODELS["odd sizes"]()
-        settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit", "bucket_size": 300}
-        program = zfunc.compile(segments, optimizer=optimizer, device=device, offload_ratio=share, **settings)
-        state = zfunc.init(program, seed=1)
-        for i in range(3):
-            state, _ = zfunc.train_step(program, state, data(i))
-        ends.append(weights_of(program, state))
-    assert all(torch.equal(x, ends[0]) for x in ends)
 
 
 def test_the_device_is_picked_and_named(device: str) -> None:

@@ -1,16 +1,144 @@
-"""Two ranks with pretend devices: collectives that are queued, not done, when they return, as NCCL's."""
+"""Two ranks with pretend devices: collectives that are queued, not done, when they return, as NCCL's.
+
+Each rank of `all_scenarios` leaves what it has seen in a folder: {SCENARIO}-{RANK}.json.
+"""
 
 import json
+import os
 import re
-import subprocess
-import sys
+import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pretend
 import pytest
+import torch
+import torch.distributed as dist
+from device_training import compiled, run
+from forked import fork, played, warm
+from zfunc.schedules import make_schedule
 
-WORKER = Path(__file__).with_name("device_rank_worker.py")
+import zfunc
+from zfunc.engine.compile.program import rescheduled
+from zfunc.engine.step.stages import STAGES
+from zfunc.errors import RankError
+from zfunc.runtime.executor import Jitter
+
+WORLD = 2
+TIMEOUT = {"late": 3.0, "dies": 3.0, "gathers": 3.0}  # seconds; LONG where nobody waits for it
+LONG = 120.0
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"micro_batches": 2},
+    "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
+    "resident": {
+        "offload_ratio": 0.5,
+        "optimizer": zfunc.groups(
+            ("huge.*", zfunc.Adafactor(1e-2)), ("back.*", zfunc.Adafactor(1e-2)), zfunc.AdamW(1e-2)
+        ),
+    },
+    "stage 3": {"micro_batches": 2, "stage": 3},
+    "stage 3 on the host": {"micro_batches": 2, "stage": 3, "params_on": "host", "activations_on": "host"},
+}
+
+
+def bits(rank: int) -> dict[str, Any]:
+    """Whether every schedule has the serial bits, and what those are."""
+    seen: dict[str, Any] = {}
+    for name, settings in SETTINGS.items():
+        program, data = compiled(
+            "odd sizes", f"pretend:{rank}", bucket_size=600, schedule="Serial", **settings
+        )
+        losses, params = run(program, data)
+        seen[name] = {
+            "bits": [[loss for loss, _ in losses], params.double().sum().item()],
+            "norms": [norm for _, norm in losses],
+        }
+        for schedule in ("Overlapped", "Interleaved"):
+            other = rescheduled(program, make_schedule(schedule))
+            again, same = run(other, data, jitter=Jitter(rank, 3e-4))
+            seen[f"{name} {schedule}"] = repr(again) == repr(losses) and torch.equal(same, params)
+    return seen
+
+
+def failing(rank: int, action: str) -> dict[str, Any]:
+    """Rank 1 dies, fails or comes late inside the third step; what rank 0 is told, and how soon."""
+    due = False
+
+    def backward(op: Any, mem: Any, step: Any) -> None:
+        if due and op.index == (0, 1):
+            if action == "dies":
+                os._exit(9)
+            if action == "fails":
+                raise ZeroDivisionError("of rank 1")
+            time.sleep(LONG)
+        STAGES["backward"](op, mem, step)
+
+    def gather(op: Any, mem: Any, step: Any) -> None:
+        if due and op.index == (0, 1):
+            os._exit(9)
+        STAGES["gather"](op, mem, step)
+
+    settings: dict[str, Any] = {"bucket_size": 600, "schedule": "Overlapped"}
+    if action == "gathers":
+        settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
+    else:
+        settings["stages"] = {"backward": backward}
+    program, data = compiled("odd sizes", f"pretend:{rank}", **settings)
+    state, begun = zfunc.init(program, seed=1), 0.0
+    try:
+        for i in range(4):
+            begun, due = time.monotonic(), i == 2 and rank == 1
+            state, _ = zfunc.train_step(program, state, data(i))
+    except RankError as error:
+        return {"error": str(error), "seconds": time.monotonic() - begun, "free": _is_free(program.device)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+def _is_free(device: torch.device) -> bool:
+    """Whether the device works again soon: what waited on it has been aborted, which it reports once."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        try:
+            torch.accelerator.synchronize(device)
+            return float(torch.ones(2, device=device).sum()) == 2.0
+        except torch.AcceleratorError:
+            time.sleep(0.01)
+    return False
+
+
+def rank_main(scenario: str, rank: int, folder: Path) -> None:
+    pretend.load().delay(3e-4, rank)
+    torch.accelerator.set_device_index(rank)
+    patience = timedelta(seconds=TIMEOUT.get(scenario, LONG))
+    store = dist.FileStore(str(folder / f"{scenario}.store"), WORLD)
+    store.set_timeout(patience)
+    backends = f"cpu:gloo,pretend:{pretend.BACKEND}"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=WORLD, timeout=patience)
+    seen = bits(rank) if scenario == "bits" else failing(rank, scenario)
+    (folder / f"{scenario}-{rank}.json").write_text(json.dumps(seen))
+
+
+def all_scenarios(folder: Path) -> None:
+    """In a process of its own, which forks the ranks."""
+    warm()
+    pids = []
+    for scenario in ("bits", "dies", "gathers", "fails", "late"):
+        for rank in range(WORLD):
+            pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
+        if scenario in ("bits", "gathers"):  # a collective that waits for a busy machine times out as well
+            while pids:
+                os.waitpid(pids.pop(), 0)
+        if scenario == "late":  # when rank 0 has given it up, nobody waits for rank 1
+            os.waitpid(pids[-2], 0)
+            os.kill(pids[-1], signal.SIGKILL)
+            os.waitpid(pids[-1], 0)
+            del pids[-2:]
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +146,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """What each rank of each scenario left, by SCENARIO-RANK."""
     if request.config.getoption("--device") != "pretend" or pretend.missing_tools():
         pytest.skip("runs in a process of its own: pytest --device pretend tests/device")
-    folder = tmp_path_factory.mktemp("ranks")
-    ended = subprocess.run(
-        [sys.executable, WORKER, folder], capture_output=True, text=True, timeout=300, check=False
-    )
-    seen = {p.stem: json.loads(p.read_text()) for p in folder.glob("*.json")}
-    assert "bits-0" in seen, ended.stderr[-3000:]
-    return seen
+    folder = played(all_scenarios, tmp_path_factory.mktemp("ranks"))
+    return {p.stem: json.loads(p.read_text()) for p in folder.glob("*.json")}
 
 
 def test_every_schedule_has_the_serial_bits_on_all_ranks(outcomes: dict[str, Any]) -> None:

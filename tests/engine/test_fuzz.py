@@ -4,6 +4,8 @@ import fuzz
 import fuzz_models
 import pytest
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 16))]

@@ -21,7 +21,6 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from parity import (
     NUMBERS,
-    SCHEDULES,
     WAYS,
     Momentum,
     Row,
@@ -33,6 +32,7 @@ from parity import (
     results,
     rows,
     steps,
+    varied,
 )
 from parity import plain as plain_way
 from small_models import bits
@@ -52,22 +52,8 @@ from zfunc.errors import DonatedStateError
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime.executor import Jitter
 
-pytestmark = pytest.mark.usefixtures("own_format")
-
-
-def varied(row: Row, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """From row to row another schedule, other residuals, and delays in stages that are watched."""
-    n = row.number
-    stays = given.get("stage") != 3 and {given.get(x, "device") for x in ("params_on", "activations_on")} == {
-        "device"
-    }
-    recompute = ("all", "min-cut", "none")[: 3 if stays else 2]
-    # Several ranks have to issue their collectives in one order.
-    schedule = SCHEDULES[n % (len(SCHEDULES) if row.world == 1 else len(SCHEDULES) - 2)]
-    step = {"jitter": Jitter(n, 3e-4), "debug": True} if n % 2 else {}
-    return {**given, "schedule": schedule, "recompute": recompute[n % len(recompute)]}, step
+pytestmark = pytest.mark.usefixtures("own_format", "poisoned")
 
 
 def test_every_setting_has_a_row() -> None:
@@ -125,6 +111,7 @@ SAME_ROWS = [
         [
             ("fp32 in 2, clipped, 8 bits", "vertical"),
             ("a split master", "stage 3, all from the host"),
+            ("bf16 in 3, clipped", "norms"),
             ("groups", "half on the device"),
             ("groups, 8 bits", "stage 3, horizontal"),
             ("whole parameters, 8 bits", "stage 3, all from the host"),
@@ -142,7 +129,7 @@ SAME_ROWS = [
 def test_ranks_that_have_the_same_rows_make_the_bits_of_one(row: Row, tmp_path: Path) -> None:
     """The mean of their gradients is that of one. Slices of four ranks cut every matrix but the smallest."""
     (alone,) = plain_way(row.numbers, "odd sizes", alike=True)
-    for mine in results(row, row.given(tmp_path), alike=True):
+    for mine in results(row, row.given(tmp_path), alike=True, debug=True):
         assert mine.same(alone)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import trained
-from rank_worker import global_batch
+from forked import global_batch
 from small_models import flats, rows_of
 from threaded_ranks import on_every, programs_of
 from torch import Tensor

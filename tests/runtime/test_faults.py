@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_worker import CALLS, LONG, SCENARIOS, SHORT
-from forked import ERROR
+from fault_worker import CALLS, LONG, SCENARIOS, SHORT, play_all
+from forked import ERROR, played
 
 from zfunc.errors import RankError
 from zfunc.runtime import failure_detection
@@ -29,19 +29,13 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.failure_detection import TIMEOUT, FailureDetector, MissingRanks, StoreLost, timeout
 from zfunc.runtime.fault_injection import Fault, faults_at, from_environment, parse_faults
 
-WORKER = Path(__file__).parents[1] / "fault_worker.py"
 SOON = 20.0  # seconds, on a busy machine; ranks that are not told wait LONG
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("faults")
-    played = subprocess.run(
-        [sys.executable, str(WORKER), str(out)], capture_output=True, text=True, timeout=400
-    )
-    assert played.returncode == 0, played.stderr
-    return out
+    return played(play_all, tmp_path_factory.mktemp("faults"))
 
 
 def reports(results: Path, name: str, *ranks: int) -> list[dict[str, Any]]:

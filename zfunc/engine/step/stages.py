@@ -139,9 +139,9 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
         squares, into = torch.stack(norms).double().square_(), mem[op.write("squares")].view(-1, SUM_PARTS)
         if len(into) == 1:
             into[0].copy_(exact_parts(squares))
-        elif spans:
+        else:
             before = sum(x.stop - bucket.start <= own.start for x in bucket.spans)
-            into[before : before + len(spans)].copy_(exact_parts(squares[:, None]))
+            into.zero_()[before : before + len(spans)].copy_(exact_parts(squares[: len(spans), None]))
     else:
         _write_squares(bucket, own, mem[op.write("squares")], lambda part: square_sum(grad[part]))
 
@@ -303,7 +303,7 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
 def _write_squares(bucket: Bucket, shard: slice, squares: Tensor, sum_of: Callable[[slice], Tensor]) -> None:
     """The sums of squares of this rank's slice of a bucket, from those of parts of it: of all of it, or, where
     there is a row for each parameter, of each."""
-    rows = squares.view(-1, SUM_PARTS)
+    rows = squares.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
     if len(rows) == 1:
         rows[0].copy_(sum_of(slice(None)))
         return
