@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 
 from zfunc.errors import CheckpointError, explain_os_errors
 from zfunc.runtime.blocking_calls import DaemonThreads, call_each
-from zfunc.runtime.direct_io import open_reserved
 
 log = logging.getLogger("zfunc")
 THREADS = 2  # of reads and writes; with one, a drive would wait for the checksums
@@ -35,15 +34,6 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
     """Turn an OSError into a CheckpointError that names `path` and what was being done to it."""
     with explain_os_errors(CheckpointError, path, doing, _NEXT):
         yield
-
-
-def open_new(path: Path, size: int, mode: int) -> int:
-    """A descriptor of a new file, with `size` bytes reserved, so that a full disk is noticed before writing.
-
-    Raises CheckpointError if the file exists or if there is no space; no file is left then.
-    """
-    with os_errors_as(path, f"making a file of {size} bytes"):
-        return open_reserved(path, size, os.O_WRONLY, mode=mode)
 
 
 def open_file(path: Path) -> tuple[int, int]:

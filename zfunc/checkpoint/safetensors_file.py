@@ -41,6 +41,7 @@ from zfunc.checkpoint.strict_json import (
 )
 from zfunc.core.dtypes import DTYPES
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
+from zfunc.runtime.direct_io import open_reserved
 
 BYTES = {
     **{x.safetensors: x.nbytes for x in DTYPES.values()},
@@ -277,7 +278,8 @@ def create_shard(
     ...     writer.finish()
     """
     shard, header = new_shard(path.name, tensors, metadata or {})
-    fd = disk.open_new(path, shard.size, mode)
+    with disk.os_errors_as(path, f"making a file of {shard.size} bytes"):
+        fd = open_reserved(path, shard.size, os.O_WRONLY, mode=mode)
     try:
         with disk.os_errors_as(path, "writing its header"):
             disk.write_all(fd, memoryview(header), 0)

@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
@@ -33,7 +33,6 @@ from zfunc.engine.compile.program import (
     module_buffers,
     staging_buffers,
 )
-from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.init import allocate_state
 from zfunc.engine.state.module_buffers import copy_buffers
@@ -108,20 +107,17 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         raise ValueError(
             f"save: got extra_after for {save.folder}, expected it for a folder of the swap space: pass extra"
         )
-    precision: Dtype = program.settings.precision
-    masters = state.buffers.masters
-    frozen: dict[int, Dtype] = {
-        x.index: "fp32" if x.index in masters else precision for x in program.layout.frozen_buckets
-    }
+    kept_in: Dtype = program.settings.precision
+    frozen = {x.index: kept_in for x in program.layout.frozen_buckets}
+    frozen |= dict.fromkeys(state.buffers.masters, "fp32")
     snapshot = Snapshot(
         layout=program.layout,
         kinds=stored_kinds(program.layout, frozen, ema=program.spec.ema),
         position=state.position,
         optimizer=optimizer_settings(program, state.step),
         buffers=[
-            TensorInfo(f"{segment.name}.{short}", SAFETENSORS_TYPES[t.dtype], t.shape)
-            for segment in program.segments
-            for short, t in segment.buffers.items()
+            TensorInfo(name, SAFETENSORS_TYPES[t.dtype], t.shape)
+            for name, t in _named(program, "buffers").items()
         ],
     )
     return begin_writing(snapshot, save, program.ranks, state.buffers.frozen_master)
@@ -234,16 +230,8 @@ def _state_at(
     scale, scaled = position.loss_scale, program.settings.precision == "fp16"
     if scaled != (saved.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
-    return State(
-        buffers,
-        program.identity,
-        buffers.owner.generation,
-        step=position.step,
-        batches=position.batches,
-        sequences=position.sequences,
-        loss_scale=scale,
-        seed=position.seed,
-    )
+    counters = asdict(position, recurse=False, filter=lambda x, _: x.name != "pending")
+    return State(buffers, program.identity, buffers.owner.generation, **{**counters, "loss_scale": scale})
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:
@@ -263,12 +251,13 @@ def _folders(path: Path, ranks: RankGroup) -> list[Path]:
 def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
     checkpoint = checkpoints.open_checkpoint(folder)
     try:
-        own = [x for s in program.segments for x in buffers_of(s)]
+        own = _named(program, "buffers")
         if not strict:  # they may be constants in one of the two
-            own += [Parameter(name, tuple(t.shape), False) for name, t in _constants(program).items()]
-            own = [x for x in own if x.name in checkpoint.manifest.buffers]
+            either = own | _named(program, "constants")
+            own = {name: t for name, t in either.items() if name in checkpoint.manifest.buffers}
         parameters = [x for s in program.segments for x in s.parameters]
-        check_model(checkpoint.manifest, [*parameters, *own], strict=strict)
+        parameters += (Parameter(name, tuple(t.shape), trainable=False) for name, t in own.items())
+        check_model(checkpoint.manifest, parameters, strict=strict)
         _check_constants(checkpoint, program)
         _check_pending(checkpoint.manifest, program)
     except CheckpointError as error:
@@ -276,21 +265,14 @@ def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
     return checkpoint
 
 
-def _constants(program: Program) -> dict[str, torch.Tensor]:
-    """The tensors that are read and never trained, by full name."""
-    return {f"{s.name}.{short}": t for s in program.segments for short, t in s.constants.items()}
-
-
-def buffers_of(segment: Segment) -> list[Parameter]:
-    """The buffers that forward changes, as what a checkpoint has and no update changes."""
-    return [
-        Parameter(f"{segment.name}.{short}", tuple(t.shape), False) for short, t in segment.buffers.items()
-    ]
+def _named(program: Program, kind: Literal["buffers", "constants"]) -> dict[str, torch.Tensor]:
+    """The tensors by full name that forward changes and no update, or that are read and never changed."""
+    return {f"{s.name}.{short}": t for s in program.segments for short, t in getattr(s, kind).items()}
 
 
 def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
     """What the checkpoint has as changed by forward, and the program as constant, has one value."""
-    for name, t in _constants(program).items():
+    for name, t in _named(program, "constants").items():
         if name in checkpoint.manifest.buffers:
             fill_buffers(checkpoint, {name: (saved := torch.empty_like(t))})
             if not torch.equal(saved, t):
@@ -328,12 +310,8 @@ def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, progr
     pairs = ((k, _shown(saved[k]), _shown(v)) for k, v in current.items() if k in saved)
     changed = [f"{k} {before} is now {now}" for k, before, now in pairs if before != now]
     if changed:
-        log.warning(
-            "checkpoint: %s: settings of step %d differ from the saved ones: %s",
-            path,
-            step,
-            ", ".join(changed),
-        )
+        text = "checkpoint: %s: settings of step %d differ from the saved ones: %s"
+        log.warning(text, path, step, ", ".join(changed))
 
 
 def _shown(value: Any) -> str:
