@@ -5,7 +5,6 @@ No output of the page is written by hand. A block after `<!-- output NAME -->` i
 run in the sizes of SMALL. tests/docs/test_tutorial.py runs the page by the same rules.
 """
 
-import json
 import os
 import re
 import shlex
@@ -52,26 +51,20 @@ OUTPUTS = {
     "plan-v100": None,
     "plan-auto": f"^plan |^ {{11}}\\S|^it |needed|^  device|{_TIME}|{_FOUND}",
     "plan-parts": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
-    "plan-h100": f"^hardware|{_FITS}|needed|{_TIME}|{_ADVICE}",
     "draw": None,
-    "doctor": r"^  (versions|processor|threads|memory|bandwidth|this folder|devices) |^!",
+    "doctor": r"^  (processor|threads|memory|bandwidth|this folder|devices) |^!",
     "plan-here": f"^hardware|^plan |^it |{_TIME}",
     "train": r"json:|^host Adam|^precision|^data|held out|^model|^plan:|most:|^run|^step|^all|^  [a-z]",
     "resume": r"^resum|^run|^step|^all",
     "row": None,
-    "compare": None,
+    "compare": r"^predicted|^ +ops|^the step|^(h2d|compute|d2h|host) |bound by|^written",
     "export": None,
-    "plan-8bit": f"{_FITS}|needed|{_TIME}",
     "ranks": r"ranks$|^step|^all",
     "plan-40b-device": f"^GPT|{_FITS}|needed|{_ADVICE}",
-    "plan-40b-auto": f"{_FITS}|needed|{_TIME}|{_FOUND}",
     "plan-40b": None,
-    "draw-40b": None,
     "train-40b": r"^plan:|most:|^step +\d*0/|^all|^  (loss|held out  |speed)",
     "plan-desktop": f"{_FITS}|needed|^  disk .* GiB|{_TIME}|^the disk|^  (commits|space|wear)",
     "train-desktop": r"^plan:|most:|^step +\d*0/|^all",
-    "resume-desktop": r"^resum|^run|^step|^all",
-    "export-desktop": None,
 }
 """The lines of an output that the page shows: those with a match, or all."""
 
@@ -159,9 +152,7 @@ def filled(page: str, outputs: dict[str, str]) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """The files that the commands of the page read: the configuration, tokens, texts and a tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+    """The files that the commands of the page read: the configuration, and tokens."""
     folder.joinpath("examples").mkdir()
     folder.joinpath("examples", CONFIG.name).write_text(CONFIG.read_text())
     tokens = bytearray()
@@ -170,13 +161,6 @@ def prepare(folder: Path) -> None:
         for token in (word, (word * 5 + 1) % 256, (word * 11 + 3) % 256):
             tokens += token.to_bytes(2, "little")
     folder.joinpath("tokens.bin").write_bytes(tokens)
-    texts = (" ".join(f"w{(n * k) % 50}" for k in range(1, 60)) for n in range(200))
-    folder.joinpath("corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = ["<unk>", "<|endoftext|>", *(f"w{n}" for n in range(50))]
-    model = models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def program(words: list[str]) -> list[str]:

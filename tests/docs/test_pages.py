@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from attrs import fields
+from trained import compiled, steps
 
 import zfunc
 from zfunc import schedules
@@ -23,6 +24,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PRINTED = {
     "README.md": r"^loss 0\.\d+\nlane copies\n[^|]*^lane compute$[^|]*^same bits: True\n(True|False) [\d.e-]+ s ",
+    "design.md": r"^Signum 1\nhost_last 1\n\['halve\[0,0,0\]'\]$",
     "quickstart.md": r"^$",
     "optimizers.md": r"^\d+ buckets\nlr 0.01\nstep 2 True$",
     "checkpoints.md": r"^resumes after step 10$",
@@ -128,3 +130,21 @@ def test_operations_are_those_of_the_stages() -> None:
 def test_schedules_are_those_of_the_package() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
     assert set(re.findall(r"^\| `([A-Z]\w+)`", text, re.M)) == set(schedules.__all__)
+
+
+@pytest.mark.parametrize("model", ["tied GPT", "odd sizes"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stage_1_has_other_bits_where_the_page_says_so(
+    model: str, precision: str, micro_batches: int
+) -> None:
+    """On one rank: with ties in 16 bits, and with several micro-batches but for fp32 without ties."""
+    weights: dict[int, dict[str, Any]] = {}
+    for stage in (1, 2, 3):
+        given = {"precision": precision, "micro_batches": micro_batches, "clip_norm": 0.5}
+        program, batch = compiled(model, stage=stage, **given)
+        weights[stage] = zfunc.params(program, steps(program, zfunc.init(program), batch, 0, 2)[0])
+    ties, half, several = model == "tied GPT", precision == "bf16", micro_batches > 1
+    for stage, alike in ((3, True), (1, not (ties and half) and not (several and (ties or half)))):
+        same = all(bool((w == weights[2][name]).all()) for name, w in weights[stage].items())
+        assert same == alike, f"stage {stage}"
