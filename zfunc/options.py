@@ -33,6 +33,7 @@ GROUPS = (
         "offload",
     ),
     *("measurement", "log", "picture", "file", "page", "screen", "output", "configuration"),
+    "buffers",  # for experts: zfunc plan chooses them
 )
 
 

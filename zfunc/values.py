@@ -50,7 +50,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     if not good or (least is not None and value < least) or (most is not None and value > most):
         low = "" if least is None else f" of at least {least}"
         high = "" if most is None else f"{' and' if low else ' of'} at most {most}"
-        hint = f"pass {least} or more" if good and least is not None and value < least else "pass an int"
+        below = least is not None and good and value < least
+        hint = f"pass {least} or more" if below else f"pass {most} or less" if good else "pass an int"
         raise ValueError(f"{name}: got {value!r}, expected a whole number{low}{high}: {hint}")
     return value
 

@@ -69,96 +69,193 @@ def refused(capsys: Out, *args: str) -> str:
     return err
 
 
-# --- zfunc train -------------------------------------------------------------------------------------------
+# --- what is refused ---------------------------------------------------------------------------------------
 
-TRAIN = [
-    ("--schedule Overlaped", ["Overlaped", "expected one of", "'Overlapped'"]),
-    ("--precision fp61", ["fp61", "expected one of", "did you mean"]),
-    ("--device cud", ["cud", "expected", "'cuda'"]),
-    ("--recompute mincut", ["mincut", "'min-cut'"]),
-    ("--hidden-size 17", ["17", "expected a multiple", "try --hidden-size 16"]),
-    ("--micro-batches 3", ["got 4", "expected a multiple", "try --batch-size 3"]),
-    ("--steps 0", ["--steps: got 0", "at least 1"]),
-    ("--num-layers -2", ["--num-layers: got -2", "at least 1"]),
-    ("--lr 0", ["--lr: got 0", "above 0"]),
-    ("--lr nan", ["--lr: got nan", "finite"]),
-    ("--lr 1e400", ["--lr: got inf", "finite"]),
-    ("--clip -1", ["--clip: got -1", "0 or above"]),
-    ("--dropout 1", ["--dropout: got 1", "below 1"]),
-    ("--seconds -5", ["--seconds: got -5", "above 0"]),
-    ("--steps many", ["error: --steps: got 'many'", "expected a whole number"]),
-    (f"--steps {'9' * 5000}", ["--steps: got '999", "5,000 letters"]),
-    ("--lr", ["--lr: got no value", "--lr=VALUE"]),
-    ("--compile-segments=yes", ["--compile-segments: got the value 'yes'", "switch"]),
-    ("--epochs 2 --steps 5", ["--epochs: got 2 with --steps 5, expected one of them"]),
-    ("--epochs 0 --seconds 5", ["--epochs: got 0", "above 0"]),
-    ("--lr-schedule cosin", ["cosin", "'cosine'"]),
-    ("--eval-data empty.txt", ["--eval-data: got empty.txt, which is empty"]),
-    ("--eval-data tokens.bin", ["tokens.bin, which is read as tokens, with --data that is bytes"]),
-    ("--steps 5 --warmup 5", ["--warmup: got 5 of 5", "expected fewer"]),
-    ("--bucket-size 0", ["--bucket-size: got 0", "at least 1"]),
-    (f"--seed {HUGE}", ["--seed: got 9999", "at most 9223372036854775807"]),
-    ("--num-layer 3", ["--num-layer", "no option", "'--num-layers'"]),
-    ("--json", ["'--json', which is no option of this command, but one of zfunc plan"]),
-    ("texts", ["got 'texts'", "options begin with --"]),
-    ("--delay-from 100", ["'--delay-from', which is gone: pass defer, which hides the host"]),
-    ("--log-style deepspeed", ["which is gone: metrics.jsonl in the run folder"]),
-    ("--data nowhere", ["--data: got nowhere", "does not exist"]),
-    ("--data=", ["--data: got ''", "name it"]),
-    ("--data empty", ["--data: got no text", "expected at least one document"]),
-    ("--data empty.txt", ["--data: got empty.txt, which is empty"]),
-    ("--data cut.jsonl", ["--data: cut.jsonl, line 2"]),
-    ("--data short.txt --seq-length 100", ["tokens for --seq-length 100", "shorter"]),
-    ("--data short.txt --vocab-size 99", ["--vocab-size: got 99", "read as bytes", "256"]),
-    ("--data tokens.bin --vocab-size 10", ["expected tokens below 10: pass the --vocab-size"]),
-    ("--data odd.bin", ["multiple of 2", "check that the file is complete"]),
-    ("--out short.txt/run", ["--out: got short.txt/run", "cannot be written"]),
-    ("--out used", ["--out: got used", "holds files already", "name another"]),
-    ("--out broken", ["--out: got broken", "resume the run in it with --resume auto"]),
-    ("--tokenizer nowhere", ["--tokenizer: got nowhere, which cannot be read"]),
-    ("--tokenizer list.json", ["--tokenizer: got list.json, which cannot"]),
-    ("--keep 0", ["--keep: got 0, expected a whole number of at least 1"]),
-    ("--save-every -1", ["--save-every: got -1"]),
-    ("--disk-ratio 0.5", ["--disk-ratio: got 0.5 with --state-on host, expected --state-on disk: pass"]),
-    ("--resume nowhere", ["--resume: ", "nowhere: got no such folder"]),
-    ("--resume=", ["--resume: got nothing"]),
-    ("--resume empty", ["--resume: ", "got no checkpoint in it"]),
-    ("--resume auto", ["--resume auto: got no --out", "add such as --out run"]),
-    ("--resume auto --out used", ["no config.json of a run"]),
-    ("--resume auto --out model", ["no config.json of a run"]),
-    ("--resume auto --out short.txt", ["cannot be written"]),
-    ("--resume auto --out broken", ["got no complete checkpoint"]),
-    ("--resume auto --out empty", ["in which another process is at work"]),
-    ("--config nowhere", ["nowhere: got 'No such file"]),
-    ("--config empty.json", ["empty.json: got Empty strings"]),
-    ("--config bytes.json", ["bytes.json: got 'utf-8' codec"]),
-    ("--config empty", ["empty: got 'Is a directory"]),
-    ("--config list.json", ["list.json: got a list"]),
-    ("--config unknown.json", ["'train_batch_sizes'", "'train_batch_size'"]),
-    ("--config twice.json", ["twice.json", 'Duplicate key "train_batch_size"']),
-    ("--config ds.json --lr 1e-2", ["--lr: got 0.01, and ds.json says optimizer.params.lr 0.002"]),
-    ("--config ds.json --precision bf16", ["--precision: got bf16, and ds.json says fp16.enabled True"]),
-    ("--config ds.json --batch-size 16", ["--batch-size: got 16, and ds.json says train_batch_size 4"]),
-    ("--config ds.json --clip 2", ["--clip: got 2.0, and ds.json says gradient_clipping 0.5"]),
-    ("--config ds.json --weight-decay 0", ["--weight-decay: got 0.0, and ds.json says"]),
-    ("--config ds.json --micro-batches 3", ["got train_batch_size 4, expected 1 x 3 micro-batches"]),
+MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
+    ("train --schedule Overlaped", "Overlaped", "expected one of", "'Overlapped'"),
+    ("train --precision fp61", "fp61", "expected one of", "did you mean"),
+    ("train --device cud", "cud", "expected", "'cuda'"),
+    ("train --recompute mincut", "mincut", "'min-cut'"),
+    ("train --hidden-size 17", "17", "expected a multiple", "try --hidden-size 16"),
+    ("train --micro-batches 3", "got 4", "expected a multiple", "try --batch-size 3"),
+    ("train --steps 0", "--steps: got 0", "at least 1"),
+    ("train --num-layers -2", "--num-layers: got -2", "at least 1"),
+    ("train --lr 0", "--lr: got 0", "above 0"),
+    ("train --lr nan", "--lr: got nan", "finite"),
+    ("train --lr 1e400", "--lr: got inf", "finite"),
+    ("train --clip -1", "--clip: got -1", "0 or above"),
+    ("train --dropout 1", "--dropout: got 1", "below 1"),
+    ("train --seconds -5", "--seconds: got -5", "above 0"),
+    ("train --steps many", "error: --steps: got 'many'", "expected a whole number"),
+    (f"train --steps {'9' * 5000}", "--steps: got '999", "5,000 letters"),
+    ("train --lr", "--lr: got no value", "--lr=VALUE"),
+    ("train --compile-segments=yes", "--compile-segments: got the value 'yes'", "switch"),
+    ("train --epochs 2 --steps 5", "--epochs: got 2 with --steps 5, expected one of them"),
+    ("train --epochs 0 --seconds 5", "--epochs: got 0", "above 0"),
+    ("train --lr-schedule cosin", "cosin", "'cosine'"),
+    ("train --eval-data empty.txt", "--eval-data: got empty.txt, which is empty"),
+    ("train --eval-data tokens.bin", "tokens.bin, which is read as tokens, with --data that is bytes"),
+    ("train --steps 5 --warmup 5", "--warmup: got 5 of 5", "expected fewer"),
+    ("train --bucket-size 0", "--bucket-size: got 0", "at least 1"),
+    (f"train --seed {HUGE}", "--seed: got 9999", "at most 9223372036854775807"),
+    ("train --num-layer 3", "--num-layer", "no option", "'--num-layers'"),
+    ("train --json", "'--json', which is no option of this command, but one of zfunc plan"),
+    ("train texts", "got 'texts'", "options begin with --"),
+    ("train --delay-from 100", "'--delay-from', which is gone: pass defer, which hides the host"),
+    ("train --log-style deepspeed", "which is gone: metrics.jsonl in the run folder"),
+    ("train --data nowhere", "--data: got nowhere", "does not exist"),
+    ("train --data=", "--data: got ''", "name it"),
+    ("train --data empty", "--data: got no text", "expected at least one document"),
+    ("train --data empty.txt", "--data: got empty.txt, which is empty"),
+    ("train --data cut.jsonl", "--data: cut.jsonl, line 2"),
+    ("train --data short.txt --seq-length 100", "tokens for --seq-length 100", "shorter"),
+    ("train --data short.txt --vocab-size 99", "--vocab-size: got 99", "read as bytes", "256"),
+    ("train --data tokens.bin --vocab-size 10", "expected tokens below 10: pass the --vocab-size"),
+    ("train --data odd.bin", "multiple of 2", "check that the file is complete"),
+    ("train --out short.txt/run", "--out: got short.txt/run", "cannot be written"),
+    ("train --out used", "--out: got used", "holds files already", "name another"),
+    ("train --out broken", "--out: got broken", "resume the run in it with --resume auto"),
+    ("train --tokenizer nowhere", "--tokenizer: got nowhere, which cannot be read"),
+    ("train --tokenizer list.json", "--tokenizer: got list.json, which cannot"),
+    ("train --keep 0", "--keep: got 0, expected a whole number of at least 1"),
+    ("train --save-every -1", "--save-every: got -1"),
+    ("train --disk-ratio 0.5", "--disk-ratio: got 0.5 with --state-on host, expected --state-on disk: pass"),
+    ("train --resume nowhere", "--resume: ", "nowhere: got no such folder"),
+    ("train --resume=", "--resume: got nothing"),
+    ("train --resume empty", "--resume: ", "got no checkpoint in it"),
+    ("train --resume auto", "--resume auto: got no --out", "add such as --out run"),
+    ("train --resume auto --out used", "no config.json of a run"),
+    ("train --resume auto --out model", "no config.json of a run"),
+    ("train --resume auto --out short.txt", "cannot be written"),
+    ("train --resume auto --out broken", "got no complete checkpoint"),
+    ("train --resume auto --out empty", "in which another process is at work"),
+    ("train --config nowhere", "nowhere: got 'No such file"),
+    ("train --config empty.json", "empty.json: got Empty strings"),
+    ("train --config bytes.json", "bytes.json: got 'utf-8' codec"),
+    ("train --config empty", "empty: got 'Is a directory"),
+    ("train --config list.json", "list.json: got a list"),
+    ("train --config unknown.json", "'train_batch_sizes'", "'train_batch_size'"),
+    ("train --config twice.json", "twice.json", 'Duplicate key "train_batch_size"'),
+    ("train --config ds.json --lr 1e-2", "--lr: got 0.01, and ds.json says optimizer.params.lr 0.002"),
+    ("train --config ds.json --precision bf16", "--precision: got bf16, and ds.json says fp16.enabled True"),
+    ("train --config ds.json --batch-size 16", "--batch-size: got 16, and ds.json says train_batch_size 4"),
+    ("train --config ds.json --clip 2", "--clip: got 2.0, and ds.json says gradient_clipping 0.5"),
+    ("train --config ds.json --weight-decay 0", "--weight-decay: got 0.0, and ds.json says"),
+    ("train --config ds.json --micro-batches 3", "got train_batch_size 4, expected 1 x 3 micro-batches"),
     (
-        "--config ds.json --offload-ratio much",
-        ["--offload-ratio: got 'much', expected a finite number of at least 0 and at most 1"],
+        "train --config ds.json --offload-ratio much",
+        "--offload-ratio: got 'much', expected a finite number of at least 0 and at",
     ),
+    ("plan --hardware nowhere", "--hardware: got 'nowhere', which is no profile and no file"),
+    ("plan --hardware empty", "--hardware: got 'empty', which is no profile and no file"),
+    ("plan --hardware empty.toml", "--hardware: empty.toml: [count] devices: got no figure"),
+    ("plan --hardware bytes.toml", "--hardware: got bytes.toml, which is no text"),
+    ("plan --hardware cut.toml", "--hardware: cut.toml: got Invalid value"),
+    ("plan --precision bf16", "--precision: got 'bf16' with --hardware v100-32gb"),
+    (f"plan --num-layers {HUGE}", "--num-layers: got 1e+20 layers, expected at most 1e+04"),
+    (f"plan --hidden-size {HUGE} --num-attention-heads 1", "--hidden-size, --num-layers, --vocab-size: got"),
+    (f"plan --vocab-size {HUGE}", "parameters, expected at most 1e+17"),
+    (f"plan --batch-size {HUGE}", "--batch-size, --seq-length: got"),
+    (f"plan --seq-length {HUGE}", "elements of an activation, expected at most 1e+17"),
+    ("plan --hardware h10", "did you mean 'h100'?"),
+    ("plan --schedule critical", "did you mean 'CriticalPath'?"),
+    ("plan --offload-ratio 1.2", "got 1.2, expected a finite number of at least 0 and at most 1: pass"),
+    ("plan --offload-ratio nan", "--offload-ratio: got nan"),
+    ("plan --offload-ratio most", "--offload-ratio: got 'most'"),
+    ("plan --world 0", "--world: got 0"),
+    ("plan --batch-size 4 --world 3", "--batch-size: got 4 for 3 ranks, expected a multiple of 3: try"),
+    ("plan --batch-size 4 --world 4 --micro-batches 2", "got 4 for 4 ranks with 2 micro-batches each, expec"),
+    ("plan --batch-size 4 --micro-batches 3", "got 4 with --micro-batches 3, expected a multiple of it"),
+    ("plan --num-attention-heads 3", "expected a multiple"),
+    ("plan --micro-batches 99999999", "at most 65536: pass 65536 or less"),
+    (
+        "plan --params-on disk",
+        "got 'disk' with --state-on host, expected --state-on disk: pass that, or leave it",
+    ),
+    ("plan --ema 1", "--ema: got 1.0, expected a decay between 0 and 1: pass such as 0.999, or leave it out"),
+    (
+        "draw --state-on disk",
+        "--swap: got no folder with --state-on disk, expected one on each drive to use: pass --s",
+    ),
+    ("plan --json=yes", "--json: got the value 'yes'"),
+    ("draw --hardware bytes.toml", "--hardware: got bytes.toml, which is no text"),
+    ("draw --hardware rtx4090 --precision fp61", "--precision: got 'fp61'"),
+    (f"draw --num-layers {HUGE}", "--num-layers: got 1e+20 layers"),
+    (f"draw --seq-length {HUGE}", "elements of an activation"),
+    ("draw --compare nowhere", "--compare: got nowhere, which does not exist"),
+    ("draw --compare short.txt", "--compare: got short.txt, which is not a folder"),
+    ("draw --compare used --num-layers 3", "--num-layers: got it with --compare, which draws the run's own"),
+    ("draw --compare used --precision fp16", "--precision: got it with --compare"),
+    ("draw --compare used --hardware h1000", "did you mean 'h100'"),
+    ("draw --schedule Seriall", "did you mean 'Serial'?"),
+    ("draw --format png", "expected one of text, svg, chrome"),
+    ("draw --format svg --schedule all", "add such as --out step.svg"),
+    ("draw --out x.png", "expected a name that ends in .svg, .html, .json or .txt"),
+    ("draw --out no/x.svg", "--out: got no/x.svg, which cannot be written"),
+    ("draw --host-gbs 9", "which is gone: name a profile with --hardware"),
+    ("draw --out empty", "--out: got empty, which cannot be written"),
+    ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that exists"),
+    ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
+    ("calibrate --folder short.txt", "--folder: got short.txt, expected a folder"),
+    ("calibrate --turns 0", "--turns: got 0, expected a whole number of at least 1"),
+    (
+        "calibrate --hidden-size 33 --num-attention-heads 2",
+        "got 33 with --num-attention-heads 2, expected a m",
+    ),
+    ("calibrate --batch-size 3 --micro-batches 2", "--batch-size: got 3 with --micro-batches 2"),
+    ("calibrate --device tpu", "--device: got 'tpu', expected auto, cpu, cuda"),
+    ("report", "got no RUN, expected one"),
+    ("report nowhere", "got nowhere, which does not exist"),
+    ("report short.txt", "got short.txt, which is not a folder"),
+    ("report cut-run --follow", "cut-run/config.json: got invalid JSON"),
+    ("report empty", "got empty without a config.json"),
+    ("report cut-run", "cut-run/config.json: got invalid JSON"),
+    ("report a b", "got 'b' where an option was expected"),
+    ("export used", "--out: got none"),
+    ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
+    ("export empty --out a.safetensors", "empty: got no checkpoint in it"),
+    ("export empty --hf used --out new", "--hf: got used with no config.json in it"),
+    ("doctor --jsn", "did you mean '--json'?"),
+    ("completion csh", "did you mean 'zsh'?"),
+    ("completion", "got no bash|zsh|fish, expected one"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "words"), TRAIN, ids=[flags[:50] for flags, _ in TRAIN])
-def test_train_refuses(flags: str, words: list[str], capsys: Out) -> None:
+@pytest.mark.parametrize("row", MESSAGES, ids=[line[:50] for line, *_ in MESSAGES])
+def test_what_is_wrong_is_refused(row: tuple[str, ...], capsys: Out) -> None:
+    """And leaves nothing behind. A training that says neither how long nor on what gets both."""
+    line, *words = row
     before = set(Path().rglob("*"))
-    length = () if "--steps" in flags or "--seconds" in flags else ("--steps", "2")
+    length = () if "--steps" in line or "--seconds" in line else ("--steps", "2")
+    command, *given = line.split(" ")
     with locked(Path("empty")):
-        err = refused(capsys, "train", *ON_DATA, *length, *flags.split(" "))
-    for word in words:
-        assert word in err
+        err = refused(capsys, command, *((*ON_DATA, *length) if command == "train" else ()), *given)
+    assert [word for word in words if word not in err] == [], err
     new = {path for path in set(Path().rglob("*")) - before if path.parts[0] != "cache"}
     assert new <= {Path("runs")}, "nothing is left of it"
+
+
+def test_every_command_is_asked_for_what_is_wrong() -> None:
+    assert {line.split()[0] for line, *_ in MESSAGES} == catalogue.COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["top", "run", "--once"], "which is gone: watch a running folder with zfunc report RUN --follow"),
+        (["--bogus"], "got '--bogus', which is no option of zfunc itself"),
+        (["--debug"], "got no command, expected one of train, plan"),
+        ([""], "got the command ''"),
+        (["\udcff"], r"got the command '\udcff'"),
+    ],
+)
+def test_what_is_no_command(args: list[str], words: str, capsys: Out) -> None:
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("zfunc: error: ")
+    assert words in err
+    assert err.endswith("See zfunc --help\n")
 
 
 def test_a_folder_that_is_no_hugging_face_model(capsys: Out) -> None:
@@ -234,105 +331,6 @@ def test_why_a_gpu_computes_in_16_bits(
     out = capsys.readouterr().out
     assert f"precision: {precision}, because a GPU computes fastest in " in out
     assert ("this one has no bf16" in out) == (not has_bf16)
-
-
-# --- the others --------------------------------------------------------------------------------------------
-
-OTHERS = [
-    ("plan --hardware nowhere", "--hardware: got 'nowhere', which is no profile and no file"),
-    ("plan --hardware empty", "--hardware: got 'empty', which is no profile and no file"),
-    ("plan --hardware empty.toml", "--hardware: empty.toml: [count] devices: got no figure"),
-    ("plan --hardware bytes.toml", "--hardware: got bytes.toml, which is no text"),
-    ("plan --hardware cut.toml", "--hardware: cut.toml: got Invalid value"),
-    ("plan --precision bf16", "--precision: got 'bf16' with --hardware v100-32gb"),
-    (f"plan --num-layers {HUGE}", "--num-layers: got 1e+20 layers, expected at most 1e+04"),
-    (f"plan --hidden-size {HUGE} --num-attention-heads 1", "--hidden-size, --num-layers, --vocab-size: got"),
-    (f"plan --vocab-size {HUGE}", "parameters, expected at most 1e+17"),
-    (f"plan --batch-size {HUGE}", "--batch-size, --seq-length: got"),
-    (f"plan --seq-length {HUGE}", "elements of an activation, expected at most 1e+17"),
-    ("plan --hardware h10", "did you mean 'h100'?"),
-    ("plan --schedule critical", "did you mean 'CriticalPath'?"),
-    (
-        "plan --offload-ratio 1.2",
-        "--offload-ratio: got 1.2, expected a finite number of at least 0 and at most 1: pass",
-    ),
-    ("plan --offload-ratio nan", "--offload-ratio: got nan"),
-    ("plan --offload-ratio most", "--offload-ratio: got 'most'"),
-    ("plan --world 0", "--world: got 0"),
-    ("plan --batch-size 4 --world 3", "--batch-size: got 4 for 3 ranks, expected a multiple of 3: try"),
-    ("plan --batch-size 4 --world 4 --micro-batches 2", "got 4 for 4 ranks with 2 micro-batches each, expec"),
-    ("plan --batch-size 4 --micro-batches 3", "got 4 with --micro-batches 3, expected a multiple of it"),
-    ("plan --num-attention-heads 3", "expected a multiple"),
-    ("plan --json=yes", "--json: got the value 'yes'"),
-    ("draw --hardware bytes.toml", "--hardware: got bytes.toml, which is no text"),
-    ("draw --hardware rtx4090 --precision fp61", "--precision: got 'fp61'"),
-    (f"draw --num-layers {HUGE}", "--num-layers: got 1e+20 layers"),
-    (f"draw --seq-length {HUGE}", "elements of an activation"),
-    ("draw --compare nowhere", "--compare: got nowhere, which does not exist"),
-    ("draw --compare short.txt", "--compare: got short.txt, which is not a folder"),
-    ("draw --compare used --num-layers 3", "--num-layers: got it with --compare, which draws the run's own"),
-    ("draw --compare used --precision fp16", "--precision: got it with --compare"),
-    ("draw --compare used --hardware h1000", "did you mean 'h100'"),
-    ("draw --schedule Seriall", "did you mean 'Serial'?"),
-    ("draw --format png", "expected one of text, svg, chrome"),
-    ("draw --format svg --schedule all", "add such as --out step.svg"),
-    ("draw --out x.png", "expected a name that ends in .svg, .html, .json or .txt"),
-    ("draw --out no/x.svg", "--out: got no/x.svg, which cannot be written"),
-    ("draw --host-gbs 9", "which is gone: name a profile with --hardware"),
-    ("draw --out empty", "--out: got empty, which cannot be written"),
-    ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that exists"),
-    ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
-    ("calibrate --folder short.txt", "--folder: got short.txt, expected a folder"),
-    ("calibrate --turns 0", "--turns: got 0, expected a whole number of at least 1"),
-    (
-        "calibrate --hidden-size 33 --num-attention-heads 2",
-        "got 33 with --num-attention-heads 2, expected a m",
-    ),
-    ("calibrate --batch-size 3 --micro-batches 2", "--batch-size: got 3 with --micro-batches 2"),
-    ("calibrate --device tpu", "--device: got 'tpu', expected auto, cpu, cuda"),
-    ("report", "got no RUN, expected one"),
-    ("report nowhere", "got nowhere, which does not exist"),
-    ("report short.txt", "got short.txt, which is not a folder"),
-    ("report cut-run --follow", "cut-run/config.json: got invalid JSON"),
-    ("report empty", "got empty without a config.json"),
-    ("report cut-run", "cut-run/config.json: got invalid JSON"),
-    ("report a b", "got 'b' where an option was expected"),
-    ("export used", "--out: got none"),
-    ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
-    ("export empty --out a.safetensors", "empty: got no checkpoint in it"),
-    ("export empty --hf used --out new", "--hf: got used with no config.json in it"),
-    ("doctor --jsn", "did you mean '--json'?"),
-    ("completion csh", "did you mean 'zsh'?"),
-    ("completion", "got no bash|zsh|fish, expected one"),
-]
-
-
-@pytest.mark.parametrize(("line", "words"), OTHERS, ids=[line[:50] for line, _ in OTHERS])
-def test_the_others_refuse(line: str, words: str, capsys: Out) -> None:
-    assert words in refused(capsys, *line.split())
-
-
-def test_every_command_is_asked_for_what_is_wrong() -> None:
-    assert {line.split()[0] for line, _ in OTHERS} | {"train"} == catalogue.COMMANDS.keys()
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["trian"], "did you mean 'train'?"),
-        (["top", "run", "--once"], "which is gone: watch a running folder with zfunc report RUN --follow"),
-        (["--bogus"], "got '--bogus', which is no option of zfunc itself"),
-        (["--debug"], "got no command, expected one of train, plan"),
-        ([""], "got the command ''"),
-        (["\udcff"], r"got the command '\udcff'"),
-    ],
-)
-def test_what_is_no_command(args: list[str], words: str, capsys: Out) -> None:
-    assert main(args) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("zfunc: error: ")
-    assert words in err
-    assert err.endswith("See zfunc --help\n")
 
 
 # --- what is missing, or in the way ------------------------------------------------------------------------

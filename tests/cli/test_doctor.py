@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_machines import tree, two_sockets
+from fake_machines import tree
 
 from zfunc.cli.commands import doctor
 from zfunc.cli.commands.doctor import UNKNOWN, Check, show_checks
@@ -16,7 +16,7 @@ from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology, direct_io
 
-NAMES = ["versions", "system", "processor", "threads", "memory", "bandwidth", "this folder"]
+NAMES = ["versions", "processor", "threads", "memory", "bandwidth", "this folder"]
 NVIDIA = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version: 12"
 SLOW = Bandwidth(nbytes=1 << 30, gigabytes=50.0, reached=0.3, beyond_caches=False, huge=None, others=None)
 Out = pytest.CaptureFixture[str]
@@ -54,17 +54,15 @@ def test_the_command_tells_everything_and_its_exit_code_is_its_verdict(capsys: O
     result = json.loads(capsys.readouterr().out)
     wrong = [check for check in result["checks"] if check["problem"]]
     assert (code, result["problems"]) == (1 if wrong else 0, len(wrong))
-    names = [check["name"] for check in result["checks"] if not check["name"].startswith("NUMA")]
-    assert names[:7] == NAMES
-    assert len(names) > 7, "a line for the devices"
+    names = [check["name"] for check in result["checks"]]
+    assert names[: len(NAMES)] == NAMES
+    assert len(names) > len(NAMES), "a line for the devices"
     assert main(["doctor"]) == code
     out, err = capsys.readouterr()
     assert err == ""
     assert "\x1b" not in out  # not a terminal
-    assert [line.split("  ")[1] for line in out.splitlines() if line.startswith("  ")] == [
-        check["name"] for check in result["checks"]
-    ]
-    for words in ("GPU driver", "kernel in", "OpenMP", "huge pages", "may be pinned", "Adam kernel"):
+    assert [line.split("  ")[1] for line in out.splitlines() if line.startswith("  ")] == names
+    for words in ("GPU driver", "kernel in", "OpenMP", "may be pinned", "Adam kernel"):
         assert words in out
 
 
@@ -92,20 +90,15 @@ def test_what_a_drive_reaches_and_a_folder_that_cannot_hold_state(
 
 
 THREADS: dict[str, tuple[dict[str, str], tuple[str, ...] | None, str, str]] = {  # told, and what is wrong
-    "nothing": ({}, None, f"; OpenMP {UNKNOWN}, no variables", ""),
-    "variables": (
-        {"OMP_PROC_BIND": "true", "GOMP_SPINCOUNT": "9", "OTHER": "x"},
-        ("/a/libgomp.so.1",),
-        "; OpenMP /a/libgomp.so.1, GOMP_SPINCOUNT=9, OMP_PROC_BIND=true",
-        "",
-    ),
-    "two libraries": (
+    "nothing": ({}, None, f"; OpenMP {UNKNOWN}", ""),
+    "one library": ({}, ("/a/libgomp.so.1",), "; OpenMP /a/libgomp.so.1", ""),
+    "two": (
         {},
         ("/a/libgomp.so.1", "/b/libiomp5.so"),
-        "/b/libiomp5.so, no variables",
-        "several OpenMP libraries, whose threads compete",
+        "/b/libiomp5.so",
+        "several OpenMP libraries, whose threads",
     ),
-    "bad ranks": ({"LOCAL_WORLD_SIZE": "x"}, (), "none by name, no var", "LOCAL_WORLD_SIZE: got 'x'"),
+    "bad ranks": ({"LOCAL_WORLD_SIZE": "x"}, (), "none by name", "LOCAL_WORLD_SIZE: got 'x'"),
 }
 
 
@@ -116,20 +109,15 @@ def test_what_the_environment_does_to_threads(
     environment, runtimes, told, problem = THREADS[row]
     monkeypatch.setattr(cpu_topology, "openmp_runtimes", lambda root: runtimes)
     processor, threads = doctor.processor(environment, tmp_path)
-    assert processor.value.startswith(f"{UNKNOWN}, largest cache {UNKNOWN}, kernel in ")
-    assert told in threads.value
+    assert processor.value.startswith(f"{UNKNOWN}, kernel in ")
+    assert threads.value.endswith(told)
     assert (threads.problem or "").startswith(problem)
     assert bool(threads.problem) == bool(problem)
 
 
-def test_memory_by_node_and_what_a_sweep_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = by_name(doctor.memory(two_sockets(tmp_path)))
-    assert checks["NUMA node 0"].value == "4 CPUs, 300.0 KiB free of 1,000.0 KiB"
-    assert checks["NUMA node 1"].value == "4 CPUs, 700.0 KiB free of 1,000.0 KiB"
-    assert checks["memory"].value.endswith(f"huge pages {UNKNOWN}")
-    assert checks["bandwidth"].value == (
-        "50.0 GB/s over 1.0 GiB of memory, which the caches hold, Adam kernel 30% of that; CPUs busy with other "
-        "work: unknown"
+def test_what_a_sweep_over_memory_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_name(doctor.memory())["bandwidth"].value == (
+        "50.0 GB/s over 1.0 GiB of memory, which the caches hold; the Adam kernel reaches 30%"
     )
     monkeypatch.undo()
     monkeypatch.setattr(bandwidth, "available_host_bytes", lambda: 1 << 20)
@@ -138,12 +126,10 @@ def test_memory_by_node_and_what_a_sweep_reaches(tmp_path: Path, monkeypatch: py
 
 # --- devices, by a stand-in ------------------------------------------------------------------------------
 
-DRIVERS: dict[str, tuple[dict[str, str], str | None, str | None]] = {  # files, torch's ROCm, driver
-    "none": ({}, None, None),
-    "NVIDIA's": ({"proc/driver/nvidia/version": NVIDIA}, None, "550.54.15"),
-    "AMD's": ({"sys/module/amdgpu/version": "6.12.12"}, "6.4", "amdgpu 6.12.12"),
-    "AMD's of Linux": ({"sys/module/amdgpu/refcnt": "1"}, "6.4", "amdgpu of this Linux"),
-    "AMD's of the desktop": ({"sys/module/amdgpu/version": "6.12.12"}, None, None),
+DRIVERS: dict[str, tuple[dict[str, str], str | None]] = {
+    "none": ({}, None),
+    "NVIDIA's": ({"proc/driver/nvidia/version": NVIDIA}, "nvidia 550.54.15"),
+    "AMD's": ({"sys/module/amdgpu/version": "6.12.12"}, "amdgpu 6.12.12"),
 }
 
 
@@ -152,22 +138,19 @@ DRIVERS: dict[str, tuple[dict[str, str], str | None, str | None]] = {  # files, 
 def test_a_driver_without_devices_is_a_problem(
     row: str, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, hip, driver = DRIVERS[row]
+    files, driver = DRIVERS[row]
     monkeypatch.setattr("zfunc.runtime.accelerator.accelerator_type", lambda: None)
     for name in doctor.HIDING:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", hip)
     if hidden:
         monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     root = tree(tmp_path, files)
-    assert by_name(doctor.versions(root))["system"].value.endswith(f", GPU driver {driver or 'none'}")
+    (told,) = doctor.versions(root)
+    assert told.value.endswith(f", GPU driver {driver or 'none'}")
     (check,) = doctor.devices(root)
     assert check.value == "none: steps run on the CPU, under SharedCores"
-    hint = "HIP_VISIBLE_DEVICES='' may hide it" if hidden else "compare with nvidia-smi or rocm-smi"
-    problem = driver and f"driver {driver} is loaded, but torch sees no device: {hint}"
-    assert (check.problem or "").startswith(problem or "")
-    assert (check.problem is None) == (problem is None)
+    hint = "HIP_VISIBLE_DEVICES='' may hide it" if hidden else "compare with what torch is built for"
+    assert check.problem == (driver and f"driver {driver} is loaded, but torch sees no device: {hint}")
 
 
 def test_a_device_in_one_line_and_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

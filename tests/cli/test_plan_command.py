@@ -290,7 +290,7 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
 @pytest.mark.parametrize("kind", [PlanSettings, DrawSettings, CalibrateSettings])
 def test_without_options_the_model_and_the_step_are_those_of_zfunc_train(kind: Any) -> None:
     """What is chosen for a GPU is that of a GPU; the vocabulary follows from the data, as below."""
-    groups, theirs = ("model", "step", "offload", "how it runs"), options_of(TrainSettings)
+    groups, theirs = ("model", "step", "offload", "buffers", "how it runs"), options_of(TrainSettings)
     same = {name for name in attrs.fields_dict(kind) if name in theirs and theirs[name].group in groups}
     assert {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size", "clip"} <= same
     for name in same - {"precision"}:

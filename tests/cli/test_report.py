@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from browser import needs_browser, show
 from html_pages import HOSTILE, Elements, contrast
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import STEPS, Row, row, written
 from table import plan_of
@@ -64,8 +63,11 @@ def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
     page = page_of(tmp_path, [*STEPS, LAST], step=True, ended="steps")
     captions = tables(page)
     assert [cells[:2] for cells in captions["Steps"]] == [[str(n), f"{5 / n:.4f}"] for n in range(1, 10)]
-    assert captions["Held out"] == [["0", "8.0000"], ["9", "4.2500"]]
-    assert captions["Checkpoints"] == [["9", "step-00000009, deleted since"]]
+    assert captions["Events"] == [
+        ["0", "held out: 8.0000 bits per byte"],
+        ["9", "held out: 4.2500 bits per byte"],
+        ["9", "saved step-00000009, deleted since"],
+    ]
     assert ["seed", "7"] in captions["Settings (bold: not the default)"]
     assert ["cpu", "a processor"] in captions["Environment"]
     assert ["device", "1.0 MiB", ""] in captions["Memory against the plan"]
@@ -93,7 +95,7 @@ def test_skipped_steps_are_marked_and_listed(tmp_path: Path) -> None:
         row(10, loss_scale=32768.0),
     ]
     page = page_of(tmp_path, [*STEPS, *skipped])
-    assert tables(page)["Skipped, for an overflow"] == [["9", "65,536"]]
+    assert ["9", "skipped, for an overflow at the loss scale 65,536"] in tables(page)["Events"]
     assert "skipped: step 9" in page
     assert "<h2>Loss scale</h2>" in page
     assert ["9", "not a number"] in [cells[:2] for cells in tables(page)["Steps"]]
@@ -328,64 +330,67 @@ def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> Non
 
 
 ANY = [None, True, -1, 10**400, "x", [], {}, [1], {"a": 1}, math.nan, "\ud800"]
+DAMAGED = ["config.json", "metrics.jsonl", "summary.json", "plan.txt", "timeline.json"]
 
 
-def changed(rng: random.Random, value: Any) -> Any:
+def changed(data: st.DataObject, value: Any) -> Any:
     """The same JSON, with another value somewhere in it."""
-    if isinstance(value, dict | list) and value and rng.random() < 0.8:
+    if isinstance(value, dict | list) and value and data.draw(st.integers(0, 4)):
         copy = value.copy()
-        at = rng.choice(list(copy) if isinstance(copy, dict) else range(len(copy)))
-        copy[at] = changed(rng, copy[at])
+        at = data.draw(st.sampled_from(list(copy) if isinstance(copy, dict) else range(len(copy))))
+        copy[at] = changed(data, copy[at])
         return copy
-    return rng.choice(ANY)
+    return data.draw(st.sampled_from(ANY))
 
 
-def damaged(rng: random.Random, name: str, text: str) -> str:
-    """A file with other bytes, without its end, with other lines, or with a value of another type."""
-    lines, at = text.splitlines(keepends=True), rng.randrange(len(text))
-    n = rng.randrange(len(lines))
-    match rng.choice(["byte", "cut", "line"] if name == "plan.txt" else ["byte", "cut", "value", "value"]):
-        case "byte":
-            return text[:at] + chr(rng.randrange(1, 500)) + text[at + 1 :]
-        case "cut":
+def damaged(data: st.DataObject, name: str, text: str) -> str:
+    """A file with another character, without its end, without a line, or with a value of another type."""
+    kinds = ["character", "end", "line"] if name == "plan.txt" else ["character", "end", "value", "value"]
+    lines, at = text.splitlines(keepends=True), data.draw(st.integers(0, len(text) - 1))
+    n = data.draw(st.integers(0, len(lines) - 1))
+    match data.draw(st.sampled_from(kinds)):
+        case "character":
+            return text[:at] + chr(data.draw(st.integers(1, 500))) + text[at + 1 :]
+        case "end":
             return text[:at]
         case "line":
             return "".join(lines[:n] + lines[n + 1 :])
-    if name == "metrics.jsonl":
-        lines[n] = json.dumps(changed(rng, json.loads(lines[n]))) + "\n"
-        return "".join(lines)
-    return json.dumps(changed(rng, json.loads(text)))
+    if name != "metrics.jsonl":
+        return json.dumps(changed(data, json.loads(text)))
+    return "".join([*lines[:n], json.dumps(changed(data, json.loads(lines[n]))) + "\n", *lines[n + 1 :]])
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "metrics.jsonl", "summary.json", "plan.txt", "timeline.json"]
-)
-def test_a_damaged_file_is_a_page_that_tells_or_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    peak = {"process": 9, "host": 4, "device": 3}
+    summary = {"ended": "steps", "peak_bytes": peak, "sample": "x", "steps": 9}
+    return written(tmp_path_factory.mktemp("run"), [*STEPS, LAST], step=True, **summary)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_a_page_that_tells_or_an_error_that_names_it(
+    name: str, whole_run: Path, data: st.DataObject
+) -> None:
     """Whatever is damaged, and however: bytes, lines, values of another type."""
-    ended = {
-        "ended": "steps",
-        "peak_bytes": {"process": 9, "host": 4, "device": 3},
-        "sample": "x",
-        "steps": 9,
-    }
-    measured = name in ("plan.txt", "timeline.json")
-    run = written(tmp_path, [*STEPS, LAST], step=measured, **ended)
-    file, rng = run / name, random.Random(name)
+    file = whole_run / name
     whole = file.read_text()
-    for _ in range(30 if measured else 150):
-        text = damaged(rng, name, whole)
-        file.write_text(text)
-        try:
-            read, refused = read_history(run), ""
-            report_page(read).encode()
-        except ValueError as error:
-            read, refused = None, str(error)
-        if read is None:
-            assert f"{file}: " in refused or f"{file}." in refused, text  # or the place of a value in it
-            assert "name the folder of another run" in refused
-            assert "invalid JSON" not in refused or "line " in refused
-        elif name == "metrics.jsonl" and len(read.rows) < text.count("\n"):
-            assert f"{file}: line {len(read.rows) + 1} is not valid" in read.damage
+    text = damaged(data, name, whole)
+    file.write_text(text)
+    try:
+        read, refused = read_history(whole_run), ""
+        report_page(read).encode()
+    except ValueError as error:
+        read, refused = None, str(error)
+    finally:
+        file.write_text(whole)
+    if read is None:
+        assert f"{file}: " in refused or f"{file}." in refused  # or the place of a value in it
+        assert "name the folder of another run" in refused
+        assert "invalid JSON" not in refused or "line " in refused
+    elif name == "metrics.jsonl" and len(read.rows) < text.count("\n"):
+        assert f"{file}: line {len(read.rows) + 1} is not valid" in read.damage
 
 
 # --- in a browser ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from small_trainings import checkpoints, config, losses, rows, start, summary, t
 
 from zfunc.cli.main import main
 from zfunc.cli.terminal import interrupts, printable
-from zfunc.cli.train_lines import PlainOutput, progress
+from zfunc.cli.train_lines import TrainingOutput, progress
 from zfunc.train.events import INTERRUPT, TERMINATED, Sampled, Stepped, Working
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -186,9 +186,9 @@ def test_the_bar_leaves_room_for_two_ctrl_c_and_the_terminal_as_it_was(
     run: Any = None
     with (
         pytest.raises(failure) if failure else nullcontext(),
-        progress(PlainOutput(run, "byte"), lambda: INTERRUPT) as output,
+        progress(TrainingOutput(run, "byte", stopping=lambda: INTERRUPT)) as output,
     ):
-        output.total = output.lines.total = 100_000
+        output.total = 100_000
         for event in (step, Working("evaluation", 0.25), Sampled((), "a \x1b[2J line")):
             output.show(event)
             time.sleep(0.3)  # it is drawn 5 times a second
@@ -212,48 +212,40 @@ def _read(terminal: int) -> Iterator[bytes]:
             return
 
 
-def test_the_second_ctrl_c_stops_at_once_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with interrupts(tell=True) as stop:
-        assert stop() == ""
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop() == INTERRUPT
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert capfd.readouterr().err == "stopping after this step; once more stops at once\n"
+SIGNALS = {  # what comes in turn, the request after each (None: KeyboardInterrupt), and how often who is told what
+    "INT INT": ([INTERRUPT, None], {"stopping after this step; once more stops at once\n": 1}),
+    "TERM TERM TERM INT INT": ([TERMINATED] * 4 + [None], {"terminated: stopping after this step\n": 1}),
+    "HUP HUP HUP INT INT": ([TERMINATED] * 4 + [None], {"terminated: stopping after this step\n": 1}),
+    "INT TERM TERM INT": (
+        [INTERRUPT, TERMINATED, TERMINATED, None],
+        {"terminated: stopping after this step\n": 1},
+    ),
+    "INT HUP INT": ([INTERRUPT, TERMINATED, None], {"terminated: stopping after this step\n": 1}),
+    "ignored HUP HUP": (["", ""], {"stopping": 0}),
+}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_sigterm_never_stops_at_once(
-    interrupted: bool, number: int, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("row", SIGNALS)
+def test_a_signal_requests_a_stop_and_only_the_second_ctrl_c_stops_at_once(
+    row: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """However often it comes; and it is the stronger, also after a Ctrl-C."""
-    ignored = signal.signal(number, signal.SIG_DFL)  # under nohup
-    with interrupts(tell=True) as stop:
-        if interrupted:
-            os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(3):
-            os.kill(os.getpid(), number)
-        assert stop() == TERMINATED
-        if not interrupted:
-            os.kill(os.getpid(), signal.SIGINT)
-        assert stop() == TERMINATED
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.signal(number, ignored) == signal.SIG_DFL
-    assert capfd.readouterr().err.count("terminated: stopping after this step\n") == 1
-
-
-def test_under_nohup_a_hangup_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """SIGTERM is the stronger, also after a Ctrl-C; under nohup a hang-up stays ignored; handlers come back."""
+    requests, told = SIGNALS[row]
+    numbers = [getattr(signal, f"SIG{name}") for name in row.removeprefix("ignored ").split()]
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN if "ignored" in row else signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with interrupts(tell=True) as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
             assert stop() == ""
+            for number, request in zip(numbers, requests, strict=True):
+                with pytest.raises(KeyboardInterrupt) if request is None else nullcontext():
+                    os.kill(os.getpid(), number)
+                assert request is None or stop() == request
+        assert {number: signal.getsignal(number) for number in before} == before
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, hup)
+    err = capfd.readouterr().err
+    assert {text: err.count(text) for text in told} == told
 
 
 HUNG_UP = """

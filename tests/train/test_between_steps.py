@@ -10,7 +10,7 @@ from attrs import evolve
 from small_trainings import TEXT, summary, train
 
 import zfunc
-from zfunc.cli.train_lines import PlainOutput
+from zfunc.cli.train_lines import TrainingOutput
 from zfunc.train.events import (
     INTERRUPT,
     TERMINATED,
@@ -154,7 +154,7 @@ def test_a_pipe_gets_progress_of_long_work_only(
 ) -> None:
     now = iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.0, 20.0, 21.0])
     monkeypatch.setattr("zfunc.cli.train_lines.time.monotonic", lambda: next(now))
-    plain: Any = PlainOutput(None, "byte")  # type: ignore[arg-type]
+    plain: Any = TrainingOutput(None, "byte")  # type: ignore[arg-type]
     for what, parts in (("evaluation", 6), ("sample", 2)):
         for n in range(parts):
             plain.show(Working(what, n / parts))

@@ -23,6 +23,7 @@ from zfunc.options import GROUPS, Option, flag
 WIDEST = 120  # columns of help; longer lines are hard to read
 SIMILAR = 0.6  # how similar an unknown option and a known one have to be for a hint
 LONGEST = 72  # characters of a clause in --help
+EXPERTS = "for experts: zfunc plan --schedule auto chooses these sizes"
 MAX_WORD = 120  # characters of a word that an error repeats
 
 REWORDED = (  # argparse's errors, as got, expected, next action
@@ -134,7 +135,7 @@ def _add_command(subparsers: Any, name: str, command: Command, everything: bool)
     for field in sorted(fields.values(), key=lambda f: GROUPS.index(options[f.name].group)):
         title = options[field.name].group if everything else "options"
         if title not in groups:
-            groups[title] = parser.add_argument_group(title)
+            groups[title] = parser.add_argument_group(title, EXPERTS if title == "buffers" else None)
         help = options[field.name].help if everything else first_clause(options[field.name].help)
         shown = with_flags(help, options) if everything or field.name in common else None
         _add_argument(groups[title], field, options[field.name], shown)

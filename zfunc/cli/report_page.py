@@ -6,7 +6,7 @@ curves show is in tables too. The page of 100,000 steps is as small as that of a
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import log
 from statistics import fmean, median
@@ -19,10 +19,10 @@ from zfunc.checkpoint.directory import FOLDER
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.settings import BY_DEVICE, schedule_for
+from zfunc.core.timeline import Timeline
 from zfunc.train.history import (
     METRICS,
     TRACE,
-    RecordedStep,
     Row,
     RunHistory,
     finite_number,
@@ -51,9 +51,9 @@ FIGURES = {  # of a step in a table: heading and format
 
 def report_page(run: RunHistory, refresh: float | None = None) -> str:
     """The page. Light and dark, readable without a script; a browser loads it anew after `refresh` seconds."""
-    step, missing = _measured_step(run)
-    picture = _step_section(step, missing)
+    picture, step = _measured_step(run)
     how, ended = _ending(run)
+    sample, prompt = run.summary.get("sample"), run.summary.get("prompt", "")
     span = (run.rows[0]["step"], run.rows[-1]["step"]) if run.rows else (0, 0)
     page = web_page(
         "report.html",
@@ -68,7 +68,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
         charts="".join(chart_figure(chart, span) for chart in _charts(run, span)),
         step=picture,
         tables="".join(_tables(run, step)),
-        sample=_sample(run),
+        sample=f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else "",
     )
     return page.encode(errors="replace").decode()  # JSON may have half a surrogate pair
 
@@ -76,33 +76,6 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 def headline(run: RunHistory) -> str:
     """The run in a line for a terminal."""
     return "; ".join([*(f"{name}: {value}" for name, value in _figures(run)), _ending(run)[1]])
-
-
-# --- the machine -----------------------------------------------------------------------------------------
-
-
-def machine_load() -> Iterator[tuple[str, str]]:
-    """Cores, host memory, and every GPU that NVIDIA's driver lists, as names and values."""
-    cpus, memory = psutil.Process().cpu_affinity(), psutil.virtual_memory()
-    shares = psutil.cpu_percent(0.3, percpu=True)
-    yield "cores", f"{sum(shares[cpu] for cpu in cpus) / 100:.1f} of {len(cpus)} busy"
-    yield "memory", f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)} in use"
-    try:
-        import pynvml
-    except ImportError:
-        yield "GPU", "unknown: pip install 'zfunc[gpu]'"
-        return
-    try:
-        pynvml.nvmlInit()
-        for n in range(pynvml.nvmlDeviceGetCount()):
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(n)
-            busy, memory = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu, pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            in_use = f"{format_bytes(memory.used)} of {format_bytes(memory.total)} in use"
-            yield f"GPU {n}", f"{pynvml.nvmlDeviceGetName(gpu)}: {busy} % busy, {in_use}"
-    except pynvml.NVMLError_LibraryNotFound:  # no driver of NVIDIA
-        return
-    except pynvml.NVMLError as error:
-        yield "GPU", f"unknown: {error}"
 
 
 # --- the summary -----------------------------------------------------------------------------------------
@@ -162,32 +135,27 @@ def _charts(run: RunHistory, span: tuple[int, int]) -> Iterator[Chart]:
     loss = Curve("loss", "line", run.of("loss"))
     yield Chart("Loss", (loss, *dots), _four_digits, marks=skipped, mark_name="skipped")
     yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _four_digits, from_zero=True)
-    norms, clip = run.of("grad_norm"), finite_number(run.settings.get("clip"))
-    close = clip is not None and 0 < clip <= 2 * max(numbers(norms), default=0.0)
-    limit = [_limit("clipped to", clip or 0.0, span)] if close else []
+    norms, clip = run.of("grad_norm"), finite_number(run.settings.get("clip")) or 0.0
+    close = 0 < clip <= 2 * max(numbers(norms), default=0.0)
+    limit = [_limit("clipped to", clip, span)] if close else []
     yield Chart("Gradient norm", (Curve("norm", "line", norms), *limit), _four_digits, from_zero=True)
     speed = Curve("tokens/s", "line", run.of("tokens_per_second"))
     yield Chart("Throughput, tokens/s", (speed,), lambda v: f"{v:,.0f}", from_zero=True)
     share = Curve("share", "line", tuple((row["step"], _host_share(row)) for row in run.steps))
     yield Chart("Share of the step in host operations", (share,), lambda v: f"{v:.0%}", 0.01, True)
-    yield from _memory(run, span)
-    scales = run.of("loss_scale")
-    if any(y != 1 for y in numbers(scales)):
-        curve = Curve("scale", "line", scales)
-        yield Chart("Loss scale", (curve,), lambda v: f"{v:,.0f}", 1.0, True, skipped, "skipped")
-
-
-def _memory(run: RunHistory, span: tuple[int, int]) -> Iterator[Chart]:
     device, host = (tuple((x, y or None) for x, y in run.of(name)) for name in ("device_bytes", "host_bytes"))
     if numbers(device):
         limit = _limit("planned, at most", float(run.planned.get("device", 0)), span)
         yield _in_bytes("Device memory", Curve("allocated", "line", device), limit)
-    curves = [Curve("resident", "line", host)]
-    peak = run.summary.get("peak_bytes", {})
+    curves, peak = [Curve("resident", "line", host)], run.summary.get("peak_bytes", {})
     if {"process", "host"} <= peak.keys():
         planned = peak["process"] - peak["host"] + run.planned_on_host
         curves.append(_limit("before training, and what is planned", float(planned), span))
     yield _in_bytes("Memory of the process", *curves)
+    scales = run.of("loss_scale")
+    if any(y != 1 for y in numbers(scales)):
+        curve = Curve("scale", "line", scales)
+        yield Chart("Loss scale", (curve,), lambda v: f"{v:,.0f}", 1.0, True, skipped, "skipped")
 
 
 def _in_bytes(title: str, *curves: Curve) -> Chart:
@@ -212,30 +180,19 @@ def _four_digits(value: float) -> str:
 # --- the measured step -----------------------------------------------------------------------------------
 
 
-def _measured_step(run: RunHistory) -> tuple[RecordedStep | None, str]:
-    """The step, or why there is none to show."""
-    if not (run.path / TRACE).exists():
-        return None, "No step was measured yet: the tenth is, or the last of fewer."
+def _measured_step(run: RunHistory) -> tuple[str, Timeline | None]:
+    """The section with its picture, or with why there is none to show; and the step."""
+    text, picture, timeline = "No step was measured yet: the tenth is, or the last of fewer.", "", None
     try:
-        return read_recorded_step(run.path), ""
+        step = read_recorded_step(run.path) if (run.path / TRACE).exists() else None
     except ValueError as error:
-        return None, f"The measured step cannot be shown: {error}"
-
-
-def _step_section(step: RecordedStep | None, missing: str) -> str:
-    text, picture = missing, ""
+        step, text = None, f"The measured step cannot be shown: {error}"
     if step is not None:
-        bound = bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
-        text = f"{legend_summary(step.timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
+        timeline, bound = step.timeline, bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
+        text = f"{legend_summary(timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
         if len(step.plan.graph) <= MOST_DRAWN:
-            picture = svg(step.timeline, plan=step.plan, title="One measured step")
-    return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>'
-
-
-def _sample(run: RunHistory) -> str:
-    sample = run.summary.get("sample")
-    prompt = run.summary.get("prompt", "")
-    return f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else ""
+            picture = svg(timeline, plan=step.plan, title="One measured step")
+    return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>', timeline
 
 
 # --- tables ----------------------------------------------------------------------------------------------
@@ -243,35 +200,26 @@ def _sample(run: RunHistory) -> str:
 Cells = tuple[str, ...]
 
 
-def _tables(run: RunHistory, step: RecordedStep | None) -> Iterator[str]:
+def _tables(run: RunHistory, step: Timeline | None) -> Iterator[str]:
     """The load of this machine while the run goes on, the measured step, figures by step, settings, machine."""
     if not run.summary:
         yield _table("This machine, as the page was written", (), machine_load(), prose=True)
     if step is not None:
-        total, heads = step.timeline.seconds or 1, ("operations", "busy", "of the step")
         for name, by in (("lane", by_lane), ("verb", by_verb)):
             rows = (
-                (s.name, f"{s.ops:,}", format_seconds(s.seconds[0]), f"{s.seconds[0] / total:.0%}")
-                for s in sums(step.timeline, by)
+                (
+                    s.name,
+                    f"{s.ops:,}",
+                    format_seconds(s.seconds[0]),
+                    f"{s.seconds[0] / (step.seconds or 1):.0%}",
+                )
+                for s in sums(step, by)
             )
-            yield _table(f"The step by {name}", (name, *heads), rows)
+            yield _table(f"The step by {name}", (name, "operations", "busy", "of the step"), rows)
     yield _table("Memory against the plan", ("", "planned", "measured"), _memory_rows(run))
-
-    def figures(row: Row) -> Cells:
-        memory = finite_number(row.get("device_bytes")) or finite_number(row.get("host_bytes")) or 0.0
-        return (*(_figure(row, name, form) for name, (_, form) in FIGURES.items()), format_bytes(memory))
-
-    heads = (*(head for head, _ in FIGURES.values()), "memory")
-    yield from _by_step("Steps", heads, run.steps, figures)
-    held_out = [row for row in run.rows if run.held_out in row]
-    heads = (f"bits per {run.unit}",)
-    yield from _by_step("Held out", heads, held_out, lambda row: (_figure(row, run.held_out, ".4f"),))
-    heads = ("at the loss scale",)
-    yield from _by_step(
-        "Skipped, for an overflow", heads, run.skipped, lambda row: (_figure(row, "loss_scale", ",.0f"),)
-    )
-    saves = [row for row in run.rows if "saved" in row or "not_saved" in row]
-    yield from _by_step("Checkpoints", ("",), saves, lambda row: (_checkpoint(run, row),), prose=True)
+    heads = ("step", *(head for head, _ in FIGURES.values()), "memory")
+    yield _listed("Steps", heads, [_figures_of(row) for row in run.steps])
+    yield _listed("Events", ("step", ""), [*_events(run)], prose=True)
     settings = {k: _plain(v) for k, v in run.settings.items()}
     defaults = {name: _plain(value) for name, value in attrs.asdict(TrainSettings()).items()}
     defaults["schedule"] = str(schedule_for(BY_DEVICE, on_cpu=settings.get("device") == "cpu"))
@@ -293,15 +241,11 @@ def _memory_rows(run: RunHistory) -> Iterator[Cells]:
         yield "process, in all", "", format_bytes(peak["process"])
 
 
-def _by_step(
-    caption: str, heads: Cells, rows: Sequence[Row], cells: Callable[[Row], Cells], *, prose: bool = False
-) -> Iterator[str]:
-    """A table of `rows`, if there are any: of many LISTED, evenly, the first and the last among them."""
-    if rows:
-        listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)})
-        of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
-        lines = ((f"{rows[n]['step']:,}", *cells(rows[n])) for n in listed)
-        yield _table(caption + of_all, ("step", *heads), lines, prose=prose)
+def _figures_of(row: Row) -> Cells:
+    """The figures of a step."""
+    memory = finite_number(row.get("device_bytes")) or finite_number(row.get("host_bytes")) or 0.0
+    figures = (_figure(row, name, form) for name, (_, form) in FIGURES.items())
+    return (f"{row['step']:,}", *figures, format_bytes(memory))
 
 
 def _figure(row: Row, name: str, form: str) -> str:
@@ -309,20 +253,37 @@ def _figure(row: Row, name: str, form: str) -> str:
     return "not a number" if number is None else format(number, form)
 
 
-def _checkpoint(run: RunHistory, row: Row) -> str:
-    if "saved" not in row:
-        return f"none: {row['not_saved']}"
-    name = str(row["saved"])
-    if not name.startswith("step-"):
-        return f"the swap space {name}"
-    exists = "/" not in name and (run.path / FOLDER / name).is_dir()
-    return name if exists else f"{name}, deleted since"
+def _events(run: RunHistory) -> Iterator[Cells]:
+    """Evaluations, steps that an overflow skipped, and checkpoints."""
+    for row in run.rows:
+        step = f"{row['step']:,}"
+        if run.held_out in row:
+            yield step, f"held out: {_figure(row, run.held_out, '.4f')} bits per {run.unit}"
+        if row.get("skipped") is True:
+            yield step, f"skipped, for an overflow at the loss scale {_figure(row, 'loss_scale', ',.0f')}"
+        if "saved" in row:
+            name = str(row["saved"])
+            there = "/" not in name and (run.path / FOLDER / name).is_dir()
+            swap = not name.startswith("step-")
+            yield (
+                step,
+                f"saved {'the swap space ' * swap}{name}{', deleted since' * (not swap and not there)}",
+            )
+        elif "not_saved" in row:
+            yield step, f"not saved: {row['not_saved']}"
 
 
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
+
+
+def _listed(caption: str, heads: Cells, rows: Sequence[Cells], *, prose: bool = False) -> str:
+    """A table of `rows`, if there are any: of many LISTED, evenly, the first and the last among them."""
+    listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
+    of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
+    return _table(caption + of_all, heads, [rows[n] for n in listed], prose=prose) if rows else ""
 
 
 def _table(
@@ -334,18 +295,41 @@ def _table(
     bold: frozenset[str] = frozenset(),
 ) -> str:
     """Rows under a caption; the first column is a heading. `prose`: text, not numbers. `bold`: names of rows."""
-    strong = ' class="set"'
+    strong, words = ' class="set"', ' class="words"'
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join(
-        f'<tr{strong * (name in bold)}><th scope="row">{escape(name)}</th>{_cells(cells)}</tr>'
+        f'<tr{strong * (name in bold)}><th scope="row">{escape(name)}</th>'
+        f"{''.join(f'<td>{escape(text)}</td>' for text in cells)}</tr>"
         for name, *cells in rows
     )
-    kind = ' class="words"' if prose else ""
     return (
-        f"<div><table{kind}><caption>{escape(caption)}</caption>"
+        f"<div><table{words * prose}><caption>{escape(caption)}</caption>"
         f"{f'<thead><tr>{head}</tr></thead>' * bool(head)}<tbody>{body}</tbody></table></div>"
     )
 
 
-def _cells(texts: Iterable[str]) -> str:
-    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+# --- the machine -----------------------------------------------------------------------------------------
+
+
+def machine_load() -> Iterator[tuple[str, str]]:
+    """Cores, host memory, and every GPU that NVIDIA's driver lists, as names and values."""
+    cpus, memory = psutil.Process().cpu_affinity(), psutil.virtual_memory()
+    shares = psutil.cpu_percent(0.3, percpu=True)
+    yield "cores", f"{sum(shares[cpu] for cpu in cpus) / 100:.1f} of {len(cpus)} busy"
+    yield "memory", f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)} in use"
+    try:
+        import pynvml
+    except ImportError:
+        yield "GPU", "unknown: pip install 'zfunc[gpu]'"
+        return
+    try:
+        pynvml.nvmlInit()
+        for n in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(n)
+            busy, memory = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu, pynvml.nvmlDeviceGetMemoryInfo(gpu)
+            in_use = f"{format_bytes(memory.used)} of {format_bytes(memory.total)} in use"
+            yield f"GPU {n}", f"{pynvml.nvmlDeviceGetName(gpu)}: {busy} % busy, {in_use}"
+    except pynvml.NVMLError_LibraryNotFound:  # no driver of NVIDIA
+        return
+    except pynvml.NVMLError as error:
+        yield "GPU", f"unknown: {error}"

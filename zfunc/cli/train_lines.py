@@ -47,41 +47,49 @@ ENDINGS = {
 
 
 @define
-class PlainOutput:
-    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else."""
+class TrainingOutput:
+    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else.
+
+    `render` is what a terminal shows below the lines: how far it is, the newest step, and what goes on.
+    """
 
     run: RunFolder
     unit: str
     steps: int | None = None
     interval: float = INTERVAL
-    step_printed: float = float("-inf")  # when a step was last printed
+    stopping: Callable[[], str] = lambda: ""
+    step: int = 0
     total: int | None = None
-    pending: Stepped | None = None  # the last step, if it was not printed
-    progress_printed: float = 0.0  # when an evaluation or the sample began, or its progress was last printed
-
-    def line(self, text: str) -> None:
-        """Print it, and flush: the reader of a pipe waits for it."""
-        print(printable(text), flush=True)
+    newest: Stepped | None = None
+    pending: bool = False  # whether the newest step was not printed
+    working: Working | None = None  # if that is the newest event
+    stepped_at: float = float("-inf")
+    printed_at: float = float("-inf")  # a step
+    worked_at: float = 0.0  # when an evaluation or the sample began, or its progress was last printed
 
     def show(self, event: Event) -> None:
-        """Print the lines of an event."""
+        """Print the lines of an event, and flush: the reader of a pipe waits for them."""
+        self.working = event if isinstance(event, Working) else None
         for text in self._lines(event):
-            self.line(text)
+            print(printable(text), flush=True)
 
     def _lines(self, event: Event) -> Iterator[str]:
         match event:
             case Started():
-                self.total = event.settings.steps
+                self.step, self.total = event.step, event.settings.steps
                 yield from introduction(event, self.run)
             case Evaluated():
                 yield from self._pending_step()
-                yield self._evaluated(event.step, event.held_out)
+                yield self._held_out(event.step, event.held_out)
             case Stepped():
-                self.pending = event
-                if self._due(event.step) or event.held_out is not None:
+                self.step, self.newest, self.pending = event.step, event, True
+                self.stepped_at = time.monotonic()
+                often = self.steps is not None and event.step % self.steps == 0
+                late = self.steps is None and self.stepped_at - self.printed_at >= self.interval
+                if often or late or event.held_out is not None:
                     yield from self._pending_step()
                 if event.held_out is not None:
-                    yield self._evaluated(event.step, event.held_out)
+                    yield self._held_out(event.step, event.held_out)
             case Saved():
                 if event.seconds is not None:  # else the next step has begun meanwhile
                     yield from self._pending_step()
@@ -89,11 +97,11 @@ class PlainOutput:
                     yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
             case Working():
                 now = time.monotonic()
-                if event.fraction and now - self.progress_printed >= self.interval:
-                    yield working_line(event)
-                    self.progress_printed = now
+                if event.fraction and now - self.worked_at >= self.interval:
+                    yield f"{event.activity}: {event.fraction:.0%}"
+                    self.worked_at = now
                 elif not event.fraction:
-                    self.progress_printed = now
+                    self.worked_at = now
             case Finished():
                 yield from self._pending_step()
                 yield ""
@@ -107,42 +115,15 @@ class PlainOutput:
             case _:
                 pass
 
-    def _due(self, step: int) -> bool:
-        if self.steps is not None:
-            return step % self.steps == 0
-        return time.monotonic() - self.step_printed >= self.interval
-
     def _pending_step(self) -> Iterator[str]:
-        if self.pending is not None:
-            yield step_line(self.pending, self.total)
-            self.pending, self.step_printed = None, time.monotonic()
+        if self.newest is not None and self.pending:
+            step, self.pending, self.printed_at = self.newest, False, self.stepped_at
+            epoch = f"  epoch {step.epoch:.2f}" if step.epoch is not None else ""
+            left = f"  {format_clock(step.seconds_left)} left" if step.seconds_left is not None else ""
+            yield f"{_count(step.step, self.total)}{epoch}  {step_figures(step, left)}"
 
-    def _evaluated(self, step: int, held_out: float) -> str:
-        return f"{_count(step, self.total)}  {held_out_line(held_out, self.unit)}"
-
-
-@define
-class ProgressLine:
-    """The lines of a training, and what is drawn below them: how far it is, what it does, and the newest step."""
-
-    lines: PlainOutput
-    stopping: Callable[[], str]
-    step: int = 0
-    total: int | None = None
-    figures: str = ""
-    seconds_left: float | None = None  # at `stepped_at`
-    stepped_at: float = 0.0
-    working: Working | None = None  # if that is the newest event
-
-    def show(self, event: Event) -> None:
-        """Print the lines of an event, and keep what is drawn below them."""
-        self.working = event if isinstance(event, Working) else None
-        if isinstance(event, Started):
-            self.step, self.total = event.step, event.settings.steps
-        elif isinstance(event, Stepped):
-            self.step, self.figures = event.step, step_figures(event)
-            self.seconds_left, self.stepped_at = event.seconds_left, time.monotonic()
-        self.lines.show(event)
+    def _held_out(self, step: int, held_out: float) -> str:
+        return f"{_count(step, self.total)}  held out {held_out:.4f} bits per {self.unit}"
 
     def render(self) -> RenderableType:
         """What is drawn now."""
@@ -153,36 +134,36 @@ class ProgressLine:
         share = min(1.0, self.step / self.total) if self.total else 0.0
         bar = ProgressBar(total=1.0, completed=share, complete_style="cyan")
         row.add_row(_count(self.step, self.total), bar, self._status())
-        return Group(row, Text(self.figures, "dim"))
+        return Group(row, Text("" if self.newest is None else step_figures(self.newest), "dim"))
 
     def _status(self) -> Text:
         """What the training does; between two steps the time that is left runs on."""
-        working = self.working and working_line(self.working)
+        working = self.working and f"{self.working.activity}: {self.working.fraction:.0%}"
         if (how := self.stopping()) == TERMINATED:
             return Text("terminated: stopping", "yellow")
         if how:
             return Text(f"{working or 'stopping'}; Ctrl-C again: at once", "yellow")
-        if working or self.seconds_left is None:
+        if working or self.newest is None or self.newest.seconds_left is None:
             return Text(working or "measuring", "dim")
-        left = max(0.0, self.seconds_left - (time.monotonic() - self.stepped_at))
-        return Text(f"{format_clock(left)} left")
+        return Text(
+            f"{format_clock(max(0.0, self.newest.seconds_left - time.monotonic() + self.stepped_at))} left"
+        )
 
 
 @contextmanager
-def progress(lines: PlainOutput, stopping: Callable[[], str]) -> Generator[ProgressLine]:
+def progress(output: TrainingOutput) -> Generator[TrainingOutput]:
     """Lines on stdout, a terminal, with a progress bar below them until the context ends.
 
     Steps get no line of their own then, but for those with an evaluation or a checkpoint, and the last.
     """
-    lines.steps, lines.interval, lines.step_printed = None, math.inf, 0.0
-    screen = ProgressLine(lines, stopping)
+    output.steps, output.interval, output.printed_at = None, math.inf, 0.0
     console = Console(highlight=False)
 
     def drawn() -> RenderableType:  # the terminal echoes ^C behind the last line: two of them have to fit
-        return Constrain(screen.render(), console.width - 5)
+        return Constrain(output.render(), console.width - 5)
 
     with Live(get_renderable=drawn, console=console, refresh_per_second=5, transient=True):
-        yield screen
+        yield output
 
 
 def introduction(event: Started, run: RunFolder) -> Iterator[str]:
@@ -208,13 +189,6 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
         yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}{of_time}"
 
 
-def step_line(event: Stepped, total: int | None) -> str:
-    """One step in one line."""
-    epoch = f"  epoch {event.epoch:.2f}" if event.epoch is not None else ""
-    left = f"  {format_clock(event.seconds_left)} left" if event.seconds_left is not None else ""
-    return f"{_count(event.step, total)}{epoch}  {step_figures(event, left)}"
-
-
 def step_figures(event: Stepped, left: str = "") -> str:
     """Loss, learning rate, gradient norm, speed, memory and the time that is `left`."""
     scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
@@ -226,16 +200,6 @@ def step_figures(event: Stepped, left: str = "") -> str:
         f"  {event.tokens_per_second:,.0f} tokens/s  Adam {adam:.1%}{device}"
         f"  host {format_bytes(event.host_bytes)}{left}{skipped}"
     )
-
-
-def held_out_line(held_out: float, unit: str) -> str:
-    """An evaluation."""
-    return f"held out {held_out:.4f} bits per {unit}"
-
-
-def working_line(event: Working) -> str:
-    """The progress of an evaluation or the sample."""
-    return f"{event.activity}: {event.fraction:.0%}"
 
 
 def saved_line(event: Saved, run: RunFolder) -> str:

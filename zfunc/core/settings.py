@@ -165,7 +165,7 @@ def _read_share(typed: str) -> str | float:
 
 
 def _ema(name: str, value: Any) -> float:
-    hint = "pass None for none, or such as 0.999"
+    hint = "pass such as 0.999, or leave it out"
     decay = number(name, value, positive=True, hint=hint)
     if decay >= 1:
         raise ValueError(f"{name}: got {value!r}, expected a decay between 0 and 1: {hint}")
@@ -355,7 +355,7 @@ class StepSettings:
         tries=(AUTO, 0),
     )
     weight_slots: int = _setting(
-        2, _count, "offload", "segments whose fetched parameters have room on the device", tries=(4, 3, 2, 1)
+        2, _count, "buffers", "segments whose fetched parameters have room on the device", tries=(4, 3, 2, 1)
     )
     activations_on: str = _setting(
         "device",
@@ -382,7 +382,7 @@ class StepSettings:
     bucket_size: int | None = _setting(
         None,
         _count,
-        "offload",
+        "buffers",
         "elements that are moved and updated as a unit",
         "Without it 50,000,000; among more than 16 ranks so many times as there are 16, up to 500,000,000, because "
         "a collective takes longer to start the more ranks there are.",
@@ -392,7 +392,7 @@ class StepSettings:
     grad_slots: int = _setting(
         2,
         _count,
-        "offload",
+        "buffers",
         "staging buffers for gradients on the device, in buckets",
         "Room for so many in a row, in classes of size: a large embedding does not decide the size of all.",
         tries=(4, 3, 2, 1),
@@ -400,7 +400,7 @@ class StepSettings:
     host_slots: int = _setting(
         2,
         _count,
-        "offload",
+        "buffers",
         "staging buffers in pinned memory, in buckets, each way",
         "And of as many segments' activations on their way to the disk or back.",
         tries=(4, 3, 2, 1),
@@ -464,7 +464,7 @@ class StepSettings:
     state_slots: int = _setting(
         3,
         _count,
-        "offload",
+        "buffers",
         "with state_on disk, buckets whose state has room in pinned memory",
         tries=(6, 4, 3, 2, 1),
     )
@@ -618,8 +618,8 @@ class StepSettings:
         if self.needs_folders and not self.swap:
             name = next(x for x in TIERS_OF if DISK in getattr(self, x).split(","))
             raise ValueError(
-                f"swap: got no folder with {name}={getattr(self, name)!r}, expected one on each drive to use: pass "
-                "swap=[folder, ...]"
+                f"swap: got no folder with {name}={getattr(self, name)!r}, expected one on each drive to use: "
+                "pass `swap`"
             )
 
     def scheduled(self, *, on_cpu: bool) -> "StepSettings":
@@ -661,7 +661,7 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
         ("swap", swaps),
     ):
         expected = "state_on='disk'" + " or activations_on='disk'" * (name == "swap")
-        yield name, given, "state_on", in_memory, f"{expected}: pass that, or leave {name} out"
+        yield name, given, "state_on", in_memory, f"{expected}: pass that, or leave it out"
     yield (
         "disk_ratio",
         s.disk_ratio != 1,

@@ -62,7 +62,7 @@ def read_chrome_trace(text: str) -> Timeline:
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"got {str(entry)[:200]!r} in a trace, expected those of one step: give a timeline.json that zfunc "
-            "train wrote, or `zfunc draw --out x.json`"
+            "train wrote, or zfunc draw as a chrome trace"
         ) from error
     return Timeline(tuple(events.values()), source)
 

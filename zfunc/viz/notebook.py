@@ -46,9 +46,7 @@ def plan_html(plan: Plan) -> str:
 def timeline_html(timeline: Timeline, plan: Plan | None = None, title: str = "One step") -> str:
     """The timeline, with the arrows of its plan if that is known; no picture of a long one."""
     if len(timeline.events) > MOST_DRAWN:
-        return (
-            f"<p>{escape(repr(timeline))}: too long for a notebook; zfunc draw --out step.html shows it</p>"
-        )
+        return f"<p>{escape(repr(timeline))}: too long for a notebook; zfunc draw shows it as a page</p>"
     return image(svg(timeline, plan=plan, title=title, width=1000))
 
 

@@ -86,83 +86,64 @@ def versions(root: Path = ROOT) -> Iterator[Check]:
 
     import zfunc
 
-    built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    built = built if torch.version.hip or torch.version.cuda else "no GPU"
+    built = torch.version.hip and f"ROCm {torch.version.hip}"
+    built = built or (f"CUDA {torch.version.cuda}" if torch.version.cuda else "no GPU")
     python = f"python {platform.python_version()}, numpy {numpy.__version__}"
-    yield Check("versions", f"zfunc {zfunc.__version__}, torch {torch.__version__} for {built}, {python}")
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    yield Check("system", f"{system}, GPU driver {driver(root) or 'none'}")
+    system = f"{platform.system()} {platform.release()}, GPU driver {driver(root) or 'none'}"
+    yield Check(
+        "versions", f"zfunc {zfunc.__version__}, torch {torch.__version__} for {built}, {python}, {system}"
+    )
 
 
 def driver(root: Path = ROOT) -> str | None:
-    """The version of the loaded kernel module, AMD's for a torch built for ROCm, else NVIDIA's."""
-    import torch
-
-    from zfunc.runtime.cpu_topology import read_text
-
-    if torch.version.hip:
-        module = root / "sys/module/amdgpu"
-        return f"amdgpu {read_text(module / 'version') or 'of this Linux'}" if module.is_dir() else None
-    match = re.search(r"\s(\d{3,}\.\d+(\.\d+)?)\s", f"{read_text(root / 'proc/driver/nvidia/version')} ")
-    return match and match[1]
+    """The version of the kernel module of NVIDIA or AMD that is loaded, and its name."""
+    files = {"nvidia": root / "proc/driver/nvidia/version", "amdgpu": root / "sys/module/amdgpu/version"}
+    for name, path in files.items():
+        if path.is_file():
+            return " ".join([name, *re.findall(r"\d+[.]\d+[.\d]*", path.read_text())[:1]])
+    return None
 
 
 def processor(environment: Mapping[str, str], root: Path = ROOT) -> Iterator[Check]:
-    """The CPU with the kernel's instructions, and the threads of an update with what has a say in them."""
+    """The CPU with the kernel's instructions, and the threads of an update."""
     from zfunc.optim.kernel_loader import cpu_adam
     from zfunc.runtime import cpu_topology
     from zfunc.runtime.accelerator import accelerator_type
     from zfunc.runtime.thread_budget import allowed_cpus, choose_threads
 
-    cache, runtimes = cpu_topology.largest_cache(root), cpu_topology.openmp_runtimes(root)
-    size = format_bytes(cache) if cache else UNKNOWN
-    model = cpu_topology.cpu_model(root) or UNKNOWN
-    yield Check("processor", f"{model}, largest cache {size}, kernel in {cpu_adam.instruction_set()}")
-    own = [
-        f"{name}={x}" for name, x in sorted(environment.items()) if name.startswith(("OMP_", "GOMP_", "KMP_"))
-    ]
+    model, runtimes = cpu_topology.cpu_model(root) or UNKNOWN, cpu_topology.openmp_runtimes(root)
+    yield Check("processor", f"{model}, kernel in {cpu_adam.instruction_set()}")
     several = "several OpenMP libraries, whose threads compete: install numpy and torch from one source"
     problem = several if runtimes and len(runtimes) > 1 else None
     try:
-        threads = str(
-            choose_threads(environment, allowed_cpus(), on_accelerator=accelerator_type() is not None)
-        )
+        on_accelerator = accelerator_type() is not None
+        threads = str(choose_threads(environment, allowed_cpus(), on_accelerator=on_accelerator))
     except ValueError as error:
         threads, problem = UNKNOWN, str(error)
     openmp = UNKNOWN if runtimes is None else ", ".join(runtimes) or "none by name"
-    yield Check("threads", f"{threads}; OpenMP {openmp}, {', '.join(own) or 'no variables'}", problem)
+    yield Check("threads", f"{threads}; OpenMP {openmp}", problem)
 
 
-def memory(root: Path = ROOT) -> Iterator[Check]:
-    """Free memory by NUMA node, how much may be locked, and what a sweep over it reaches."""
+def memory() -> Iterator[Check]:
+    """Free memory, how much of it may be locked, and what a sweep over it reaches."""
     from zfunc.planner.bandwidth import measure_bandwidth
-    from zfunc.runtime import cpu_topology
     from zfunc.runtime.host_memory import available_host_bytes
 
-    try:
-        free = f"{format_bytes(available_host_bytes())} free to this process"
-    except (OSError, KeyError, ValueError):
-        free = UNKNOWN
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     pinned = "all of it" if limit == resource.RLIM_INFINITY else f"{format_bytes(limit)} (ulimit -l)"
-    huge = cpu_topology.huge_page_mode(root) or UNKNOWN
-    yield Check("memory", f"{free}; may be pinned: {pinned}; huge pages {huge}")
-    for node in cpu_topology.numa_nodes(root):
-        bytes_free, total = (
-            UNKNOWN if n is None else format_bytes(n) for n in (node.free_bytes, node.total_bytes)
-        )
-        yield Check(f"NUMA node {node.index}", f"{len(node.cpus)} CPUs, {bytes_free} free of {total}")
     try:
+        yield Check(
+            "memory", f"{format_bytes(available_host_bytes())} free to this process; may be pinned: {pinned}"
+        )
         measured = measure_bandwidth()
     except (MemoryError, OSError, ValueError, KeyError) as error:
         yield Check("bandwidth", f"{UNKNOWN}: {error}")
         return
     cached = "" if measured.beyond_caches else ", which the caches hold"
-    others = UNKNOWN if measured.others is None else f"{measured.others:.1f}"
     yield Check(
         "bandwidth",
-        f"{measured.gigabytes:.1f} GB/s over {format_bytes(measured.nbytes)} of memory{cached}, Adam kernel "
-        f"{measured.reached:.0%} of that; CPUs busy with other work: {others}",
+        f"{measured.gigabytes:.1f} GB/s over {format_bytes(measured.nbytes)} of memory{cached}; the Adam kernel "
+        f"reaches {measured.reached:.0%}",
     )
 
 
@@ -191,7 +172,7 @@ def devices(root: Path = ROOT) -> Iterator[Check]:
 
     if (kind := accelerator_type()) is None:
         hidden = [f"{name}={os.environ[name]!r} may hide it" for name in HIDING if name in os.environ]
-        hint = ", ".join(hidden) or "compare with nvidia-smi or rocm-smi, and with what torch is built for"
+        hint = ", ".join(hidden) or "compare with what torch is built for"
         problem = f"driver {driver(root)} is loaded, but torch sees no device: {hint}"
         default = schedule_for(BY_DEVICE, on_cpu=True)
         yield Check(

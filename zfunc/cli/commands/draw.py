@@ -82,7 +82,14 @@ class DrawSettings(DrawnStepFlags):
         check_together(self)
         self.check_simulated()
         for f in attrs.fields(DrawSettings) if self.compare is not None else ():
-            of_step = f.metadata["option"].group in ("data", "model", "step", "how it runs", "offload")
+            of_step = f.metadata["option"].group in (
+                "data",
+                "model",
+                "step",
+                "how it runs",
+                "offload",
+                "buffers",
+            )
             if of_step and getattr(self, f.name) != f.default:
                 raise ValueError(
                     f"{f.name}: got it with `compare`, which draws the run's own plan, expected one of them: "

@@ -1,6 +1,7 @@
 """`zfunc train`. Its settings are in `zfunc.train.settings`."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from zfunc.cli.command import EXIT_OK, Command
@@ -10,9 +11,10 @@ from zfunc.options import AUTO
 from zfunc.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from zfunc.runtime.collectives import RankGroup
+    from zfunc.train.events import Event
     from zfunc.train.resume import ResumePoint
     from zfunc.train.run_folder import RunFolder
+    from zfunc.train.setup import TrainingJob
 
 
 class TrainingFailed(Exception):  # noqa: N818
@@ -20,20 +22,15 @@ class TrainingFailed(Exception):  # noqa: N818
 
 
 def run_train(settings: TrainSettings) -> int:
-    """`zfunc train`."""
+    """`zfunc train`: rank 0 chooses where to begin, and keeps and shows what happens."""
     from zfunc.runtime.launch import process_group
-
-    with process_group() as ranks:
-        (_follow if ranks.rank else _lead)(settings, ranks)
-    return EXIT_OK
-
-
-def _lead(settings: TrainSettings, ranks: "RankGroup") -> None:
-    """As rank 0, which chooses where to begin, and keeps and shows what happens."""
     from zfunc.train import resume, tracking
     from zfunc.train.run_folder import create_run
 
-    with logged(COMMAND.options):
+    with process_group() as ranks, logged(COMMAND.options):
+        if ranks.rank:
+            _train(settings, None, resume.receive(ranks))
+            return EXIT_OK
         with resume.broadcasting_errors(ranks):
             tracking.check_packages(settings)
             run = create_run(settings.out, again=settings.resume == AUTO)
@@ -41,75 +38,62 @@ def _lead(settings: TrainSettings, ranks: "RankGroup") -> None:
             with resume.broadcasting_errors(ranks):
                 start = resume.choose_resume_point(run.path, settings)
             resume.broadcast(ranks, start)
-            failure = _train_and_show(settings, run, start)
+            _train(settings, run, start)
         finally:
             run.close()
-    if failure:
-        raise TrainingFailed(f"the last step is not saved: {failure}\n{_kept(run)}")
+    return EXIT_OK
 
 
-def _follow(settings: TrainSettings, ranks: "RankGroup") -> None:
-    """As any other rank."""
+def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint") -> None:
+    """Train, and record and show it in the `run` of rank 0. TrainingFailed if that has begun, or is not saved."""
     from zfunc.planner.kept_costs import cache_folder
-    from zfunc.train import resume
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
     from zfunc.train.setup import prepare_job
 
-    with logged(COMMAND.options):
-        start = resume.receive(ranks)
-        if start.over:
-            return
-        job, begun, failure = prepare_job(settings, cache=cache_folder()), False, ""
-        try:
-            with interrupts(tell=False) as stop:
-                for event in train_events(job, stop=stop, start=start):
-                    begun, failure = True, event.failure if isinstance(event, Saved) else failure
-        except Exception as error:
-            if not begun:
-                raise
-            raise TrainingFailed(str(error)) from error
-    if failure:
-        raise TrainingFailed(f"the last step is not saved: {failure}")
-
-
-def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoint") -> str:
-    """Returns why the last step could not be saved, or ""."""
-    from zfunc.cli.train_lines import PlainOutput, progress
-    from zfunc.planner.kept_costs import cache_folder
-    from zfunc.train.deepspeed.mapping import config_extras
-    from zfunc.train.events import Saved
-    from zfunc.train.loop import train_events
-    from zfunc.train.setup import prepare_job
-    from zfunc.train.tracking import tracking
-
-    if start.line:
+    if start.line and run is not None:
         print(printable(with_flags(start.line, COMMAND.options)), flush=True)
     if start.over:
-        return ""
-    live = can_redraw()
-    failure = ""
+        return
+    begun, failure, kept = False, "", "" if run is None else f"\nThe run up to here is in {run.path}"
     try:
         job = prepare_job(settings, cache=cache_folder())
-        with interrupts(tell=not live) as stop:
-            plain = PlainOutput(run, job.corpus.unit, config_extras(job.settings).steps_per_print)
-            output = progress(plain, stop) if live else nullcontext(plain)
-            with output as screen, tracking(settings, run.path) as track:
-                for event in train_events(job, stop=stop, start=start):
-                    run.record(event)
-                    screen.show(event)
-                    track(event)
-                    failure = event.failure if isinstance(event, Saved) else failure
+        with interrupts(tell=run is not None and not can_redraw()) as stop, _shown(job, run, stop) as show:
+            for event in train_events(job, stop=stop, start=start):
+                show(event)
+                begun, failure = True, event.failure if isinstance(event, Saved) else failure
     except BaseException as error:
-        run.fail(error)
-        if not run.begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
+        if run is not None:
+            run.fail(error)
+        if not begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
-        raise TrainingFailed(f"{error}\n{_kept(run)}") from error
-    return failure
+        raise TrainingFailed(f"{error}{kept}") from error
+    if failure:
+        raise TrainingFailed(f"the last step is not saved: {failure}{kept}")
 
 
-def _kept(run: "RunFolder") -> str:
-    return f"The run up to here is in {run.path}"
+@contextmanager
+def _shown(
+    job: "TrainingJob", run: "RunFolder | None", stop: Callable[[], str]
+) -> "Generator[Callable[[Event], None]]":
+    """What records an event in the run folder, on the screen and in the trackers; nothing where there is no run."""
+    from zfunc.cli.train_lines import TrainingOutput, progress
+    from zfunc.train.deepspeed.mapping import config_extras
+    from zfunc.train.tracking import tracking
+
+    if run is None:
+        yield lambda _: None
+        return
+    steps = config_extras(job.settings).steps_per_print
+    lines = TrainingOutput(run, job.corpus.unit, steps, stopping=stop)
+    with progress(lines) if can_redraw() else nullcontext(lines), tracking(job.settings, run.path) as track:
+
+        def show(event: "Event") -> None:
+            run.record(event)
+            lines.show(event)
+            track(event)
+
+        yield show
 
 
 COMMAND = Command(
