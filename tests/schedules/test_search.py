@@ -31,7 +31,7 @@ from zfunc.planner.candidate import (
 )
 from zfunc.planner.largest import most_that_fit
 from zfunc.planner.moves import SPACE as EVERYTHING
-from zfunc.planner.moves import WORTH, Space, most_persistent, shares_that_fit
+from zfunc.planner.moves import WORTH, Space, most_persistent, moved, shares_that_fit
 from zfunc.planner.search import search
 from zfunc.planner.steady_state import Estimate
 from zfunc.planner.suggestions import suggest
@@ -130,6 +130,8 @@ def check_search(
     else:
         assert sum(result.step.lacking.values()) <= min(sum(t.lacking.values()) for t in result.tried)
     assert all(t.outcome for t in result.tried)
+    away = (t.settings for t in result.tried if t.settings.params_on != "device")
+    assert step_spec.world == 1 or {x.stage for x in away} <= {3}, "several ranks have slices there"
     fresh = simulate_choice(step_spec, result.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
     differs = {f for f in EVERYTHING if getattr(result.step.settings, f) != getattr(start, f)}
@@ -147,10 +149,12 @@ def machines(draw: st.DrawFn) -> Hardware:
     return evolve(BALANCED, flops=COMPUTE * slower["compute"], rates=rates, memory=memory)
 
 
-@given(machines(), st.booleans(), st.integers(1, 2))
+@given(machines(), st.booleans(), st.integers(1, 2), st.integers(1, 2))
 @settings(max_examples=6, deadline=None)
-def test_a_search_never_returns_worse_than_its_start(on: Hardware, barrier: bool, parts: int) -> None:
-    spec = model(4, barrier=barrier, micro_batches=parts)
+def test_a_search_never_returns_worse_than_its_start(
+    on: Hardware, barrier: bool, parts: int, world: int
+) -> None:
+    spec = model(4, barrier=barrier, micro_batches=parts, world=world)
     best, start = check_search(spec, on), simulate_choice(spec, START, on)
     assert sum(best.lacking.values()) <= sum(start.lacking.values())
     assert not (best.fits and start.fits) or best.seconds <= start.seconds * (1 + WORTH)
@@ -381,6 +385,15 @@ def test_settings_that_gain_nothing_stay() -> None:
     result = search(always(model()), compute_alone, START, SPACE)
     assert result.step.settings == START
     assert result.reasons == ()
+
+
+def test_of_several_ranks_parameters_off_the_device_are_in_slices() -> None:
+    sliced = StepSettings(params_on="host", stage=3)
+    assert (moved(StepSettings(), 8, params_on="host").stage, moved(sliced, 8, stage=2).params_on) == (
+        3,
+        "device",
+    )
+    assert moved(StepSettings(), 1, params_on="host").stage == 2
 
 
 def test_a_search_over_one_setting_changes_no_other() -> None:

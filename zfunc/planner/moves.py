@@ -52,8 +52,10 @@ def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | 
         needs |= {"params_on": "host"} if settings.params_on == DISK else {}
     elif DISK in (changes.get(name) for name in ("state_on", "params_on", "grads_on")):
         needs = {"state_on": DISK, "offload_ratio": 1.0}
-    if changes.get("params_on", "device") != "device" and world > 1:
+    if world > 1 and changes.get("params_on", "device") != "device":
         needs["stage"] = 3
+    if world > 1 and changes.get("stage", 3) != 3 and settings.params_on != "device":
+        needs["params_on"] = "device"
     with suppress(ValueError):
         return evolve(settings, **{**needs, **changes})
     return None

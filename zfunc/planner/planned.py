@@ -221,9 +221,8 @@ def report(
 def report_html(p: Planned, text: str = "") -> str:
     """The report, or this text of it, as one HTML page with the picture of the step, if that is not too large."""
     title = f"A step in {p.step.settings.schedule_name} on {p.hardware.name}"
-    drawn = (
-        p.step.of_few is None and len(p.plan.graph.ops) <= MOST_DRAWN
-    )  # or they would have to be made first
+    # The operations of a step that was made from a few micro-batches would have to be made first.
+    drawn = p.step.of_few is None and len(p.plan.graph.ops) <= MOST_DRAWN
     picture = svg(p.timeline, plan=p.plan, title="One simulated step") if drawn else ""
     return web_page(
         "plan.html",
@@ -322,9 +321,8 @@ def _disk(p: Planned) -> Iterator[str]:
     if p.step.spec.swaps:
         yield f"  commits  {every}"
     yield f"  needed   to hide them: read {read}, write {write}; both, {disk.busy:.0%} of the time"
-    wear = f"{disk.written / 1e12:,.3g} TB written a step"
-    if disk.drive_writes is not None:
-        wear += f", {disk.drive_writes:.2g} of the disk's size"
+    of_size = "" if disk.drive_writes is None else f", {disk.drive_writes:.2g} of the disk's size"
+    wear = f"{disk.written / 1e12:,.3g} TB written a step{of_size}"
     if disk.steps is not None:
         wear += f"; the rated endurance is used up in {disk.steps:,} steps"
     generations = ", with two generations of the state" if p.step.spec.swaps else ""

@@ -145,8 +145,7 @@ class _Advisor:
             return None
         with suppress(ValueError):
             estimate = self.replan(evolve(self.settings, **changes))
-            enough = self.step.seconds * (1 - WORTH_SAYING)
-            if not self.step.fits or max(*estimate.work.values(), estimate.unsettled_seconds) < enough:
+            if not self.step.fits or max(*estimate.work.values(), estimate.unsettled_seconds) < self._enough:
                 return Suggestion(changes, estimate.step, effect(changes, estimate.step, self.step))
         return None
 
