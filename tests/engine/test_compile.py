@@ -5,11 +5,13 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import fuzz_models
 import pytest
 import torch
 from attrs import evolve
-from small_models import Loss, regression, tied_gpt
+from small_models import Loss, regression, rows_of, tied_gpt
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zfunc
 from zfunc import schedules
@@ -306,6 +308,17 @@ def test_an_example_plans_memory_before_anything_runs() -> None:
     on_meta = zfunc.compile(segments, device="cpu", example=tuple(t.to("meta") for t in data(0)))
     assert max(op.flops for op in planned.plan.graph) > 0 == max(op.flops for op in without.plan.graph)
     assert planned.plan == on_meta.plan
+
+
+def test_recurrent_layers_need_the_same_memory_in_every_trace() -> None:
+    """Also in a first one, for which torch has cached no fake results: two ranks may not have different plans."""
+    model = fuzz_models.Model(
+        (("lstm with dropout", "every other", "causal"),), ("nested",), "mean", seed=906
+    )
+    batch = rows_of(model.batch(0), 0, 2)
+    FakeTensorMode.cache_clear()
+    graphs = [compiled(list(model.built()[0]), example=batch).plan.graph for _ in range(2)]
+    assert [op.workspace for op in graphs[0]] == [op.workspace for op in graphs[1]]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported

@@ -35,6 +35,8 @@ OWN_STRIDES = {  # operations whose kernels return other strides than torch's fa
     aten.special_xlog1py.default,
     aten.xlogy.Tensor,
 }
+# Their fake kernels return one tensor twice; what torch caches of them has two, so a second trace would need more.
+UNCACHED = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
 MOST_RUN = 1 << 22  # elements of what a kernel is run on while a segment is traced
 
 
@@ -46,6 +48,12 @@ class FakeTensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The fake results of an operation."""
+        if func in UNCACHED:
+            enabled, self.cache_enabled = self.cache_enabled, False
+            try:
+                return super().dispatch(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = enabled
         flat, spec = tree_flatten((args, kwargs or {})) if func in OWN_STRIDES else ([], None)
         tensors = [t for t in flat if isinstance(t, Tensor)]
         small = sum(t.numel() for t in tensors) <= MOST_RUN
