@@ -107,7 +107,9 @@ def test_json_of_a_streamed_step_counts_what_crosses_each_bus(
     assert bus["h2d"] == weights + pinned["host_act"] + inputs_and_targets
     tied = 100 * 64 // ranks
     gradients = element_bytes * (weights // 2 + tied)  # that of the tied embedding comes twice
-    assert bus["d2h"] == gradients + pinned["host_act"]
+    # The host takes the squares of sums itself: of all with micro-batches, else of the tied bucket alone.
+    squares = 0 if ranks == 1 else pinned["host_squares"] - 168
+    assert bus["d2h"] == gradients + pinned["host_act"] + squares
     assert bus["network"] == (0 if ranks == 1 else gradients + weights + 16)  # of the loss and the norm
     assert bus["host"] > gradients
     assert result["memory"]["pinned"] == sum(pinned.values())
