@@ -440,7 +440,7 @@ def test_text_that_is_not_strict_json_is_refused_with_its_reason(raw: bytes, mes
 
 
 def test_false_sizes_allocate_nothing_large(known: Sample) -> None:
-    """A header of 8 TiB, in a file that is one hole; parameters of 2^40 elements."""
+    """A header of 8 TiB, in a file that is one hole; a swap space of 2^62 ranks; parameters of 2^40 elements."""
     tracemalloc.start()
     try:
         with sample() as huge:
@@ -448,6 +448,9 @@ def test_false_sizes_allocate_nothing_large(known: Sample) -> None:
             raw = edited(huge.manifest, "shards/0/size", 8 << 40)
             with refused(r"got a header of 8796\d+ bytes, expected at most 16777224"):
                 refused_by_open(huge, raw)
+        assert "rank-00000-of-4611686018427387904" in try_swap_header(
+            known, edited(known.swap_header, "world", 2**62)
+        )
         for change, value in (("parameters/0/shape", [2**40]), ("shards/0/size", 2**62)):
             assert try_manifest(known, edited(known.manifest, change, value))
         assert tracemalloc.get_traced_memory()[1] < 100 << 20

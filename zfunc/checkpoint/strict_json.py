@@ -174,7 +174,7 @@ def made(cls: type, named: Mapping[str, Any], expected: str = "") -> Any:
         return cls(**named)
     except (ValueError, TypeError) as error:
         raise Refusal(
-            _short.repr(str(error.args[0])), expected or f"the fields of a {cls.__name__}"
+            _short.repr(str(*error.args[:1])), expected or f"the fields of a {cls.__name__}"
         ) from error
 
 

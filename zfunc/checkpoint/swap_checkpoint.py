@@ -79,17 +79,15 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
     some = next(x for x in sorted(os.listdir(folder)) if SWAP_FILE.fullmatch(x))
     header = _header(folder / some)
     first_folder = folder if header.folder == 0 else Path(header.folders[0])
-    firsts = [first_folder / swap_file_name(rank, header.world, 0) for rank in range(header.world)]
-    _check_all_there(firsts)
+    firsts = [_there(first_folder / swap_file_name(rank, header.world, 0)) for rank in range(header.world)]
     headers = [_header(path) for path in firsts]
     paths = [
         [
-            (folder if n == header.folder else Path(x)) / swap_file_name(own.rank, own.world, n)
+            _there((folder if n == header.folder else Path(x)) / swap_file_name(own.rank, own.world, n))
             for n, x in enumerate(own.folders)
         ]
         for own in headers
     ]
-    _check_all_there([path for own in paths for path in own])
     for own, path in zip(headers, firsts, strict=True):
         if (own.run, own.identity) != (header.run, header.identity):
             raise CheckpointError(
@@ -108,13 +106,15 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest, {path.name: path for own in paths for path in own})
 
 
-def _check_all_there(paths: Sequence[Path]) -> None:
-    """Each host has the files of its own ranks."""
-    if missing := [path for path in paths if not path.exists()]:
+def _there(path: Path) -> Path:
+    """The path of a file that exists: each host has those of its own ranks. Before the next one is looked for, as a
+    damaged header may say that there are 2^60."""
+    if not path.exists():
         raise CheckpointError(
-            f"{missing[0]}: got none, expected the files of all ranks: mount its drive; if another host has it, "
+            f"{path}: got none, expected the files of all ranks: mount its drive; if another host has it, "
             "copy it here, or resume on those hosts with the same ranks and folders"
         )
+    return path
 
 
 def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
