@@ -272,7 +272,7 @@ ZF_V_INLINE int v_weights(const zf_update_args *a, const v_call *k, vf *p, vf *c
 /* ---- a range of groups ---------------------------------------------------------------------------------- */
 
 ZF_V static __attribute__((noinline)) void v_plainly(const zf_update_args *a, const zf_dithers *d, size_t at, size_t n) {
-    zf_update_block(a, d, at, n, ZF_ISA);
+    zf_update_block(a, d, at, n, ZF_ISA, ZF_MOMENTS);
 }
 
 /* Starts a group, takes the roots of the one before, finishes the one before that. */
