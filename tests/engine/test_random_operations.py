@@ -41,6 +41,8 @@ NOT_HERE = {  # by the start of its name what this law leaves out, and why
     "aten.rnn_relu.data": "packed sequences: torch.func does not let a kernel read their sizes",
     "aten.rnn_tanh.data": "packed sequences: torch.func does not let a kernel read their sizes",
 }
+UNTRACED = ("aten.random.from", "aten.random_.from", "aten.normal.out")
+"""What torch cannot trace: code of a graph cannot name `from`, and a fake `normal.out` is given a size."""
 GIVEN: dict[str, Callable[[Tensor], Any]] = {  # arguments by name, for a result like x
     "self": lambda x: x,
     "input": lambda x: x,
@@ -80,6 +82,11 @@ def random_operations() -> Iterator[OpOverload]:
             yield op
 
 
+def is_traced(name: str) -> bool:
+    """Not those of `*_like` with an `out=`: torch's trace hands them more arguments by position than they take."""
+    return name not in UNTRACED and not ("_like." in name and name.endswith("out"))
+
+
 def recurrent(op: OpOverload) -> Call:
     """A recurrent layer of two, with dropout between them."""
     name = op._schema.name.removeprefix("aten::")
@@ -105,7 +112,7 @@ def attention(op: OpOverload) -> Call:
 
 def laid_out(shape: Sequence[int], form: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Uninitialised memory of a shape as a view, and the parts of it that are written one by one."""
-    if form == "rows":
+    if form in ("rows", "untraced"):
         whole = torch.empty(2 * shape[0], *shape[1:], dtype=dtype)[shape[0] :]
     elif form == "columns":
         whole = torch.empty(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
@@ -167,7 +174,7 @@ def calls(form: str) -> dict[str, Call]:
     found: dict[str, Call] = {}
     for op in random_operations():
         name, of = str(op), op._schema.name.removeprefix("aten::")
-        if any(name.startswith(x) for x in NOT_HERE):
+        if any(name.startswith(x) for x in NOT_HERE) or is_traced(name) == (form == "untraced"):
             continue
         if of in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             if form == "recurrent":
@@ -176,7 +183,7 @@ def calls(form: str) -> dict[str, Call]:
             found |= {name: attention(op)} if form == "returned" else {}
         elif op._schema.is_mutable:
             found |= {name: writing(op, form)} if form not in ("returned", "recurrent") else {}
-        elif form == "returned":
+        elif form in ("returned", "untraced"):
             found[name] = whole(op)
     if form == "rows":
         found["torch.nn.functional.rrelu"] = lambda x: [F.rrelu(x - 0.5, training=True)]
@@ -205,14 +212,15 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((shares[0] - shares[1]).abs().max())
 
 
-FORMS: list[Any] = ["returned", "rows", "columns", "recurrent"]
+FORMS: list[Any] = ["returned", "rows", "columns", "recurrent", "untraced"]
 FORMS += [pytest.param(form, marks=pytest.mark.slow) for form in ("whole", "chunks")]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_12_what_is_random_is_plain_pytorchs_differs_between_seeds_and_is_the_same_recomputed(
-    form: str,
+    form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """In graphs, unless `form` says otherwise: one operation that cannot be traced would take all from the law."""
     function, w = drawn(form), {"w": torch.ones(SHAPE)}
     x = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
     with torch.random.fork_rng():
@@ -236,6 +244,7 @@ def test_12_what_is_random_is_plain_pytorchs_differs_between_seeds_and_is_the_sa
         assert [name for name, t in expected.items() if not torch.equal(t, y[name])] == [], recompute
         assert torch.equal(own["w"], grads["w"]), recompute
         assert torch.equal(moved, below), recompute
+    assert ("runs without being traced" in caplog.text) == (form == "untraced")
     y, other = results["all", 5][0], results["all", 6][0]
     still = [name for name, t in y.items() if torch.equal(t, other[name])]
     assert still == []
