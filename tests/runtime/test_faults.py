@@ -248,6 +248,23 @@ def test_all_ranks_have_one_verdict() -> None:
     assert got == dict.fromkeys((0, 1, 3), MissingRanks((2,), late=True))
 
 
+def test_a_verdict_that_is_read_holds_when_the_store_ends() -> None:
+    """With the process of rank 0, which has its verdict, while another is on its way out of the search."""
+
+    class Ending:
+        store = dist.HashStore()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def add(self, key: str, amount: int) -> int:
+            if key.endswith("parted"):
+                raise dist.DistNetworkError("the connection was closed")
+            return self.store.add(key, amount)
+
+    assert call(Ending(), 3, {0: "late", 2: "late"}) == dict.fromkeys((0, 2), MissingRanks((1,), late=True))
+
+
 def test_two_missing_ranks_are_waited_for_until_the_time_out() -> None:
     begun = time.monotonic()
     got = call(dist.HashStore(), 4, {1: "broken", 2: "broken"}, max_wait=0.5)

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -137,7 +138,8 @@ class FailureDetector:
             else:
                 time.sleep(POLL)
         verdict = json.loads(store.get(_key("verdict")))
-        self._wait_for_readers(verdict["missing"], max_wait)
+        with suppress(Exception):  # the verdict is read: the store may end now, with the process that has it
+            self._wait_for_readers(verdict["missing"], max_wait)
         return MissingRanks(tuple(verdict["missing"]), verdict["late"], verdict["why"])
 
     def _missing(self) -> MissingRanks:
