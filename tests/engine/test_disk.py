@@ -60,17 +60,24 @@ class Nothing(nn.Module):
 
 
 @pytest.mark.parametrize("placed", ["half of the state", "everything"])
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_parameters_without_elements_live_anywhere(placed: str, moments: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *(zfunc.AdamW(0.01, moments=x) for x in ("fp32", "8bit")),
+        *(x(0.01) for x in (zfunc.SGD, zfunc.Lion, zfunc.Adagrad, zfunc.Adafactor)),
+        zfunc.groups((zfunc.matrices_only, zfunc.Muon(0.01)), zfunc.AdamW(0.01)),
+    ],
+    ids=["AdamW", "AdamW, 8bit", "SGD", "Lion", "Adagrad", "Adafactor", "Muon"],
+)
+def test_parameters_without_elements_live_anywhere(placed: str, optimizer: Any, tmp_path: Path) -> None:
     """Alone in a segment too: they are trained, committed, saved and loaded."""
     results = []
     for more in ({}, on_disk(tmp_path, placed, clip_norm=0.1)):
         torch.manual_seed(0)
         layers = Nothing(nn.Identity()), Nothing(nn.Linear(16, 16), trained=False), Loss(16)
         segments = [zfunc.segment(name, m) for name, m in zip(("a", "b", "loss"), layers, strict=True)]
-        adam = zfunc.AdamW(0.01, moments=moments)
         numbers = {
-            "optimizer": adam,
+            "optimizer": optimizer,
             "precision": "fp32",
             "bucket_size": 64,
             "device": "cpu",
