@@ -156,7 +156,7 @@ def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callab
     chosen["zfunc min-cut"] = ours(recompute="min-cut")
     if args.compile_segments:
         chosen["zfunc compiled"] = ours(compile_segments=True)
-    if args.device != "cpu":
+    if torch.device(args.device).type == "cuda":  # which alone has graphs
         chosen["zfunc graphs"] = ours(compile_segments="reduce-overhead")
     if args.device != "cpu" and find_spec("deepspeed"):
         chosen["DeepSpeed"] = partial(with_deepspeed, config, args)
