@@ -32,7 +32,7 @@ ISAS = range(len(kernel.instruction_sets()))
 
 
 @frozen
-class Signum(Elementwise):
+class CountingSignum(Elementwise):
     """One of one's own, which the kernel does not have: SGD by the signs of its momentum."""
 
     state: ClassVar = ("exp_avg", "steps_so_far")
@@ -60,7 +60,7 @@ RULES: dict[str, Elementwise] = {
     "Lion": zfunc.Lion(0.01, weight_decay=0.1),
     "Adagrad": zfunc.Adagrad(0.1, weight_decay=0.1, lr_decay=0.01),
     "Adagrad from 0.1": zfunc.Adagrad(0.1, initial_accumulator_value=0.1),
-    "one's own": Signum(),
+    "one's own": CountingSignum(),
 }
 ROWS: dict[str, Elementwise] = {
     f"{name}, {moments}": rule.with_moments(moments, split_master=False)

@@ -100,6 +100,13 @@ def test_a_wrong_setting_is_refused(make: Callable[[], Any], message: str) -> No
         make()
 
 
+def test_no_class_changes_what_the_state_of_another_is() -> None:
+    with pytest.raises(
+        TypeError, match="expected that of zfunc.optim.lion.Lion, whose checkpoints have this name"
+    ):
+        type("Lion", (zfunc.Lion,), {"state": ("exp_avg", "other"), "__module__": __name__})
+
+
 # ---- buffers -----------------------------------------------------------------------------------------
 
 

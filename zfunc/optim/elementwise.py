@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Fields that depend on the step, are a function, or say how bits are stored
 UNDESCRIBED = ("lr", "betas", "decay", "split_master")
+_OWNERS: dict[str, str] = {}  # the class of each kind, whose state formats are registered
 
 
 class KernelOptimizer(ABC):
@@ -151,7 +152,18 @@ class Elementwise(KernelOptimizer):
         if "update" in cls.__dict__ and "kernel" not in cls.__dict__:
             cls.kernel = None  # a rule of its own is not what its base's kernel computes
         if cls.state and cls.kind():
-            STATE_FORMATS.update(formats_of(cls.kind(), cls.state, cls.unsigned))
+            formats, name = (
+                formats_of(cls.kind(), cls.state, cls.unsigned),
+                f"{cls.__module__}.{cls.__qualname__}",
+            )
+            other = _OWNERS.get(cls.kind(), "zfunc")
+            if other != name and any(STATE_FORMATS.get(x, new) != new for x, new in formats.items()):
+                raise TypeError(
+                    f"{cls.__name__}: got the state {', '.join(cls.state) or 'none'}, expected that of {other}, "
+                    "whose checkpoints have this name: give the class another one"
+                )
+            STATE_FORMATS.update(formats)
+            _OWNERS[cls.kind()] = name  # a notebook's cell may run again
 
     @classmethod
     def kind(cls) -> str:
