@@ -66,7 +66,7 @@ def make_job(num_ops: int) -> StepSpec:
     segments = [[Parameter(f"{s}.weight", (1024, 1024))] for s in range(num_segments)]
     layout = make_layout(segments, bucket_size=1024 * 1024, world=2)
     cost = SegmentCost(10**9, 10**6, 10**6, 10**5, 10**5, 3 * 10**9)
-    return StepSpec(layout, (cost,) * num_segments, (True,) * num_segments, world=2)
+    return StepSpec(layout, (cost,) * num_segments, world=2)
 
 
 def measure(num_ops: int) -> tuple[int, dict[str, float]]:

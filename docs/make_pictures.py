@@ -41,7 +41,7 @@ def schedule_pictures() -> Iterator[tuple[str, str]]:
     forward = 2 * block * tokens
     cost = SegmentCost(forward, input_bytes=2 * width * tokens, backward_flops=3 * forward)
     layout = make_layout(blocks, bucket_size=block, world=2)
-    graph = Graph(tuple(zero_offload(StepSpec(layout, (cost,) * 4, (True,) * 4, world=2))))
+    graph = Graph(tuple(zero_offload(StepSpec(layout, (cost,) * 4, world=2))))
     for schedule in (schedules.Serial(), schedules.Overlapped(), schedules.Interleaved()):
         name, plan = type(schedule).__name__, schedule(graph)
         title = f"{name}: one ZeRO-Offload step of four segments on two ranks"

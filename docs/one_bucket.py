@@ -17,6 +17,7 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import deferred, zero_offload
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event
@@ -66,11 +67,12 @@ def make_step(world: int = 1, tokens: int = TOKENS, state_format: str = "fp32", 
     forward = 2 * BLOCK * tokens
     cost = SegmentCost(forward, input_bytes=2 * WIDTH * tokens, backward_flops=3 * forward)
     layout = make_layout(blocks, bucket_size=BLOCK, world=world)
-    return evolve(StepSpec(layout, (cost,) * BLOCKS, (True,) * BLOCKS, world=world, barrier=True), **settings)
+    settings = {"clip_norm": 1.0, **settings}
+    return StepSpec(layout, (cost,) * BLOCKS, StepSettings(**settings), world=world)
 
 
 def graph_of(world: int = 1, tokens: int = TOKENS, **settings: Any) -> Graph:
-    """The plain recipe's operations, with clipping unless `barrier` says otherwise."""
+    """The plain recipe's operations, with clipping unless `clip_norm` says otherwise."""
     return Graph(tuple(zero_offload(make_step(world, tokens, **settings))))
 
 
@@ -82,13 +84,13 @@ def planned(graph: Graph, schedule: str = "Overlapped") -> Plan:
 PLAIN = graph_of()
 RECIPES = {
     "clipping": PLAIN,
-    "no clipping": graph_of(barrier=False),
-    "deferred": Graph(tuple(deferred(make_step()))),
+    "no clipping": graph_of(clip_norm=None),
+    "deferred": Graph(tuple(deferred(make_step(defer=True)))),
 }
-TWO_RANKS = graph_of(world=2, barrier=False)
+TWO_RANKS = graph_of(world=2, clip_norm=None)
 HALVES = {"tokens": TOKENS // 2, "micro_batches": 2}
-ON_HOST = HALVES | {"params_on": "host", "state_format": "fp32-split", "send_high_half": True}
-STREAMED = graph_of(group_size=2, **ON_HOST)
+ON_HOST = HALVES | {"params_on": "host", "state_format": "fp32-split"}
+STREAMED = graph_of(accumulate=2, **ON_HOST)
 
 
 # --- the bucket ------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def places_table() -> str:
     """Parameters on the device and on the host, micro-batches one by one and together."""
     cases = {
         "device, horizontal": graph_of(**HALVES),
-        "host, horizontal": graph_of(**ON_HOST),
+        "host, horizontal": graph_of(accumulate=1, **ON_HOST),
         "host, vertical": STREAMED,
     }
     rows: list[tuple[str, ...]] = []

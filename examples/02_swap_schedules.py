@@ -112,7 +112,7 @@ print(f"\nno schedule is faster than {lower_bound(serial.graph, slow) * 1e3:.1f}
 size = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (size,))] for s in range(4)], bucket_size=size, world=2)
 cost = SegmentCost(flops=2 * size * 4096, backward_flops=6 * size * 4096)
-ranks = Graph(zero_offload(StepSpec(layout, (cost,) * 4, (True,) * 4, world=2)))
+ranks = Graph(zero_offload(StepSpec(layout, (cost,) * 4, world=2)))
 for schedule in (schedules.Overlapped(), schedules.Interleaved()):
     print(f"\n{schedule}\n{text(simulate(schedule(ranks)))}")
 

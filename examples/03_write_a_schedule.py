@@ -29,7 +29,7 @@ from zfunc.viz.timeline_text import text
 SIZE = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], bucket_size=SIZE)
 cost = SegmentCost(flops=2 * SIZE * 4096, backward_flops=6 * SIZE * 4096)
-spec = StepSpec(layout, costs=(cost,) * 4, recompute=(True,) * 4)
+spec = StepSpec(layout, costs=(cost,) * 4)
 
 # `OpBuilder` makes the operations, each with what it reads and writes. `update` of bucket 3 reads the decision on
 # this step and the gradient's slot; it updates the master weights and moments, and leaves a copy for the

@@ -23,7 +23,7 @@ SENDING = ("to_device", "all_gather")
 
 def delayed(spec: StepSpec) -> Iterator[Op]:
     """The operations of a delayed step; a spec with `defer` and clipping has room for what waits."""
-    if spec.params_on != "device" or spec.stage == 3 or spec.paged:
+    if spec.settings.params_on != "device" or spec.settings.stage == 3 or spec.paged:
         raise ValueError("delayed: got parameters or state off the device and the host, expected them there")
     ops = [with_own_copy(op) for op in deferred(spec)]
     decision = next(i for i, op in enumerate(ops) if op.verb == "global_norm")

@@ -321,7 +321,7 @@ def steps(
 def result(program: Program, batch: Callable[..., Any], state: State, told: list[Any]) -> Result:
     """All that can be known of a State."""
     values = dict(zfunc.params(program, state))
-    if program.spec.ema:
+    if program.spec.settings.ema is not None:
         values |= {f"average of {k}": x for k, x in zfunc.params(program, state, ema=True).items()}
     if program.ranks.world == 1:
         values |= moments(program, state)

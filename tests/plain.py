@@ -221,7 +221,7 @@ def follow(
             batches,
             dtype=program.dtype,
             micro_batches=program.settings.micro_batches,
-            stage=program.spec.stage,
+            stage=program.spec.settings.stage,
             loss_scale=state.loss_scale.scale,
         )
         each = {name: float(grad.norm()) for name, grad in grads.items()}

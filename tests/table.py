@@ -3,14 +3,14 @@
 `cases` are the fixed ones, `specs()` makes more of them with hypothesis. A spec's sizes are small on purpose.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial
 from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
-from attrs import evolve, frozen
+from attrs import evolve, fields_dict, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from zfunc.core.layout import Parameter, UpdateWork, make_layout
 from zfunc.core.optimizer_state import MATRIX_FORMATS, updates_each_parameter
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
+from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
@@ -56,23 +57,37 @@ def shuffled(graph: Graph, random: Random) -> Iterator[int]:
 
 
 def spec(
-    segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **settings: object
+    segments: Segments,
+    *,
+    bucket_size: int = 128,
+    recompute: Iterable[bool] = (),
+    barrier: bool = False,
+    group_size: int = 1,
+    state_format: str | None = None,
+    persistent: Collection[str] = (),
+    resident: Iterable[int] = (),
+    **given: Any,
 ) -> StepSpec:
-    """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
-    state_format = settings.pop("state_format", None)
+    """A spec with costs that differ from segment to segment, so that no two regions are alike by accident.
+
+    `given` are settings, and other fields of the spec.
+    """
     if state_format is not None:
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
     works = {p.name: _work(p, n) for n, p in enumerate(p for own in segments for p in own)}
     segments = [[evolve(p, work=works[p.name]) for p in own] for own in segments]
-    streams = settings.get("params_on") == "host" or settings.get("stage") == 3
-    persistent = settings.pop("persistent", ())
-    world = settings.get("world", 1)
+    settings = StepSettings(
+        recompute=",".join("all" if x else "min-cut" for x in recompute) or "all",
+        clip_norm=1.0 if barrier else None,
+        accumulate=group_size,
+        **{name: given.pop(name) for name in fields_dict(StepSettings) if name in given},
+    )
     layout = make_layout(
         segments,
         bucket_size=bucket_size,
-        world=world,
-        within_segments=streams or settings.get("group_size", 1) > 1,
-        persistent=persistent if streams else (),
+        world=given.get("world", 1),
+        within_segments=settings.streams or settings.group_size > 1,
+        persistent=persistent if settings.streams else (),
     )
     costs = [
         SegmentCost(
@@ -81,9 +96,18 @@ def spec(
         )
         for s in range(len(segments))
     ]
-    recompute = tuple(recompute) or (True,) * len(segments)
-    resident = set(settings.pop("resident", ())) & set(range(len(layout.buckets)))
-    return StepSpec(layout, costs, recompute, target_bytes=16, resident=resident, **settings)
+    resident = {*resident} & {*range(len(layout.buckets))}
+    return StepSpec(layout, costs, settings, target_bytes=16, resident=resident, **given)
+
+
+def changed(of: StepSpec, **settings: Any) -> StepSpec:
+    """The spec with other settings, in the same buckets."""
+    return evolve(of, settings=evolve(of.settings, **settings))
+
+
+def waiting(of: StepSpec) -> StepSpec:
+    """The spec with updates that are deferred."""
+    return changed(of, defer=True, clip_norm=1.0)
 
 
 def _work(p: Parameter, n: int) -> UpdateWork:
@@ -136,21 +160,24 @@ CUT: Segments = [
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), group=1)]]
 
-TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {"zero_offload": zero_offload, "deferred": deferred}
+TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
+    "zero_offload": zero_offload,
+    "deferred": lambda spec: deferred(waiting(spec)),
+}
 RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     **TRAINING,
     "checkpoint": checkpoint,
-    "flush": lambda spec: flush_recipe(evolve(spec, defer=True, barrier=True)),
+    "flush": lambda spec: flush_recipe(waiting(spec)),
 }
 
-MOMENTS: list[dict[str, object]] = [
-    {},  # of each parameter
-    {"send_high_half": True},
-    {"state_format": "fp32"},
-    {"state_format": "8bit"},
-    {"state_format": "16bit", "send_high_half": True},
-    {"state_format": "fp32-split", "send_high_half": True},
-]
+PLACES = [
+    ("device",),
+    ("host",),
+    ("disk",),
+    ("disk", "device"),
+    ("device", "host"),
+]  # of shares of activations
+FORMATS = (None, "fp32", "8bit", "16bit", "fp32-split")  # of every parameter; None: each has its own
 
 SPECS: dict[str, StepSpec] = {
     "tied": spec(TIED, recompute=[True, False, False]),
@@ -162,29 +189,25 @@ SPECS: dict[str, StepSpec] = {
     "tied in three": spec(TIED_THREE, bucket_size=64, grad_slots=3, host_slots=1),
     "spanning": spec(SPANNING, bucket_size=256, micro_batches=2),
     "spanning a tie": spec(SPANNING_TIE, bucket_size=1000),
-    "frozen": spec(FROZEN, recompute=[False, True, False, True], element_bytes=4),
+    "frozen": spec(FROZEN, recompute=[False, True, False, True], precision="fp32"),
     "frozen accumulated": spec(FROZEN, micro_batches=3, grad_slots=1, barrier=True),
     "scalars": spec(SCALARS, bucket_size=1),
     "one huge": spec(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
     "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
-    "16 bits": spec(TIED_NEXT, state_format="16bit", send_high_half=True, host_slots=1),
-    "two formats": spec(TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, ema=True),
-    "two formats, streamed": spec(TWO_FORMATS, params_on="host", send_high_half=True, save=True),
-    "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, ema=True),
+    "16 bits": spec(TIED_NEXT, state_format="16bit", host_slots=1),
+    "two formats": spec(TWO_FORMATS, micro_batches=2, world=2, barrier=True, ema=0.5),
+    "two formats, streamed": spec(TWO_FORMATS, params_on="host", save=True),
+    "whole matrices": spec(MATRICES, resident={0}, save=True, ema=0.5),
     "whole matrices, barrier": spec(MATRICES_APART, micro_batches=2, world=2, barrier=True, resident={0, 2}),
-    "whole matrices, stage 3": spec(
-        MATRICES, stage=3, world=3, params_on="host", send_high_half=True, barrier=True, host_slots=1
-    ),
-    "cut by ranks": spec(CUT, send_high_half=True, world=2, resident={0}, save=True),
+    "whole matrices, stage 3": spec(MATRICES, stage=3, world=3, params_on="host", barrier=True, host_slots=1),
+    "cut by ranks": spec(CUT, world=2, resident={0}, save=True),
     "cut by ranks, barrier": spec(CUT, micro_batches=2, world=3, barrier=True, resident={1}),
-    "cut by ranks, stage 3": spec(
-        CUT, stage=3, world=2, params_on="host", send_high_half=True, barrier=True, host_slots=1
-    ),
+    "cut by ranks, stage 3": spec(CUT, stage=3, world=2, params_on="host", barrier=True, host_slots=1),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
-    "8 bits": spec(TIED_THREE, state_format="8bit", send_high_half=True, barrier=True, world=3),
-    "partial": spec(TIED, resident={0, 2}, update_workspace=30, ema=True),
+    "8 bits": spec(TIED_THREE, state_format="8bit", barrier=True, world=3),
+    "partial": spec(TIED, resident={0, 2}, update_workspace=30, ema=0.5),
     "partial, barrier": spec(
         TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2
     ),
@@ -196,14 +219,12 @@ SPECS: dict[str, StepSpec] = {
         TIED_NEXT, micro_batches=3, group_size=2, world=2, host_slots=1, aux=["accuracy", "perplexity"]
     ),
     "parameters on the host": spec(
-        TIED, bucket_size=64, params_on="host", state_format="16bit", send_high_half=True, weight_slots=1
+        TIED, bucket_size=64, params_on="host", state_format="16bit", weight_slots=1
     ),
     "parameters on the host, copied": spec(
         FROZEN, params_on="host", micro_batches=2, group_size=2, barrier=True, resident={1}, constant_bytes=40
     ),
-    "persistent": spec(
-        TIED, params_on="host", persistent={"embed", "norm"}, state_format="16bit", send_high_half=True
-    ),
+    "persistent": spec(TIED, params_on="host", persistent={"embed", "norm"}, state_format="16bit"),
     "stage 3, some persistent": spec(
         FROZEN, stage=3, world=2, persistent={"stem", "adapter", "out"}, barrier=True, save=True
     ),
@@ -229,7 +250,9 @@ SPECS: dict[str, StepSpec] = {
         FROZEN, micro_batches=2, group_size=2, world=2, barrier=True, buffer_bytes=(8, 0, 16, 32), save=True
     ),
     "saving": spec(FROZEN, world=2, save=True),
-    "saving, barrier": spec(TIED, state_format="16bit", barrier=True, micro_batches=2, save=True),
+    "saving, barrier": spec(
+        TIED, state_format="16bit", precision="fp32", barrier=True, micro_batches=2, save=True
+    ),
 }
 
 SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
@@ -385,18 +408,18 @@ def specs(draw: st.DrawFn) -> StepSpec:
         barrier=draw(st.booleans()),
         grad_slots=draw(st.integers(1, 3)),
         host_slots=draw(st.integers(1, 3)),
-        element_bytes=draw(st.sampled_from([2, 4])),
+        precision=draw(st.sampled_from(["bf16", "fp32"])),
+        state_format=draw(st.sampled_from(FORMATS)),
         stage=stage,
         group_size=1 if stage == 1 else draw(st.integers(1, 3)),
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
         weight_slots=draw(st.integers(1, 3)),
         persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
-        activations_on=draw(st.sampled_from(["device", "host", "disk", "disk,device", "device,host"])),
+        activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),
         save=draw(st.booleans()),
-        ema=draw(st.booleans()),
+        ema=draw(st.sampled_from([None, 0.5])),
         update_workspace=draw(st.integers(0, 50)),
         resident=draw(st.frozensets(st.integers(0, 4))),
-        **draw(st.sampled_from(MOMENTS)),
     )
 
 

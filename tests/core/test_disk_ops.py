@@ -23,13 +23,14 @@ def on_disk(params_on: Any, grads_on: Any, defer: bool, commit: bool, slots: int
     return spec(
         FROZEN if world > 1 else TIED_THREE,
         **{"params_on": params_on, "grads_on": grads_on, "defer": defer, "commit": commit, "world": world},
+        state_on="disk",
         **{"barrier": True, "state_slots": slots, "weight_slots": slots, "host_slots": slots},
         **{
             "bucket_size": 64,
             "stage": 2 if params_on == "device" else 3,
             "paged": {0} if world > 1 else {0, 2},
         },
-        **{"state_format": "8bit", "send_high_half": True},
+        state_format="8bit",
     )
 
 
@@ -76,7 +77,13 @@ def test_reading_parameters_moves_what_a_bucket_has_whatever_its_page_has_room_f
     sizes = {"first": 3000, "second": 5000, "last": 5000}
     job = spec(
         [[Parameter(name, (numel,))] for name, numel in sizes.items()],
-        **{"params_on": "disk", "paged": {0, 1, 2}, "bucket_size": 5000, "state_format": "16bit"},
+        **{
+            "state_on": "disk",
+            "params_on": "disk",
+            "paged": {0, 1, 2},
+            "bucket_size": 5000,
+            "state_format": "16bit",
+        },
     )
     ops = [op for op in recipe_of(job)(job) if op.verb == "page_in_weights"]
     assert {op.writes[0].nbytes for op in ops} == {3 * BLOCK}

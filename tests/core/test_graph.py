@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from table import RECIPES, SPECS, TRAINING, chain, every_graph, graphs, spec, specs
+from table import RECIPES, SPECS, TRAINING, chain, changed, every_graph, graphs, spec, specs, waiting
 from zfunc.schedules import Overlapped
 
 from zfunc.core.decision import ops_unguarded_by_decision
@@ -128,11 +128,12 @@ PASSED_ON = (  # from one part of an update to the next
 )
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
-    st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=max(2, spec.stage)))
+    st.sampled_from([*TRAINING.values()]),
+    any_job.map(lambda spec: changed(spec, stage=max(2, spec.settings.stage))),
 )
 of_any_job_of_stage_1 = given(
     st.sampled_from([*TRAINING.values()]),
-    any_job.map(lambda spec: evolve(spec, stage=1, group_size=1, params_on="device")),
+    any_job.map(lambda spec: changed(spec, stage=1, accumulate=1, params_on="device")),
 )
 
 
@@ -155,13 +156,13 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     held += Counter(op.index[0] for op in updates if op.touches("grad_slot"))
     packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
     for b in spec.layout.buckets:
-        due = 1 if spec.stage == 1 else spec.micro_batches * len(b.deliveries)
+        due = 1 if spec.settings.stage == 1 else spec.settings.micro_batches * len(b.deliveries)
         assert due == spec.num_deliveries(b.index)
         if spec.sums_on_device and b.index not in spec.resident:
             assert (held[b.index], sent[b.index]) == (due, len(b.deliveries))
         else:
             assert held[b.index] + sent[b.index] == due
-        for m in range(spec.micro_batches):
+        for m in range(spec.settings.micro_batches):
             assert packed[m, b.index] == sum(map(len, b.deliveries))
 
     def done(*verbs: str) -> list[int]:
@@ -232,7 +233,7 @@ def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(
             slot = op.read("grad_slot")
             groups = spec.layout.buckets[slot.index[0]].deliveries
             assert added.pop(slot) == [
-                (m, s) for m in range(spec.micro_batches) for group in groups for s in group
+                (m, s) for m in range(spec.settings.micro_batches) for group in groups for s in group
             ]
     assert not added
 
@@ -285,7 +286,9 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: 
         terms.setdefault(into, []).extend(new)
     for r, order in terms.items():
         deliveries = spec.layout.buckets[r.index[0]].deliveries
-        assert order == [(d, m) for d in range(len(deliveries)) for m in range(spec.micro_batches)], r
+        assert order == [
+            (d, m) for d in range(len(deliveries)) for m in range(spec.settings.micro_batches)
+        ], r
 
 
 @of_any_job
@@ -297,10 +300,10 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
         (
             "grad_slot",
             spec.element_bytes
-            * (spec.layout.numel if spec.stage == 1 else spec.grad_slots * spec.slot_numel),
+            * (spec.layout.numel if spec.settings.stage == 1 else spec.settings.grad_slots * spec.slot_numel),
         ),
-        ("host_slot", landed * spec.host_slots * shard),
-        ("param_slot", spec.element_bytes * spec.host_slots * shard),
+        ("host_slot", landed * spec.settings.host_slots * shard),
+        ("param_slot", spec.element_bytes * spec.settings.host_slots * shard),
     ):
         assert sum(r.nbytes for r in regions if r.buffer == buffer) <= most
 
@@ -364,7 +367,7 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
 def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec) -> None:
     """Memory of a State is allocated from the one list, and the other says what becomes of it."""
     for recipe in (PLAIN, DEFERRED):
-        spec = evolve(spec, defer=True, barrier=True) if recipe is DEFERRED else spec
+        spec = waiting(spec) if recipe is DEFERRED else spec
         listed = {r: r for r in Regions(spec).state()}
         touched = {r for r in Graph(tuple(recipe(evolve(spec, save=True)))).regions if r.lifetime == "state"}
         assert touched == {*listed}
@@ -403,7 +406,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
     if spec.world > 1:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
     losses = [r.index for r in ops["mean_loss" if spec.world > 1 else "decide"].reads if r.buffer == "loss"]
-    assert losses == [(m,) for m in range(spec.micro_batches)]
+    assert losses == [(m,) for m in range(spec.settings.micro_batches)]
     assert ops["decide"].touches("norm") == spec.barrier
 
 
@@ -421,11 +424,8 @@ def test_the_next_step_and_a_flush_apply_the_gradients_a_step_leaves(spec: StepS
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_activations_on_the_host_leave_no_more_on_the_device_for_a_deeper_model(group_size: int) -> None:
     def activations(depth: int) -> int:
-        made = evolve(
-            spec(chain(*[(8, 8)] * depth), bucket_size=64, micro_batches=2, barrier=True),
-            activations_on="host",
-            group_size=group_size,
-        )
+        passes = {"micro_batches": 2, "group_size": group_size, "barrier": True}
+        made = spec(chain(*[(8, 8)] * depth), bucket_size=64, activations_on="host", **passes)
         made = evolve(made, costs=[made.costs[0]] * depth)
         return peak_breakdown(Overlapped()(Graph(PLAIN(made))))["device"]["act"]
 
@@ -443,7 +443,9 @@ def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, spec: 
     ops = list(recipe(spec))
     for verb, first in (("forward", 0), ("backward", spec.layout.first_trainable)):
         done = sorted(op.index for op in ops if op.verb == verb)
-        assert done == [(m, s) for m in range(spec.micro_batches) for s in range(first, spec.num_segments)]
+        assert done == [
+            (m, s) for m in range(spec.settings.micro_batches) for s in range(first, spec.num_segments)
+        ]
 
 
 @of_any_job
@@ -473,9 +475,9 @@ def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spe
 @given(any_job)
 def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(spec: StepSpec) -> None:
     def fetches(slots: int) -> list[int]:
-        return sorted(op.index[1] for op in PLAIN(evolve(spec, weight_slots=slots)) if op.verb == "fetch")
+        return sorted(op.index[1] for op in PLAIN(changed(spec, weight_slots=slots)) if op.verb == "fetch")
 
-    fewer, more = fetches(spec.weight_slots), fetches(spec.weight_slots + 1)
+    fewer, more = fetches(spec.settings.weight_slots), fetches(spec.settings.weight_slots + 1)
     assert len(more) <= len(fewer)
     of_host = {
         b

@@ -13,6 +13,7 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.ops import OpBuilder
 from zfunc.core.plan import build
 from zfunc.core.recipes import zero_offload
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with, verify
@@ -135,8 +136,9 @@ def test_what_is_no_plan_is_refused_where_a_plan_is_checked_or_simulated(
     ("field", "value", "message"),
     [
         ("costs", (), "costs: got 0, expected 1, one for each segment"),
-        ("recompute", (), "recompute: got 0, expected 1, one for each segment"),
-        ("recompute", True, r"recompute: got a bool, expected one for each .*: pass \(x,\) \* len"),
+        ("costs", True, r"costs: got a bool, expected one for each .*: pass \(x,\) \* len"),
+        ("settings", StepSettings(recompute="all,all"), "recompute: got 2 values for 1 segments"),
+        ("settings", StepSettings(params_on="auto"), "params_on: got 'auto', expected what it stands for"),
     ],
 )
 def test_a_mistake_in_a_spec_says_what_to_pass(field: str, value: Any, message: str) -> None:

@@ -72,7 +72,7 @@ def lending(job: StepSpec) -> Iterator[Op]:
 @pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_fifth_tier_is_a_few_rows(schedule: str) -> None:
-    job = spec(TIED, ema=True, barrier=True)
+    job = spec(TIED, ema=0.5, barrier=True)
     graph = Graph(lending(job))
     plan = verify(SCHEDULES[schedule](graph))
     assert [str(op) for op in graph if op.kind == "network"][:2] == ["call_back[1]", "lend[1]"]

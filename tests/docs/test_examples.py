@@ -38,7 +38,7 @@ PRINTS: dict[str, list[str]] = {
     ],
     "03_write_a_schedule.py": [
         r"^update\[3\] reads decision, host_slot\[0\], master\[3\], exp_avg\[3\], exp_avg_sq\[3\]$",
-        r"^35 operations, 72 pairs whose order counts$",
+        r"^35 operations, 73 pairs whose order counts$",
         r"^in graph order$\nsimulated: ",
         r"^deadlock: load\[0\] waits for to_host",
         r"^load\[0\]: got it on the lanes 0 times",

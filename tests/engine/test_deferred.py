@@ -10,7 +10,7 @@ import torch
 import trained
 from attrs import evolve
 from small_models import MODELS, bits, rows_of
-from table import chain, in_pairs, spec
+from table import chain, in_pairs, spec, waiting
 from threaded_ranks import on_every, programs_of
 from trained import injecting, steps
 from zfunc.schedules import Overlapped
@@ -222,8 +222,9 @@ def test_where_nothing_can_be_deferred_a_line_says_so(
 
 def test_forward_hides_the_host() -> None:
     step_spec = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256, barrier=True)
+    recipes = {zero_offload: step_spec, deferred: waiting(step_spec)}
     slow = evolve(ROUND, rates={**ROUND.rates, "host": 1e9}, flops=1e7, latency=0.0)
-    plain, late = (simulate(Overlapped()(Graph(r(step_spec))), slow) for r in (zero_offload, deferred))
+    plain, late = (simulate(Overlapped()(Graph(r(x))), slow) for r, x in recipes.items())
     hidden = min(late.seconds_of("host"), sum(e.end - e.start for e in late.events if "forward" in e.op))
     assert late.seconds < plain.seconds - 0.7 * hidden
 

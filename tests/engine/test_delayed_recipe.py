@@ -9,7 +9,7 @@ import pytest
 import torch
 import trained
 from small_models import bits
-from table import SPECS, in_pairs
+from table import SPECS, in_pairs, waiting
 from torch import Tensor
 from trained import steps
 
@@ -69,7 +69,7 @@ def test_a_delayed_update_has_one_result_under_any_schedule(settings: str, sched
 
 
 def test_the_host_updates_beside_all_of_forward_and_backward() -> None:
-    late = [op.verb for op in Graph(delayed(SPECS["small buckets"]))]
+    late = [op.verb for op in Graph(delayed(waiting(SPECS["small buckets"])))]
     assert late.index("update") < late.index("forward") < late.index("to_device") < late.index("decide")
 
 

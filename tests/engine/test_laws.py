@@ -95,7 +95,7 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
         told = [*told, *third]
         sources += [(given["swap"][0], other, told), (given["swap"][0], row, told)]
     (expected,) = plain_way(row.numbers, row.job)
-    if not program.spec.ema:  # where there is none, an average begins with the weights
+    if program.spec.settings.ema is None:  # where there is none, an average begins with the weights
         weights = {name: x for name, x in expected.values.items() if not name.startswith("average")}
         expected = evolve(expected, values=weights)
     for n, (path, way, before) in enumerate(sources):

@@ -19,14 +19,14 @@ ON = evolve(
 )
 BUSES = evolve(ON, shared={"host memory": {"host": 1.0, "d2h": 0.3, "h2d": 0.3, "compute": 0.2}})
 SLOW_COPIES = evolve(ON, rates={**ON.rates, "d2h": 1e8})
-CLIPPED = {"barrier": True}
+CLIPPED = {"clip_norm": 1.0}
 LARGE_INPUTS = {**CLIPPED, "input_bytes": 1 << 24}  # to copy one takes longer than forward, not than backward
 VERTICAL = {"accumulate": "vertical", "micro_batches": 2 * MANY}
 LONGER = {**VERTICAL, "micro_batches": 4 * MANY}
 ON_HOST = {"params_on": "host", "activations_on": "host"}
 ON_DISK = {"params_on": "host", "activations_on": "disk"}
 
-# Settings, fields of the spec, and whether a few micro-batches are enough.
+# Settings, others or fields of the spec, and whether a few micro-batches are enough.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "as it is": ({}, {}, ON, True),
     "clipped": ({}, CLIPPED, ON, True),
@@ -35,16 +35,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "critical path": ({"schedule": "CriticalPath"}, CLIPPED, ON, True),
     "slots": ({"grad_slots": 3, "host_slots": 1}, CLIPPED, ON, True),
     "half on the device": ({"offload_ratio": 0.5}, CLIPPED, ON, True),
-    "deferred": ({"defer": True, "clip_norm": 1.0}, CLIPPED, ON, True),
-    "stage 1": ({}, {"stage": 1, **CLIPPED}, ON, True),
+    "deferred": ({"defer": True}, CLIPPED, ON, True),
+    "stage 1": ({"stage": 1}, CLIPPED, ON, True),
     "saving": ({}, {"save": True, **CLIPPED}, ON, True),
-    "residuals": ({}, {"recompute": [False] * 3}, ON, True),
+    "residuals": ({"recompute": "min-cut"}, {}, ON, True),
     "in groups": ({"accumulate": 2, "micro_batches": MANY * 2}, CLIPPED, ON, True),
     "streamed in groups": ({"accumulate": 2, "micro_batches": MANY * 2, **ON_DISK}, CLIPPED, ON, False),
     "vertical": (VERTICAL, {}, ON, False),
     "vertical, params": ({**VERTICAL, "params_on": "host"}, CLIPPED, ON, False),
     "vertical, activations": ({**VERTICAL, "activations_on": "disk,host"}, CLIPPED, ON, False),
-    "vertical, streamed": ({**LONGER, **ON_HOST, "defer": True, "clip_norm": 1.0}, CLIPPED, ON, False),
+    "vertical, streamed": ({**LONGER, **ON_HOST, "defer": True}, CLIPPED, ON, False),
     "vertical, on ranks": ({**VERTICAL, **ON_HOST, "stage": 3}, {"world": 2, **CLIPPED}, ON, False),
     "vertical, half on the device": ({**VERTICAL, "offload_ratio": 0.5}, CLIPPED, ON, False),
     "vertical, forward waits for copies": ({**VERTICAL, **ON_HOST}, LARGE_INPUTS, ON, False),
@@ -60,22 +60,24 @@ MEASURES = (  # what `zfunc plan` says of a step
 )
 
 
-def many(micro_batches: int = MANY, **fields: Any) -> StepSpec:
+def many(settings: StepSettings, **fields: Any) -> StepSpec:
     """Three layers whose arithmetic takes milliseconds, beside latencies of microseconds."""
     parameters = [[Parameter(f"{s}.up", (512, 512)), Parameter(f"{s}.down", (512, 512))] for s in range(3)]
     input_bytes = fields.pop("input_bytes", 1 << 16)
     cost = SegmentCost(10**11, input_bytes, 1 << 18, 1 << 14, 1 << 15, 3 * 10**11)
     layout = make_layout(parameters, bucket_size=1 << 18, world=fields.get("world", 1))
-    given = {"recompute": [True] * 3, "target_bytes": 512, **fields}
-    return StepSpec(layout, [cost] * 3, micro_batches=micro_batches, **given)
+    return StepSpec(layout, [cost] * 3, settings, **{"target_bytes": 512, **fields})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
     given, fields, on, settles = CASES[name]
+    fields = {**fields}
+    given = {"micro_batches": MANY, **given, "clip_norm": fields.pop("clip_norm", None)}
     settings = StepSettings(bucket_size=1 << 18, **given)
-    vertical = settings.accumulate == "vertical"
-    spec = many(max(MANY, settings.micro_batches) + (0 if vertical else 3), **fields)
+    if settings.accumulate != "vertical":
+        settings = evolve(settings, micro_batches=settings.micro_batches + 3)
+    spec = many(settings, **fields)
     estimate, full = Estimate(spec, settings, on), simulate_choice(spec, settings, on)
     few = estimate._from_few()[0] or full
     assert few.seconds == pytest.approx(full.seconds, rel=1e-9)

@@ -94,7 +94,7 @@ def train(
         state, m = zfunc.train_step(program, state, (inputs, targets), **options)
         seen.append((m.loss, m.grad_norm, m.skipped, m.sent_bytes, m.loss_scale))
     final = zfunc.params(program, state)
-    if program.spec.ema:
+    if program.spec.settings.ema is not None:
         final |= {f"average of {name}": x for name, x in zfunc.params(program, state, ema=True).items()}
     return seen, final
 

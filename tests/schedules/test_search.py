@@ -45,17 +45,20 @@ BALANCED = Hardware(
 )
 
 
+START = StepSettings(bucket_size=1 << 18)
+
+
 def model(
-    num_layers: int = 6, *, width: int = 256, state_format: str = "fp32", **settings: object
+    num_layers: int = 6, *, width: int = 256, state_format: str = "fp32", world: int = 1, **settings: Any
 ) -> StepSpec:
     """Equal layers of two matrices, whose arithmetic takes about as long as their way to the host and back."""
     parameters = [
         [Parameter(f"{s}.{x}", (width, width), state_format=state_format) for x in ("up", "down")]
         for s in range(num_layers)
     ]
-    layout = make_layout(parameters, bucket_size=1 << 18, world=settings.get("world", 1))
+    layout = make_layout(parameters, bucket_size=1 << 18, world=world)
     cost = SegmentCost(10**9, 1 << 16, 0, 1 << 14, 1 << 15, 3 * 10**9)
-    return StepSpec(layout, [cost] * num_layers, [True] * num_layers, target_bytes=512, **settings)
+    return StepSpec(layout, [cost] * num_layers, evolve(START, **settings), world, target_bytes=512)
 
 
 def always(spec: StepSpec) -> Callable[[StepSettings], StepSpec]:
@@ -64,7 +67,6 @@ def always(spec: StepSpec) -> Callable[[StepSettings], StepSpec]:
 
 
 COMPUTING = evolve(BALANCED, flops=COMPUTE // 100)
-START = StepSettings(bucket_size=1 << 18)
 SPACE = EVERYTHING | {"bucket_size": (1 << 16, 1 << 17, 1 << 18, 1 << 19), "recompute": ()}
 
 
@@ -89,11 +91,11 @@ def test_laid_out_again_alike_is_the_same_layout(
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize(("way", "recipe"), [({}, zero_offload), ({"defer": True}, deferred)])
 def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], recipe: Recipe) -> None:
-    settings = evolve(START, offload_ratio=ratio, **way)
-    step = with_settings(model(barrier=True), settings)
+    settings = evolve(START, clip_norm=1.0, offload_ratio=ratio, **way)
+    step = with_settings(model(), settings)
     assert step.resident == resident_buckets(step.layout, ratio)
-    assert step.defer == bool(way)
-    assert operations_of(with_settings(model(barrier=True), settings)) == Graph(tuple(recipe(step)))
+    assert step.settings == settings
+    assert operations_of(with_settings(model(), settings)) == Graph(tuple(recipe(step)))
 
 
 def test_persistent_bytes_are_those_of_the_memory_model() -> None:
@@ -116,12 +118,10 @@ def test_two_steps_compare_in_words() -> None:
 # --- the search --------------------------------------------------------------------------------------------
 
 
-def check_search(
-    step_spec: StepSpec, on: Hardware, start: StepSettings = START, space: Space = SPACE
-) -> PlannedStep:
+def check_search(step_spec: StepSpec, on: Hardware, space: Space = SPACE) -> PlannedStep:
     """What is promised of every search; returns the best step."""
-    result = search(always(step_spec), on, start, space)
-    again = search(always(step_spec), on, start, space)
+    result = search(always(step_spec), on, step_spec.settings, space)
+    again = search(always(step_spec), on, step_spec.settings, space)
     assert (result.step.settings, result.reasons) == (again.step.settings, again.reasons)
     fitting = [t for t in result.tried if t.seconds is not None and not t.lacking]
     if fitting:
@@ -134,7 +134,7 @@ def check_search(
     assert step_spec.world == 1 or {x.stage for x in away} <= {3}, "several ranks have slices there"
     fresh = simulate_choice(step_spec, result.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
-    differs = {f for f in EVERYTHING if getattr(result.step.settings, f) != getattr(start, f)}
+    differs = {f for f in EVERYTHING if getattr(result.step.settings, f) != getattr(step_spec.settings, f)}
     assert {r.partition(" ")[0] for r in result.reasons} == differs
     return result.step
 
@@ -154,8 +154,8 @@ def machines(draw: st.DrawFn) -> Hardware:
 def test_a_search_never_returns_worse_than_its_start(
     on: Hardware, barrier: bool, parts: int, world: int
 ) -> None:
-    spec = model(4, barrier=barrier, micro_batches=parts, world=world)
-    best, start = check_search(spec, on), simulate_choice(spec, START, on)
+    spec = model(4, clip_norm=1.0 if barrier else None, micro_batches=parts, world=world)
+    best, start = check_search(spec, on), simulate_choice(spec, spec.settings, on)
     assert sum(best.lacking.values()) <= sum(start.lacking.values())
     assert not (best.fits and start.fits) or best.seconds <= start.seconds * (1 + WORTH)
 
@@ -177,22 +177,25 @@ def test_a_suggestion_makes_a_step_fit_or_faster(on: Hardware) -> None:
 
 @pytest.mark.parametrize("barrier", [False, True])
 def test_the_result_is_faster_than_the_start(barrier: bool) -> None:
-    step_spec = model(barrier=barrier, micro_batches=2)
+    step_spec = model(clip_norm=1.0 if barrier else None, micro_batches=2)
     best = check_search(step_spec, with_room(device=1 << 40, host=1 << 40))
     assert best.fits
-    assert best.seconds < simulate_choice(step_spec, START, BALANCED).seconds
+    assert best.seconds < simulate_choice(step_spec, step_spec.settings, BALANCED).seconds
 
 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_search_holds_for_any_spec(name: str) -> None:
     sizes = EVERYTHING | {"bucket_size": (64, 128, 1000)}
-    check_search(SPECS[name], BALANCED, StepSettings(bucket_size=128), sizes)
+    spec = SPECS[name]
+    check_search(evolve(spec, settings=evolve(spec.settings, bucket_size=128)), BALANCED, sizes)
 
 
 def test_with_a_barrier_deferral_is_found() -> None:
     space = SPACE | {"offload_ratio": (1.0,)}
     (reason,) = (
-        r for r in search(always(model(barrier=True)), BALANCED, START, space).reasons if "defer" in r
+        r
+        for r in search(always(model()), BALANCED, evolve(START, clip_norm=1.0), space).reasons
+        if "defer" in r
     )
     assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
 
@@ -222,7 +225,7 @@ def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
 
 
 def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
-    spec, start = model(9, micro_batches=4), evolve(START, micro_batches=4)
+    spec, start = model(9), evolve(START, micro_batches=4)
     steps = [
         simulate_choice(spec, evolve(start, params_on=params_on, activations_on=activations_on), BALANCED)
         for params_on, activations_on in product(PLACES, PLACES)
@@ -307,7 +310,7 @@ def single_moves(settings: StepSettings) -> Iterator[dict[str, Any]]:
 
 def check_single_moves(on: Hardware, barrier: bool, parts: int, device: float, host: float) -> None:
     """The law in the least room there is, and these shares of what having all in memory takes beyond that."""
-    spec = model(8, barrier=barrier, micro_batches=parts)
+    spec = model(8)
     start = evolve(START, bucket_size=1 << 17, micro_batches=parts, clip_norm=1.0 if barrier else None)
     away = evolve(start, **FLOOR, grads_on="disk" if barrier else "host")
     least, most = (simulate_choice(spec, x, on).memory for x in (away, start))
@@ -353,7 +356,7 @@ def test_nothing_moved_alone_is_better_in_more_rooms(on: Hardware, barrier: bool
 
 def test_as_fast_and_nearer_is_better_for_drives_wear() -> None:
     """Where the device computes all the time, what has room in memory is not on the disk."""
-    spec, on = model(8, micro_batches=4), evolve(FAST_DRIVES, flops=1e9)
+    spec, on = model(8), evolve(FAST_DRIVES, flops=1e9)
     start = evolve(START, micro_batches=4, **FLOOR)
     least = simulate_choice(spec, start, on).memory
     host, device = least["host"] + least["pinned"], least["device"]
@@ -398,15 +401,20 @@ def test_of_several_ranks_parameters_off_the_device_are_in_slices() -> None:
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
     only = {"offload_ratio": EVERYTHING["offload_ratio"]}
-    choice = search(always(model(barrier=True)), BALANCED, START, only).step.settings
-    assert evolve(choice, offload_ratio=1.0) == START
+    start = evolve(START, clip_norm=1.0)
+    choice = search(always(model()), BALANCED, start, only).step.settings
+    assert evolve(choice, offload_ratio=1.0) == start
 
 
 def test_fifty_layers_take_less_than_ten_seconds() -> None:
     """Of this process's own time: whoever else uses the machine does not count."""
-    step_spec = model(50, width=4096, barrier=True)
+    step_spec = model(50, width=4096)
     before = time.process_time()
-    result = search(always(step_spec), evolve(ROUND, memory={"device": 32 * 10**9, "host": 10**12}))
+    result = search(
+        always(step_spec),
+        evolve(ROUND, memory={"device": 32 * 10**9, "host": 10**12}),
+        StepSettings(clip_norm=1.0),
+    )
     assert time.process_time() - before < 10
     assert result.step.fits
     assert len(result.tried) > 10
@@ -420,7 +428,7 @@ KEPT = {"all": (0, 3.0), "min-cut": (1 << 20, 2.25), "none": (3 << 20, 2.0)}  # 
 
 def recomputing(settings: StepSettings) -> StepSpec:
     """The spec of settings: micro-batches cut its activations, what is kept is not computed again."""
-    step = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
+    step = model(state_format=settings.moments)
     parts, count = settings.micro_batches, step.num_segments
     modes = [settings.recompute_of(s, count) for s in range(count)]
     costs = [
@@ -433,7 +441,7 @@ def recomputing(settings: StepSettings) -> StepSpec:
         )
         for cost, mode in zip(step.costs, modes, strict=True)
     ]
-    return evolve(step, costs=costs, recompute=[mode == "all" for mode in modes])
+    return evolve(step, costs=costs, settings=settings)
 
 
 def replanning(on: Hardware, activations: int = 0) -> tuple[PlannedStep, Callable[[StepSettings], Estimate]]:
@@ -517,7 +525,7 @@ def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
 
 
 def test_no_more_activations_are_advised_to_the_disk_than_the_host_lacks() -> None:
-    spec, start = model(8, micro_batches=4), evolve(START, micro_batches=4, activations_on="host")
+    spec, start = model(8), evolve(START, micro_batches=4, activations_on="host")
     every = [evolve(start, activations_on=x) for x in ("host", "disk,host,host,host", "disk,host", "disk")]
     needed = [x["host"] + x["pinned"] for x in (simulate_choice(spec, y, BALANCED).memory for y in every)]
     assert needed == sorted(needed, reverse=True)

@@ -3,18 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import fields
-
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.settings import DISK, StepSettings
-from zfunc.core.spec import FROM_SETTINGS, StepSpec
 from zfunc.options import AUTO
 
 BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number
 FEW_RANKS = 16
 MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
-
-_OF_SETTINGS = [f.name for f in fields(StepSpec) if FROM_SETTINGS in f.metadata]
 
 
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
@@ -32,18 +27,15 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """The fields of a StepSpec about buckets: the layout, staging, where each lives, and when it is updated."""
+    """The fields of a StepSpec that settings decide: they, the layout, and the place of each bucket's state."""
     share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
     on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
-    # Costs, and so a spec, are of so many micro-batches.
-    given = {name: getattr(settings, name) for name in _OF_SETTINGS if name != "micro_batches"}
-    return given | {
+    return {
         "layout": layout,
+        "settings": settings,
         "resident": resident_buckets(layout, share_on_host),
         "paged": paged_buckets(layout, on_disk, ascending=late_last),
-        "ema": settings.ema is not None,
-        "group_size": settings.group_size,
     }
 
 

@@ -74,7 +74,9 @@ def _weights_in_memory(x: Item) -> tuple[Region, ...]:
 def _stashed(x: Item) -> tuple[Region, ...]:
     """What backward of a segment needs, in pinned memory: in a page on its way to the disk or back."""
     on_disk = x.spec.activations_at(x.b) == "disk"
-    return (x.at.slot("act_page", x.b) if on_disk else x.at("host_act", x.m % x.spec.group_size, x.b),)
+    return (
+        x.at.slot("act_page", x.b) if on_disk else x.at("host_act", x.m % x.spec.settings.group_size, x.b),
+    )
 
 
 def _arrived(x: Item) -> tuple[Region, ...]:
@@ -110,7 +112,7 @@ THINGS: dict[str, Thing] = {
         {
             "device": Place(lambda x: x.op.for_backward(x.m, x.b), ("act_slot",)),
             "pinned": Place(_stashed, ("act_page",)),
-            "disk": Place(lambda x: (x.at("disk_act", x.m % x.spec.group_size, x.b),)),
+            "disk": Place(lambda x: (x.at("disk_act", x.m % x.spec.settings.group_size, x.b),)),
         },
     ),
     "gradient": Thing(

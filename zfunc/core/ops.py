@@ -150,7 +150,7 @@ class OpBuilder:
     def pack(self, m: int, b: int, s: int, *, first: bool) -> Op:
         """Copy the gradients of segment `s` into the flat gradient of bucket `b`; the `first` one zeroes what none
         fills."""
-        if first and self.spec.stage != 1:
+        if first and self.spec.settings.stage != 1:
             self.at.rings["grad_slot"].give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
         nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
@@ -217,7 +217,9 @@ class OpBuilder:
 
     def _losses(self) -> tuple[Region, ...]:
         at = self.at
-        return tuple(r for m in range(self.spec.micro_batches) for r in (at("loss", m), *at.some("aux", m)))
+        return tuple(
+            r for m in range(self.spec.settings.micro_batches) for r in (at("loss", m), *at.some("aux", m))
+        )
 
     def mean_loss(self) -> Op:
         """The mean loss over all ranks, on which all of them decide, and those of auxiliary outputs."""

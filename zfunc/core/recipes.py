@@ -6,12 +6,11 @@ A recipe is a generator of operations. Lanes, streams and waits follow from the 
 
 from collections.abc import Callable, Iterable, Iterator
 
-from attrs import evolve
-
 from zfunc.core.graph import Op
 from zfunc.core.moves import move
 from zfunc.core.ops import OpBuilder
 from zfunc.core.spec import StepSpec
+from zfunc.errors import PlanError
 
 Recipe = Callable[[StepSpec], Iterable[Op]]
 
@@ -22,15 +21,15 @@ def recipe_of(spec: StepSpec) -> Recipe:
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload: master weights and Adam on the host, and, with `spec.params_on`, the parameters too.
+    """ZeRO-Offload: master weights and Adam on the host, and, with `params_on`, the parameters too.
 
-    During backward, gradients leave the device a bucket at a time, through `spec.grad_slots` slots. With a barrier
+    During backward, gradients leave the device a bucket at a time, through `grad_slots` slots. With a barrier
     (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam of a bucket follows
     its gradient. Each rank reduces, copies, updates and sends back its slice of every bucket (ZeRO stage 2); with
-    `spec.stage` 1, gradients are added up on the device first. The buckets in `spec.resident` stay on the device.
+    `stage` 1, gradients are added up on the device first. The buckets in `spec.resident` stay on the device.
     With `spec.save` the step also writes a checkpoint.
 
-    Micro-batches pass the segments in groups of `spec.group_size`. Where parameters are not on the device (ZeRO-3
+    Micro-batches pass the segments in groups of `group_size`. Where parameters are not on the device (ZeRO-3
     Offload), or not whole (stage 3), a segment's are fetched and gathered into slots before each pass of a group.
 
     Sources: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5;
@@ -58,13 +57,18 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     This is the plain recipe, cut at the decision, so the numbers are the same: Adam of a bucket runs just before
     the first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the
     step before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
+
+    Raises PlanError for a spec whose updates are not deferred.
     """
-    spec = evolve(spec, defer=True, barrier=True)
+    if not spec.deferred:
+        raise PlanError(
+            "deferred: got a spec that defers no update, expected one: pass defer=True and clip_norm"
+        )
     emit = OpBuilder(spec)
     passes = _passes(spec, emit, update=False)
     for _ in spec.micro_batch_groups[0]:
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
-    ahead = spec.params_on == "disk" or any(b not in spec.resident for b in spec.matrix_buckets)
+    ahead = spec.settings.params_on == "disk" or any(b not in spec.resident for b in spec.matrix_buckets)
     if ahead and not spec.save:
         yield from _updates_ahead(spec, emit, passes)
     else:
@@ -84,7 +88,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
     # Buckets in the order in which forward reads them: the last one of the host, the last one that has been read
     # or is about to be, the last one whose update has begun.
     last, read, updated = spec.offloaded[-1], -1, -1
-    ahead = spec.updates_ahead if spec.matrix_buckets else spec.state_slots - 1
+    ahead = spec.updates_ahead if spec.matrix_buckets else spec.settings.state_slots - 1
     for op in passes:
         # What the next operation of the passes reads; backward comes after all of forward, so after all updates.
         if op.verb == "backward":
@@ -155,7 +159,7 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
         yield from _fetch(spec, emit, last)
         for m in group:
             yield emit.forward(m, last)
-            if m == spec.micro_batches - 1:
+            if m == spec.settings.micro_batches - 1:
                 if spec.world > 1:
                     yield emit.mean_loss()
                 if not spec.barrier:
@@ -200,7 +204,7 @@ def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) 
     if spec.sums_on_device:
         emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if b not in spec.resident])
     for b, d, group in layout.contributions(s):
-        if spec.stage == 1:
+        if spec.settings.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
             continue
         yield emit.pack(m, b, s, first=s == group[0])
@@ -215,7 +219,7 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
         yield emit.pack(m, b, s, first=s == deliveries[0][0])
     else:
         yield emit.add(m, b, s)
-    if m == spec.micro_batches - 1 and s == deliveries[-1][-1]:
+    if m == spec.settings.micro_batches - 1 and s == deliveries[-1][-1]:
         yield from _deliver(spec, emit, m, b, d, update=update)
 
 
@@ -223,7 +227,7 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
     added = spec.added(b)
     apart, summed, resident = spec.sums_apart(b), spec.sums_on_device, b in spec.resident
-    last, complete = m == spec.micro_batches - 1, _is_last(spec, m, b, d)
+    last, complete = m == spec.settings.micro_batches - 1, _is_last(spec, m, b, d)
     # On the device: the ranks' gradients become one, each with its slice, whose squares are summed if complete.
     if spec.world > 1:
         yield emit.reduce_scatter(m, b, d)
@@ -258,9 +262,9 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
 
 def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
     """Whether a delivery is the last of its bucket in this step."""
-    if m < spec.micro_batches - 1:
+    if m < spec.settings.micro_batches - 1:
         return False
-    return spec.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
+    return spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
 
 
 def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
@@ -319,7 +323,7 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         yield move(emit, "to_device", b)
     if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)
-    if spec.ema:
+    if spec.settings.ema is not None:
         yield emit.average(b)
     if spec.swaps and spec.commit and emit.at.bucket_state(b):
         yield emit.copy_state(b)

@@ -56,7 +56,7 @@ def _number(_spec: StepSpec, _i: int) -> int:
 
 def _square_bytes(spec: StepSpec, b: int) -> int:
     """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter."""
-    return SUM_PARTS * FP64 * (len(spec.layout.buckets[b].spans) if spec.norms else 1)
+    return SUM_PARTS * FP64 * (len(spec.layout.buckets[b].spans) if spec.settings.norms else 1)
 
 
 def _stashed_bytes(spec: StepSpec, s: int) -> int:
@@ -98,7 +98,9 @@ REGIONS: dict[str, Row] = {
     "constants": Row(lambda spec, _: spec.constant_bytes, lifetime="value"),  # of the model
     "norm": Row(_number, "host", "value"),
     "norms": Row(
-        lambda spec, _: FP64 * sum(len(x.spans) for x in spec.layout.buckets) * spec.norms, "host", "value"
+        lambda spec, _: FP64 * sum(len(x.spans) for x in spec.layout.buckets) * spec.settings.norms,
+        "host",
+        "value",
     ),
     "mean_loss": Row(_number, "host", "value", role="loss"),  # over all ranks
     "mean_aux": Row(lambda spec, _: FP64 * len(spec.aux), "host", "value", role="aux"),
@@ -216,7 +218,7 @@ class Regions:
 
     def gradient(self, b: int) -> Region:
         """The flat gradient of a bucket on the device: in a slot, or in stage 1 in a buffer of its own."""
-        return self._own_gradient(b) if self.spec.stage == 1 else self.slot("grad_slot", b)
+        return self._own_gradient(b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
 
     @_once
     def _own_gradient(self, b: int) -> Region:
@@ -301,7 +303,7 @@ class Regions:
             yield from self.bucket_state(b)
             if self.spec.swaps:
                 yield self("extent", b)
-            if self.spec.ema:
+            if self.spec.settings.ema is not None:
                 yield self.ema(b)
             if self.spec.deferred and b not in self.spec.resident:
                 yield self.spilled(b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
@@ -323,7 +325,7 @@ class Regions:
 
     def _kept(self, b: int, kind: StateBuffer) -> Region:
         """One buffer of a bucket's optimizer state."""
-        tier: Tier = "pinned" if self.spec.send_high_half and kind.name == HIGH_HALF else "host"
+        tier: Tier = "pinned" if self.spec.settings.precision == "bf16" and kind.name == HIGH_HALF else "host"
         nbytes = kind.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
         where = "device" if b in self.spec.resident else tier
         return Region(kind.name, (b,), nbytes, where, "state", kind.dtype, "state")
@@ -343,7 +345,7 @@ class Regions:
         """What a checkpoint contains of a bucket in memory: state and averages; of a frozen one its parameters."""
         if b >= len(self.spec.layout.buckets):
             return () if self.spec.params_at(b) == "disk" else (self.params(b),)
-        return (*self.bucket_state(b), *((self.ema(b),) if self.spec.ema else ()))
+        return (*self.bucket_state(b), *((self.ema(b),) if self.spec.settings.ema is not None else ()))
 
     def written(self, b: int) -> Region:
         """What a checkpoint contains of a bucket."""
@@ -363,29 +365,32 @@ def _rings(at: Regions) -> Iterator[Ring]:
     weights = {b.index: b.numel for b in (*layout.buckets, *layout.frozen_buckets) if spec.streamed(b.index)}
     used = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
     yield Ring.reused(
-        "weight_slot", {b: n * spec.element_bytes for b, n in weights.items()}, used, spec.weight_slots
+        "weight_slot",
+        {b: n * spec.element_bytes for b, n in weights.items()},
+        used,
+        spec.settings.weight_slots,
     )
     pages = {b: whole_blocks(at.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     read = [[b for b in own if b in pages] for own in used]
-    yield Ring.reused("weight_page", pages, read, spec.weight_slots)
+    yield Ring.reused("weight_page", pages, read, spec.settings.weight_slots)
     sums = {b: at.shard_bytes(b, FP32) for b in spec.offloaded if spec.sums_on_device}
     added = [[b for b in layout.buckets_of(s) if b in sums] for s in segments]
-    yield Ring.reused("sum_slot", sums, added, spec.grad_slots)
+    yield Ring.reused("sum_slot", sums, added, spec.settings.grad_slots)
     states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
-    yield Ring.reused("state_slot", states, [[b] for b in states], spec.state_slots)
+    yield Ring.reused("state_slot", states, [[b] for b in states], spec.settings.state_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
-    yield Ring.reused("grad_page", spilled, [[b] for b in spilled], spec.host_slots)
+    yield Ring.reused("grad_page", spilled, [[b] for b in spilled], spec.settings.host_slots)
 
     # Gradients pass in the order in which backward completes the buckets.
     backward = reversed(range(layout.first_trainable, spec.num_segments))
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if spec.stage != 1}
-    yield Ring.passing("grad_slot", whole, completed, spec.grad_slots)
+    whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if spec.settings.stage != 1}
+    yield Ring.passing("grad_slot", whole, completed, spec.settings.grad_slots)
     landing = {b: at.shard_bytes(b, at.delivered_bytes) for b in spec.offloaded if spec.lands(b)}
-    yield Ring.passing("host_slot", landing, completed, spec.host_slots)
+    yield Ring.passing("host_slot", landing, completed, spec.settings.host_slots)
     sent = {b: at.shard_bytes(b, spec.element_bytes) for b in spec.offloaded if spec.params_at(b) == "device"}
-    yield Ring.passing("param_slot", sent, [*sent], spec.host_slots)
+    yield Ring.passing("param_slot", sent, [*sent], spec.settings.host_slots)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
     whole = {b: layout.buckets[b].numel * BF16 for b in spec.matrix_buckets}
@@ -398,8 +403,12 @@ def _rings(at: Regions) -> Iterator[Ring]:
 
     # What a segment left passes once for each micro-batch of a group.
     stashed = {s: _stashed_bytes(spec, s) for s in segments if spec.activations_at(s) != "device"}
-    order = [s for s in stashed for _ in range(min(spec.group_size, spec.host_slots + ACTIVATION_SLOTS))]
+    order = [
+        s
+        for s in stashed
+        for _ in range(min(spec.settings.group_size, spec.settings.host_slots + ACTIVATION_SLOTS))
+    ]
     yield Ring.passing("act_slot", stashed, order, ACTIVATION_SLOTS)
     yield Ring.passing("act_room", dict.fromkeys(stashed, 1), order, ACTIVATION_SLOTS)
     on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
-    yield Ring.passing("act_page", on_disk, order, spec.host_slots)
+    yield Ring.passing("act_page", on_disk, order, spec.settings.host_slots)

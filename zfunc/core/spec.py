@@ -1,24 +1,23 @@
-"""What a recipe knows of a training step: the layout, the costs of the segments, and the resolved settings."""
+"""What a recipe knows of a training step: the layout, the costs of the segments, and the settings."""
 
 from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from attrs import field, fields_dict, frozen, validators
+from attrs import field, frozen, validators
 
 from zfunc.core.display import brief
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
-from zfunc.core.settings import CHECK, StepSettings, in_equal_shares
-from zfunc.options import AUTO
+from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
-FROM_SETTINGS = "from settings"  # in the metadata of a field that is a setting
 Where = Literal["device", "host", "disk"]
 
 
@@ -26,18 +25,6 @@ def _each(name: str, given: Any) -> tuple[Any, ...]:
     """A value for each segment."""
     of_type(name, given, Iterable, EACH)
     return tuple(given)
-
-
-def _setting(name: str) -> Any:
-    """A field that is the setting of that name: its default, and its check; where that may be "auto", it is not."""
-    of = fields_dict(StepSettings)[name]
-
-    def check(_self: object, _of: object, value: Any) -> None:
-        of.metadata[CHECK](name, value)
-        if value == AUTO:
-            raise ValueError(f"{name}: got {value!r}, expected what it stands for: pass that")
-
-    return field(default=of.default, validator=check, metadata={FROM_SETTINGS: True})
 
 
 @frozen
@@ -72,60 +59,36 @@ class SegmentCost:
 class StepSpec:
     """Everything a recipe needs to know about a training step, without tensors. Sizes are in bytes.
 
-    - `element_bytes`: size of a parameter and of a gradient on the device.
-    - `recompute[s]`: whether backward of segment `s` recomputes its forward.
-    - `barrier`: no parameter is updated before the norm of the whole gradient is known (clipping, fp16).
-    - `group_size`: so many micro-batches pass a segment before any passes the next; 1 is the horizontal order,
-      `micro_batches` the vertical one.
+    - `settings`: those of `zfunc.compile`, none of them "auto". `costs` are of their micro-batches.
     - `world`: the number of ranks; each updates its slice of every bucket.
     - `constant_bytes`: device memory of the model beside its parameters.
     - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
     - `aux`: the names of the auxiliary outputs that the last segment returns beside the loss.
-    - `send_high_half`: where the master is split, the device's copy is its high half; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
     - `paged`: the buckets whose state is on the disk, and in a slot while it is updated.
     - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
       written.
-    - `ema`: a State has a moving average of the weights.
     - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds. It
       is of a State that was loaded, and no step reads them.
 
-    The first fields are settings, which `zfunc.core.settings` explains.
-
-    Raises TypeError for `costs` or `recompute` that are no lists, ValueError for a value out of range, an unknown
-    format of the state or an unknown bucket.
+    Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
+    state or an unknown bucket.
     """
 
     layout: Layout
     costs: tuple[SegmentCost, ...] = field(converter=partial(_each, "costs"))
-    recompute: tuple[bool, ...] = field(converter=partial(_each, "recompute"))
-    micro_batches: int = _setting("micro_batches")
-    stage: Literal[1, 2, 3] = _setting("stage")
-    params_on: Literal["device", "host", "disk"] = _setting("params_on")
-    activations_on: str = _setting("activations_on")
-    grads_on: Literal["host", "disk"] = _setting("grads_on")
-    grad_slots: int = _setting("grad_slots")
-    host_slots: int = _setting("host_slots")
-    weight_slots: int = _setting("weight_slots")
-    state_slots: int = _setting("state_slots")
-    defer: bool = _setting("defer")
-    norms: bool = _setting("norms")
-    element_bytes: Literal[2, 4] = field(default=2, validator=validators.in_((2, 4)))
-    barrier: bool = False
+    settings: StepSettings = field(factory=StepSettings)
     world: int = field(default=1, validator=validators.ge(1))
-    group_size: int = field(default=1, validator=validators.ge(1))
     target_bytes: int = 0
     aux: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
     constant_bytes: int = 0
     buffer_bytes: tuple[int, ...] = field(default=(), converter=tuple[int, ...])
-    send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     paged: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     commit: bool = False
     update_workspace: int = 0
-    ema: bool = False
     frozen_masters: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
@@ -138,10 +101,11 @@ class StepSpec:
                 f"state_format: got {unknown!r}, expected one of {known}, the rows of "
                 "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
             )
-
-        for name, given in (("costs", self.costs), ("recompute", self.recompute)):
-            if len(given) != (count := len(self.layout.segments)):
-                raise ValueError(f"{name}: got {len(given)}, expected {count}, {EACH}")
+        if len(self.costs) != (count := len(self.layout.segments)):
+            raise ValueError(f"costs: got {len(self.costs)}, expected {count}, {EACH}")
+        if automatic := self.settings.automatic:
+            raise ValueError(f"{automatic[0]}: got 'auto', expected what it stands for: pass that")
+        self.settings.check_shares(count)
 
     @resident.validator  # pyright: ignore
     def _check_resident(self, _: object, resident: frozenset[int]) -> None:
@@ -159,12 +123,25 @@ class StepSpec:
             )
 
     @property
+    def element_bytes(self) -> int:
+        """The size of a parameter and of a gradient on the device."""
+        return DTYPES[self.settings.precision].nbytes
+
+    @property
+    def barrier(self) -> bool:
+        """Whether no parameter is updated before the norm of the whole gradient is known."""
+        return self.settings.waits_for_norm
+
+    @cached_property
+    def recompute(self) -> tuple[bool, ...]:
+        """Whether backward of each segment recomputes its forward."""
+        return tuple(mode == "all" for mode in self.settings.recompute_modes(self.num_segments))
+
+    @property
     def micro_batch_groups(self) -> tuple[range, ...]:
         """The micro-batches that pass each segment together."""
-        return tuple(
-            range(m, min(m + self.group_size, self.micro_batches))
-            for m in range(0, self.micro_batches, self.group_size)
-        )
+        total, size = self.settings.micro_batches, self.settings.group_size
+        return tuple(range(m, min(m + size, total)) for m in range(0, total, size))
 
     @property
     def num_segments(self) -> int:
@@ -235,7 +212,7 @@ class StepSpec:
 
     def sends_high_half(self, b: int) -> bool:
         """Whether the high half of the master of bucket `b` is the device's copy."""
-        return self.send_high_half and any(x.name == HIGH_HALF for x in self.state_buffers(b))
+        return self.settings.precision == "bf16" and any(x.name == HIGH_HALF for x in self.state_buffers(b))
 
     @cached_property
     def first_on_disk(self) -> int | None:
@@ -259,7 +236,7 @@ class StepSpec:
     @property
     def deferred(self) -> bool:
         """Whether updates are deferred to the next step, so that a State has the gradient of the step before."""
-        return self.defer and self.barrier
+        return self.settings.defer and self.barrier
 
     def rounds(self, b: int) -> range:
         """The rounds in which the ranks measure bucket `b` before they update it."""
@@ -286,7 +263,8 @@ class StepSpec:
     @property
     def updates_ahead(self) -> int:
         """So many updates in parts may have begun before the first of them ends."""
-        return min(self.host_slots, self.state_slots) if self.paged else self.host_slots
+        slots = self.settings.host_slots
+        return min(slots, self.settings.state_slots) if self.paged else slots
 
     def grad_bytes(self, s: int) -> int:
         """Bytes of the gradients of segment `s` as separate tensors."""
@@ -304,7 +282,11 @@ class StepSpec:
 
     def num_deliveries(self, b: int) -> int:
         """How many gradients of bucket `b` a step reduces; several are accumulated in fp32."""
-        return 1 if self.stage == 1 else self.micro_batches * len(self.layout.buckets[b].deliveries)
+        return (
+            1
+            if self.settings.stage == 1
+            else self.settings.micro_batches * len(self.layout.buckets[b].deliveries)
+        )
 
     def added(self, b: int) -> bool:
         """Whether several gradients of bucket `b` are added up in a step."""
@@ -321,11 +303,11 @@ class StepSpec:
     @property
     def sums_on_device(self) -> bool:
         """Whether the gradients of all micro-batches are added up on the device before they leave it."""
-        return 1 < self.micro_batches <= self.group_size
+        return 1 < self.settings.micro_batches <= self.settings.group_size
 
     def sums_apart(self, b: int) -> bool:
         """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
-        several = self.num_deliveries(b) > self.micro_batches > 1
+        several = self.num_deliveries(b) > self.settings.micro_batches > 1
         return several and (b in self.resident or not self.sums_on_device)
 
     def params_at(self, b: int) -> Where:
@@ -335,17 +317,19 @@ class StepSpec:
     @cached_property
     def _params_at(self) -> dict[int, Where]:
         """The place of those off the device; on the disk they are part of the state, or frozen."""
-        buckets = (*self.layout.buckets, *self.layout.frozen_buckets) if self.params_on != "device" else ()
+        buckets = (
+            (*self.layout.buckets, *self.layout.frozen_buckets) if self.settings.params_on != "device" else ()
+        )
         streamed = [x.index for x in buckets if x.index not in self.resident and not x.persistent]
         on_disk = {b for b in streamed if b in self.paged or b >= len(self.layout.buckets)}
-        return {b: "disk" if self.params_on == "disk" and b in on_disk else "host" for b in streamed}
+        return {b: "disk" if self.settings.params_on == "disk" and b in on_disk else "host" for b in streamed}
 
     def grads_at(self, b: int) -> Where:
         """Where the gradient of bucket `b` waits for its update. A sum that the host makes waits in memory."""
         if b in self.resident:
             return "device"
         alone = not self.added(b) or (self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1)
-        return "disk" if self.grads_on == "disk" and self.barrier and alone else "host"
+        return "disk" if self.settings.grads_on == "disk" and self.barrier and alone else "host"
 
     def activations_at(self, s: int) -> Where:
         """Where what backward of segment `s` needs waits for it. That of the last one follows at once."""
@@ -354,11 +338,14 @@ class StepSpec:
     @cached_property
     def _activations_at(self) -> dict[int, Any]:
         segments = range(self.layout.first_trainable, self.num_segments - 1)
-        return {s: in_equal_shares(self.activations_on.split(","), s, self.num_segments) for s in segments}
+        return {
+            s: in_equal_shares(self.settings.activations_on.split(","), s, self.num_segments)
+            for s in segments
+        }
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
-        return self.stage == 3 and self.world > 1 and not self.layout.weights(b).persistent
+        return self.settings.stage == 3 and self.world > 1 and not self.layout.weights(b).persistent
 
     def kept_numel(self, b: int) -> int:
         """The elements that a rank keeps of the parameters of bucket `b`, trainable or frozen."""

@@ -149,7 +149,7 @@ class PlannedStep:
 
 
 def with_settings(spec: StepSpec, settings: StepSettings) -> StepSpec:
-    """`spec` in the buckets and slots of the settings. What else they say is in it: its costs depend on that."""
+    """`spec` with these settings, in their buckets. Its costs stay those of their micro-batches."""
     layout = lay_out(spec.layout.parameters, settings, spec.world)
     return evolve(spec, **in_buckets(layout, settings))
 

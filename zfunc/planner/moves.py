@@ -290,13 +290,13 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values(
         "stage", lambda x: x.spec.world > 1 and x.settings.stage > 1 and x.settings.params_on == "device", 2
     ),
-    _values("accumulate", lambda x: x.spec.micro_batches > 1),
+    _values("accumulate", lambda x: x.spec.settings.micro_batches > 1),
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
     _buckets,
     _values("host_slots"),
-    _values("grad_slots", lambda x: x.spec.stage > 1),  # in stage 1 every bucket has a slot
+    _values("grad_slots", lambda x: x.spec.settings.stage > 1),  # in stage 1 every bucket has a slot
     _values("weight_slots", lambda x: x.settings.streams),
     _persistent,
     _shares("disk_ratio"),

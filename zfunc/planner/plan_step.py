@@ -116,8 +116,7 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
     """What a person would do beside changing settings: a larger batch where the device waits, or another card."""
     if step.fits and step.work["compute"] < step.seconds * (1 - WORTH_SAYING):
         count = 2 * step.settings.micro_batches
-        spec, settings = evolve(step.spec, micro_batches=count), evolve(step.settings, micro_batches=count)
-        new = Estimate(spec, settings, step.hardware).step
+        new = Estimate(step.spec, evolve(step.settings, micro_batches=count), step.hardware).step
         if new.fits and (gain := 2 * step.seconds / new.seconds) > 1 + WORTH_SAYING:
             changes = {"batch_size": 2 * model.segments.rows * step.spec.world, "micro_batches": count}
             yield Suggestion(changes, new, f"{gain:.3g} times the tokens/s")

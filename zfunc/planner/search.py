@@ -71,8 +71,8 @@ def search(
     >>> from zfunc.core.layout import Parameter, make_layout
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
-    >>> spec = StepSpec(layout, costs, [False] * 8, barrier=True)
-    >>> search(lambda _: spec, ROUND, StepSettings(bucket_size=1 << 20), SPACE | {"offload_ratio": (1.0,)}).reasons
+    >>> start = StepSettings(bucket_size=1 << 20, clip_norm=1.0)
+    >>> search(lambda x: StepSpec(layout, costs, x), ROUND, start, SPACE | {"offload_ratio": (1.0,)}).reasons
     ('defer True instead of False: 9 % faster',)
     """
     start = start or StepSettings()

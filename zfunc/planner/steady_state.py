@@ -54,12 +54,14 @@ class Estimate:
     @property
     def exact_step(self) -> PlannedStep:
         """The step of `simulate_choice`, with its operations, or those of the few that it repeats."""
-        return self._from_few()[0] or self._simulated(self.spec.micro_batches)
+        return self._from_few()[0] or self._simulated(self.settings.micro_batches)
 
     @cached_property
     def step(self) -> PlannedStep:
         """The same without operations: those of all candidates are too many to keep. Raises PlanError likewise."""
-        return evolve(self._few_say[0] or self._simulated(self.spec.micro_batches).summary, work=self.work)
+        return evolve(
+            self._few_say[0] or self._simulated(self.settings.micro_batches).summary, work=self.work
+        )
 
     @property
     def unsettled_seconds(self) -> float:
@@ -86,7 +88,7 @@ class Estimate:
         least: list[float] = []
         for few in self._few:
             small, large = self._simulated(few), self._simulated(few + self.settings.group_size)
-            more = (self.spec.micro_batches - few) // self.settings.group_size
+            more = (self.settings.micro_batches - few) // self.settings.group_size
             grown, most = large.seconds - small.seconds, _longest_period(small, large)
             least.append(small.seconds + more * grown)
             at = [peak.op for peak in small.peaks.values()]
@@ -107,25 +109,29 @@ class Estimate:
     @property
     def _few(self) -> Iterator[int]:
         """The numbers of micro-batches, a part of all of them, after which the step may have settled."""
-        total, group = self.spec.micro_batches, self.settings.group_size
+        total, group = self.settings.micro_batches, self.settings.group_size
         yield from (few * group + total % group for few in FEW if total >= WORTH * few * group)
 
     @cached_property
     def _spec(self) -> StepSpec:
         return with_settings(self.spec, self.settings)
 
+    def _spec_of(self, micro_batches: int) -> StepSpec:
+        return evolve(self._spec, settings=evolve(self.settings, micro_batches=micro_batches))
+
     def _graph(self, micro_batches: int) -> Graph:
         if micro_batches not in self.graphs:
-            self.graphs[micro_batches] = operations_of(evolve(self._spec, micro_batches=micro_batches))
+            self.graphs[micro_batches] = operations_of(self._spec_of(micro_batches))
         return self.graphs[micro_batches]
 
     def _simulated(self, micro_batches: int) -> PlannedStep:
-        spec = evolve(self._spec, micro_batches=micro_batches)
-        return simulate_operations(self._graph(micro_batches), spec, self.settings, self.hardware)
+        return simulate_operations(
+            self._graph(micro_batches), self._spec_of(micro_batches), self.settings, self.hardware
+        )
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """What `measure` sums over the operations of all micro-batches."""
-        total, group = self.spec.micro_batches, self.settings.group_size
+        total, group = self.settings.micro_batches, self.settings.group_size
         if (few := next(self._few, total)) == total:
             return measure(self._graph(total))
         small, large = (measure(self._graph(n)) for n in (few, few + group))

@@ -7,7 +7,6 @@ from attrs import evolve, fields
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
-from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import ELEMENTWISE, Parameter
 from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, updates_each_parameter
@@ -54,19 +53,13 @@ def make_spec(
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for own in segments for p in own)
     parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
-    settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
     largest = max(b.numel for b in layout.buckets) // world
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
-        recompute=tuple(mode == "all" for mode in settings.recompute_modes(len(segments))),
-        element_bytes=DTYPES[settings.precision].nbytes,
         constant_bytes=constant_bytes,
         buffer_bytes=buffer_bytes or (0,) * len(segments),
-        micro_batches=settings.micro_batches,
-        barrier=settings.waits_for_norm,
         world=world,
-        send_high_half=settings.precision == "bf16",
         update_workspace=max(optimizer.device_workspace(largest), ema_workspace(largest)) if on_gpu else 0,
         **in_buckets(layout, settings),
     )

@@ -112,7 +112,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")
     snapshot = Snapshot(
         layout=program.layout,
-        kinds=stored_kinds(program.layout, frozen, ema=program.spec.ema),
+        kinds=stored_kinds(program.layout, frozen, ema=program.spec.settings.ema is not None),
         position=state.position,
         optimizer=optimizer_settings(program, state.step),
         buffers=[

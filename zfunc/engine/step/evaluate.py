@@ -36,7 +36,7 @@ def params(program: Program, state: State, *, ema: bool = False) -> dict[str, Te
 
 
 def _check_ema(program: Program, ema: bool, action: str) -> None:
-    if ema and not program.spec.ema:
+    if ema and program.spec.settings.ema is None:
         raise ValueError(
             f"{action}: got ema=True for a program that keeps no moving average, expected one that does: pass "
             "ema=0.999 to zfunc.compile"
