@@ -57,7 +57,7 @@ class TracedCosts:
         kernels = grouped if on_gpu else None
         with modelled(kernels):
             program = self._program(settings, kernels)
-            program = evolve(program, settings=settings, spec=self.untraced(settings, on_gpu=on_gpu))
+            program = evolve(program, spec=self.untraced(settings, on_gpu=on_gpu))
             micro = split_batch(self.example, settings.micro_batches)[0]
             return traced_spec(program, micro, of_accelerator=on_gpu)[0]
 

@@ -131,7 +131,6 @@ def compile(
     program = Program(
         segments=segments,
         calls=segment_calls(segments, spec.layout, settings, device),
-        settings=settings,
         optimizer=optimizer,
         schedule=schedule,
         device=device,

@@ -55,7 +55,6 @@ class Program:
 
     segments: tuple[Segment, ...] = field(repr=lambda s: f"<{len(s)} segments>")
     calls: tuple[CompiledSegment, ...] = field(repr=False)
-    settings: StepSettings
     optimizer: Optimizer
     schedule: Schedule
     device: torch.device
@@ -79,6 +78,11 @@ class Program:
     def layout(self) -> Layout:
         """The layout of the parameters."""
         return self.spec.layout
+
+    @property
+    def settings(self) -> StepSettings:
+        """The settings of its steps."""
+        return self.spec.settings
 
     @property
     def dtype(self) -> torch.dtype:
