@@ -25,8 +25,8 @@ base, tuned, run = (Path(room.name, name) for name in ("base", "tuned", "run"))
 
 # ## What to learn
 #
-# A chat a line, with the keys of OpenAI, ShareGPT or Alpaca. Some are held out: the model never sees their answers,
-# but it sees the same days asked for in other words.
+# A chat a line, with OpenAI's keys. Some are held out: the model never sees their answers, but it sees the same
+# days asked for in other words.
 
 DAYS = ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]
 ASK = [

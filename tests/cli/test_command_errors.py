@@ -103,7 +103,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train texts", "got 'texts'", "options begin with --"),
     ("train --delay-from 100", "'--delay-from', which is gone: pass defer, which hides the host"),
     ("train --log-style deepspeed", "which is gone: metrics.jsonl in the run folder"),
-    ("train --data nowhere", "--data: got nowhere", "does not exist"),
+    ("train --data nowhere", "--data: got nowhere", "cannot be read (No such file"),
     ("train --data=", "--data: got ''", "name it"),
     ("train --data empty", "--data: got no text", "expected at least one document"),
     ("train --data empty.txt", "--data: got empty.txt, which is empty"),

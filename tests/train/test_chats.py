@@ -1,13 +1,12 @@
-"""Chats: their keys, the text that a template makes of them, which tokens are learned, and what is refused."""
+"""Chats: the text that a template makes of them, which tokens are learned, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from text_data import loss_mask_of, opened, tokens_of, write_jsonl
 
-from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -35,12 +34,12 @@ THINKING = (  # as Qwen 3: the last turn alone has its thoughts
     "\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% endif %}"
 )
+ODD = "{{ messages | length }}{% if add_generation_prompt %}?{% endif %}"
 ENDINGS = {  # of what is learned of a turn, by the template
     "chatml": (CHATML, "{}<|im_end|>\n"),
     "headers": (HEADERS, "{}<|eot|>"),
     "inst": (INST, " {} </s>"),
     "marked": (MARKED, "{}!"),
-    "plain": (None, " {}</s>"),
 }
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|h|>", "<|/h|>", "<|eot|>"]
 TURNS = [("hi there", "Hello, größer!"), ("and now?", "  indented\n\nlines"), ("1+1", "2")]
@@ -63,7 +62,13 @@ def saved(folder: Path, template: str | None) -> Any:
     return tokenizer
 
 
-def messages(count: int, system: bool = False) -> list[dict[str, str]]:
+def corpus_of(folder: Path, *records: Any) -> tuple[Tokenizer, Any]:
+    """The tokenizer that was saved in a folder, and the corpus of records with it."""
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
+    return tokenizer, opened(write_jsonl(folder / "a.jsonl", *records), folder, tokenizer=tokenizer)
+
+
+def messages(count: int, system: bool = False) -> list[dict[str, Any]]:
     turns = [
         {"role": role, "content": text}
         for pair in TURNS[:count]
@@ -87,87 +92,66 @@ def learned(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[str]:
 def test_the_tokens_are_the_templates_and_the_assistants_turns_are_learned(name: str, tmp_path: Path) -> None:
     template, ending = ENDINGS[name]
     own = saved(tmp_path, template)
-    tokenizer = open_tokenizer(tmp_path / "tokenizer.json")
     for count in (1, 2, 3):
         chat = messages(count, system=name in ("chatml", "headers"))
-        corpus = opened(
-            write_jsonl(tmp_path / f"{count}.jsonl", {"messages": chat}), tmp_path, tokenizer=tokenizer
-        )
+        tokenizer, corpus = corpus_of(tmp_path, {"messages": chat, "text": "somebody's own"})
         ids = tokens_of(corpus)
-        if template is not None:
-            assert ids == own.apply_chat_template(chat)["input_ids"]
+        assert ids == own.apply_chat_template(chat)["input_ids"]
         if name == "marked":
             marks = own.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
             assert loss_mask_of(corpus) == marks["assistant_masks"]
             continue
         answers = [text.strip() if name == "headers" else text for _, text in TURNS[:count]]
         assert learned(tokenizer, ids, loss_mask_of(corpus)) == [ending.format(x) for x in answers]
-        assert ids[-1] != own.eos_token_id or name in ("inst", "plain"), "no end token but the template's"
+        assert ids[-1] != own.eos_token_id or name == "inst", "no end token but the template's"
     stops = {"chatml": "<|im_end|>", "headers": "<|eot|>"}.get(name, "</s>")
     assert own.convert_tokens_to_ids(stops) in tokenizer.stops
-    assert "chats: 1, written " + ("as User" if template is None else "by the chat template") in str(corpus)
+    assert f"learned: {sum(loss_mask_of(corpus))} of {len(ids)}, in 1 documents not all" in str(corpus)
 
 
 def test_a_template_that_writes_earlier_turns_otherwise_gives_a_document_a_turn(tmp_path: Path) -> None:
     saved(tmp_path, THINKING)
-    tokenizer = open_tokenizer(tmp_path / "tokenizer.json")
-    path = write_jsonl(tmp_path / "a.jsonl", {"messages": messages(3)})
-    corpus = opened(path, tmp_path, tokenizer=tokenizer)
+    tokenizer, corpus = corpus_of(tmp_path, {"messages": messages(3)})
     answers = [f"<think>\n</think>\n{answer}<|im_end|>\n" for _, answer in TURNS]
     assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == answers
     assert "1 files, 3 documents" in str(corpus)
 
 
-def test_a_turn_with_weight_0_is_not_learned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_turn_with_weight_0_is_not_learned(template: str, tmp_path: Path) -> None:
     chat = messages(3)
-    chat[3]["weight"] = 0  # type: ignore[typeddict-item]
-    for template in (CHATML, MARKED):
-        saved(tmp_path, template)
-        tokenizer = open_tokenizer(tmp_path / "tokenizer.json")
-        corpus = opened(write_jsonl(tmp_path / "a.jsonl", {"messages": chat}), tmp_path, tokenizer=tokenizer)
-        texts = learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus))
-        assert [x.strip()[:1] for x in texts] == ["H", "2"]
-
-
-def rendered(record: dict[str, Any], tmp_path: Path) -> bytes:
-    return bytes(tokens_of(opened(write_jsonl(tmp_path / "a.jsonl", record), tmp_path, tokenizer=BYTES)))
-
-
-def test_every_shape_of_a_chat_is_the_same(tmp_path: Path) -> None:
-    expected = b"System: Be brief.\n\nUser: hi\n\nAssistant: Hello\0"
-    hi, hello = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}
-    for record in (
-        {"messages": [{"role": "system", "content": "Be brief."}, hi, hello], "text": "somebody's own"},
-        {"messages": [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, hi, hello]},
-        {
-            "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "Hello"}],
-            "system": "Be brief.",
-        },
-        {"instruction": "hi", "input": "", "output": "Hello", "system": "Be brief.", "text": "hi Hello"},
-    ):
-        assert rendered(record, tmp_path) == expected
-    alpaca = {"instruction": "Add", "input": "1+1", "output": "2"}
-    assert rendered(alpaca, tmp_path) == b"User: Add\n\n1+1\n\nAssistant: 2\0"
+    chat[3]["weight"] = 0
+    saved(tmp_path, template)
+    tokenizer, corpus = corpus_of(tmp_path, {"messages": chat})
+    texts = learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus))
+    assert [x.strip()[:1] for x in texts] == ["H", "2"]
 
 
 def test_chats_and_texts_keep_their_order(tmp_path: Path) -> None:
-    records = ({"text": "a"}, {"instruction": "b", "output": "c"}, {"text": "d"})
-    corpus = opened(write_jsonl(tmp_path / "a.jsonl", *records), tmp_path)
-    assert bytes(tokens_of(corpus)) == b"a\0User: b\n\nAssistant: c\0d\0"
-    assert loss_mask_of(corpus) == [1, 1, *[0] * 19, 1, 1, 1, 1, 1]
+    saved(tmp_path, CHATML)
+    chat = {"messages": messages(1)}
+    records = {"text": "a"}, chat, {"text": "d"}
+    _, corpus = corpus_of(tmp_path, *records)
+    parts = [(tokens_of(x), loss_mask_of(x) or [1, 1]) for x in (corpus_of(tmp_path, r)[1] for r in records)]
+    for n, whole in enumerate((tokens_of(corpus), loss_mask_of(corpus))):
+        assert whole == [x for part in parts for x in part[n]]
 
 
-def test_a_template_that_refuses_a_chat_is_quoted(tmp_path: Path) -> None:
-    saved(tmp_path, INST)
-    path = write_jsonl(tmp_path / "a.jsonl", {"messages": messages(1, system=True)})
-    with pytest.raises(ValueError, match="line 1: got a chat that the chat template refuses .roles must alt"):
-        opened(path, tmp_path, tokenizer=open_tokenizer(tmp_path / "tokenizer.json"))
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    odd = [
-        {"name": "default", "template": "{{ messages | length }}{% if add_generation_prompt %}?{% endif %}"}
-    ]
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": odd}))
-    path = write_jsonl(tmp_path / "a.jsonl", {"messages": messages(1)})
-    with pytest.raises(ValueError, match="that writes turn 2 otherwise than it asks for it"):
-        opened(path, tmp_path, tokenizer=open_tokenizer(tmp_path / "tokenizer.json"))
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        (INST, True, "line 1: got a chat that the chat template refuses .roles must alt"),
+        (ODD, False, "that writes turn 2 otherwise than it asks for it"),
+        (
+            None,
+            False,
+            "line 1: got a chat for .*json, without a chat template, expected a tokenizer with one",
+        ),
+    ],
+)
+def test_a_chat_that_cannot_be_written_is_refused(
+    template: str | None, system: bool, message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, template)
+    with pytest.raises(ValueError, match=message):
+        corpus_of(tmp_path, {"messages": messages(1, system=system)})

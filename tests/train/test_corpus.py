@@ -99,7 +99,7 @@ def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
     tokens = np.zeros(1000, np.uint16)
     tokens[777] = 300
     with pytest.raises(
-        ValueError, match=r"got token 300 at position 777 .* below 300: pass the `vocab_size`"
+        ValueError, match=r"got token 300 at position 777 .* tokens below 300: pass the `vocab_size`"
     ):
         trained(tokens, 0, 99, 10, vocab_size=300)
     trained(tokens, 0, 99, 10, vocab_size=301)
@@ -116,9 +116,10 @@ def test_every_token_is_there_once_in_its_own_document(
     tokens, ends = np.arange(sum(lengths)) + 1, np.cumsum(lengths)
     mask = (tokens % 3 > 0).astype(np.uint8) if masked else None
     stream = TokenStream(tokens, mask).of_whole_documents(ends, seq_length)
-    rows = stream.rows
-    assert rows is not None
-    inputs, labels = stream.read(range(len(rows)), seq_length=seq_length)
+    bounds, firsts = stream.bounds, stream.firsts
+    assert bounds is not None
+    assert firsts is not None
+    inputs, labels = stream.read(range(stream.num_sequences(seq_length)), seq_length=seq_length)
     ids, positions = inputs["input_ids"], inputs["position_ids"]
     real = ids > 0
     assert ids[real].tolist() == tokens.tolist()
@@ -131,8 +132,8 @@ def test_every_token_is_there_once_in_its_own_document(
     assert torch.equal(labels[real][learned], ids[real][learned] + 1)
     assert (labels[real][~learned] == IGNORE_INDEX).all()
     assert (labels[~real] == IGNORE_INDEX).all()
-    used, pieces = real.sum(1).numpy(), np.diff(rows.bounds)
-    assert (used[:-1] + pieces[rows.firsts[1:-1]] > seq_length).all(), "the next one does not fit"
+    used, pieces = real.sum(1).numpy(), np.diff(bounds)
+    assert (used[:-1] + pieces[firsts[1:-1]] > seq_length).all(), "the next one does not fit"
 
 
 def gpt() -> tuple[Any, ...]:

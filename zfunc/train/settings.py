@@ -165,10 +165,9 @@ class GPTFlags(ModelFlags):
 
     data: Path | None = _data(
         None,
-        'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line; '
-        "docs/finetuning.md has all), JSON (an array of those), a folder of such files, a .bin of tokens as "
-        "nanoGPT writes them, Parquet files, or a folder that datasets' save_to_disk wrote, with the columns of "
-        "JSONL, or input_ids and perhaps labels; these need zfunc[datasets] "
+        'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line), a '
+        "folder of such files, a .bin of tokens as nanoGPT writes them, Parquet files, or a folder that "
+        "datasets' save_to_disk wrote, with JSONL's columns, or input_ids and perhaps labels, by zfunc[datasets] "
         "(default: the sources of Python's standard library)",
         path,
         common=True,

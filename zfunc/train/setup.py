@@ -135,7 +135,12 @@ def _open_corpus(
         try:
             path = getattr(settings, name)
             return open_data(path, cache=cache, split=split, whole_documents=whole, **given)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            raise ValueError(
+                f"{name}: got {error.filename}, which cannot be read ({error.strerror}), expected text, JSONL, a "
+                "folder of them, a dataset or a .bin of tokens: check the path and its permissions"
+            ) from error
+        except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
     corpus = opened("data", split=settings.eval_data is None)

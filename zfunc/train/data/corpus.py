@@ -8,8 +8,7 @@ loss of a batch is the mean over all its tokens that count, on any number of ran
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,47 +28,13 @@ _ROUNDS = 3  # of the Feistel network; each mixes both halves
 
 
 @frozen(eq=False)
-class DocumentRows:
-    """Sequences of whole documents, in the order of the data, as many in each as fit; the rest is padding.
+class TokenStream:
+    """Tokens one after another, memory-mapped. Sequences are windows of them; or of whole documents, in the order
+    of the data, as many in each as fit, and the rest is padding.
 
     A document longer than a sequence is cut into pieces, each like a document of its own. `bounds` [pieces + 1] are
-    where pieces begin and the last one ends, in the tokens; sequence r has the pieces from `firsts[r]` up to
-    `firsts[r + 1]`. Both are int64.
-
-    >>> rows = document_rows(np.array([3, 5, 12, 13]), seq_length=5)  # of 3, 2, 7 and 1 tokens
-    >>> rows.bounds.tolist(), rows.firsts.tolist()
-    ([0, 3, 5, 10, 12, 13], [0, 2, 3, 5])
-    """
-
-    seq_length: int
-    bounds: np.ndarray
-    firsts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.firsts) - 1
-
-
-def document_rows(ends: np.ndarray, seq_length: int) -> DocumentRows:
-    """The sequences of documents that end at `ends` [documents], ascending."""
-    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
-    counts = -(-(ends - starts) // seq_length)  # of pieces
-    number = np.arange(counts.sum()) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    )  # of a piece in its document
-    bounds = np.minimum(np.repeat(starts, counts) + (number + 1) * seq_length, np.repeat(ends, counts))
-    bounds = np.concatenate([[0], bounds]).astype(np.int64)
-    following = (np.searchsorted(bounds, bounds[:-1] + seq_length, side="right") - 1).tolist()
-    firsts = [0]
-    while firsts[-1] < len(following):
-        firsts.append(following[firsts[-1]])
-    return DocumentRows(seq_length, bounds, np.array(firsts, np.int64))
-
-
-@frozen(eq=False)
-class TokenStream:
-    """Tokens one after another, memory-mapped. Sequences are windows of them, or `rows` of whole documents.
-
-    The place of a sequence is where its window begins, or its number in `rows`.
+    where pieces begin and the last one ends; sequence r has the pieces from `firsts[r]` up to `firsts[r + 1]`. The
+    place of a sequence is where its window begins, or its number r.
 
     >>> stream = TokenStream(np.arange(1000, dtype=np.uint16))
     >>> inputs, targets = stream.read(stream.order(10, 4, seq_length=8, seed=0), seq_length=8)
@@ -77,11 +42,16 @@ class TokenStream:
     (torch.Size([4, 8]), True)
     >>> stream.order(12, 1, seq_length=8, seed=0) == [inputs[2, 0]]
     True
+    >>> packed = stream.of_whole_documents(np.array([3, 5, 12, 13]), seq_length=5)  # of 3, 2, 7 and 1 tokens
+    >>> packed.bounds.tolist(), packed.firsts.tolist()
+    ([0, 3, 5, 10, 12, 13], [0, 2, 3, 5])
     """
 
     tokens: np.ndarray  # [tokens] uint8, uint16 or uint32
     loss_mask: np.ndarray | None = None  # [tokens]: false where no loss counts; None: true everywhere
-    rows: DocumentRows | None = None
+    name: str = "the data"  # as errors call it
+    bounds: np.ndarray | None = None  # int64, as firsts; None for windows
+    firsts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,114 +59,118 @@ class TokenStream:
     @property
     def weighted(self) -> bool:
         """Whether sequences may have unequally many tokens of which the loss counts."""
-        return self.loss_mask is not None or self.rows is not None
+        return self.loss_mask is not None or self.firsts is not None
 
     def of_whole_documents(self, ends: np.ndarray, seq_length: int) -> "TokenStream":
-        """With sequences of whole documents, which end at `ends`."""
-        return evolve(self, rows=document_rows(ends, seq_length))
+        """With sequences of whole documents, which end at `ends` [documents], ascending."""
+        starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
+        counts = -(-(ends - starts) // seq_length)  # of pieces
+        # The number of each piece in its document, and where it ends
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        bounds = np.minimum(np.repeat(starts, counts) + (number + 1) * seq_length, np.repeat(ends, counts))
+        bounds = np.concatenate([[0], bounds]).astype(np.int64)
+        # The first piece that no longer fits into a sequence that begins with each
+        following = (np.searchsorted(bounds, bounds[:-1] + seq_length, side="right") - 1).tolist()
+        firsts = [0]
+        while firsts[-1] < len(following):
+            firsts.append(following[firsts[-1]])
+        return evolve(self, bounds=bounds, firsts=np.array(firsts, np.int64))
 
     def num_sequences(self, seq_length: int) -> int:
-        """How many sequences an epoch has.
+        """How many sequences an epoch has. Raises ValueError for data shorter than `seq_length + 1`.
 
         One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and
         the epoch of a position is a plain division.
         """
-        return len(self.rows) if self.rows is not None else max(1, (len(self) - seq_length) // seq_length)
+        if self.firsts is not None:
+            return len(self.firsts) - 1
+        if len(self) <= seq_length:
+            raise ValueError(
+                f"{self.name}: got {len(self):,} tokens for seq_length={seq_length}, expected at least "
+                f"{seq_length + 1:,} (inputs and targets are one apart): use more data or shorter sequences"
+            )
+        return max(1, (len(self) - seq_length) // seq_length)
 
     def order(self, position: int, count: int, *, seq_length: int, seed: int) -> list[int]:
         """The places of the `count` sequences from `position` on, counted since the start of training.
 
-        An epoch visits each sequence once; each has its own order, and its own offset of the windows. Raises
-        ValueError for data shorter than `seq_length + 1`.
+        An epoch visits each sequence once; each has its own order, and its own offset of the windows. Raises what
+        `num_sequences` raises.
         """
-        self._check(seq_length)
         total, places = self.num_sequences(seq_length), list[int]()
         for epoch, index in (divmod(p, total) for p in range(position, position + count)):
             place = _permute(index, total, seed, epoch)
-            if self.rows is None:
+            if self.firsts is None:
                 room = min(seq_length, len(self) - total * seq_length)
                 place = _draw(seed, epoch) % room + place * seq_length
             places.append(place)
         return places
 
     def spread(self, limit: int, *, seq_length: int) -> list[int]:
-        """The places of at most `limit` evenly spaced sequences. Raises what `order` raises."""
-        self._check(seq_length)
-        total = (len(self) - 1) // seq_length if self.rows is None else len(self.rows)
-        count, unit = min(limit, total), seq_length if self.rows is None else 1
+        """The places of at most `limit` evenly spaced sequences. Raises what `num_sequences` raises."""
+        total, unit = self.num_sequences(seq_length), 1
+        if self.firsts is None:
+            total, unit = (len(self) - 1) // seq_length, seq_length
+        count = min(limit, total)
         return [n * total // count * unit for n in range(count)]
-
-    def _check(self, seq_length: int) -> None:
-        if self.rows is None and len(self) <= seq_length:
-            raise ValueError(
-                f"got {len(self):,} tokens for seq_length={seq_length}, expected at least {seq_length + 1:,} "
-                "(inputs and targets are one apart): use more data or shorter sequences"
-            )
 
     def read(
         self, places: Sequence[int], *, seq_length: int, vocab_size: int | None = None
     ) -> tuple[Any, Tensor]:
         """The sequences at these places: inputs, and labels, int64 [sequences, seq]; -100 where no loss counts.
 
-        Inputs of `rows` have `position_ids` too, which start at 0 in each document. Raises ValueError for a token
+        Inputs of whole documents have `position_ids` too, which start at 0 in each. Raises ValueError for a token
         of `vocab_size` or more.
         """
-        return self._windows(places, seq_length, vocab_size) if self.rows is None else self._documents(places)
-
-    def _windows(
-        self, starts: Sequence[int], seq_length: int, vocab_size: int | None
-    ) -> tuple[Tensor, Tensor]:
-        rows = np.array([self.tokens[start : start + seq_length + 1] for start in starts], np.int64)
+        if self.bounds is not None and self.firsts is not None:
+            return self._documents(places, seq_length, self.bounds, self.firsts)
+        rows = np.array([self.tokens[start : start + seq_length + 1] for start in places], np.int64)
         if vocab_size is not None and rows.max() >= vocab_size:
             row, column = np.argwhere(rows >= vocab_size)[0]
             raise ValueError(
-                f"got token {rows[row, column]} at position {starts[row] + column:,} of the data, expected tokens "
-                f"below {vocab_size:,}: pass the `vocab_size` and the `dtype` that the file was written with"
+                f"{self.name}: got token {rows[row, column]} at position {places[row] + column:,} of it, expected "
+                f"tokens below {vocab_size:,}: pass the `vocab_size` and the `dtype` that the file was written with"
             )
         block = torch.from_numpy(rows)  # [batch, seq + 1]
         inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
         if self.loss_mask is not None:
-            kept = np.array([self.loss_mask[start + 1 : start + seq_length + 1] for start in starts])
+            kept = np.array([self.loss_mask[start + 1 : start + seq_length + 1] for start in places])
             # Not in place: of one row, inputs and targets are the same memory.
             targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORE_INDEX)
         return inputs, targets
 
-    def _documents(self, numbers: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+    def _documents(
+        self, numbers: Sequence[int], seq_length: int, bounds: np.ndarray, firsts: np.ndarray
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The label of a token is the next one of its document: there is none at its end, and in the padding."""
-        rows = self.rows
-        assert rows is not None
-        shape = (len(numbers), rows.seq_length)
+        shape = (len(numbers), seq_length)
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions = np.zeros(shape, np.int64)
         for n, row in enumerate(numbers):
-            bounds = rows.bounds[rows.firsts[row] : rows.firsts[row + 1] + 1]
-            first, last = bounds[0], bounds[-1]
+            own = bounds[firsts[row] : firsts[row + 1] + 1]  # of the pieces in this sequence
+            first, last = own[0], own[-1]
             size = last - first
             ids[n, :size] = self.tokens[first:last]
             labels[n, : size - 1] = self.tokens[first + 1 : last]
             if self.loss_mask is not None:
                 labels[n, : size - 1][self.loss_mask[first + 1 : last] == 0] = IGNORE_INDEX
-            labels[n, bounds[1:] - first - 1] = IGNORE_INDEX
-            lengths = np.append(
-                np.diff(bounds), rows.seq_length - size
-            )  # the padding is like another document
-            starts = np.append(bounds - first, size)[: len(lengths)]
-            positions[n] = np.arange(rows.seq_length) - np.repeat(starts, lengths)
+            labels[n, own[1:] - first - 1] = IGNORE_INDEX
+            lengths = np.append(np.diff(own), seq_length - size)  # the padding is like another document
+            starts = np.append(own - first, size)[: len(lengths)]
+            positions[n] = np.arange(seq_length) - np.repeat(starts, lengths)
         inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions)}
         return inputs, torch.from_numpy(labels)
 
     def first_prompt(self, seq_length: int) -> list[int]:
-        """Tokens to continue in a sample: the first prompt that leaves a quarter of a sequence free, or the end of
-        the first one; without prompts, the beginning.
+        """Tokens to continue in a sample: the first prompt, of at most three quarters of a sequence; without
+        prompts, the beginning.
         """
-        mask = None if self.loss_mask is None else self.loss_mask[:_CHUNK] != 0
-        if mask is None or mask.all() or not mask.any():
+        mask = np.ones(1, bool) if self.loss_mask is None else self.loss_mask[:_CHUNK] != 0
+        if mask.all() or not mask.any():
             return self.tokens[: (seq_length + 1) // 2].tolist()
-        before = np.append(True, mask[:-1])
-        starts, ends = np.flatnonzero(before & ~mask), np.flatnonzero(~before & mask)
-        prompts = [self.tokens[a:b] for a, b in zip(starts, ends, strict=False)]
-        fitting = (x for x in prompts if 4 * len(x) <= 3 * seq_length)
-        return next(fitting, prompts[0][-((seq_length + 1) // 2) :]).tolist()
+        start = int(mask.argmin())
+        end = start + (int(mask[start:].argmax()) or len(mask) - start)
+        return self.tokens[max(start, end - 3 * seq_length // 4) : end].tolist()
 
 
 def _permute(index: int, size: int, seed: int, epoch: int) -> int:
@@ -229,7 +203,7 @@ class Corpus:
     held_out: TokenStream
     vocab_size: int
     description: tuple[str, ...]  # lines for the log: counts, what is held out and how, what is left out
-    held_out_name: str = ""  # where that is other data
+    held_out_tokens: int = HELD_OUT_TOKENS  # of an evaluation, at most
 
     def __str__(self) -> str:
         return "\n".join(self.description)
@@ -248,8 +222,8 @@ class Corpus:
             )
         return evolve(
             self,
-            held_out=other.held_out if len(other.held_out) else other.train,
-            held_out_name=other.name,
+            held_out=evolve(other.held_out if len(other.held_out) else other.train, name=other.name),
+            held_out_tokens=EVAL_DATA_TOKENS,
             description=(*self.description, "held out:", *(f"  {line}" for line in other.description)),
         )
 
@@ -260,9 +234,8 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
     own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
     # Weights are relative to the whole batch, which every rank reads for them.
     first, count = (0, settings.batch_size) if stream.weighted else (own.start, rows)
-    with _errors_naming(corpus.name):
-        places = stream.order(position + first, count, seq_length=settings.seq_length, seed=settings.seed)
-        inputs, labels = stream.read(places, seq_length=settings.seq_length, vocab_size=corpus.vocab_size)
+    places = stream.order(position + first, count, seq_length=settings.seq_length, seed=settings.seed)
+    inputs, labels = stream.read(places, seq_length=settings.seq_length, vocab_size=corpus.vocab_size)
     if not stream.weighted:
         return inputs, labels
     inputs = {k: t[own] for k, t in inputs.items()} if isinstance(inputs, dict) else inputs[own]
@@ -275,33 +248,21 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     What fits in training fits here. The last batch may be smaller: losses are weighted by rows.
     """
     stream, rows = corpus.held_out, settings.batch_size // (settings.micro_batches * ranks.world)
-    name = corpus.held_out_name or f"the held-out part of {corpus.name}"
-    most = EVAL_DATA_TOKENS if corpus.held_out_name else HELD_OUT_TOKENS
     sizes = {"seq_length": settings.seq_length}
-    with _errors_naming(name):
-        places = stream.spread(max(1, most // settings.seq_length), **sizes)
-        parts = tuple(
-            stream.read(places[n : n + rows], vocab_size=corpus.vocab_size, **sizes)
-            for n in range(0, len(places), rows)
-        )
+    places = stream.spread(max(1, corpus.held_out_tokens // settings.seq_length), **sizes)
+    parts = tuple(
+        stream.read(places[n : n + rows], vocab_size=corpus.vocab_size, **sizes)
+        for n in range(0, len(places), rows)
+    )
     if not stream.weighted:
         return parts
     if all((labels == IGNORE_INDEX).all() for _, labels in parts):
         raise ValueError(
-            f"{name}: got no label to predict in windows of seq_length={settings.seq_length}, expected one at "
-            "least: use more data"
+            f"{stream.name}: got no label to predict in windows of seq_length={settings.seq_length}, expected one "
+            "at least: use more data"
         )
     per_row = _tokens_per_row([labels for _, labels in parts])
     return tuple(weighted_batch(inputs, labels, tokens_per_row=per_row) for inputs, labels in parts)
-
-
-@contextmanager
-def _errors_naming(data: str) -> Iterator[None]:
-    """A context in which a ValueError names the data."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{data}: {error}") from error
 
 
 def _tokens_per_row(labels: Sequence[Tensor]) -> float:

@@ -7,6 +7,7 @@ have different digests. `tokenizers` is imported when a file is opened: pip inst
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -48,7 +49,7 @@ class Vocabulary:
 
 @frozen(eq=False)
 class Tokenizer(Vocabulary):
-    """Text to tokens. `end` follows every document; a chat ends as the template, `chat`, has it.
+    """Text to tokens. `end` follows every document; a chat ends as the template, `chat`, has it, if there is one.
 
     `locate(texts)` returns the tokens of each text, int64 [tokens], and each one's characters, [tokens, 2].
     """
@@ -57,7 +58,7 @@ class Tokenizer(Vocabulary):
     end: int
     locate: Callable[[Sequence[str]], list[Located]]
     decode: Callable[[Sequence[int]], str]
-    chat: ChatTemplate
+    chat: ChatTemplate | None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, int64 [tokens]."""
@@ -66,13 +67,11 @@ class Tokenizer(Vocabulary):
     @property
     def stops(self) -> frozenset[int]:
         """The tokens that end a document or a turn of a chat: in a sample nothing follows them."""
-        asked = Chat(({"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "_|_"}), "")
-        try:
-            text = next(iter(self.chat.render(asked))).text
-        except (ValueError, ImportError):  # a template for other chats
-            return frozenset({self.end})
-        after = self.encode([text[text.rindex("_|_") + 3 :].strip()])[0]
-        return frozenset({self.end, *after[:1].tolist()})
+        asked, after = Chat(({"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "_|_"}), ""), ""
+        with suppress(ValueError, ImportError):  # a template for other chats
+            for text, _ in () if self.chat is None else self.chat.render(asked):
+                after = text[text.rindex("_|_") + 3 :].strip()
+        return frozenset({self.end, *self.encode([after])[0][:1].tolist()})
 
 
 def _locate_bytes(texts: Sequence[str]) -> list[Located]:
@@ -85,7 +84,7 @@ def _decode_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Tokenizer("bytes", 256, "bytes", 0, _locate_bytes, _decode_bytes, ChatTemplate(end="\0"))
+BYTES = Tokenizer("bytes", 256, "bytes", 0, _locate_bytes, _decode_bytes, None)
 """UTF-8, with zero after a document."""
 
 
@@ -114,9 +113,9 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     size = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     config = _read_config(path.with_name(_CONFIG))
     end = _end_token(path, loaded, config, end)
-    chat = _chat_template(path, config, loaded.id_to_token(end) or "")
+    chat = _chat_template(path, config)
     digest = hashlib.sha256(content).hexdigest()[:16] + f"-{end}"
-    if chat.source:
+    if chat is not None:
         digest += "-" + hashlib.sha256(repr(chat).encode()).hexdigest()[:16]
 
     def locate(texts: Sequence[str]) -> list[Located]:
@@ -181,16 +180,14 @@ def _join(pieces: list[Located], n: int) -> bool:
     return False
 
 
-def _chat_template(path: Path, config: dict[str, Any], end: str) -> ChatTemplate:
-    """The template beside a tokenizer; of several, the one that transformers takes."""
+def _chat_template(path: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    """The template beside a tokenizer, where transformers writes it."""
     file = path.with_name("chat_template.jinja")
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        source = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}.get("default")
     if not isinstance(source, str):
-        return ChatTemplate(end=end)
+        return None
     named = {name: _token_text(x) for name, x in config.items() if name.endswith("_token")}
-    return ChatTemplate(source, {name: x for name, x in named.items() if x is not None}, end)
+    return ChatTemplate(source, {name: x for name, x in named.items() if x is not None})
 
 
 def _end_token(path: Path, tokenizer: Any, config: dict[str, Any], default: int | None) -> int:
