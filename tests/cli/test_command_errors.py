@@ -144,7 +144,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --config ds.json --micro-batches 3", "got train_batch_size 4, expected 1 x 3 micro-batches"),
     (
         "train --config ds.json --offload-ratio much",
-        "--offload-ratio: got 'much', expected a finite number of at least 0 and at",
+        "--offload-ratio: got 'much', expected auto, or a share: choose one",
     ),
     ("plan --hardware nowhere", "--hardware: got 'nowhere', which is no profile and no file"),
     ("plan --hardware empty", "--hardware: got 'empty', which is no profile and no file"),
@@ -172,7 +172,10 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
         "plan --params-on disk",
         "got 'disk' with --state-on host, expected --state-on disk: pass that, or leave it",
     ),
-    ("plan --ema 1", "--ema: got 1.0, expected a decay between 0 and 1: pass such as 0.999, or leave it out"),
+    (
+        "plan --ema 1",
+        "--ema: got 1.0, expected a finite number above 0 and at most 0.999999: pass a decay such as 0.999",
+    ),
     (
         "draw --state-on disk",
         "--swap: got no folder with --state-on disk, expected one on each drive to use: pass --s",

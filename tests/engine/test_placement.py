@@ -89,7 +89,7 @@ def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
             {"accumulate": "diagonal"},
             "accumulate: got 'diagonal', expected auto, horizontal, vertical, or a number",
         ),
-        ({"accumulate": None}, "accumulate: got None, expected auto, horizontal, vertical, or a number"),
+        ({"accumulate": None}, "accumulate: got None, expected a whole number of at least 1"),
         ({"accumulate": 0}, "accumulate: got 0"),
         ({"persistent_params": "pairs,"}, "persistent_params: got 'pairs,', expected names of segments or"),
         ({"persistent_params": "last"}, "persistent_params: got 'last', expected a number of elements, or"),

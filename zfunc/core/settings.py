@@ -134,24 +134,17 @@ def _schedule(name: str, value: Any) -> Any:
     return value
 
 
-def _stage(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2, 3):
-        raise ValueError(f"{name}: got {value!r}, expected 1, 2 or 3: pass a stage of ZeRO")
-    return value
+def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
+    """A check that a value is one of `words`, or the `other`, which `check` takes."""
 
-
-def _compile_segments(name: str, value: Any) -> bool | str:
-    return value if value == "reduce-overhead" else truth(name, value)
-
-
-def _accumulate(name: str, value: Any) -> str | int:
-    if value in ORDERS:
+    def either(name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return check(name, value)
+        if value not in words:
+            raise ValueError(f"{name}: got {value!r}, expected {_names(words)}, or {other}: choose one")
         return value
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(
-            f"{name}: got {value!r}, expected {_names(ORDERS)}, or a number of micro-batches: choose one"
-        )
-    return whole(name, value, least=1)
+
+    return either
 
 
 def _read_number(typed: str) -> str | int:
@@ -162,14 +155,6 @@ def _read_share(typed: str) -> str | float:
     with suppress(ValueError):
         return float(typed)
     return typed
-
-
-def _ema(name: str, value: Any) -> float:
-    hint = "pass such as 0.999, or leave it out"
-    decay = number(name, value, positive=True, hint=hint)
-    if decay >= 1:
-        raise ValueError(f"{name}: got {value!r}, expected a decay between 0 and 1: {hint}")
-    return decay
 
 
 def _persistent(name: str, value: Any) -> int | str:
@@ -192,17 +177,6 @@ def _swap(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore
             raise TypeError(f"{name}: got {folder!r}, expected the path of a folder: pass one for each drive")
     return tuple(os.fsdecode(folder) for folder in folders)
-
-
-def _offload_ratio(name: str, value: Any) -> float | str:
-    if isinstance(value, str) and value == AUTO:
-        return AUTO
-    hint = "pass the share of the optimizer state on the host, such as 0.75, or 'auto'"
-    return number(name, value, least=0.0, most=1.0, hint=hint)
-
-
-def _clip_as_typed(typed: float) -> float | None:
-    return typed or None
 
 
 @frozen(kw_only=True)
@@ -250,11 +224,10 @@ class StepSettings:
     )
     compile_segments: bool | Literal["reduce-overhead"] = _setting(
         False,
-        _compile_segments,
+        _word_or(("reduce-overhead",), "True or False", truth),
         "how it runs",
         "compile the blocks with torch.compile",
         '"reduce-overhead" is torch\'s mode that launches each pass as one CUDA graph: docs/devices.md.',
-        typed=truth,
         note="; needs a compiler",
     )
     deterministic: bool = _setting(
@@ -283,7 +256,7 @@ class StepSettings:
         note="; 0 does not clip",
         typed=not_negative,
         name="clip",
-        read=_clip_as_typed,
+        read=lambda typed: typed or None,
     )
     norms: bool = _setting(
         False,
@@ -294,7 +267,7 @@ class StepSettings:
     )
     accumulate: str | int = _setting(
         AUTO,
-        _accumulate,
+        _word_or(ORDERS, "a number of micro-batches", _count),
         "step",
         "order of micro-batches: horizontal (one by one), vertical (all pass a segment, then the next), or so many",
         "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
@@ -305,7 +278,7 @@ class StepSettings:
     )
     stage: Literal[1, 2, 3] = _setting(
         2,
-        _stage,
+        partial(whole, least=1, most=3),
         "step",
         "ZeRO stage of several ranks: 3 shards parameters too, 2 reduces each micro-batch's gradient, 1 their sum",
         "In stage 3 a segment's parameters are gathered before its forward and backward. The sum of stage 1 is on "
@@ -316,7 +289,7 @@ class StepSettings:
     )
     ema: float | None = _setting(
         None,
-        _ema,
+        partial(number, positive=True, most=0.999999, hint="pass a decay such as 0.999, or leave it out"),
         "step",
         "keep a moving average of the weights, with this decay a step, such as 0.999",
         "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "
@@ -407,7 +380,7 @@ class StepSettings:
     )
     offload_ratio: float | Literal["auto"] = _setting(
         1.0,
-        _offload_ratio,
+        _word_or((AUTO,), "a share", partial(number, least=0.0, most=1.0, hint="pass such as 0.75")),
         "offload",
         "share of the optimizer state on the host, 0 to 1; the rest stays on the device",
         'In whole buckets, which are smaller below 1. "auto", with `example`: as much stays on the device as fits.',
