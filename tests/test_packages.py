@@ -46,7 +46,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_481, 4_900),
+    "core": (5_454, 4_900),
     "schedules and ground": (876, 800),
     "runtime": (3_135, 3_100),
     "optim": (3_649, 2_900),
@@ -57,7 +57,7 @@ BUDGETS = {
     "models": (3_336, 2_800),
     "train": (4_603, 3_900),
     "cli": (2_836, 2_200),
-    "tests": (34_554, 24_000),
+    "tests": (34_553, 24_000),
 }
 
 
