@@ -5,7 +5,6 @@ what was got, what was expected and what to give instead. What one may choose fr
 of the command and the shell's completion read it.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -14,25 +13,14 @@ import attrs
 from attrs import evolve, field, frozen
 
 from zfunc.errors import did_you_mean
-from zfunc.values import whole
+from zfunc.values import number, whole
 
 Check = Callable[[str, Any], Any]
 AUTO: Literal["auto"] = "auto"
 # Of options, in the order in which help shows them: what is chosen first, and by most, comes first.
 GROUPS = (
-    *(
-        "run",
-        "shell",
-        "data",
-        "model",
-        "step",
-        "how long",
-        "run folder",
-        "hardware",
-        "how it runs",
-        "offload",
-    ),
-    *("measurement", "log", "picture", "file", "page", "screen", "output", "configuration"),
+    *("run", "shell", "data", "model", "step", "how long", "run folder", "hardware", "how it runs"),
+    *("offload", "measurement", "log", "picture", "file", "page", "output", "configuration"),
     "buffers",  # for experts: zfunc plan chooses them
 )
 
@@ -95,19 +83,9 @@ def as_flag(name: str, value: Any) -> str:
 
 count = partial(whole, least=1)
 zero_or_more = partial(whole, least=0)
-
-
-def _bounded(high: float, expected: str, *, zero: bool) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not 0 <= value < high or (value == 0 and not zero):
-            raise ValueError(f"{name}: got {value:g}, expected {expected}")
-
-    return check
-
-
-positive = _bounded(math.inf, "a finite number above 0: leave it out for its default", zero=False)
-not_negative = _bounded(math.inf, "a finite number, 0 or above: pass 0 to go without", zero=True)
-probability = _bounded(1, "0 or above and below 1: pass 0 for none", zero=True)
+positive = partial(number, positive=True, hint="leave it out for its default")
+not_negative = partial(number, least=0, hint="pass 0 to go without")
+probability = partial(number, least=0, most=0.99, hint="pass 0 for none")
 
 
 @frozen
@@ -149,6 +127,20 @@ def path(name: str, value: Any) -> None:
         raise ValueError(f"{name}: got {str(value)!r}, expected the path of a file or folder: name it")
 
 
+def file_to_write(*suffixes: str) -> Check:
+    """A check that a path is a file, there or to be made, whose name ends in one of these; "" is no ending."""
+
+    def check(name: str, value: Any) -> None:
+        path(name, value)
+        if value.is_dir() or not value.parent.is_dir():
+            raise ValueError(f"{name}: got {value}, expected a file in a folder that exists: name another")
+        if suffixes and value.suffix not in suffixes:
+            ends = " or ".join(filter(None, suffixes))
+            raise ValueError(f"{name}: got {value}, expected a name that ends in {ends}: name it so")
+
+    return check
+
+
 def anything(_name: str, _value: Any) -> None:
     """Nothing to check."""
 
@@ -156,10 +148,19 @@ def anything(_name: str, _value: Any) -> None:
 def option(
     default: Any, group: str, help: str, check: Check = anything, metavar: str = "", **more: Any
 ) -> Any:
-    """A field of a command's settings, with its Option; `more` goes to that, and a `converter` to the field."""
+    """A field of a command's settings, with its Option, which checks it; `more` goes to that, and a `converter` to
+    the field."""
     converter = more.pop("converter", None)
-    metadata = {"option": Option(group, help, check, metavar, **more)}
-    return attrs.field(default=default, converter=converter, metadata=metadata)
+    return _field(Option(group, help, check, metavar, **more), default=default, converter=converter)
+
+
+def _field(option: Option, **more: Any) -> Any:
+    return attrs.field(validator=_checked, metadata={"option": option}, **more)
+
+
+def _checked(_settings: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
+    if value is not None:
+        field.metadata["option"].check(field.name, value)
 
 
 def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[str, Option]:
@@ -188,8 +189,8 @@ def flag_fields(
             if typed is str and isinstance(default, int | float):
                 default = f"{default:g}"
             converter: Any = {str: str, tuple[str, ...]: tuple}.get(typed)
-            metadata = {"option": changed.get(name, f.metadata["option"])}
-            own[name] = attrs.field(default=default, type=typed, converter=converter, metadata=metadata)
+            given = changed.get(name, f.metadata["option"])
+            own[name] = _field(given, default=default, type=typed, converter=converter)
     name = f"{settings.__name__}Flags"
     return attrs.make_class(name, own, bases=(base,), frozen=True, kw_only=True)
 
@@ -203,13 +204,6 @@ def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
         if option.group and hasattr(flags, name):
             values[f.name] = option.read(getattr(flags, name))
     return values
-
-
-def check_each(settings: Any) -> None:
-    """Check every field of `settings` that is not None by its option."""
-    for name, option in options_of(type(settings)).items():
-        if (value := getattr(settings, name)) is not None:
-            option.check(name, value)
 
 
 def multiple(name: str, value: int, of: str, parts: int) -> None:

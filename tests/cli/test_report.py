@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
 import re
-import sys
 import time
 from base64 import b64encode
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from table import plan_of
 
 from zfunc.cli.commands import report
 from zfunc.cli.main import main
-from zfunc.cli.report_page import machine_load, report_page
+from zfunc.cli.report_page import report_page
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
 from zfunc.viz.charts import PLACES, placed
@@ -230,7 +227,6 @@ def test_a_run_is_followed_until_it_ends(
             (run / "summary.json").write_text('{"ended": "steps"}')
 
     monkeypatch.setattr("time.sleep", meanwhile)
-    monkeypatch.setattr("zfunc.cli.report_page.machine_load", lambda: [("cores", "1.0 of 2 busy")])
     assert main(["report", str(run), "--follow"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(";")[0] for line in lines] == [
@@ -242,10 +238,9 @@ def test_a_run_is_followed_until_it_ends(
     assert "has not ended" in lines[0]
     assert lines[-1].endswith("; all steps done")
     refresh = '<meta http-equiv="refresh" content="5">'
-    assert all(refresh in page and "1.0 of 2 busy" in page for page in pages)
+    assert all(refresh in page for page in pages)
     last = (run / "report.html").read_text()
     assert refresh not in last
-    assert "1.0 of 2 busy" not in last
 
 
 def test_ctrl_c_ends_the_following_and_leaves_the_page(
@@ -254,41 +249,12 @@ def test_ctrl_c_ends_the_following_and_leaves_the_page(
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zfunc.cli.report_page.machine_load", list)
     monkeypatch.setattr("time.sleep", interrupted)
     run = written(tmp_path, [row(1, loss=None)], name="a\x1b[2J")
     assert main(["report", str(run), "--follow"]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
     assert (run / "report.html").exists()
-
-
-def test_the_load_is_that_of_this_machine_and_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = pytest.importorskip("pynvml")
-
-    def refusing(*_: Any) -> Any:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-
-    for name, value in {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda n: n,
-        "nvmlDeviceGetName": lambda n: ["one", "two"][n],
-        "nvmlDeviceGetMemoryInfo": lambda n: SimpleNamespace(used=n << 30, total=9 << 30),
-        "nvmlDeviceGetUtilizationRates": lambda n: SimpleNamespace(gpu=50 * n),
-    }.items():
-        monkeypatch.setattr(pynvml, name, value)
-    load = dict(machine_load())
-    busy, of = re.findall(r"[\d.]+", load["cores"])
-    assert 0 <= float(busy) <= float(of) == len(os.sched_getaffinity(0))
-    assert re.fullmatch(r"[\d.]+ \wiB of [\d.]+ \wiB in use", load["memory"])
-    assert load["GPU 1"] == "two: 50 % busy, 1.0 GiB of 9.0 GiB in use"
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", refusing)
-    assert dict(machine_load())["GPU"] == "unknown: Unknown Error"
-    monkeypatch.setattr(pynvml, "nvmlInit", refusing)
-    assert dict(machine_load())["GPU"] == "unknown: Unknown Error"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert dict(machine_load())["GPU"] == "unknown: pip install 'zfunc[gpu]'"
 
 
 # --- reading it back -------------------------------------------------------------------------------------

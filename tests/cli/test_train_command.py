@@ -334,11 +334,6 @@ def test_draw_writes_what_the_suffix_says(flags: str, starts: dict[str, str]) ->
     assert Path("/dev/null").is_char_device()
 
 
-def test_draw_prints_another_format(capsys: Out) -> None:
-    assert main(["draw", *SMALL, "--format", "chrome"]) == 0
-    assert json.loads(capsys.readouterr().out)["traceEvents"]
-
-
 def test_draw_takes_no_memory_for_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setattr("zfunc.engine.compile.segment._real_module", _raises(AssertionError("allocated")))
     assert main(["draw", *TEN_BILLION]) == 0

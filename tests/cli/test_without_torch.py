@@ -7,7 +7,7 @@ import pytest
 
 from zfunc.cli.main import main
 
-WITHOUT = ("torch", "functorch", "rich", "json5", "shtab", "psutil", "pynvml", "zfunc._cpu_adam")
+WITHOUT = ("torch", "functorch", "rich", "json5", "shtab", "zfunc._cpu_adam")
 LINES = (
     "plan",
     "plan --hardware rtx4090 --world 2 --batch-size 8 --precision bf16 --optimizer lion --json",

@@ -293,7 +293,7 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
         "train --hf model --lora-alpha 4": "--lora-alpha: got it without --lora",
         f"train --hf model --lora 4 --lora-targets x {' '.join(tiny)}": "--lora-targets: got .*ends of names",
         "export run --adapter-only --out x": "--adapter-only: got it without --hf",
-        "export model --hf model --adapter-only --out x": "in no run with --lora",
+        "export model --hf model --adapter-only --out x": "got no checkpoint in it",
     }.items():
         assert main(wrong.split()) == 2
         assert re.search(message, " ".join(capsys.readouterr().err.split())), message

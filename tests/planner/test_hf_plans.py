@@ -140,8 +140,8 @@ def test_a_length_says_what_bounds_it_and_goes_on_where_asked(capsys: Out) -> No
         "256 tokens, bounded by the positions of its config (max_position_embeddings) and not by memory"
         in out
     )
-    assert "--max longer goes on" in out
-    assert main([*given, "--max", "longer", "--json"]) == 0
+    write("config.json", TINY | {"max_position_embeddings": 8192, "vocab_size": 5000})
+    assert main([*given, "--max", "length", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["seq_length"] > 512
     assert answer["seq_length"] % 128 == 0
@@ -227,16 +227,14 @@ def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch
     assert answer()[1] == 1
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_takes_long_is_told_on_a_terminal(
-    terminal: bool, capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zfunc.cli.commands.plan.PATIENCE", 0.0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-    main(["plan", "--num-layers", "1", "--json"])
-    out, err = capsys.readouterr()
-    assert err.startswith("zfunc plan: planning.") is bool(err) is terminal
-    assert json.loads(out)["num_layers"] == 1
+def test_what_takes_long_is_told_on_a_terminal(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("config.json", TINY)
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda x=terminal: x)
+        assert main(["plan", "--hf-config", "config.json", *SHORT, "--hardware", "h100", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err == "the model is traced, once: its costs are kept for the next plan\n" * terminal
+        assert json.loads(out)["num_layers"] == 2
 
 
 def test_what_is_no_kept_answer_is_answered_anew_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +326,7 @@ REFUSED = {
     "plan --hf-config good.json --vocab-size 7": "--vocab-size: got 7 for good.json, expected its 50",
     "plan --hf-config good.json --seq-length 4096": "--seq-length: got 4096 .*at most the 1024 positions",
     "plan --hf-config good.json --max": "--max: got layers with a Hugging Face model.*pass --max batch",
-    "plan --hf-config good.json --max rows": r"--max: got 'rows', expected one of layers, batch, length, longer",
-    "plan --hf-config gpt2.json --max longer": "--max: got longer for a gpt2, whose positions are learned",
-    "plan --max longer": "--max: got longer without --hf, expected a Hugging Face model",
+    "plan --hf-config good.json --max rows": r"--max: got 'rows', expected one of layers, batch, length",
     "plan --lora 4": "--lora: got it without --hf",
     "plan --out plan.pdf": r"--out: got plan\.pdf, expected a name that ends in \.html or \.txt",
 }

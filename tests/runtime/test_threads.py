@@ -302,9 +302,7 @@ def test_missing_files_mean_unknown(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path) == ()
     assert cpu_quota(tmp_path) == math.inf
     assert physical_cores([0, 1], tmp_path) == 2
-    assert (
-        huge_page_mode(tmp_path) is topology.openmp_runtimes(tmp_path) is topology.cpu_model(tmp_path) is None
-    )
+    assert huge_page_mode(tmp_path) is topology.cpu_model(tmp_path) is None
     assert topology.largest_cache(tmp_path) is None
     assert topology.mapping_of(0, tmp_path) == {}
 
@@ -313,14 +311,6 @@ def test_missing_files_mean_unknown(tmp_path: Path) -> None:
 def test_the_mode_of_huge_pages(tmp_path: Path, mode: str) -> None:
     text = "always madvise never".replace(mode, f"[{mode}]")
     assert huge_page_mode(tree(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})) == mode
-
-
-def test_openmp_libraries_by_what_is_mapped(tmp_path: Path) -> None:
-    maps = "\n".join(
-        f"0-1 r-xp 0 0:0 7   {path}" for path in ("/a b/libgomp-a34b.so.1", "/x/libm.so", "/c/libiomp5.so")
-    )
-    tree(tmp_path, {"proc/self/maps": f"{maps}\n2-3 rw-p 0 0:0 0\n{maps}"})
-    assert topology.openmp_runtimes(tmp_path) == ("/a b/libgomp-a34b.so.1", "/c/libiomp5.so")
 
 
 def test_the_fields_of_a_mapping(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
     main                            exit codes, errors on one screen
     catalogue                       the list of commands
     commands                        a module for each: its settings, its help, what it does
-    command                         what a command is
-    parser                          arguments and help from the fields of settings
+    parser                          what a command is; arguments and help from the fields of its settings
     terminal                        signals, logs, and text that a terminal can show
     simulated_model                 the model and the hardware of `zfunc plan` and `draw`
     train_lines                     a training as lines, and on a terminal a progress bar below them

@@ -1,8 +1,52 @@
-"""The commands of `zfunc`, in the order in which help lists them. The tests parse the examples of each."""
+"""The commands of `zfunc`, in the order in which help lists them, and `zfunc completion`, which completes them all.
 
-from zfunc.cli.command import Command
-from zfunc.cli.commands import calibrate, completion, doctor, draw, export, plan, report, train
+The tests parse the examples of each.
+"""
+
+from attrs import NOTHING, frozen
+
+from zfunc.cli.commands import calibrate, doctor, draw, export, plan, report, train
+from zfunc.cli.parser import EXIT_OK, Command, make_parser
 from zfunc.core.settings import GONE as GONE_SETTINGS
+from zfunc.options import flag, one_of, option
+
+SHELLS = ("bash", "zsh", "fish")
+FILES = {"FILE", "PATH"}  # metavars that stand for a file, or for a file or a folder
+FOLDERS = {"FOLDER", "RUN", "CHECKPOINT"}
+
+
+@frozen(kw_only=True)
+class CompletionSettings:
+    """A shell to print a script for."""
+
+    shell: str = option(
+        NOTHING, "shell", "shell to print a script for", one_of(SHELLS), "|".join(SHELLS), positional=True
+    )
+
+
+def print_script(settings: CompletionSettings) -> int:
+    """`zfunc completion`: shtab's script, which starts no Python at every key.
+
+    An option offers its words, and what its metavar has that is not in capitals.
+    """
+    import shtab
+
+    top, parsers = make_parser(COMMANDS, everything=True)
+    for name, parser in parsers.items():
+        options = COMMANDS[name].options
+        for action in (x for x in parser._actions if x.dest in options and x.metavar):
+            kinds = str(action.metavar).split("|")
+            typed = (x for x in kinds if not x.isupper())
+            words = tuple(dict.fromkeys([*options[action.dest].words, *typed]))
+            path = shtab.FILE if FILES & {*kinds} else shtab.DIRECTORY if FOLDERS & {*kinds} else None
+            # shtab offers words or paths; one word beside paths is "auto", which is short.
+            if path is not None and len(words) < 2:
+                vars(action)["complete"] = path
+            elif words:
+                action.choices = words
+    print(shtab.complete(top, shell=settings.shell))
+    return EXIT_OK
+
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
@@ -12,8 +56,21 @@ COMMANDS: dict[str, Command] = {
     "report": report.COMMAND,
     "export": export.COMMAND,
     "doctor": doctor.COMMAND,
+    "completion": Command(
+        "print a script that completes zfunc's commands in a shell",
+        "Commands, options, values to choose from, files and folders. Where to put it is below.",
+        CompletionSettings,
+        print_script,
+        """
+        # bash, in ~/.bashrc
+        source <(zfunc completion bash)
+        # zsh, in ~/.zshrc, below compinit
+        eval "$(zfunc completion zsh)"
+        # fish, once
+        zfunc completion fish > ~/.config/fish/completions/zfunc.fish
+        """,
+    ),
 }
-COMMANDS["completion"] = completion.completion_command(COMMANDS)
 
 GONE = {
     "top": "watch a running folder with zfunc report RUN --follow",
@@ -21,7 +78,8 @@ GONE = {
         ("--compute-tflops", "--device-gbs", "--d2h-gbs", "--h2d-gbs", "--host-gbs"),
         "name a profile with --hardware, and replace its figures by --with TABLE.KEY=VALUE",
     ),
-    **{f"--{name}".replace("_", "-"): instead for name, instead in GONE_SETTINGS.items()},
+    **{flag(name): instead for name, instead in GONE_SETTINGS.items()},
     "--log-style": "metrics.jsonl in the run folder has every step, and zfunc report RUN shows it",
+    "--format": "the suffix of --out says it: .svg, .html, .json for a Chrome trace, .txt",
 }
 """What to type instead of a command or an option of an earlier version."""

@@ -15,15 +15,25 @@ from typing import Any
 
 from zfunc import errors
 from zfunc.cli.catalogue import COMMANDS, GONE
-from zfunc.cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Command
 from zfunc.cli.commands.train import TrainingFailed
-from zfunc.cli.parser import SIMILAR, as_typed, given_fields, make_parser, shortened, unknown_option
+from zfunc.cli.parser import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    Command,
+    UsageError,
+    as_typed,
+    given_fields,
+    make_parser,
+)
 from zfunc.cli.terminal import printable
 from zfunc.errors import did_you_mean
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
 
-MAX_LINES, MAX_LETTERS = 20, 1000  # of an error, and of a line of it, so that it fits on a screen
+MAX_LINES, MAX_LETTERS = 20, 900  # of an error, and of a line of it, so that it fits on a screen
+SIMILAR = 0.6  # how similar an unknown command or option and a known one have to be for a hint
 BUG = "\nThis is a bug in zfunc: please report it, with the output of --debug"
 
 
@@ -36,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     args = argparse.Namespace(prog="zfunc", debug="--debug" in words)
     try:
-        code = _run(words, args)
+        _parse(words, args)
+        command = COMMANDS[args.command]
+        code = command.run(_settings(command, args))
         sys.stdout.flush()
         return code
+    except SystemExit as end:  # after help
+        return int(end.code or EXIT_OK)
     except KeyboardInterrupt:
         return _print_error(args, "stopped at once", EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of the output has left
@@ -51,44 +65,44 @@ def main(argv: Sequence[str] | None = None) -> int:
             args, str(error) or "out of host memory: use a smaller model or batch", EXIT_USAGE
         )
     except (ValueError, OSError, ImportError) as error:
+        args.prog = error.prog if isinstance(error, UsageError) else args.prog
         return _print_error(args, _message(error), EXIT_FAILED if _without_path(error) else EXIT_USAGE)
     except Exception as error:
         bug = "" if type(error).__module__ == errors.__name__ else BUG
         return _print_error(args, f"{type(error).__name__}: {error}{bug}", EXIT_FAILED)
 
 
-def _run(words: list[str], args: argparse.Namespace) -> int:
-    """Run the command of `words`, which are parsed into `args`."""
-    try:
-        _parse(words, args)
-    except SystemExit as end:  # after help, or a usage error
-        return int(end.code or EXIT_OK)
-    command = COMMANDS[args.command]
-    return command.run(_settings(command, args))
-
-
 def _parse(words: list[str], args: argparse.Namespace) -> None:
-    """Into `args`. Exits after help, and for bad usage."""
+    """Into `args`. Exits after help; raises UsageError."""
     top, parsers = make_parser(COMMANDS, everything="--help-all" in words)
     if not words:
         top.print_help()
         raise SystemExit(EXIT_USAGE)
     name = next((word for word in words if not word.startswith("-")), None)
+    known, which = f"expected one of {', '.join(parsers)}", f"zfunc {name}" if name in parsers else "zfunc"
     if name is not None and name not in parsers:
-        if name in GONE:
-            top.error(f"got the command {name!r}, which is gone: {GONE[name]}")
         hint = did_you_mean(name, list(parsers), cutoff=SIMILAR)
-        top.error(f"got the command {shortened(name)!r}, expected one of {', '.join(parsers)}{hint}")
+        gone = f", which is gone: {GONE[name]}" if name in GONE else f", {known}{hint}"
+        raise UsageError(which, f"got the command {name!r}{gone}")
     _, rest = top.parse_known_args(words, args)
-    if name is None and rest:
-        top.error(f"got {shortened(rest[0])!r}, which is no option of zfunc itself: begin with a command")
-    if name is None:
-        top.error(f"got no command, expected one of {', '.join(parsers)}: name one")
-    if rest and (gone := rest[0].partition("=")[0]) in GONE:
-        parsers[name].error(f"got the option {gone!r}, which is gone: {GONE[gone]}")
+    if name is None and not rest:
+        raise UsageError(which, f"got no command, {known}: name one")
     if rest:
-        flags = {n: [f for a in p._actions for f in a.option_strings] for n, p in parsers.items()}
-        parsers[name].error(unknown_option(rest[0], name, flags))
+        actions = parsers[name]._actions if name else []
+        raise UsageError(which, _unknown(rest[0], which, {x for a in actions for x in a.option_strings}))
+
+
+def _unknown(word: str, which: str, flags: set[str]) -> str:
+    """The error for a word that a command with these flags does not take."""
+    got = word.partition("=")[0]
+    if not word.startswith("-"):
+        return f"got {word!r} where an option was expected: options begin with --"
+    if got in GONE:
+        return f"got the option {got!r}, which is gone: {GONE[got]}"
+    # Without their dashes, in which any two are alike.
+    similar = did_you_mean(got.strip("-"), [x.strip("-") for x in flags], cutoff=SIMILAR)
+    hint = similar.replace("'", "'--", 1)
+    return f"got {got!r}, which is no option of {which}{hint}"
 
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
@@ -151,7 +165,7 @@ def _message(error: Exception) -> str:
 
 def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
     """Print it on one screen, and return the exit code. With --debug, the traceback before it, and all lines."""
-    if args.debug:
+    if args.debug and not isinstance(sys.exc_info()[1], UsageError):
         traceback.print_exc()
     if "command" in args:
         message = as_typed(message, COMMANDS[args.command].options)

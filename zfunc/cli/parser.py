@@ -1,4 +1,4 @@
-"""Command line to settings, and help: both derived from the fields of a command's settings and their options.
+"""What a command is; command line to settings, and help, both from the fields of its settings and their options.
 
 No command is known here, and no torch: help answers at once.
 """
@@ -7,30 +7,35 @@ import argparse
 import platform
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from inspect import cleandoc
 from pathlib import Path
-from textwrap import fill, wrap
+from textwrap import fill, indent, wrap
 from typing import Any, NoReturn, get_args, get_origin
 
 import attrs
+from attrs import frozen
 
 import zfunc
-from zfunc.cli.command import EXIT_USAGE, Command
-from zfunc.options import GROUPS, Option, flag
+from zfunc.checkpoint.durable_files import replace_text
+from zfunc.options import GROUPS, Option, flag, options_of
 
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 WIDEST = 120  # columns of help; longer lines are hard to read
-SIMILAR = 0.6  # how similar an unknown option and a known one have to be for a hint
 LONGEST = 72  # characters of a clause in --help
 EXPERTS = "for experts: zfunc plan --schedule auto chooses these sizes"
-MAX_WORD = 120  # characters of a word that an error repeats
 
 REWORDED = (  # argparse's errors, as got, expected, next action
     (r"argument (\S+): expected one argument", r"\1: got no value, expected one: write \1=VALUE"),
     (
         r"argument (\S+): ignored explicit argument (.+)",
-        r"\1: got the value \2, expected none, as it is a switch: leave the value out",
+        r"\1: got the value \2, expected none: it is a switch",
+    ),
+    (r"argument (\S+): invalid int value: (.+)", r"\1: got \2, expected a whole number: pass such as 8"),
+    (
+        r"argument (\S+): invalid float value: (.+)",
+        r"\1: got \2, expected a number: pass such as 0.1 or 1e-3",
     ),
     (r"the following arguments are required: (.+)", r"got no \1, expected one: name it after the command"),
     (r"argument (\S+): (.+)", r"\1: \2"),
@@ -44,6 +49,46 @@ SUBJECT = re.compile(r"^(?:\w+(?:, \w+)*: )+")
 """What an error begins with: the settings, as in "data: tokenizer: got" or "steps, seconds: got"."""
 QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
 """A setting in backquotes, alone or with a value."""
+
+
+@frozen
+class Command:
+    """A command: a line of help and more of it, its settings, whose fields are its options, and what runs it.
+
+    `examples` are lines to type, each below a comment; `ending` says how the command ends. `run` returns its exit
+    code.
+    """
+
+    summary: str
+    details: str
+    settings: type[Any]
+    run: Callable[[Any], int]
+    examples: str
+    ending: str = ""
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The options of its settings, by the names of the fields."""
+        return options_of(self.settings)
+
+    def epilog(self, *, everything: bool) -> str:
+        """The end of its help."""
+        examples = f"examples:\n{indent(cleandoc(self.examples), '  ')}"
+        return f"{examples}\n\n{self.ending}" if self.ending and everything else examples
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, or replace it, and print its path."""
+    replace_text(path, text)
+    print(f"written: {path}")
+
+
+class UsageError(ValueError):
+    """What was typed is no command line; the help of `prog` says what is."""
+
+    def __init__(self, prog: str, message: str) -> None:
+        super().__init__(f"{message}\nSee {prog} --help")
+        self.prog = prog
 
 
 class Help(argparse.HelpFormatter):
@@ -71,15 +116,15 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are two lines instead of the whole usage."""
+    """An ArgumentParser that raises its errors, in the words of all others."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where to read on; exit code 2."""
+        """Raise UsageError."""
         for pattern, reworded in REWORDED:
             message, matches = re.subn(f"^{pattern}$", reworded, message, flags=re.DOTALL)
             if matches:
                 break
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
+        raise UsageError(self.prog, message)
 
 
 def version_line() -> str:
@@ -124,7 +169,7 @@ def _add_command(subparsers: Any, name: str, command: Command, everything: bool)
     parser = subparsers.add_parser(
         name,
         help=command.summary,
-        description=command.description,
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.\n\n{command.details}",
         usage=" ".join(["zfunc", name, *(o.metavar for o in options.values() if o.positional), "[options]"]),
         epilog=command.epilog(everything=everything),
         formatter_class=Help,
@@ -133,12 +178,13 @@ def _add_command(subparsers: Any, name: str, command: Command, everything: bool)
     )
     groups: dict[str, Any] = {}
     for field in sorted(fields.values(), key=lambda f: GROUPS.index(options[f.name].group)):
-        title = options[field.name].group if everything else "options"
+        option = options[field.name]
+        title = option.group if everything else "options"
         if title not in groups:
             groups[title] = parser.add_argument_group(title, EXPERTS if title == "buffers" else None)
-        help = options[field.name].help if everything else first_clause(options[field.name].help)
-        shown = with_flags(help, options) if everything or field.name in common else None
-        _add_argument(groups[title], field, options[field.name], shown)
+        help = with_flags(option.help if everything else first_clause(option.help), options)
+        shown = everything or option.common
+        _add_argument(groups[title], field, option, help + _default(field) if shown else None)
     more = parser.add_argument_group("help")
     if common:
         all_of_them = f"show all {len(options)} options, and all that there is to say of each"
@@ -155,24 +201,25 @@ def _add_common(group: Any) -> None:
 
 
 def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, help: str | None) -> None:
-    """An option, with its help and its default if it has any."""
-    given: dict[str, Any] = {
-        "help": argparse.SUPPRESS if help is None else (help + _default(field)).replace("%", "%%"),
-        "default": argparse.SUPPRESS,
-    }
-    if field.type is bool:
-        group.add_argument(flag(field.name), action="store_true", **given)
-        return
-    if get_origin(field.type) is tuple:
-        given |= {"action": "append"}
+    """An option, with its help; hidden where that is None."""
+    given: dict[str, Any] = {"help": argparse.SUPPRESS if help is None else help.replace("%", "%%")}
+    if not option.positional:
+        given |= {"dest": field.name, "required": field.default is attrs.NOTHING}
     kind = next((t for t in get_args(field.type) if t is not type(None)), field.type)
-    given |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
+    if field.type is bool:
+        given["action"] = "store_true"
+    else:
+        given |= {"metavar": option.metavar or METAVARS[kind], "type": READERS.get(kind, kind)}
+    if get_origin(field.type) is tuple:
+        given["action"] = "append"
     if option.alone:
         given |= {"nargs": "?", "const": option.alone}
-    if option.positional:
-        group.add_argument(field.name, **given)
-    else:
-        group.add_argument(flag(field.name), dest=field.name, **given)
+    name = field.name if option.positional else flag(field.name)
+    group.add_argument(name, default=argparse.SUPPRESS, **given)
+
+
+READERS: dict[Any, Callable[[str], Any]] = {Path: lambda word: Path(word).expanduser()}
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
 def first_clause(help: str) -> str:
@@ -198,47 +245,7 @@ def given_fields(settings: type[Any], args: argparse.Namespace) -> dict[str, Any
     return {f.name: getattr(args, f.name) for f in attrs.fields(settings) if hasattr(args, f.name)}
 
 
-def _reader(kind: type, expected: str) -> Callable[[str], Any]:
-    def read(word: str) -> Any:
-        try:
-            return kind(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {shortened(word)!r}, expected {expected}") from None
-
-    return read
-
-
-def _path(word: str) -> Path:
-    if not word or "\0" in word:
-        raise argparse.ArgumentTypeError(
-            f"got {shortened(word)!r}, expected the path of a file or folder: name it"
-        )
-    return Path(word).expanduser()
-
-
-READERS: dict[Any, Callable[[str], Any]] = {
-    int: _reader(int, "a whole number: pass such as 8"),
-    float: _reader(float, "a number: pass such as 0.1 or 1e-3"),
-    str: str,
-    Path: _path,
-}
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
-
-
 # --- errors ----------------------------------------------------------------------------------------------
-
-
-def unknown_option(word: str, command: str, options: Mapping[str, Collection[str]]) -> str:
-    """The error for a word that `command` does not take; `options` are the flags of each command."""
-    got = shortened(word.partition("=")[0] if word.startswith("-") else word)
-    if not word.startswith("-"):
-        return f"got {got!r} where an option was expected: options begin with --"
-    known = {name.lstrip("-"): name for name in options[command]}  # or any two are similar in their dashes
-    if similar := get_close_matches(got.lstrip("-"), list(known), n=1, cutoff=SIMILAR):
-        return f"got {got!r}, which is no option of this command (did you mean {known[similar[0]]!r}?)"
-    others = [name for name, flags in options.items() if got in flags]
-    where = f", but one of zfunc {' and zfunc '.join(others)}" if others else ""
-    return f"got {got!r}, which is no option of this command{where}"
 
 
 def as_typed(message: str, options: Mapping[str, Option]) -> str:
@@ -256,13 +263,14 @@ def as_typed(message: str, options: Mapping[str, Option]) -> str:
         option = options.get(m[0])
         return m[0] if option is None else option.metavar if option.positional else flag(m[0])
 
+    def with_value(m: re.Match[str]) -> str:
+        name, value, word = m.groups()
+        return (
+            m[0] if name not in options else flag(name) if value == "True" else f"{flag(name)} {word or ''}"
+        )
+
     message = SUBJECT.sub(lambda m: re.sub(r"\w+", typed, m[0]), message)
-    message = NAMED.sub(lambda m: _with_value(*m.groups()) if m[1] in options else m[0], message)
-    return with_flags(message, options)
-
-
-def _with_value(name: str, value: str, word: str | None) -> str:
-    return flag(name) if value == "True" else f"{flag(name)} {word or ''}"
+    return with_flags(NAMED.sub(with_value, message), options)
 
 
 def with_flags(text: str, options: Mapping[str, Option]) -> str:
@@ -272,12 +280,3 @@ def with_flags(text: str, options: Mapping[str, Option]) -> str:
         return f"{flag(m[1])} {m[2] or ''}".rstrip() if m[1] in options else m[0]
 
     return QUOTED.sub(typed, text)
-
-
-def shortened(word: str) -> str:
-    """A word as an error repeats it.
-
-    >>> shortened("9" * 5000)[-20:]
-    '9... (5,000 letters)'
-    """
-    return word if len(word) <= MAX_WORD else f"{word[:MAX_WORD]}... ({len(word):,} letters)"

@@ -6,14 +6,13 @@ curves show is in tables too. The page of 100,000 steps is as small as that of a
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from math import log
 from statistics import fmean, median
 from typing import Any, cast
 
 import attrs
-import psutil
 
 from zfunc.checkpoint.directory import FOLDER
 from zfunc.cli.train_lines import ENDINGS
@@ -39,13 +38,23 @@ from zfunc.viz.web_page import web_page
 
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; timeline.html shows more
 LAST = 50  # steps that the loss is the mean of, as in the summary of a run
-LISTED = 24  # rows of a table of steps, skipped steps or checkpoints
+LISTED = 24  # rows of a table of steps or events
 FIGURES = {  # of a step in a table: heading and format
     "loss": ("loss", ".4f"),
     "lr": ("lr", ".2e"),
     "grad_norm": ("norm", ".3f"),
     "tokens_per_second": ("tokens/s", ",.0f"),
     "seconds": ("seconds", ".3g"),
+}
+CHARTS: dict[str, tuple[str, str, Callable[[float], str]]] = {  # by title: name of the curve, figure, format
+    "Loss": ("loss", "loss", "{:.4g}".format),
+    "Learning rate": ("lr", "lr", "{:.4g}".format),
+    "Gradient norm": ("norm", "grad_norm", "{:.4g}".format),
+    "Throughput, tokens/s": ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    "Share of the step in host operations": ("share", "host_share", "{:.0%}".format),
+    "Device memory": ("allocated", "device_bytes", format_bytes),
+    "Memory of the process": ("resident", "host_bytes", format_bytes),
+    "Loss scale": ("scale", "loss_scale", "{:,.0f}".format),
 }
 
 
@@ -65,7 +74,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
         how=how,
         ended=escape(ended),
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
-        charts="".join(chart_figure(chart, span) for chart in _charts(run, span)),
+        charts="".join(chart_figure(chart, span) for chart in _charts(run)),
         step=picture,
         tables="".join(_tables(run, step)),
         sample=f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else "",
@@ -82,28 +91,24 @@ def headline(run: RunHistory) -> str:
 
 
 def _subtitle(run: RunHistory) -> str:
-    s, machine = run.settings, run.config["machine"]
+    s, machine, resumed = run.settings, run.config["machine"], run.config.get("resumed_from")
     device = machine.get("gpu") or f"{machine.get('cores')} cores of {machine.get('cpu')}"
-    resumed = run.config.get("resumed_from")
-    return (
-        f"{run.model}, {s.get('precision')}, schedule {s.get('schedule')}, on {device}"
-        f"{f'; resumed from {resumed}' if resumed else ''}"
-    )
+    what = f"{run.model}, {s.get('precision')}, schedule {s.get('schedule')}, on {device}"
+    return f"{what}; resumed from {resumed}" if resumed else what
 
 
 def _ending(run: RunHistory) -> tuple[str, str]:
     """How the run ended: "good", "bad" or "", and a sentence."""
-    how = run.summary.get("ended", "")
-    if not run.summary:
+    how, error = run.summary.get("ended", ""), run.summary.get("error")
+    if run.summary:
+        ending = ENDINGS.get(how, f"ended: {how}") + (f": {error}" if error else "")
+    else:
         ending = "has not ended: it is running, or was killed"
         if run.rows:
             seconds = max(0.0, time.time() - (run.path / METRICS).stat().st_mtime)
             ending += f"; its last step was {format_clock(seconds)} ago"
-    else:
-        ending = ENDINGS.get(how, f"ended: {how}")
-        ending += f": {run.summary['error']}" if "error" in run.summary else ""
-    if run.damage or "error" in run.summary:
-        return "bad", "\n".join([ending, *([run.damage] if run.damage else [])])
+    if run.damage or error:
+        return "bad", f"{ending}\n{run.damage}".rstrip()
     return "good" if how in ("steps", "seconds") else "", ending
 
 
@@ -111,8 +116,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     steps, held_out = run.steps, numbers(run.of(run.held_out))
     total = finite_number(run.settings.get("steps"))
     yield "steps", f"{steps[-1]['step'] if steps else 0:,}" + (f" of {total:,.0f}" if total else "")
-    losses = numbers(run.of("loss"))[-LAST:]
-    if losses:
+    if losses := numbers(run.of("loss"))[-LAST:]:
         yield f"loss, mean of the last {len(losses)}", f"{fmean(losses):.4f}"
     if held_out:
         yield f"held out, bits per {run.unit}", f"{held_out[-1]:.4f}"
@@ -126,55 +130,32 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
 # --- curves ----------------------------------------------------------------------------------------------
 
 
-def _charts(run: RunHistory, span: tuple[int, int]) -> Iterator[Chart]:
-    if not run.steps:
-        return
-    held_out = tuple((x, None if y is None else y * log(2)) for x, y in run.of(run.held_out))
+def _charts(run: RunHistory) -> Iterator[Chart]:
+    """What of the steps of a run is drawn: CHARTS, as far as there is anything to see."""
+    steps = [{**row, "host_share": _host_share(row)} for row in run.steps]
     skipped = tuple(row["step"] for row in run.skipped)
-    dots = [Curve("held out, in the unit of the loss", "dots", held_out)] if held_out else []
-    loss = Curve("loss", "line", run.of("loss"))
-    yield Chart("Loss", (loss, *dots), _four_digits, marks=skipped, mark_name="skipped")
-    yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _four_digits, from_zero=True)
-    norms, clip = run.of("grad_norm"), finite_number(run.settings.get("clip")) or 0.0
-    close = 0 < clip <= 2 * max(numbers(norms), default=0.0)
-    limit = [_limit("clipped to", clip, span)] if close else []
-    yield Chart("Gradient norm", (Curve("norm", "line", norms), *limit), _four_digits, from_zero=True)
-    speed = Curve("tokens/s", "line", run.of("tokens_per_second"))
-    yield Chart("Throughput, tokens/s", (speed,), lambda v: f"{v:,.0f}", from_zero=True)
-    share = Curve("share", "line", tuple((row["step"], _host_share(row)) for row in run.steps))
-    yield Chart("Share of the step in host operations", (share,), lambda v: f"{v:.0%}", 0.01, True)
-    device, host = (tuple((x, y or None) for x, y in run.of(name)) for name in ("device_bytes", "host_bytes"))
-    if numbers(device):
-        limit = _limit("planned, at most", float(run.planned.get("device", 0)), span)
-        yield _in_bytes("Device memory", Curve("allocated", "line", device), limit)
-    curves, peak = [Curve("resident", "line", host)], run.summary.get("peak_bytes", {})
-    if {"process", "host"} <= peak.keys():
-        planned = peak["process"] - peak["host"] + run.planned_on_host
-        curves.append(_limit("before training, and what is planned", float(planned), span))
-    yield _in_bytes("Memory of the process", *curves)
-    scales = run.of("loss_scale")
-    if any(y != 1 for y in numbers(scales)):
-        curve = Curve("scale", "line", scales)
-        yield Chart("Loss scale", (curve,), lambda v: f"{v:,.0f}", 1.0, True, skipped, "skipped")
-
-
-def _in_bytes(title: str, *curves: Curve) -> Chart:
-    highest = max((y for c in curves for y in numbers(c.points)), default=1.0)
-    unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
-    return Chart(title, curves, format_bytes, unit, from_zero=True)
-
-
-def _limit(name: str, value: float, span: tuple[int, int]) -> Curve:
-    return Curve(name, "limit", tuple(dict.fromkeys(span, value).items()))
+    for title, (name, figure, text) in (CHARTS if steps else {}).items():
+        points = tuple((row["step"], finite_number(row.get(figure))) for row in steps)
+        curves, unit = [Curve(name, "line", points)], 1.0
+        if text is format_bytes:  # round numbers of the largest unit; 0 is what was not measured
+            points = tuple((x, y or None) for x, y in points)
+            highest = max(numbers(points), default=0.0)
+            unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
+            curves = [Curve(name, "line", points)] if highest or figure == "host_bytes" else []
+        if figure == "loss_scale" and all(y == 1 for y in numbers(points)):
+            curves = []
+        if figure == "loss" and (held_out := run.of(run.held_out)):
+            points = tuple((x, None if y is None else y * log(2)) for x, y in held_out)
+            curves.append(Curve("held out, in the unit of the loss", "dots", points))
+        marks = skipped if figure in ("loss", "loss_scale") else ()
+        if curves:
+            from_zero = figure != "loss"
+            yield Chart(title, tuple(curves), text, unit, from_zero, marks, "skipped" * bool(marks))
 
 
 def _host_share(row: Row) -> float | None:
     seconds, host = finite_number(row.get("seconds")), finite_number(row.get("host_seconds"))
     return None if not seconds or host is None else host / seconds
-
-
-def _four_digits(value: float) -> str:
-    return f"{value:.4g}"
 
 
 # --- the measured step -----------------------------------------------------------------------------------
@@ -201,41 +182,30 @@ Cells = tuple[str, ...]
 
 
 def _tables(run: RunHistory, step: Timeline | None) -> Iterator[str]:
-    """The load of this machine while the run goes on, the measured step, figures by step, settings, machine."""
-    if not run.summary:
-        yield _table("This machine, as the page was written", (), machine_load(), prose=True)
-    if step is not None:
-        for name, by in (("lane", by_lane), ("verb", by_verb)):
-            rows = (
-                (
-                    s.name,
-                    f"{s.ops:,}",
-                    format_seconds(s.seconds[0]),
-                    f"{s.seconds[0] / (step.seconds or 1):.0%}",
-                )
-                for s in sums(step, by)
-            )
-            yield _table(f"The step by {name}", (name, "operations", "busy", "of the step"), rows)
-    yield _table("Memory against the plan", ("", "planned", "measured"), _memory_rows(run))
+    """The measured step, memory, figures by step, events, settings, machine and plan."""
+    for name, by in (("lane", by_lane), ("verb", by_verb)) if step is not None else ():
+        rows = ((s, s.seconds[0] / (step.seconds or 1)) for s in sums(step, by))
+        cells = ((s.name, f"{s.ops:,}", format_seconds(s.seconds[0]), f"{share:.0%}") for s, share in rows)
+        yield _table(f"The step by {name}", cells, (name, "operations", "busy", "of the step"))
+    yield _table("Memory against the plan", _memory_rows(run), ("", "planned", "measured"))
     heads = ("step", *(head for head, _ in FIGURES.values()), "memory")
-    yield _listed("Steps", heads, [_figures_of(row) for row in run.steps])
-    yield _listed("Events", ("step", ""), [*_events(run)], prose=True)
+    yield _listed("Steps", [_figures_of(row) for row in run.steps], heads)
+    yield _listed("Events", [*_events(run)], ("step", ""), prose=True)
     settings = {k: _plain(v) for k, v in run.settings.items()}
     defaults = {name: _plain(value) for name, value in attrs.asdict(TrainSettings()).items()}
     defaults["schedule"] = str(schedule_for(BY_DEVICE, on_cpu=settings.get("device") == "cpu"))
     bold = frozenset(k for k, v in settings.items() if v != defaults.get(k))
-    yield _table("Settings (bold: not the default)", (), settings.items(), prose=True, bold=bold)
-    machine = {**run.config["machine"], "data": "\n".join(run.config.get("data", ())) or None}
+    yield _table("Settings (bold: not the default)", settings.items(), prose=True, bold=bold)
+    environment = {**run.config["machine"], "data": "\n".join(run.config.get("data", ())) or None}
     plan = {k: v for k, v in run.config["plan"].items() if k != "planned_bytes"}
-    for caption, values in (("Environment", machine), ("Plan", plan)):
-        yield _table(caption, (), ((k, _plain(v)) for k, v in values.items()), prose=True)
+    for caption, values in (("Environment", environment), ("Plan", plan)):
+        yield _table(caption, ((k, _plain(v)) for k, v in values.items()), prose=True)
 
 
 def _memory_rows(run: RunHistory) -> Iterator[Cells]:
     peak = run.summary.get("peak_bytes", {})
     for tier, n in run.planned.items():
-        measured = tier == "device" and tier in peak
-        yield tier, format_bytes(n), format_bytes(peak[tier]) if measured else ""
+        yield tier, format_bytes(n), format_bytes(peak[tier]) if tier == "device" and tier in peak else ""
     if {"process", "host"} <= peak.keys():
         yield "process, since before training", format_bytes(run.planned_on_host), format_bytes(peak["host"])
         yield "process, in all", "", format_bytes(peak["process"])
@@ -263,12 +233,9 @@ def _events(run: RunHistory) -> Iterator[Cells]:
             yield step, f"skipped, for an overflow at the loss scale {_figure(row, 'loss_scale', ',.0f')}"
         if "saved" in row:
             name = str(row["saved"])
-            there = "/" not in name and (run.path / FOLDER / name).is_dir()
             swap = not name.startswith("step-")
-            yield (
-                step,
-                f"saved {'the swap space ' * swap}{name}{', deleted since' * (not swap and not there)}",
-            )
+            gone = not swap and ("/" in name or not (run.path / FOLDER / name).is_dir())
+            yield step, f"saved {'the swap space ' * swap}{name}{', deleted since' * gone}"
         elif "not_saved" in row:
             yield step, f"not saved: {row['not_saved']}"
 
@@ -279,17 +246,17 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
 
 
-def _listed(caption: str, heads: Cells, rows: Sequence[Cells], *, prose: bool = False) -> str:
+def _listed(caption: str, rows: Sequence[Cells], heads: Cells, *, prose: bool = False) -> str:
     """A table of `rows`, if there are any: of many LISTED, evenly, the first and the last among them."""
     listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
     of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
-    return _table(caption + of_all, heads, [rows[n] for n in listed], prose=prose) if rows else ""
+    return _table(caption + of_all, [rows[n] for n in listed], heads, prose=prose) if rows else ""
 
 
 def _table(
     caption: str,
-    heads: Cells,
     rows: Iterable[Cells],
+    heads: Cells = (),
     *,
     prose: bool = False,
     bold: frozenset[str] = frozenset(),
@@ -306,30 +273,3 @@ def _table(
         f"<div><table{words * prose}><caption>{escape(caption)}</caption>"
         f"{f'<thead><tr>{head}</tr></thead>' * bool(head)}<tbody>{body}</tbody></table></div>"
     )
-
-
-# --- the machine -----------------------------------------------------------------------------------------
-
-
-def machine_load() -> Iterator[tuple[str, str]]:
-    """Cores, host memory, and every GPU that NVIDIA's driver lists, as names and values."""
-    cpus, memory = psutil.Process().cpu_affinity(), psutil.virtual_memory()
-    shares = psutil.cpu_percent(0.3, percpu=True)
-    yield "cores", f"{sum(shares[cpu] for cpu in cpus) / 100:.1f} of {len(cpus)} busy"
-    yield "memory", f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)} in use"
-    try:
-        import pynvml
-    except ImportError:
-        yield "GPU", "unknown: pip install 'zfunc[gpu]'"
-        return
-    try:
-        pynvml.nvmlInit()
-        for n in range(pynvml.nvmlDeviceGetCount()):
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(n)
-            busy, memory = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu, pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            in_use = f"{format_bytes(memory.used)} of {format_bytes(memory.total)} in use"
-            yield f"GPU {n}", f"{pynvml.nvmlDeviceGetName(gpu)}: {busy} % busy, {in_use}"
-    except pynvml.NVMLError_LibraryNotFound:  # no driver of NVIDIA
-        return
-    except pynvml.NVMLError as error:
-        yield "GPU", f"unknown: {error}"

@@ -1,17 +1,16 @@
 """The model and the hardware of a step that is simulated, for `zfunc plan` and `zfunc draw`.
 
-A GPT needs no torch; any other model is traced on the meta device, once: its costs are kept on the disk. Sizes that
-would take for ever are refused by arithmetic.
+A GPT needs no torch; any other model is traced on the meta device, once: its costs are kept on the disk.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, frozen
 
-from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
 from zfunc.errors import CheckpointError
 from zfunc.models.config_file import check_config_file, check_flags
@@ -23,38 +22,7 @@ from zfunc.units import format_parameters
 
 if TYPE_CHECKING:
     from zfunc.planner.cost_model import CostModel, SegmentCosts
-
-MOST_LAYERS = 10_000  # each takes time
-MOST_ELEMENTS = 10**17  # torch counts bytes in 63 bits
-
-
-def _check_profile(name: str, value: Any) -> None:
-    """A profile that comes with zfunc, or a file of one."""
-    try:
-        load_profile(value)
-    except FileNotFoundError:  # says all that
-        raise
-    except (OSError, ValueError) as error:
-        binary = f"got {value}, which is no text, expected TOML: name a file that zfunc calibrate wrote"
-        raise ValueError(f"{name}: {binary if isinstance(error, UnicodeDecodeError) else error}") from error
-
-
-def _check_figures(name: str, texts: tuple[str, ...]) -> None:
-    for text in texts:
-        _figure(name, text)
-
-
-def _figure(name: str, text: str) -> tuple[str, float]:
-    """Table and key of a figure, and its value: "bytes.host=1.28e11"."""
-    place, _, value = text.rpartition("=")
-    try:
-        if not all(place.rpartition(".")):
-            raise ValueError(place)
-        return place, float(value)
-    except ValueError:
-        raise ValueError(
-            f"{name}: got {text!r}, expected TABLE.KEY=NUMBER: write such as bytes.host=1.28e11"
-        ) from None
+    from zfunc.train.pretrained import PretrainedModel
 
 
 @frozen(kw_only=True)
@@ -69,8 +37,7 @@ class SimulatedFlags(GPTFlags):
         "hardware",
         f"{', '.join(profile_names())}, or a file that zfunc calibrate wrote (default: v100-32gb; zfunc "
         "draw: round figures)",
-        _check_profile,
-        "NAME|FILE",
+        metavar="NAME|FILE",
         words=profile_names(),
         common=True,
     )
@@ -78,8 +45,7 @@ class SimulatedFlags(GPTFlags):
         (),
         "hardware",
         "replace a figure of that profile, as bytes.host=1.28e11 does, once for each (default: none)",
-        _check_figures,
-        "TABLE.KEY=VALUE",
+        metavar="TABLE.KEY=VALUE",
         converter=tuple,
     )
 
@@ -93,42 +59,31 @@ class SimulatedFlags(GPTFlags):
                 )
             return None
         try:
-            return replace_figures(load_profile(name), dict(_figure("with_", text) for text in self.with_))
-        except ValueError as error:
-            raise ValueError(f"with_: {error}") from error
+            figures = (text.rpartition("=") for text in self.with_)
+            return replace_figures(load_profile(name), {place: float(value) for place, _, value in figures})
+        except FileNotFoundError:  # says all that
+            raise
+        except (OSError, ValueError) as error:
+            got = " ".join([str(name), *self.with_])
+            expected = "a profile that zfunc calibrate wrote, and figures such as bytes.host=1.28e11"
+            raise ValueError(f"hardware, with_: got {got}, expected {expected}: {error}") from error
 
     def check_simulated(self) -> None:
-        """Raise ValueError for sizes that cannot be simulated, or a precision that the profile does not have."""
-        layers, width, tokens = self.num_layers, self.hidden_size, self.batch_size * self.seq_length
-        vocab_size = self.vocab_size or 0
-        parameters = (12 * layers * width + vocab_size) * width
-        widest = max(4 * width, vocab_size, self.num_attention_heads * self.seq_length)
-        for names, what, got, most in (
-            ("num_layers", "layers", layers, MOST_LAYERS),
-            ("hidden_size, num_layers, vocab_size", "parameters", parameters, MOST_ELEMENTS),
-            ("batch_size, seq_length", "elements of an activation", tokens * widest, MOST_ELEMENTS),
-        ):
-            if got > most:
-                raise ValueError(
-                    f"{names}: got {got:.3g} {what}, expected at most {most:.3g}: make it smaller"
-                )
-        profile, precision = self.profile, getattr(self, "precision", AUTO)
-        name = profile and profile.name
-        available = (AUTO, *(PRECISIONS if profile is None else profile.precisions))
-        if precision not in available:
+        """Raise ValueError for a profile, a precision of it, or data that is not there."""
+        if self.data is not None and not self.data.exists():
             raise ValueError(
-                f"precision: got {precision!r} with hardware={name!r}, expected one that it has: pass "
-                f"{' or '.join(available)}"
+                f"data: got {self.data}, which does not exist, expected what is to be trained on"
             )
+        if (profile := self.profile) and (precision := getattr(self, "precision", AUTO)) != AUTO:
+            profile.hardware(precision)
 
 
 @frozen(eq=False)
 class SimulatedModel:
     """Sizes of a model, and its costs for so many rows, tokens of each, and ranks.
 
-    Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that, and `learned`
-    says whether these positions are learned. `quantized` is how its config stores the weights, "" for as they are
-    trained.
+    Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that. `quantized`
+    is how its config stores the weights, "" for as they are trained.
     """
 
     architecture: str
@@ -138,7 +93,6 @@ class SimulatedModel:
     trained: int
     costs: "Callable[[int, int, int], SegmentCosts]"
     longest: int | None = None
-    learned: bool = True
     quantized: str = ""
 
     @property
@@ -189,10 +143,16 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
     optimizer = planned_optimizer(settings)
 
     @cache
-    def opened() -> Any:
+    def opened() -> "PretrainedModel":
         from zfunc.train.pretrained import described_model
 
-        return described_model(settings)
+        if sys.stderr.isatty():
+            print(
+                "the model is traced, once: its costs are kept for the next plan", file=sys.stderr, flush=True
+            )
+        model = described_model(settings)
+        assert model is not None
+        return model
 
     def facts() -> ModelFacts:
         from zfunc.models.hf.families import kind_of_quantization
@@ -203,7 +163,6 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
             model.sizes["num_layers"],
             model.sizes["hidden_size"],
             model.vocab_size,
-            model.learned,
             kind_of_quantization(model.config),
             sum(s.constant_bytes for s in model.segments),
             [s.buffer_bytes for s in model.segments],
@@ -226,4 +185,4 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
     check_flags(settings, place, known.longest, known.vocab_size)
     count, trained = (sum(p.numel for p in known.owned if p.trainable >= only) for only in (False, True))
     sizes = known.architecture, known.num_layers, known.hidden_size
-    return SimulatedModel(*sizes, count, trained, costs, known.longest, known.learned, known.quantized)
+    return SimulatedModel(*sizes, count, trained, costs, known.longest, known.quantized)

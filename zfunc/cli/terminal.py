@@ -10,8 +10,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from attrs import define
-
 from zfunc.cli.parser import with_flags
 from zfunc.options import Options
 from zfunc.train.events import INTERRUPT, TERMINATED
@@ -33,43 +31,28 @@ def can_redraw() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not jupyter
 
 
-@define
-class StopRequest:
-    """How the command is to end: "", INTERRUPT or TERMINATED, which is the stronger."""
-
-    how: str = ""
-    interrupts: int = 0
-
-    def __call__(self) -> str:
-        """The request up to now."""
-        return self.how
-
-    def take(self, number: int) -> str:
-        """Take a signal, and return the line to print, if any. The second Ctrl-C raises KeyboardInterrupt."""
-        before = self.how
-        if number != signal.SIGINT:  # may come twice: from a launcher, and from who ends the launcher
-            self.how = TERMINATED
-            return "" if before == TERMINATED else "terminated: stopping after this step"
-        self.interrupts += 1
-        if self.interrupts > 1:
-            raise KeyboardInterrupt
-        self.how = before or INTERRUPT
-        return "stopping after this step; once more stops at once"
-
-
 @contextmanager
 def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
     """In this context Ctrl-C, SIGTERM and SIGHUP request a stop; the second Ctrl-C raises KeyboardInterrupt.
 
-    With `tell`, the first of each is answered on stderr. Earlier handlers are restored after the context. An
-    ignored SIGHUP, as under nohup, stays ignored; where it comes because the terminal is gone, later output is
-    discarded. In a thread other than the main one, which gets no signals, nothing changes.
+    The request is "", INTERRUPT or TERMINATED, which is the stronger. With `tell`, the first of each is answered on
+    stderr. Earlier handlers are restored after the context. An ignored SIGHUP, as under nohup, stays ignored; where
+    it comes because the terminal is gone, later output is discarded. In a thread other than the main one, which
+    gets no signals, nothing changes.
     """
-    request = StopRequest()
+    taken: list[int] = []
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
+    def request() -> str:
+        return TERMINATED if {*taken} - {signal.SIGINT} else INTERRUPT if taken else ""
+
     def handle(number: int, _frame: Any) -> None:
-        message = request.take(number)
+        before, message = request(), "stopping after this step; once more stops at once"
+        taken.append(number)
+        if number != signal.SIGINT:  # may come twice: from a launcher, and from who ends the launcher
+            message = "" if before == TERMINATED else "terminated: stopping after this step"
+        elif taken.count(number) > 1:
+            raise KeyboardInterrupt
         for fd in terminals:
             if number == signal.SIGHUP and not os.isatty(fd):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
@@ -91,12 +74,10 @@ def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
             signal.signal(number, handler)
 
 
-@define(eq=False)
-class _Printed(logging.Handler):
-    options: Options
-
-    def __attrs_pre_init__(self) -> None:
+class _Lines(logging.Handler):
+    def __init__(self, options: Options) -> None:
         super().__init__()
+        self.options = options
 
     def emit(self, record: logging.LogRecord) -> None:
         print(printable(with_flags(record.getMessage(), self.options)), flush=True)
@@ -105,8 +86,8 @@ class _Printed(logging.Handler):
 @contextmanager
 def logged(options: Options) -> Generator[None]:
     """In this context what zfunc logs is printed, with the flags of a command that has these options."""
-    log, handler = logging.getLogger("zfunc"), _Printed(options)
-    level, propagate = log.level, log.propagate
+    log, handler = logging.getLogger("zfunc"), _Lines(options)
+    before = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -114,5 +95,5 @@ def logged(options: Options) -> Generator[None]:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(level)
-        log.propagate = propagate
+        log.setLevel(before[0])
+        log.propagate = before[1]

@@ -61,11 +61,8 @@ class TrainingOutput:
     step: int = 0
     total: int | None = None
     newest: Stepped | None = None
-    pending: bool = False  # whether the newest step was not printed
     working: Working | None = None  # if that is the newest event
-    stepped_at: float = float("-inf")
-    printed_at: float = float("-inf")  # a step
-    worked_at: float = 0.0  # when an evaluation or the sample began, or its progress was last printed
+    told_at: float = 0.0  # when a step was printed, or an evaluation or the sample began, or its progress was
 
     def show(self, event: Event) -> None:
         """Print the lines of an event, and flush: the reader of a pipe waits for them."""
@@ -78,32 +75,25 @@ class TrainingOutput:
             case Started():
                 self.step, self.total = event.step, event.settings.steps
                 yield from introduction(event, self.run)
-            case Evaluated():
-                yield from self._pending_step()
-                yield self._held_out(event.step, event.held_out)
-            case Stepped():
-                self.step, self.newest, self.pending = event.step, event, True
-                self.stepped_at = time.monotonic()
-                often = self.steps is not None and event.step % self.steps == 0
-                late = self.steps is None and self.stepped_at - self.printed_at >= self.interval
-                if often or late or event.held_out is not None:
-                    yield from self._pending_step()
+            case Stepped() | Evaluated():
+                self.step = event.step
+                if isinstance(event, Stepped):
+                    self.newest = event
+                    due = self._due() if self.steps is None else event.step % self.steps == 0
+                    if due or event.step == self.total or event.held_out is not None:
+                        epoch = f"  epoch {event.epoch:.2f}" if event.epoch is not None else ""
+                        yield f"{self._count(event.step)}{epoch}  {step_figures(event)}{time_left(event)}"
                 if event.held_out is not None:
-                    yield self._held_out(event.step, event.held_out)
-            case Saved():
-                if event.seconds is not None:  # else the next step has begun meanwhile
-                    yield from self._pending_step()
-                if event.path is not None:  # else the failure is in the log
-                    yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
+                    yield f"{self._count(event.step)}  held out {event.held_out:.4f} bits per {self.unit}"
+            case Saved(path=path) if path is not None:  # else the failure is in the log
+                own = self.run.path / FOLDER / path.name
+                where = own if path.parent == own.parent.absolute() else path  # a swap space
+                took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
+                yield f"{self._count(event.step)}  saved {where}{took}"
             case Working():
-                now = time.monotonic()
-                if event.fraction and now - self.worked_at >= self.interval:
+                if self._due(restart=not event.fraction):
                     yield f"{event.activity}: {event.fraction:.0%}"
-                    self.worked_at = now
-                elif not event.fraction:
-                    self.worked_at = now
             case Finished():
-                yield from self._pending_step()
                 yield ""
                 yield f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
                 for name, value in summary_lines(event, self.run, self.unit):
@@ -115,15 +105,15 @@ class TrainingOutput:
             case _:
                 pass
 
-    def _pending_step(self) -> Iterator[str]:
-        if self.newest is not None and self.pending:
-            step, self.pending, self.printed_at = self.newest, False, self.stepped_at
-            epoch = f"  epoch {step.epoch:.2f}" if step.epoch is not None else ""
-            left = f"  {format_clock(step.seconds_left)} left" if step.seconds_left is not None else ""
-            yield f"{_count(step.step, self.total)}{epoch}  {step_figures(step, left)}"
+    def _due(self, *, restart: bool = False) -> bool:
+        """Whether it is time for a line; not where what it tells of only begins."""
+        now = time.monotonic()
+        due = not restart and now - self.told_at >= self.interval
+        self.told_at = now if due or restart else self.told_at
+        return due
 
-    def _held_out(self, step: int, held_out: float) -> str:
-        return f"{_count(step, self.total)}  held out {held_out:.4f} bits per {self.unit}"
+    def _count(self, step: int) -> str:
+        return f"step {step:>{len(str(self.total))}}/{self.total}" if self.total else f"step {step:>5}"
 
     def render(self) -> RenderableType:
         """What is drawn now."""
@@ -133,30 +123,26 @@ class TrainingOutput:
         row.add_column(no_wrap=True, justify="right")
         share = min(1.0, self.step / self.total) if self.total else 0.0
         bar = ProgressBar(total=1.0, completed=share, complete_style="cyan")
-        row.add_row(_count(self.step, self.total), bar, self._status())
+        row.add_row(self._count(self.step), bar, self._status())
         return Group(row, Text("" if self.newest is None else step_figures(self.newest), "dim"))
 
     def _status(self) -> Text:
-        """What the training does; between two steps the time that is left runs on."""
-        working = self.working and f"{self.working.activity}: {self.working.fraction:.0%}"
+        """What the training does."""
+        working = f"{self.working.activity}: {self.working.fraction:.0%}" if self.working else ""
         if (how := self.stopping()) == TERMINATED:
             return Text("terminated: stopping", "yellow")
         if how:
             return Text(f"{working or 'stopping'}; Ctrl-C again: at once", "yellow")
-        if working or self.newest is None or self.newest.seconds_left is None:
-            return Text(working or "measuring", "dim")
-        return Text(
-            f"{format_clock(max(0.0, self.newest.seconds_left - time.monotonic() + self.stepped_at))} left"
-        )
+        return Text(working or (time_left(self.newest).strip() if self.newest else "") or "measuring")
 
 
 @contextmanager
 def progress(output: TrainingOutput) -> Generator[TrainingOutput]:
     """Lines on stdout, a terminal, with a progress bar below them until the context ends.
 
-    Steps get no line of their own then, but for those with an evaluation or a checkpoint, and the last.
+    Steps get no line of their own then, but for those with an evaluation, and the last.
     """
-    output.steps, output.interval, output.printed_at = None, math.inf, 0.0
+    output.steps, output.interval = None, math.inf
     console = Console(highlight=False)
 
     def drawn() -> RenderableType:  # the terminal echoes ^C behind the last line: two of them have to fit
@@ -189,8 +175,8 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
         yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}{of_time}"
 
 
-def step_figures(event: Stepped, left: str = "") -> str:
-    """Loss, learning rate, gradient norm, speed, memory and the time that is `left`."""
+def step_figures(event: Stepped) -> str:
+    """Loss, learning rate, gradient norm, speed and memory."""
     scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
     adam = event.host_seconds / event.seconds if event.seconds else 0.0  # most of what the host does is Adam
     device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
@@ -198,17 +184,13 @@ def step_figures(event: Stepped, left: str = "") -> str:
     return (
         f"loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}{scale}"
         f"  {event.tokens_per_second:,.0f} tokens/s  Adam {adam:.1%}{device}"
-        f"  host {format_bytes(event.host_bytes)}{left}{skipped}"
+        f"  host {format_bytes(event.host_bytes)}{skipped}"
     )
 
 
-def saved_line(event: Saved, run: RunFolder) -> str:
-    """A checkpoint."""
-    where = run.path / FOLDER / (event.path.name if event.path else "nothing")
-    if event.path is not None and event.path.parent != where.parent.absolute():
-        where = event.path  # a swap space
-    took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
-    return f"saved {where}{took}"
+def time_left(event: Stepped) -> str:
+    """The time that is left, where that is known."""
+    return "" if event.seconds_left is None else f"  {format_clock(event.seconds_left)} left"
 
 
 def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[str, str]]:
@@ -218,24 +200,19 @@ def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[
         yield "held out", f"{event.held_out:.4f} bits per {unit}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
     peaks, planned = event.peak_bytes, event.planned_bytes
-    host = planned["host"] + planned["pinned"]
+    on_host = (
+        ("host", "pinned") if "device" in peaks else ("host", "pinned", "device")
+    )  # a CPU is its own device
     if "device" in peaks:
         yield "device peak", f"{format_bytes(peaks['device'])}; planned {format_bytes(planned['device'])}"
-    else:
-        host += planned["device"]  # a CPU is its own device
+    process, before = format_bytes(peaks["process"]), format_bytes(peaks["process"] - peaks["host"])
+    tensors = format_bytes(sum(planned[tier] for tier in on_host))
     yield (
         "host peak",
-        f"{format_bytes(peaks['process'])} of this process, "
-        f"{format_bytes(peaks['process'] - peaks['host'])} of it before training; planned for tensors: "
-        f"{format_bytes(host)}",
+        f"{process} of this process, {before} of it before training; planned for tensors: {tensors}",
     )
     if event.skipped:
         yield "skipped", f"{event.skipped:,} steps, for an overflow"
     yield "run folder", str(run.path)
     if event.checkpoint and event.ended in (INTERRUPT, TERMINATED):
         yield "to go on", f"the same command with --resume auto --out {run.path}"
-
-
-def _count(step: int, total: int | None) -> str:
-    width = len(str(total)) if total else 5
-    return f"step {step:>{width}}" + (f"/{total}" if total else "")

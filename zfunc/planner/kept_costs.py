@@ -80,14 +80,13 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
 class ModelFacts:
     """What a plan reads of a model beside its costs; the parameters and buffer bytes are of each segment.
 
-    `longest`, `learned` and `quantized` are as in `zfunc.cli.simulated_model.SimulatedModel`.
+    `longest` and `quantized` are as in `zfunc.cli.simulated_model.SimulatedModel`.
     """
 
     architecture: Text
     num_layers: Count
     hidden_size: Count
     vocab_size: Count
-    learned: bool
     quantized: Annotated[str, Within(str, 0, 1000)]
     constant_bytes: Count
     buffer_bytes: tuple[Count, ...] = field(converter=tuple[int, ...])

@@ -11,7 +11,6 @@ from pathlib import Path
 from attrs import frozen
 
 ROOT = Path("/")
-OPENMP = ("libgomp", "libiomp", "libomp")  # GNU's, Intel's, LLVM's
 
 
 @frozen
@@ -92,15 +91,6 @@ def huge_page_mode(root: Path = ROOT) -> str | None:
     """Who gets transparent huge pages: "always" everyone, "madvise" who asks, "never" nobody; None: unknown."""
     words = (read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
-
-
-def openmp_runtimes(root: Path = ROOT) -> tuple[str, ...] | None:
-    """Paths of the OpenMP libraries loaded in this process, sorted; None: unknown."""
-    text = read_text(root / "proc/self/maps")
-    if text is None:
-        return None
-    paths = {words[5] for words in (line.split(maxsplit=5) for line in text.splitlines()) if len(words) == 6}
-    return tuple(sorted(path for path in paths if Path(path).name.startswith(OPENMP)))
 
 
 def cpu_model(root: Path = ROOT) -> str | None:

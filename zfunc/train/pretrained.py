@@ -50,11 +50,6 @@ class PretrainedModel:
         """The positions that it has, if they are limited."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    @property
-    def learned(self) -> bool:
-        """Whether these positions are learned; others, such as rotary ones, go on beyond."""
-        return getattr(self.segments[0].module, "longest", None) is not None
-
 
 def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
     """The model of `settings.hf`. Raises ValueError for settings that it cannot be trained with, and for a folder

@@ -5,6 +5,7 @@ the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from zfunc.options import (
     AUTO,
     Check,
     anything,
-    check_each,
     count,
     flag_fields,
     multiple,
@@ -34,6 +34,7 @@ from zfunc.options import (
     values_of_flags,
     zero_or_more,
 )
+from zfunc.values import whole
 
 DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch has is taken, too
 TOKEN_TYPES = ("uint16", "uint32")
@@ -70,6 +71,8 @@ def _resume(name: str, value: Any) -> None:
 
 
 _names = ", ".join
+# Arithmetic alone refuses what would take for ever to plan.
+_layers, _size = (partial(whole, least=1, most=most) for most in (10_000, 1 << 24))
 
 OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {
     name: x.usual for name, x in CLASSES.items()
@@ -144,18 +147,21 @@ class ModelFlags:
         "(default: those that peft has for the model, or its query, value and fused projections)",
         metavar="NAMES",
     )
-    num_layers: int = _model(4, "transformer blocks", count, common=True)
-    hidden_size: int = _model(128, "features of a token, a multiple of the heads", count, common=True)
-    num_attention_heads: int = _model(4, "attention heads", count, common=True)
+    num_layers: int = _model(4, "transformer blocks", _layers, common=True)
+    hidden_size: int = _model(128, "features of a token, a multiple of the heads", _size, common=True)
+    num_attention_heads: int = _model(4, "attention heads", _size, common=True)
     vocab_size: int | None = _model(
         None,
         "tokens in the vocabulary (default: those of the tokenizer; of bytes 256, of a .bin 50257 as GPT-2 has)",
-        count,
+        _size,
         common=True,
     )
-    seq_length: int = _model(128, "tokens of a sequence", count, common=True)
+    seq_length: int = _model(128, "tokens of a sequence", _size, common=True)
     batch_size: int = _step(
-        8, "sequences of a step, a multiple of the ranks times the micro-batches", count, common=True
+        8,
+        "sequences of a step, a multiple of the ranks times the micro-batches",
+        _size,
+        common=True,
     )
 
 
@@ -397,8 +403,7 @@ def step_settings(flags: Any, **changes: Any) -> StepSettings:
 
 
 def check_together(settings: Any) -> None:
-    """Check every field, alone and with the others."""
-    check_each(settings)
+    """Raise ValueError for fields that do not go together."""
     check_pretrained(settings)
     given = values_of_flags(StepSettings, settings)
     if given["precision"] == AUTO:  # which the machine decides

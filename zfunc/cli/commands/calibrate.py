@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from zfunc.cli.command import EXIT_OK, Command, write_files
+from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.terminal import logged
 from zfunc.core.settings import StepSettings
-from zfunc.options import AUTO, count, flag_fields, option, path
+from zfunc.options import AUTO, count, file_to_write, flag_fields, option
 from zfunc.train.settings import (
     CHOSEN,
     DEVICE,
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
     from zfunc.planner.profile import Profile
 
 # Settings that change nothing of what is measured
-UNMEASURED = (
-    "schedule",
-    "compile_segments",
-    "grad_slots",
-    "host_slots",
-    "offload_ratio",
-    "defer",
-)
+UNMEASURED = ("schedule", "compile_segments", "grad_slots", "host_slots", "offload_ratio", "defer")
 VOCABULARY_SIZE = 256  # of a GPT, where none is given
 
 MeasuredStepFlags = flag_fields(
@@ -59,33 +52,15 @@ class CalibrateSettings(MeasuredStepFlags):
         Path("machine.toml"),
         "measurement",
         "file to write, or to write anew, that ends in .toml",
-        path,
+        file_to_write(".toml"),
         "FILE",
         common=True,
     )
 
     def __attrs_post_init__(self) -> None:
-        """Check values alone and together. Raises ValueError."""
         check_together(self)
-        if self.out.suffix != ".toml":
-            raise ValueError(
-                f"out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
-            )
-        if not self.out.parent.is_dir():  # refused before minutes of measuring
-            raise ValueError(
-                f"out: got {self.out}, expected a file in a folder that exists: make {self.out.parent}"
-            )
-        if not self.folder.is_dir():
-            raise ValueError(
-                f"folder: got {self.folder}, expected a folder that exists: make it, or name another"
-            )
-
-    def training(self) -> TrainSettings:
-        """The training whose steps are measured; under Serial, and slow to learn, so that nothing overflows."""
-        own = {"out", "hf", "lora", "lora_alpha", "lora_targets"}
-        names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - own
-        model = {name: getattr(self, name) for name in names}
-        return TrainSettings(**model, schedule="Serial", lr=1e-5, warmup=0)
+        if not self.folder.is_dir():  # refused before minutes of measuring
+            raise ValueError(f"folder: got {self.folder}, expected a folder that exists: make it")
 
 
 def run_calibrate(settings: CalibrateSettings) -> int:
@@ -96,7 +71,7 @@ def run_calibrate(settings: CalibrateSettings) -> int:
     with process_group() as ranks, logged(COMMAND.options):
         profile = measure_machine(settings)
         if not ranks.rank:
-            write_files({settings.out: profile_text(profile)})
+            write_file(settings.out, profile_text(profile))
             print(f"next: zfunc plan --hardware {settings.out}")
     return EXIT_OK
 
@@ -114,9 +89,12 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     from zfunc.train.pretrained import described_model
     from zfunc.train.setup import check_size, compile_job, resolve_settings
 
-    model = described_model(settings)
-    resolved = resolve_settings(settings.training())
-    ranks = RankGroup.of()
+    model, ranks = described_model(settings), RankGroup.of()
+    own = {"out", "hf", "lora", "lora_alpha", "lora_targets"}
+    names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - own
+    trained = {name: getattr(settings, name) for name in names}
+    # It learns so slowly that nothing overflows.
+    resolved = resolve_settings(TrainSettings(**trained, schedule="Serial", lr=1e-5, warmup=0))
     check_rows(resolved.batch_size, ranks.world, resolved.micro_batches)
     if model is None:
         check_size(resolved, ranks)

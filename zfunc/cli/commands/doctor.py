@@ -1,33 +1,31 @@
-"""`zfunc doctor`: what this machine has for a step, a line each. What cannot be read is "unknown"."""
+"""`zfunc doctor`: what this machine has for a step, a line each. What cannot be read is a problem."""
 
 import json
 import os
 import platform
-import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 from attrs import frozen
 
-from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command
+from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, version_line
 from zfunc.cli.terminal import printable
 from zfunc.core.settings import BY_DEVICE, schedule_for
-from zfunc.errors import DiskError
 from zfunc.options import option
 from zfunc.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-ROOT = Path("/")
+MODULES = Path("/sys/module")  # of the kernel
 UNKNOWN = "unknown"
 COPIED, COPIES = 128 << 20, 4  # bytes of a copy to a device or back, and how many are timed
-HIDING = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 @frozen(kw_only=True)
@@ -55,7 +53,21 @@ class Check:
 
 def run_doctor(settings: DoctorSettings) -> int:
     """`zfunc doctor`: 0 if nothing is wrong, 1 if something is."""
-    checks = [*versions(), *processor(os.environ), *memory(), *drives(settings.folder), *devices()]
+    import torch
+
+    from zfunc.runtime.accelerator import accelerator_type
+
+    here = [] if Path().resolve() in [folder.resolve() for folder in settings.folder] else [Path()]
+    drives = {
+        "this folder" if folder in here else str(folder): folder for folder in (*here, *settings.folder)
+    }
+    count = torch.accelerator.device_count() if (kind := accelerator_type()) else 0
+    checks = [
+        *(check_of(read.__name__, read) for read in (versions, processor, threads, memory, bandwidth)),
+        *(check_of(name, partial(drive, folder)) for name, folder in drives.items()),
+        *(check_of(f"{kind}:{n}", partial(device, torch.device(kind or "", n))) for n in range(count)),
+        *([] if count else [no_device()]),
+    ]
     wrong = sum(check.problem is not None for check in checks)
     if settings.json:
         print(json.dumps({"problems": wrong, "checks": [attrs.asdict(check) for check in checks]}, indent=2))
@@ -64,130 +76,93 @@ def run_doctor(settings: DoctorSettings) -> int:
     return EXIT_FAILED if wrong else EXIT_OK
 
 
+def check_of(name: str, read: Callable[[], str]) -> Check:
+    """The line of what `read` returns; what it raises is a problem."""
+    try:
+        return Check(name, read())
+    except (RuntimeError, AssertionError, MemoryError, OSError, ValueError, KeyError) as error:
+        return Check(name, UNKNOWN, str(error).partition("\n")[0])
+
+
 def show_checks(checks: Sequence[Check]) -> None:
-    """Print them as lines, what is wrong below its own, in red on a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console, width = Console(highlight=False, soft_wrap=True), max(len(check.name) for check in checks)
+    """Print them as lines, what is wrong below its own."""
+    width = max(len(check.name) for check in checks)
     for check in checks:
-        console.print(Text(printable(f"  {check.name:<{width}}  {check.value}")))
+        print(printable(f"  {check.name:<{width}}  {check.value}"))
         if check.problem:
-            console.print(Text(printable(f"! {check.problem}"), "red"))
+            print(printable(f"! {check.problem}"))
 
 
-# --- the checks ------------------------------------------------------------------------------------------
+# --- what is read ----------------------------------------------------------------------------------------
 
 
-def versions(root: Path = ROOT) -> Iterator[Check]:
-    """Of zfunc, of what it runs on, and of the GPUs' driver."""
-    import numpy
-    import torch
-
-    import zfunc
-
-    built = torch.version.hip and f"ROCm {torch.version.hip}"
-    built = built or (f"CUDA {torch.version.cuda}" if torch.version.cuda else "no GPU")
-    python = f"python {platform.python_version()}, numpy {numpy.__version__}"
-    system = f"{platform.system()} {platform.release()}, GPU driver {driver(root) or 'none'}"
-    yield Check(
-        "versions", f"zfunc {zfunc.__version__}, torch {torch.__version__} for {built}, {python}, {system}"
-    )
+def versions() -> str:
+    """Of zfunc, and of what it runs on."""
+    return f"{version_line()}, {platform.system()} {platform.release()}"
 
 
-def driver(root: Path = ROOT) -> str | None:
-    """The version of the kernel module of NVIDIA or AMD that is loaded, and its name."""
-    files = {"nvidia": root / "proc/driver/nvidia/version", "amdgpu": root / "sys/module/amdgpu/version"}
-    for name, path in files.items():
-        if path.is_file():
-            return " ".join([name, *re.findall(r"\d+[.]\d+[.\d]*", path.read_text())[:1]])
-    return None
-
-
-def processor(environment: Mapping[str, str], root: Path = ROOT) -> Iterator[Check]:
-    """The CPU with the kernel's instructions, and the threads of an update."""
+def processor() -> str:
+    """The CPU with the kernel's instructions."""
     from zfunc.optim.kernel_loader import cpu_adam
-    from zfunc.runtime import cpu_topology
+    from zfunc.runtime.cpu_topology import cpu_model
+
+    return f"{cpu_model() or UNKNOWN}, kernel in {cpu_adam.instruction_set()}"
+
+
+def threads() -> str:
+    """The threads of an update."""
     from zfunc.runtime.accelerator import accelerator_type
     from zfunc.runtime.thread_budget import allowed_cpus, choose_threads
 
-    model, runtimes = cpu_topology.cpu_model(root) or UNKNOWN, cpu_topology.openmp_runtimes(root)
-    yield Check("processor", f"{model}, kernel in {cpu_adam.instruction_set()}")
-    several = "several OpenMP libraries, whose threads compete: install numpy and torch from one source"
-    problem = several if runtimes and len(runtimes) > 1 else None
-    try:
-        on_accelerator = accelerator_type() is not None
-        threads = str(choose_threads(environment, allowed_cpus(), on_accelerator=on_accelerator))
-    except ValueError as error:
-        threads, problem = UNKNOWN, str(error)
-    openmp = UNKNOWN if runtimes is None else ", ".join(runtimes) or "none by name"
-    yield Check("threads", f"{threads}; OpenMP {openmp}", problem)
+    on_accelerator = accelerator_type() is not None
+    return str(choose_threads(os.environ, allowed_cpus(), on_accelerator=on_accelerator))
 
 
-def memory() -> Iterator[Check]:
-    """Free memory, how much of it may be locked, and what a sweep over it reaches."""
-    from zfunc.planner.bandwidth import measure_bandwidth
+def memory() -> str:
+    """Free memory, and how much of it may be locked."""
     from zfunc.runtime.host_memory import available_host_bytes
 
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     pinned = "all of it" if limit == resource.RLIM_INFINITY else f"{format_bytes(limit)} (ulimit -l)"
-    try:
-        yield Check(
-            "memory", f"{format_bytes(available_host_bytes())} free to this process; may be pinned: {pinned}"
-        )
-        measured = measure_bandwidth()
-    except (MemoryError, OSError, ValueError, KeyError) as error:
-        yield Check("bandwidth", f"{UNKNOWN}: {error}")
-        return
+    return f"{format_bytes(available_host_bytes())} free to this process; may be pinned: {pinned}"
+
+
+def bandwidth() -> str:
+    """What a sweep over memory reaches, and the Adam kernel of that."""
+    from zfunc.planner.bandwidth import measure_bandwidth
+
+    measured = measure_bandwidth()
     cached = "" if measured.beyond_caches else ", which the caches hold"
-    yield Check(
-        "bandwidth",
-        f"{measured.gigabytes:.1f} GB/s over {format_bytes(measured.nbytes)} of memory{cached}; the Adam kernel "
-        f"reaches {measured.reached:.0%}",
-    )
+    swept = f"{measured.gigabytes:.1f} GB/s over {format_bytes(measured.nbytes)} of memory{cached}"
+    return f"{swept}; the Adam kernel reaches {measured.reached:.0%}"
 
 
-def drives(folders: Sequence[Path]) -> Iterator[Check]:
-    """The drive of this folder, and those of `folders`, on which state is to live."""
+def drive(folder: Path) -> str:
+    """What the drive of a folder reaches, and what is free on it."""
     from zfunc.runtime.direct_io import file_system_of, is_direct, measure
 
-    here = [] if Path().resolve() in [folder.resolve() for folder in folders] else [Path()]
-    for folder in (*here, *folders):
-        name = "this folder" if folder in here else str(folder)
-        try:
-            how, speeds = "past" if is_direct(folder) else "through", measure(folder)
-            free = format_bytes(shutil.disk_usage(folder).free)
-        except DiskError as error:
-            yield Check(name, UNKNOWN, None if folder in here else str(error))
-            continue
-        rates = f"reads {speeds.read / 1e9:.1f} GB/s, writes {speeds.write / 1e9:.1f} GB/s"
-        yield Check(name, f"{rates}, {how} the page cache; {file_system_of(folder)}, {free} free")
+    how, speeds = "past" if is_direct(folder) else "through", measure(folder)
+    rates = f"reads {speeds.read / 1e9:.1f} GB/s, writes {speeds.write / 1e9:.1f} GB/s"
+    free = format_bytes(shutil.disk_usage(folder).free)
+    return f"{rates}, {how} the page cache; {file_system_of(folder)}, {free} free"
 
 
-def devices(root: Path = ROOT) -> Iterator[Check]:
-    """Every accelerator that torch sees; or that there is none, and what may be wrong where a driver is loaded."""
-    import torch
+def no_device(modules: Path = MODULES) -> Check:
+    """That there is no accelerator, and what may be wrong where a driver is loaded."""
+    drivers = [name for name in ("nvidia", "amdgpu") if (modules / name).is_dir()]
+    hint = "compare with what torch is built for, and look at variables such as CUDA_VISIBLE_DEVICES"
+    problem = f"driver {' '.join(drivers)} is loaded, but torch sees no device: {hint}"
+    value = f"none: steps run on the CPU, under {schedule_for(BY_DEVICE, on_cpu=True)}"
+    return Check("devices", value, problem if drivers else None)
 
-    from zfunc.runtime.accelerator import accelerator_type, available_bytes, best_precision, device_name
 
-    if (kind := accelerator_type()) is None:
-        hidden = [f"{name}={os.environ[name]!r} may hide it" for name in HIDING if name in os.environ]
-        hint = ", ".join(hidden) or "compare with what torch is built for"
-        problem = f"driver {driver(root)} is loaded, but torch sees no device: {hint}"
-        default = schedule_for(BY_DEVICE, on_cpu=True)
-        yield Check(
-            "devices", f"none: steps run on the CPU, under {default}", problem if driver(root) else None
-        )
-        return
-    for index in range(torch.accelerator.device_count()):
-        device = torch.device(kind, index)
-        try:
-            there, back = (f"{rate / 1e9:.1f} GB/s" for rate in copy_rates(device))
-            free, precision = format_bytes(available_bytes(device)), best_precision(device)
-            copies = f"copies {there} to it, {back} back"
-            yield Check(str(device), f"{device_name(device)}; {free} free; {precision}; {copies}")
-        except (RuntimeError, AssertionError, MemoryError) as error:
-            yield Check(str(device), "does not answer", str(error).splitlines()[0])
+def device(device: "torch.device") -> str:
+    """What an accelerator is, has free, computes fastest in, and gets from pinned memory and gives back."""
+    from zfunc.runtime.accelerator import available_bytes, best_precision, device_name
+
+    there, back = (f"{rate / 1e9:.1f} GB/s" for rate in copy_rates(device))
+    free, precision = format_bytes(available_bytes(device)), best_precision(device)
+    return f"{device_name(device)}; {free} free; {precision}; copies {there} to it, {back} back"
 
 
 def copy_rates(device: "torch.device") -> tuple[float, float]:

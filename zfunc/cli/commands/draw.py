@@ -12,7 +12,7 @@ import attrs
 from attrs import evolve, frozen
 
 from zfunc import schedules
-from zfunc.cli.command import EXIT_OK, Command, write_files
+from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.cli.terminal import printable
 from zfunc.core.hardware import ROUND, Hardware
@@ -22,7 +22,7 @@ from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
-from zfunc.options import AUTO, flag_fields, one_of, option, path
+from zfunc.options import AUTO, file_to_write, flag_fields, option, path
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import DRAWN, STEP, check_together, step_settings
@@ -33,10 +33,9 @@ from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.timeline_text import text
 
-FORMATS = ("text", "svg", "chrome", "html")
-SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 # Settings without a flag here.
 UNDRAWN = ("compile_segments", "deterministic", "offload_ratio")
+OF_STEP = ("data", "model", "step", "how it runs", "offload", "buffers")  # groups that a run has decided
 
 DrawnStepFlags = flag_fields(
     StepSettings,
@@ -52,14 +51,6 @@ DrawnStepFlags = flag_fields(
 class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
-    format: str | None = option(
-        None,
-        "picture",
-        f"{', '.join(FORMATS)} (default: by the suffix of `out`, .svg, .html or .json; else text, or html with "
-        "`compare`)",
-        one_of(FORMATS),
-        common=True,
-    )
     compare: Path | None = option(
         None,
         "picture",
@@ -72,8 +63,9 @@ class DrawSettings(DrawnStepFlags):
     out: Path | None = option(
         None,
         "picture",
-        "file to write, or to write anew (default: print the picture; of `compare`: RUN/compare.html or .svg)",
-        path,
+        "file to write, or to write anew: .svg, .html, .json for a Chrome trace, else text; one for each of "
+        "several schedules (default: print text; of `compare`: RUN/compare.html)",
+        file_to_write(".svg", ".html", ".json", ".txt", ""),
         "FILE",
         common=True,
     )
@@ -82,15 +74,7 @@ class DrawSettings(DrawnStepFlags):
         check_together(self)
         self.check_simulated()
         for f in attrs.fields(DrawSettings) if self.compare is not None else ():
-            of_step = f.metadata["option"].group in (
-                "data",
-                "model",
-                "step",
-                "how it runs",
-                "offload",
-                "buffers",
-            )
-            if of_step and getattr(self, f.name) != f.default:
+            if f.metadata["option"].group in OF_STEP and getattr(self, f.name) != f.default:
                 raise ValueError(
                     f"{f.name}: got it with `compare`, which draws the run's own plan, expected one of them: "
                     "leave one out"
@@ -99,42 +83,26 @@ class DrawSettings(DrawnStepFlags):
 
 def run_draw(settings: DrawSettings) -> int:
     """`zfunc draw`."""
-    form, out = _format_of(settings), settings.out
+    out = settings.out
     if settings.compare is None:
         steps = draw_simulated_step(settings)
     else:
-        steps = {"": _compared_step(settings, settings.compare)}
-        print("\n".join(map(printable, comparison_rows(steps[""]).splitlines())))
-        if form != "text" and out is None:
-            out = settings.compare / f"compare{next(s for s, f in SUFFIXES.items() if f == form)}"
+        step = _compared_step(settings, settings.compare)
+        steps = {"": step}
+        told = f"predicted for {_hardware_line(step.hardware)}\n{table(*step.timelines, step.plan)}"
+        print("\n".join(map(printable, told.splitlines())))
+        out = out or settings.compare / "compare.html"
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    pictures = {name: picture(step, form, width=max(60, columns)) for name, step in steps.items()}
-    if out is None:
-        print("\n".join(pictures.values()), end="")
-        return EXIT_OK
-    if form == "text":
+    suffix = "" if out is None else out.suffix
+    pictures = {name: picture(step, suffix, width=max(60, columns)) for name, step in steps.items()}
+    if suffix in ("", ".txt"):
         pictures = {"": "\n".join(pictures.values())}
-    one = len(pictures) == 1
-    write_files(
-        {out if one else out.with_stem(f"{out.stem}-{n.lower()}"): image for n, image in pictures.items()}
-    )
+    for name, image in pictures.items():
+        if out is None:
+            print(image, end="")
+        else:
+            write_file(out if len(pictures) == 1 else out.with_stem(f"{out.stem}-{name.lower()}"), image)
     return EXIT_OK
-
-
-def _format_of(settings: DrawSettings) -> str:
-    """The format of the flags, of the suffix of --out, or the default."""
-    suffix = settings.out.suffix if settings.out else ""
-    if settings.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
-        raise ValueError(
-            f"out: got {settings.out}, expected a name that ends in {', '.join(SUFFIXES)} or .txt: or add `format`"
-        )
-    default = "html" if settings.compare and not suffix else "text"
-    form = settings.format or SUFFIXES.get(suffix, default)
-    if settings.schedule == "all" and settings.out is None and form != "text":
-        raise ValueError(
-            f"schedule: got all in {form} without `out`, expected a file: add such as out='step.{form}'"
-        )
-    return form
 
 
 # --- the step --------------------------------------------------------------------------------------------
@@ -142,18 +110,12 @@ def _format_of(settings: DrawSettings) -> str:
 
 @frozen
 class DrawnStep:
-    """A plan, the hardware, and the step simulated on it; `measured` is the same step as a run measured it."""
+    """A plan, the hardware, and the step: simulated on it, and perhaps as a run measured it."""
 
     heading: str
     plan: Plan
     hardware: Hardware
-    timeline: Timeline
-    measured: Timeline | None = None
-
-    @property
-    def timelines(self) -> tuple[Timeline, ...]:
-        """Those that are drawn."""
-        return (self.timeline, *([] if self.measured is None else [self.measured]))
+    timelines: tuple[Timeline, ...]
 
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
@@ -172,8 +134,10 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     names = schedules.__all__ if chosen == "all" else [chosen]
     job = f"one step of a {model.name}, batch {settings.batch_size} x {settings.seq_length}"
     plans = {name: plan_with(make_schedule(name, on), graph) for name in names}
-    steps = {name: DrawnStep(f"{name}: {job}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
-    return dict(sorted(steps.items(), key=lambda item: -item[1].timeline.seconds))
+    steps = {
+        name: DrawnStep(f"{name}: {job}", plan, on, (simulate(plan, on),)) for name, plan in plans.items()
+    }
+    return dict(sorted(steps.items(), key=lambda item: -item[1].timelines[0].seconds))
 
 
 def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
@@ -184,7 +148,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
     except ValueError as error:
         raise ValueError(f"compare: {error}") from error
     heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}"
-    return DrawnStep(heading, step.plan, on, simulated, step.timeline)
+    return DrawnStep(heading, step.plan, on, (simulated, step.timeline))
 
 
 def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardware:
@@ -196,38 +160,22 @@ def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardwar
 # --- the picture -----------------------------------------------------------------------------------------
 
 
-def picture(step: DrawnStep, form: str, *, width: int) -> str:
-    """The picture: "text" of so many columns, "svg", "html", or a "chrome" trace."""
+def picture(step: DrawnStep, suffix: str, *, width: int) -> str:
+    """The picture as a file of this suffix has it; as text of so many columns for any other than these three."""
     title = f"{step.heading}, on {step.hardware.name}"
-    match form:
-        case "svg":
+    match suffix:
+        case ".svg":
             return svg(step.timelines, plan=step.plan, title=title)
-        case "html":
+        case ".html":
             return page(step.timelines, plan=step.plan, title=title)
-        case "chrome":
+        case ".json":
             return chrome_trace(step.timelines) + "\n"
         case _:
-            return _text_picture(step, width)
-
-
-def _text_picture(step: DrawnStep, width: int) -> str:
-    peaks = (f"{format_bytes(p.nbytes)} {tier}" for tier, p in peak_memory(step.plan).items() if p.nbytes)
-    shortest = lower_bound(step.plan.graph, step.hardware)
-    return "\n".join(
-        [
-            step.heading,
-            f"on {_hardware_line(step.hardware)}",
-            text(step.timelines, width),
-            f"longest chain of dependencies: {shortest:.3g} s; memory at most: {', '.join(peaks)}",
-            "",
-        ]
-    )
-
-
-def comparison_rows(step: DrawnStep) -> str:
-    """Predicted and measured, in rows."""
-    assert step.measured is not None
-    return f"predicted for {_hardware_line(step.hardware)}\n{table(step.timeline, step.measured, step.plan)}"
+            peaks = peak_memory(step.plan).items()
+            memory = ", ".join(f"{format_bytes(p.nbytes)} {tier}" for tier, p in peaks if p.nbytes)
+            shortest = lower_bound(step.plan.graph, step.hardware)
+            lines = f"{step.heading}\non {_hardware_line(step.hardware)}\n{text(step.timelines, width)}\n"
+            return f"{lines}longest chain of dependencies: {shortest:.3g} s; memory at most: {memory}\n"
 
 
 def _hardware_line(h: Hardware) -> str:

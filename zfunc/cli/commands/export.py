@@ -4,10 +4,10 @@ from pathlib import Path
 
 from attrs import NOTHING, frozen
 
-from zfunc.cli.command import EXIT_OK, Command
+from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.options import check_each, one_of, option, path
+from zfunc.options import one_of, option, path
 from zfunc.units import format_bytes
 
 
@@ -22,8 +22,8 @@ class ExportSettings:
         metavar="CHECKPOINT",
         positional=True,
     )
-    out: Path | None = option(
-        None,
+    out: Path = option(
+        NOTHING,
         "file",
         "new file to write, which ends in .safetensors; with `hf` a new folder; to be given",
         path,
@@ -44,58 +44,28 @@ class ExportSettings:
     )
 
     def __attrs_post_init__(self) -> None:
-        check_each(self)
-        if self.hf is not None and not (self.hf / "config.json").is_file():
-            raise ValueError(
-                f"hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
-                "the one that training began with"
-            )
         if self.adapter_only and self.hf is None:
             raise ValueError(
                 "adapter_only: got it without `hf`, expected the model that the adapters are for: add `hf`"
             )
-        if self.out is None:
-            kind, example = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
-            raise ValueError(f"out: got none, expected a new {kind} to write: pass such as out={example!r}")
 
 
 def run_export(settings: ExportSettings) -> int:
     """`zfunc export`."""
     from zfunc.checkpoint.export import export_weights
 
+    source, out, given = settings.checkpoint, settings.out, {"dtype": settings.dtype, "ema": settings.ema}
     with logged(COMMAND.options):
         if settings.hf is None:
-            exported = export_weights(
-                settings.checkpoint, settings.out, dtype=settings.dtype, ema=settings.ema
-            )
+            x = export_weights(source, out, **given)
         else:
             from zfunc.models import hf
             from zfunc.train.pretrained import adapters_of_run
 
-            lora = adapters_of_run(settings.checkpoint)
-            if settings.adapter_only and lora is None:
-                raise ValueError(
-                    f"adapter_only: got {settings.checkpoint}, which is in no run with --lora, expected one: "
-                    "name the run's folder, or leave it out"
-                )
-            try:
-                exported = hf.export(
-                    settings.checkpoint,
-                    settings.out,
-                    config=settings.hf,
-                    dtype=settings.dtype,
-                    lora=lora,
-                    adapter_only=settings.adapter_only,
-                    ema=settings.ema,
-                )
-            except ValueError as error:
-                if not str(error).startswith("config: "):
-                    raise
-                raise ValueError(f"hf: {str(error).removeprefix('config: ')}") from error
-    print(
-        f"written: {exported.path}: {exported.parameters} parameters of step {exported.step} as {exported.dtype}, "
-        f"{format_bytes(exported.bytes)}"
-    )
+            lora, alone = adapters_of_run(source), settings.adapter_only
+            x = hf.export(source, out, config=settings.hf, lora=lora, adapter_only=alone, **given)
+    what = f"{x.parameters} parameters of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
+    print(f"written: {x.path}: {what}")
     return EXIT_OK
 
 

@@ -5,10 +5,6 @@ screen of text, or as one JSON object for programs.
 """
 
 import json
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -17,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, evolve, fields, frozen
 
 from zfunc import schedules
-from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command, write_files
+from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import BY_DEVICE, StepSettings
-from zfunc.options import AUTO, as_flag, check_each, count, flag_fields, multiple, one_of, option, path
+from zfunc.options import AUTO, as_flag, count, file_to_write, flag_fields, multiple, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused
 from zfunc.planner.profile import Profile
 from zfunc.train.settings import CHOSEN, STEP, check_pretrained, check_rows, step_settings
@@ -34,20 +30,27 @@ if TYPE_CHECKING:
     from zfunc.planner.suggestions import Suggestion
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
-MAXIMA = {  # of `max`
-    **{"layers": "num_layers", "batch": "batch_size", "length": "seq_length"},
-    "longer": "seq_length",  # than the positions of the config
-}
+MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of `max`
 MOST_LAYERS = 400  # that are tried; each adds operations and time
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
 LENGTH_UNIT = 128  # tokens
-PATIENCE = 2.0  # seconds
 ALWAYS_TYPED = (
     "schedule",
     "bucket_size",
     "grad_slots",
     "host_slots",
 )  # others where they are not the default
+FIGURES = (
+    "fits",
+    "step_seconds",
+    "tflops",
+    "tokens_per_second",
+    "memory",
+    "bus_bytes",
+    "lanes",
+    "bound",
+    "lacking",
+)
 
 PlannedStepFlags = flag_fields(
     StepSettings,
@@ -76,7 +79,7 @@ class PlanSettings(PlannedStepFlags):
         "model",
         "find the most that fits, whatever its flag says: layers, as `max` alone does, sequences of a batch, or "
         f"the length of a sequence, in steps of {LENGTH_UNIT} tokens, up to the positions of a Hugging Face "
-        "config; or longer, where these are computed and not learned (default: nothing)",
+        "config (default: nothing)",
         one_of(MAXIMA),
         "|".join(MAXIMA),
         alone="layers",
@@ -87,30 +90,18 @@ class PlanSettings(PlannedStepFlags):
         None,
         "output",
         "write the answer to a file, or anew: .html with a picture of the step, or .txt (default: print it)",
-        path,
+        file_to_write(".html", ".txt"),
         "FILE",
         common=True,
     )
     json: bool = option(False, "output", "print one JSON object, for programs")
 
     def __attrs_post_init__(self) -> None:
-        check_each(self)
-        if self.out is not None and (self.json or self.out.suffix not in (".html", ".txt")):
-            raise ValueError(
-                f"out: got {self.out}{' with `json`' * self.json}, expected a name that ends in .html or .txt, "
-                "and no `json`, which is printed"
-            )
         check_pretrained(self)
-        described = self.hf or self.hf_config
-        if self.max == "layers" and described:
+        if self.max == "layers" and (self.hf or self.hf_config):
             raise ValueError(
-                "max: got layers with a Hugging Face model, whose config says how many, expected batch, length "
-                "or longer: pass max='batch'"
-            )
-        if self.max == "longer" and not described:
-            raise ValueError(
-                "max: got longer without `hf`, expected a Hugging Face model: pass max='length', which has no such "
-                "limit here"
+                "max: got layers with a Hugging Face model, whose config says how many, expected batch or length: "
+                "pass max='batch'"
             )
         self.check_simulated()
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
@@ -119,33 +110,20 @@ class PlanSettings(PlannedStepFlags):
         check_rows(self.batch_size, self.world, self.micro_batches)
 
 
-@contextmanager
-def _told_where_it_takes_long() -> Iterator[None]:
-    """On a terminal a line says after PATIENCE seconds what takes so long."""
-    told = "zfunc plan: planning. A Hugging Face model is traced once: its costs are kept for the next plan"
-    timer = threading.Timer(PATIENCE, print, [told], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 @garbage_collection_paused()  # the import of torch, too
 def run_plan(settings: PlanSettings) -> int:
     """`zfunc plan`: 0 if it fits, 1 if it does not."""
-    with _told_where_it_takes_long():
-        answer = plan_model(settings)
-    if settings.out is None:
-        print(as_json(answer) + "\n" if settings.json else plan_text(answer), end="", flush=True)
-    else:
-        from zfunc.planner.planned import report_html
+    from zfunc.planner.planned import report_html
 
-        text = plan_text(answer)
+    answer = plan_model(settings)
+    text = plan_text(answer)
+    if settings.json:
+        print(as_json(answer), flush=True)
+    elif settings.out is None:
+        print(text, end="", flush=True)
+    if settings.out is not None:
         is_page = settings.out.suffix == ".html"
-        write_files({settings.out: report_html(answer.planned, text) if is_page else text})
+        write_file(settings.out, report_html(answer.planned, text) if is_page else text)
     return EXIT_OK if answer.planned.fits else EXIT_FAILED
 
 
@@ -171,7 +149,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     hardware = settings.profile
     assert hardware is not None
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
-    begin = settings if MAXIMA.get(settings.max or "") != "seq_length" else evolve(settings, seq_length=1)
+    begin = settings if settings.max != "length" else evolve(settings, seq_length=1)
     model, limit = simulated_model(begin), ""
     if settings.max:
         found, limit = _most(settings, step, hardware, model)
@@ -197,22 +175,12 @@ def _most(
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
     ]
-    name = MAXIMA[settings.max or ""]
-    unit, most, limit = settings.world * settings.micro_batches, MOST_ROWS, ""
-    if name == "num_layers":
-        unit, most = 1, MOST_LAYERS
-    if name == "seq_length":
-        longest = MOST_TOKENS if settings.max == "longer" else model.longest or MOST_TOKENS
-        if settings.max == "longer" and model.learned:
-            raise ValueError(
-                f"max: got longer for a {model.architecture}, whose positions are learned, expected a model that "
-                "computes them: pass max='length'"
-            )
-        unit = min(LENGTH_UNIT, longest)
-        most = longest // unit
-        limit = f"{longest:,} tokens, beyond which none are tried"
-        if longest == model.longest:
-            limit = "the positions of its config (max_position_embeddings)"
+    name, longest = MAXIMA[settings.max or ""], model.longest or MOST_TOKENS
+    unit, most, larger = {
+        "num_layers": (1, MOST_LAYERS, "a larger hidden_size"),
+        "batch_size": (settings.world * settings.micro_batches, MOST_ROWS, "longer ones"),
+        "seq_length": (min(LENGTH_UNIT, longest), max(1, longest // LENGTH_UNIT), ""),
+    }[name]
     costs: dict[int, CostModel] = {}
 
     def step_of(count: int, way: StepSettings) -> "PlannedStep":
@@ -223,12 +191,13 @@ def _most(
         return costs[count].estimate(way).step
 
     found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
-    if found == most and not limit:
-        what, larger = (
-            ("layers", "a larger hidden_size") if name == "num_layers" else ("sequences", "longer ones")
-        )
+    if found < most:
+        return max(1, found) * unit, ""
+    if larger:
+        what = {"num_layers": "layers"}.get(name, "sequences")
         raise ValueError(f"max: {most * unit:,} {what} fit, and more are not tried: pass {larger}")
-    return max(1, found) * unit, limit if found == most else ""
+    of_config = "the positions of its config (max_position_embeddings)"
+    return most * unit, of_config if model.longest else f"{longest:,} tokens, beyond which none are tried"
 
 
 # --- the answer ------------------------------------------------------------------------------------------
@@ -238,23 +207,12 @@ def as_json(answer: PlannedModel) -> str:
     """The answer as one object; memory in bytes, times in seconds."""
     p = answer.planned
     content: dict[str, Any] = {
-        "fits": p.fits,
-        "step_seconds": p.step_seconds,
-        "tflops": p.tflops,
-        "tokens_per_second": p.tokens_per_second,
-        "memory": p.memory,
-        "bus_bytes": p.bus_bytes,
+        **{name: getattr(p, name) for name in FIGURES},
         "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
-        "lanes": p.lanes,
-        "bound": p.bound,
         "advice": [_typed(suggestion) for suggestion in p.suggestions],
-        "lacking": p.lacking,
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},
-        "parameters": answer.model.parameters,
-        "trained": answer.model.trained,
-        "num_layers": answer.model.num_layers,
-        "batch_size": answer.settings.batch_size,
-        "seq_length": answer.settings.seq_length,
+        **{name: getattr(answer.model, name) for name in ("parameters", "trained", "num_layers")},
+        **{name: getattr(answer.settings, name) for name in ("batch_size", "seq_length")},
         "limit": answer.limit,
         "hardware": p.hardware.name,
         "world": p.world,
@@ -268,17 +226,28 @@ def plan_text(answer: PlannedModel) -> str:
     """The answer as one screen of text."""
     from zfunc.planner.planned import report
 
-    flags = answer.settings
-    chosen, searched = flags.precision == AUTO, flags.schedule == AUTO
-    found = _found(answer.planned) if searched else []
-    whole = answer.model.trained == answer.model.parameters
-    if not answer.planned.fits and whole and (flags.hf or flags.hf_config):
+    flags, model, p = answer.settings, answer.model, answer.planned
+    lines: list[str] = []
+    if flags.max:
+        found = {
+            "layers": f"{flags.num_layers} layers",
+            "batch": f"a batch of {flags.batch_size:,} sequences",
+            "length": f"sequences of {flags.seq_length:,} tokens",
+        }[flags.max]
+        bounded = f", bounded by {answer.limit} and not by memory" * bool(answer.limit)
+        lines.append(f"the most that fits with these settings: {found}{bounded}")
+    if model.quantized:
+        stored = f"its weights are stored quantized ({model.quantized})"
+        lines.append(f"{stored}, and planned as they are trained: {p.step.settings.precision}")
+    ranks = f"{p.world} rank{'s' * (p.world != 1)}"
+    lines.append(f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}")
+    found = _found(p) if flags.schedule == AUTO else []
+    if not p.fits and model.trained == model.parameters and (flags.hf or flags.hf_config):
         found.append(
             "or train adapters alone (--lora 16): weights in 16 bits, and no optimizer state of them"
         )
-    return "\n".join(
-        [*_job(answer), report(answer.planned, chosen_precision=chosen, found=found, written=_typed)]
-    )
+    told = report(p, chosen_precision=flags.precision == AUTO, found=found, written=_typed)
+    return "\n".join([*lines, told])
 
 
 def _typed(suggestion: "Suggestion") -> str:
@@ -300,30 +269,6 @@ def _found(p: "Planned") -> list[str]:
     orders = hasattr(p.settings["schedule"], "hardware") and p.hardware != ROUND
     note = " (which orders for round numbers, not for this hardware)" if orders else ""
     return wrapped(f"as options of zfunc train{note}: {' '.join(starmap(as_flag, chosen.items()))}")
-
-
-def _job(answer: PlannedModel) -> Iterator[str]:
-    flags = answer.settings
-    if flags.max:
-        length = f"sequences of {flags.seq_length:,} tokens"
-        found = {
-            "layers": f"{flags.num_layers} layers",
-            "batch": f"a batch of {flags.batch_size:,} sequences",
-            "length": length,
-            "longer": length,
-        }
-        bounded = f", bounded by {answer.limit} and not by memory" * bool(answer.limit)
-        yield f"the most that fits with these settings: {found[flags.max]}{bounded}"
-    model = answer.model
-    if answer.limit and flags.max == "length" and not model.learned:
-        yield "its positions are computed: --max longer goes on, beyond what its config says it was trained for"
-    if model.longest is not None and flags.seq_length > model.longest:
-        yield f"its config has {model.longest:,} positions: the same model computes those beyond, untrained"
-    if model.quantized:
-        precision = answer.planned.step.settings.precision
-        yield f"its weights are stored quantized ({model.quantized}), and planned as they are trained: {precision}"
-    ranks = f"{answer.planned.world} rank{'s' * (answer.planned.world != 1)}"
-    yield f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}"
 
 
 COMMAND = Command(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from attrs import NOTHING, frozen
 
-from zfunc.cli.command import EXIT_OK, Command, write_files
+from zfunc.checkpoint.durable_files import replace_text
+from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.terminal import printable
-from zfunc.options import check_each, option, path
+from zfunc.options import file_to_write, option
 
 EVERY = 5.0  # seconds from one page to the next
 REST = 20.0  # times as long as it took to write a page: a training needs the cores
@@ -22,12 +23,9 @@ class ReportSettings:
         NOTHING, "run", "folder of the run, such as runs/DATE-TIME", metavar="RUN", positional=True
     )
     out: Path | None = option(
-        None, "page", "file to write, or to write anew (default: RUN/report.html)", path, "FILE"
+        None, "page", "file to write, or to write anew (default: RUN/report.html)", file_to_write(), "FILE"
     )
     follow: bool = option(False, "page", "write it anew until the run ends; a browser that shows it follows")
-
-    def __attrs_post_init__(self) -> None:
-        check_each(self)
 
 
 def run_report(settings: ReportSettings) -> int:
@@ -36,18 +34,16 @@ def run_report(settings: ReportSettings) -> int:
     from zfunc.train.history import read_history
 
     out = settings.out or settings.run / "report.html"
-    ends_well = (KeyboardInterrupt,) if settings.follow else ()
-    with suppress(*ends_well):
-        while True:
-            began = time.monotonic()
-            run = read_history(settings.run)
-            ended = bool(run.summary) or not settings.follow
-            write_files({out: report_page(run, refresh=None if ended else EVERY)}, tell=ended)
-            if settings.follow:
-                print(printable(headline(run)), flush=True)
-            if ended:
-                break
+    run, began = read_history(settings.run), time.monotonic()
+    with suppress(*([KeyboardInterrupt] if settings.follow else [])):
+        while settings.follow and not run.summary:
+            replace_text(out, report_page(run, refresh=EVERY))
+            print(printable(headline(run)), flush=True)
             time.sleep(max(EVERY, REST * (time.monotonic() - began)))
+            run, began = read_history(settings.run), time.monotonic()
+        write_file(out, report_page(run))
+        if settings.follow:
+            print(printable(headline(run)), flush=True)
     return EXIT_OK
 
 

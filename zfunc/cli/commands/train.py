@@ -1,11 +1,10 @@
 """`zfunc train`. Its settings are in `zfunc.train.settings`."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from zfunc.cli.command import EXIT_OK, Command
-from zfunc.cli.parser import with_flags
+from zfunc.cli.parser import EXIT_OK, Command, with_flags
 from zfunc.cli.terminal import can_redraw, interrupts, logged, printable
 from zfunc.options import AUTO
 from zfunc.train.settings import TrainSettings
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from zfunc.train.events import Event
     from zfunc.train.resume import ResumePoint
     from zfunc.train.run_folder import RunFolder
-    from zfunc.train.setup import TrainingJob
 
 
 class TrainingFailed(Exception):  # noqa: N818
@@ -45,11 +43,17 @@ def run_train(settings: TrainSettings) -> int:
 
 
 def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint") -> None:
-    """Train, and record and show it in the `run` of rank 0. TrainingFailed if that has begun, or is not saved."""
+    """Train; with the `run` of rank 0 record it there, show it, and tell the trackers.
+
+    Raises TrainingFailed if training has begun, or the last step is not saved.
+    """
+    from zfunc.cli.train_lines import TrainingOutput, progress
     from zfunc.planner.kept_costs import cache_folder
+    from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
     from zfunc.train.setup import prepare_job
+    from zfunc.train.tracking import tracking
 
     if start.line and run is not None:
         print(printable(with_flags(start.line, COMMAND.options)), flush=True)
@@ -58,9 +62,18 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
     begun, failure, kept = False, "", "" if run is None else f"\nThe run up to here is in {run.path}"
     try:
         job = prepare_job(settings, cache=cache_folder())
-        with interrupts(tell=run is not None and not can_redraw()) as stop, _shown(job, run, stop) as show:
+        with ExitStack() as stack:
+            stop = stack.enter_context(interrupts(tell=run is not None and not can_redraw()))
+            readers: list[Callable[[Event], None]] = []
+            if run is not None:
+                steps = config_extras(job.settings).steps_per_print
+                lines = TrainingOutput(run, job.corpus.unit, steps, stopping=stop)
+                stack.enter_context(progress(lines) if can_redraw() else ExitStack())
+                track = stack.enter_context(tracking(job.settings, run.path))
+                readers += [run.record, lines.show, track]
             for event in train_events(job, stop=stop, start=start):
-                show(event)
+                for read in readers:
+                    read(event)
                 begun, failure = True, event.failure if isinstance(event, Saved) else failure
     except BaseException as error:
         if run is not None:
@@ -70,30 +83,6 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
         raise TrainingFailed(f"{error}{kept}") from error
     if failure:
         raise TrainingFailed(f"the last step is not saved: {failure}{kept}")
-
-
-@contextmanager
-def _shown(
-    job: "TrainingJob", run: "RunFolder | None", stop: Callable[[], str]
-) -> "Generator[Callable[[Event], None]]":
-    """What records an event in the run folder, on the screen and in the trackers; nothing where there is no run."""
-    from zfunc.cli.train_lines import TrainingOutput, progress
-    from zfunc.train.deepspeed.mapping import config_extras
-    from zfunc.train.tracking import tracking
-
-    if run is None:
-        yield lambda _: None
-        return
-    steps = config_extras(job.settings).steps_per_print
-    lines = TrainingOutput(run, job.corpus.unit, steps, stopping=stop)
-    with progress(lines) if can_redraw() else nullcontext(lines), tracking(job.settings, run.path) as track:
-
-        def show(event: "Event") -> None:
-            run.record(event)
-            lines.show(event)
-            track(event)
-
-        yield show
 
 
 COMMAND = Command(
