@@ -113,7 +113,7 @@ published: $(TOOLS)
 
 WHEEL := build/wheel
 WHEEL_BIN := $(CURDIR)/$(WHEEL)/tools/bin
-KERNEL_TESTS := tests/optim/test_adam.py tests/optim/test_adam_bits.py
+KERNEL_TESTS := tests/optim/test_update.py tests/optim/test_sums.py
 IS_INSTALLED := import re, sys, torch, zfunc; \
 	zfunc.adam_update_(*torch.zeros(4, 1 << 17), step=1, lr=1e-3, threads=2); \
 	found = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp|omp)\S*", open("/proc/self/maps").read()))); \

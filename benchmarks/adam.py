@@ -159,9 +159,9 @@ def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callab
     state = {"master_high": m.halves[0], "master_low": m.halves[1]} if split else {"master": m.master}
     state[means.name] = torch.full((means.numel(m.n),), 1e-6)
     decision = StepDecision(False, SCALE, STEP, optimizer.factors(STEP))
-    arguments = optimizer.arguments(decision, group, ParameterPart.whole(shape))
     out = None if split else m.out
-    return lambda: optimizer.host_kernel(state, m.grad, out=out, threads=threads, **arguments)
+    how = {"group": group, "part": ParameterPart.whole(shape), "out": out, "threads": threads}
+    return lambda: optimizer.host_update(state, m.grad, decision, **how)
 
 
 def skeleton(

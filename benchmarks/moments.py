@@ -20,30 +20,29 @@ import torch
 from benchmarks.machine import describe, make_parser, write
 from benchmarks.training import trained
 from zfunc.core.decision import StepDecision
-from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.formats import unpack_weights
-from zfunc.optim.reference import reference_update
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
 
 
 class Plain:
-    """A training of weights that begin at 0, by Adam in NumPy."""
+    """A training of weights that begin at 0, by Adam on the host."""
 
     def __init__(self, moments: Any, n: int) -> None:
         self.adam = AdamW(1e-3, moments=moments, weight_decay=0.0)
         kinds = STATE_FORMATS[self.adam.state_format()]
-        self.state = {x.name: np.zeros(x.numel(n), DTYPES[x.dtype].numpy) for x in kinds}
+        self.state = {x.name: torch.zeros(x.numel(n), dtype=TORCH_DTYPES[x.dtype]) for x in kinds}
 
     def step(self, number: int, grad: Any) -> None:
         decision = StepDecision(False, 1.0, number, self.adam.factors(number))
-        self.state, _ = reference_update(self.state, grad, **self.adam.arguments(decision, 0))
+        self.adam.host_update(self.state, torch.from_numpy(grad), decision, group=0)
 
     @property
     def weights(self) -> Any:
-        return unpack_weights(self.state)
+        return unpack_weights(self.state).numpy()
 
 
 def show_range(steps: int = 300, n: int = 64 * 16) -> None:

@@ -30,9 +30,8 @@ settings.load_profile("day")
 torch.set_num_threads(1)
 # Smaller than a parameter, so that every law runs over several pieces of one: whole blocks of 64 elements or bytes.
 for module, piece in {
-    "optim.ema": "EMA_PIECE",
     "optim.updates": "PIECE",
-    "optim.adafactor_update": "PIECE",
+    "optim.adafactor": "PIECE",
     "engine.state.weights": "PART",
     "engine.state.restore": "PART",
     "engine.step.train_step": "PIECE",

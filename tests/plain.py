@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
+from numpy_reference import reference_update
 from small_models import rows_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -19,12 +20,10 @@ import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Span
 from zfunc.core.optimizer_state import HIGH_HALF
-from zfunc.core.spec import PARAMS
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import State
 from zfunc.engine.step.batches import split_batch
-from zfunc.optim.formats import initial_state, join
-from zfunc.optim.reference import reference_update
+from zfunc.optim.formats import initial_state, unpack_weights
 
 Values = dict[str, Tensor]
 
@@ -264,12 +263,10 @@ def _joined(kept: Values) -> dict[str, Any]:
 
     Parameters on the disk, which lie there beside it, are left out.
     """
-    arrays = {kind: x.numpy(force=True) for kind, x in kept.items() if kind not in ("master_high", PARAMS)}
-    if "master_high" in kept:
-        high, moment = kept["master_high"].view(torch.int16).numpy(force=True), arrays["exp_avg_sq"]
-        arrays["master"] = join(high.view("uint16"), arrays.pop("master_low"), moment)
-        arrays["exp_avg_sq"] = abs(moment)
-    return arrays
+    moments = {
+        kind: x.abs() if kind == "exp_avg_sq" else x for kind, x in kept.items() if kind.startswith("exp")
+    }
+    return {kind: x.numpy(force=True) for kind, x in {"master": unpack_weights(kept), **moments}.items()}
 
 
 def _sent(program: Program, values: Values) -> Values:

@@ -14,11 +14,12 @@ from attrs import evolve, fields_dict, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zfunc.optim  # noqa: F401 whose classes add their formats
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, UpdateWork, make_layout
-from zfunc.core.optimizer_state import MATRIX_FORMATS, updates_each_parameter
+from zfunc.core.optimizer_state import updates_each_parameter, updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
@@ -112,7 +113,7 @@ def waiting(of: StepSpec) -> StepSpec:
 
 def _work(p: Parameter, n: int) -> UpdateWork:
     """What the update of parameter number `n` takes, as optimizers say it."""
-    if p.state_format in MATRIX_FORMATS:
+    if updates_matrices(p.state_format):
         return UpdateWork(700 * (n + 1), 50 + 8 * n, 2 + n)
     return UpdateWork(measured=(24, 16, 8, 8) if updates_each_parameter(p.state_format) else ())
 

@@ -46,18 +46,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_454, 4_900),
+    "core": (5_447, 4_900),
     "schedules and ground": (870, 800),
     "runtime": (3_125, 3_100),
-    "optim": (3_649, 2_900),
-    "checkpoint": (3_472, 3_000),
-    "engine": (6_508, 5_200),
+    "optim": (3_239, 2_900),
+    "checkpoint": (3_496, 3_000),
+    "engine": (6_505, 5_200),
     "viz": (992, 1_000),
     "planner": (3_346, 2_600),
     "models": (3_336, 2_800),
     "train": (4_603, 3_900),
     "cli": (2_433, 2_200),
-    "tests": (34_447, 24_000),
+    "tests": (34_505, 24_000),
 }
 
 

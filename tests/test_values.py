@@ -212,7 +212,7 @@ def test_a_rate_of_another_kind_is_a_float_in_the_metrics() -> None:
             {"lr": lambda _, x=rate: x, "betas": lambda _, x=betas: x},
         ):
             optimizer = zfunc.AdamW(**given)
-            assert [type(x) for x in (optimizer.lr_at(1), *optimizer.betas_at(1))] == [float] * 3
+            assert [*map(type, ((found := optimizer.factors(1))["lr"], *found["betas"]))] == [float] * 3
     program = compiled(optimizer=zfunc.AdamW(lr=torch.tensor(0.25)))
     _, metrics = zfunc.train_step(program, zfunc.init(program), regression(4)(0))
     assert (type(metrics.lr), metrics.lr) == (float, 0.25)

@@ -6,24 +6,22 @@ number of threads, in any parts and places, and in the torch operations that a d
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from attrs import frozen
+from numpy_reference import array, pack, reference_update, tensor
 from torch import Tensor
 
 import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.formats import BLOCK, pack_moments, pack_weights
+from zfunc.optim.formats import BLOCK
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.optimizer_settings import decay_field, lr_field, moments_field, number_field
-from zfunc.optim.reference import reference_update
 from zfunc.optim.rules import EXP_AVG_FLOOR
-from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 State = dict[str, Tensor]
 TYPES = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
@@ -69,26 +67,6 @@ ROWS: dict[str, Elementwise] = {
 }
 ROWS["AdamW, fp32-split"] = zfunc.AdamW(1e-3, weight_decay=0.1, split_master=True)
 ADAMS = [name for name in ROWS if name.startswith("AdamW")]  # a format each
-
-
-# ---- NumPy and torch -----------------------------------------------------------------------------------
-
-
-def array(x: Tensor) -> Any:
-    """The tensor's memory as NumPy, which has no bf16: its bits as uint16."""
-    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
-
-
-def as_tensor(x: Any) -> Tensor:
-    """The array's memory as torch, which has few operations for uint16: its bits as int16."""
-    x = np.ascontiguousarray(x)
-    return torch.from_numpy(x.view(np.int16) if x.dtype == np.uint16 else x)
-
-
-def as_state(arrays: Iterable[Any], state_format: str) -> State:
-    """The memory of these arrays as the buffers of a format, in its order."""
-    kinds = STATE_FORMATS[state_format]
-    return {x.name: as_tensor(a).view(TORCH_DTYPES[x.dtype]) for x, a in zip(kinds, arrays, strict=True)}
 
 
 # ---- buffers -----------------------------------------------------------------------------------------
@@ -142,15 +120,14 @@ def clone(state: State, change: Callable[[Tensor], Tensor] = Tensor.clone) -> St
 
 
 def tensors(arrays: Mapping[str, np.ndarray], state_format: str) -> State:
-    """The state that the arrays of a reference are, by name."""
-    return as_state((arrays[x.name] for x in STATE_FORMATS[state_format]), state_format)
+    """The state that the arrays of a reference are, by name, in the order of its format."""
+    return {x.name: tensor(arrays[x.name]) for x in STATE_FORMATS[state_format]}
 
 
 def packed(state_format: str, p: np.ndarray, *moments: np.ndarray) -> State:
     """A state of such fp32 weights and moments."""
     with np.errstate(all="ignore"):
-        own = pack_moments([x.copy() for x in moments], state_format, 1)
-        return tensors(pack_weights(p.copy(), state_format, own) | own, state_format)
+        return clone(tensors(pack(p, moments, state_format, 1), state_format))
 
 
 def fresh(n: int, state_format: str, seed: int = 0) -> State:
@@ -171,29 +148,19 @@ def check(
     group: int = 0, out: torch.dtype | None = None, **how: Any,
 ) -> State:  # fmt: skip
     """One step in every way has the bits of the reference; returns the new state."""
-    arguments = optimizer.arguments(StepDecision(False, scale, step, optimizer.factors(step)), group)
-    arrays = {name: array(x) for name, x in state.items()}
-    new, copy = reference_update(arrays, array(grad), out=out and NAMES[out], **arguments)
+    decision = StepDecision(False, scale, step, optimizer.factors(step))
+    arguments = optimizer.arguments(decision, group)
+    new, copy = reference_update(clone(state, array), array(grad), out=out and NAMES[out], **arguments)
     expected = tensors(new, arguments["state_format"])
-    updates = partial(optimizer.host_kernel, **arguments), partial(optimizer.device_kernel, **arguments)
-    check_update(state, grad, expected, copy, *updates, out=out, **how)
+    check_update(optimizer, state, grad, expected, copy, decision, out=out, group=group, **how)
     return expected
 
 
 def check_update(
-    state: State,
-    grad: Tensor,
-    expected: State,
-    expected_copy: np.ndarray | None,
-    host_update: Callable[..., None],
-    device_update: Callable[..., None],
-    *,
-    out: torch.dtype | None = None,
-    threads: Sequence[int] = (1,),
-    offset: int = 0,
-    device: str = "cpu",
-    isas: Sequence[int] = ISAS,
-) -> None:
+    optimizer: Any, state: State, grad: Tensor, expected: State, expected_copy: np.ndarray | None,
+    decision: StepDecision, *, out: torch.dtype | None = None, threads: Sequence[int] = (1,), offset: int = 0,
+    device: str = "cpu", isas: Sequence[int] = ISAS, **given: Any,
+) -> None:  # fmt: skip
     """One step by the kernel, on every instruction set, and in torch operations.
 
     Buffers of the kernel begin `offset` elements into their storage, which it leaves as it is around them.
@@ -202,18 +169,19 @@ def check_update(
 
     def one(update: Callable[..., None], mine: State, where: str = "cpu", **more: Any) -> None:
         copy = None if out is None else torch.zeros(grad.numel(), dtype=out, device=where)
-        update(mine, grad.to(where), out=copy, **more)
+        update(mine, grad.to(where), decision, out=copy, **given, **more)
         assert_same(more.get("into", mine).values(), expected.values())
         if copy is not None:
-            assert_same([copy], [as_tensor(expected_copy).view(copy.dtype)])
+            assert expected_copy is not None
+            assert_same([copy], [tensor(expected_copy)])
 
     for isa, team in itertools.product(isas, threads):
         mine = clone(state, lambda x: placed(x, offset))
         into = clone(state, lambda x: placed(torch.ones_like(x), offset))
         outside = [around(x) for x in (*mine.values(), *into.values())]
-        one(host_update, mine, into=into, threads=team, isa=isa)
+        one(optimizer.host_update, mine, into=into, threads=team, isa=isa)
         assert_same(mine.values(), state.values())
-        one(host_update, mine, threads=team, isa=isa)
+        one(optimizer.host_update, mine, threads=team, isa=isa)
         assert all(map(torch.equal, outside, (around(x) for x in (*mine.values(), *into.values()))))
-    one(device_update, clone(state, lambda x: x.to(device, copy=True)), device)
+    one(optimizer.device_update, clone(state, lambda x: x.to(device, copy=True)), device)
     assert_same([grad], [before])

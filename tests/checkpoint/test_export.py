@@ -14,6 +14,7 @@ import pytest
 import saved
 import torch
 from bad_disks import stopped_everywhere, with_more_room
+from numpy_reference import split
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from saved import MODEL, content, refused, save
@@ -30,7 +31,6 @@ from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
-from zfunc.optim.formats import split
 from zfunc.optim.loss_scale import LossScale
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

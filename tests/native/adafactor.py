@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy_reference import NUMPY, Array, round_to, split, square_sums, to_float32
 
+from zfunc.checkpoint.export import join_halves as join
 from zfunc.core.dtypes import Dtype
-from zfunc.optim.adafactor_matrices import SUMMED, AdafactorFactors, Matrices
-from zfunc.optim.formats import NUMPY, Array, join, round_to, split, to_float32
+from zfunc.optim.adafactor import AdafactorFactors, Matrices
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR
 
 
@@ -49,15 +50,6 @@ def exact_sum(terms: Array, axis: int) -> Array:
     """Sums of float64 along an axis, from 0 up, which no order changes."""
     unit = unit_of(terms.max(axis, keepdims=True), terms.shape[axis])
     return ((terms + unit) - unit).sum(axis)
-
-
-def square_sums(x: Array) -> Array:
-    """The sums of squares of every 64 elements of x [n], in the order of `reference_square_sum`: [ceil(n / 64)]."""
-    square = to_float32(x).astype(np.float64) ** 2
-    lanes = np.pad(square, (0, -x.size % SUMMED)).reshape(-1, SUMMED // 16, 16).cumsum(1)[:, -1]
-    while lanes.shape[1] > 1:
-        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
-    return lanes[:, 0]
 
 
 def roots(variance: Array, matrices: Matrices, k: AdafactorFactors) -> tuple[Array, Array]:

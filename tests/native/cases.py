@@ -8,32 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy_reference import NUMPY, Array, pack, reference_update, round_to, split, square_sums, to_float32
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import moment_buffers
-from zfunc.optim.adafactor import Adafactor
-from zfunc.optim.adafactor_matrices import AdafactorFactors, matrices_of
+from zfunc.optim.adafactor import Adafactor, AdafactorFactors, Matrices
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.formats import (
-    BLOCK,
-    NUMPY,
-    Array,
-    first_dither,
-    kernel_layout,
-    pack_moments,
-    pack_weights,
-    round_to,
-    split,
-    to_float32,
-)
+from zfunc.optim.formats import BLOCK, first_dither
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
-from zfunc.optim.reference import reference_update
 from zfunc.optim.sgd import SGD
+from zfunc.optim.updates import kernel_layout
 
-from .adafactor import roots, square_sums, unit_of
+from .adafactor import roots, unit_of
 from .stream import Buffer, Case
 
 DECAY_NAMES = {"none": "no_decay", "decoupled": "decoupled", "l2": "l2"}
@@ -106,10 +95,8 @@ def update_case(
     with np.errstate(all="ignore"):
         before = state
         if not isinstance(before, dict):
-            before = pack_moments(
-                state[1 : 1 + sum(x.shared == 1 for x in own)], how["state_format"], step - 1
-            )
-            before = pack_weights(state[0], how["state_format"], before) | before if weights else before
+            moments = state[1 : 1 + sum(x.shared == 1 for x in own)]
+            before = pack(state[0] if weights else None, moments, how["state_format"], step - 1)
         after, copy = reference_update(before, grad, out=None if out == "none" else out, **how)
     names, kept = kernel_layout(how["state_format"], weights=weights)
     roles = dict(zip(names, ROLES, strict=True))
@@ -132,12 +119,12 @@ def factored_cases(
     shape: tuple[int, ...], kind: str, *, halves: bool, out: str, decay: str, into: bool, scale: float = 0.3
 ) -> Iterator[Case]:
     """The sweeps of one step of Adafactor."""
-    matrices = matrices_of(shape)
+    matrices = Matrices.of(shape)
     _, rows, columns, _ = matrices
     p, grad = random_state(math.prod(shape))[0], random_grad(math.prod(shape), kind)
     optimizer = Adafactor(0.1, eps=(1e-7, 1e-3), weight_decay=DECAYS[decay][0])
     decision = StepDecision(False, scale, 3, optimizer.factors(3))
-    factors = optimizer.arguments(decision, 0, ParameterPart.whole(shape))["factors"]
+    factors = optimizer.checked_factors(decision, 0)
     k = AdafactorFactors._make(np.float32(x) for x in factors)
     g = (NUMPY.flush(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
     squares, largest = g.astype(np.float64) ** 2, [np.abs(g).max(2), np.abs(g).max(1)]

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy_reference import Array, round_to, split
 
-from zfunc.optim.formats import BLOCK, Array, round_to, split
+from zfunc.optim.formats import BLOCK
 
 from .cases import (
     DECAYS,

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-from zfunc.optim.formats import Array
-from zfunc.optim.reference import reference_square_sum
+from numpy_reference import Array, reference_square_sum
 
 from .variants import Variant
 

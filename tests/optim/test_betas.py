@@ -59,7 +59,13 @@ def test_torch_with_other_betas_in_every_step_does_the_same() -> None:
         optimizer.param_groups[0]["betas"] = falling(step)
         optimizer.step()
         zfunc.adam_update_(
-            ours, *moments, theirs.grad, step=step, lr=1e-2, betas=adam.betas_at(step), weight_decay=0.01
+            ours,
+            *moments,
+            theirs.grad,
+            step=step,
+            lr=1e-2,
+            betas=adam.factors(step)["betas"],
+            weight_decay=0.01,
         )
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
 

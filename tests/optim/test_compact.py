@@ -5,8 +5,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy_reference import (
+    dither,
+    pack,
+    pack_bf16,
+    pack_exp_avg,
+    pack_floats,
+    reference_update,
+    round_to,
+    split,
+    unpack_exp_avg,
+    unpack_floats,
+    unpack_moments,
+    unpack_weights,
+)
 
 import zfunc
+from zfunc.checkpoint.export import join_halves as join
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
 from zfunc.optim.formats import (
@@ -17,24 +32,10 @@ from zfunc.optim.formats import (
     LIMIT,
     MIN_SHIFT,
     NUM_SHIFTS,
-    dither,
     initial_state,
-    join,
     master_weights,
-    pack_bf16,
-    pack_exp_avg,
-    pack_floats,
-    pack_moments,
-    pack_weights,
-    round_to,
-    split,
-    unpack_exp_avg,
-    unpack_floats,
-    unpack_moments,
-    unpack_weights,
 )
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.reference import reference_update
 
 MOMENTS = ("16bit", "8bit")
 ALL = np.arange(1 << 16, dtype=np.uint32)
@@ -42,8 +43,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
 def packed(p, m, v, moments, step=1):
-    own = pack_moments([m, v], moments, step)
-    return pack_weights(p, moments, own) | own
+    return pack(p, [m, v], moments, step)
 
 
 def unpacked(state, moments):
@@ -173,7 +173,7 @@ def kept(m, v, step=1, n=None):
     """The values of m and v after they were packed."""
     n = np.size(v) if n is None else n
     m, v = (np.broadcast_to(np.float32(x), n).copy() for x in (m, v))
-    return unpack_moments(pack_moments([m, v], "8bit", step), "8bit")
+    return unpack_moments(pack(None, [m, v], "8bit", step), "8bit")
 
 
 @pytest.mark.parametrize("choice", range(NUM_SHIFTS))

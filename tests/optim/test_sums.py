@@ -9,20 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from update_law import ISAS, NAMES, TYPES, array, as_tensor, assert_same, gradient, placed
+from numpy_reference import array, reference_square_sum, round_to, tensor, to_float32
+from update_law import ISAS, NAMES, TYPES, assert_same, gradient, placed
 
 import zfunc
 from zfunc.core.regions import SUM_PARTS
-from zfunc.optim.formats import round_to, to_float32
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.reference import reference_square_sum
 from zfunc.optim.updates import accumulate_, exact_parts, square_sum
-
-
-def tensor(x: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-    return as_tensor(x).view(dtype)
-
 
 # ---- conversions -----------------------------------------------------------------------------------
 
@@ -48,7 +41,7 @@ def test_the_reference_rounds_as_torch(dtype: torch.dtype) -> None:
     more = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint64).astype(np.uint32)
     x = np.concatenate([x, more]).view(np.float32)
     with np.errstate(all="ignore"):
-        assert_same((tensor(round_to(x, NAMES[dtype]), dtype),), (torch.from_numpy(x).to(dtype),))
+        assert_same((tensor(round_to(x, NAMES[dtype])),), (torch.from_numpy(x).to(dtype),))
 
 
 # ---- the other sweeps ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy_reference import array, reference_update, unpack_weights
 from torch import Tensor
 from update_law import (
     ADAMS,
@@ -20,7 +21,6 @@ from update_law import (
     ROWS,
     RULES,
     TYPES,
-    array,
     assert_same,
     check,
     clone,
@@ -37,12 +37,9 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
 from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.errors import CheckpointError
-from zfunc.optim import updates, workspaces
+from zfunc.optim import elementwise, updates
 from zfunc.optim.by_name import CLASSES
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.formats import unpack_weights
-from zfunc.optim.reference import reference_update
-from zfunc.optim.workspaces import elementwise_workspace
 
 SIZES = [0, 1, 15, 55, 63, 64, 65, 127, 128, 129, 1000, 4097]
 STREAMED = 300_001  # elements from which on new state and copy bypass the caches, and a few more
@@ -243,12 +240,12 @@ def locked(x: Tensor, start: int = 0) -> Tensor:
 def test_the_state_may_lie_in_memory_that_cannot_be_written(row: str, isa: int) -> None:
     optimizer = ROWS[row]
     for n in (5000, STREAMED) if row in ADAMS else (5000,):
-        state, grad = fresh(n, format_of(row)), gradient(n, torch.bfloat16)
+        state, grad, decision = fresh(n, format_of(row)), gradient(n, torch.bfloat16), step_of(optimizer, 3)
         grad[::999] = torch.nan  # what the fast loops leave to the plain ones as well
-        how = optimizer.arguments(step_of(optimizer, 3), 0)
         into = clone(state, torch.zeros_like)
-        optimizer.host_kernel(clone(state, locked), locked(grad), into=into, threads=2, isa=isa, **how)
-        optimizer.host_kernel(state, grad, **how)
+        how: dict[str, Any] = {"into": into, "threads": 2, "isa": isa}
+        optimizer.host_update(clone(state, locked), locked(grad), decision, group=0, **how)
+        optimizer.host_update(state, grad, decision, group=0)
         assert_same(into.values(), state.values())
 
 
@@ -257,15 +254,15 @@ def test_the_callers_mode_for_denormal_numbers_changes_no_bit() -> None:
     n, adam = 1 << 16, RULES["AdamW"]
     p, m, v, g = np.full((4, n), 1e-36, np.float32)
     m[::3], v[::3], g[::3] = 1.1 * 2.0**-100, 1.1 * 2.0**-120, 0.0  # about to decay below
-    state, how = packed("fp32", p, m, v), adam.arguments(step_of(adam, 3, 0.3), 0)
-    expected, copy = reference_update(clone(state, array), g, out="fp16", **how)  # pyright: ignore
+    state, decision = packed("fp32", p, m, v), step_of(adam, 3, 0.3)
+    expected, copy = reference_update(clone(state, array), g, out="fp16", **adam.arguments(decision, 0))  # pyright: ignore
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU has no flush mode")
     try:
         got: list[tuple[Tensor, ...]] = []
         for threads in (1, 2):
             mine, out = clone(state), torch.zeros(n).half()
-            adam.host_kernel(mine, torch.from_numpy(g), out=out, threads=threads, **how)
+            adam.host_update(mine, torch.from_numpy(g), decision, group=0, out=out, threads=threads)
             got.append((*mine.values(), out))
     finally:
         torch.set_flush_denormal(False)
@@ -307,14 +304,14 @@ def test_pieces_change_no_bit(row: str, n: int, monkeypatch: pytest.MonkeyPatch)
     "row", ["AdamW, 8bit", "AdamW, 16bit", "AdamW, fp32", "AdamW, fp32-split", "Lion, 8bit"]
 )
 def test_the_workspace_bounds_what_is_allocated(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (updates, workspaces):
+    for module in (updates, elementwise):
         monkeypatch.setattr(module, "PIECE", 1 << 18)
     most = 0.0
     for n in (0, 1, 63, 1000, 4096, 10_001, 1 << 20):
         state, grad, out = fresh(n, format_of(row)), gradient(n, torch.bfloat16), torch.empty(n).bfloat16()
         with AllocationTracker() as tracker:
             ROWS[row].device_update(state, grad, step_of(ROWS[row], 1), group=0, out=out)
-        most = tracker.peak / elementwise_workspace(n, format_of(row))
+        most = tracker.peak / ROWS[row].device_workspace(n)
         assert most <= 1
     assert most > 0.75
 
@@ -328,7 +325,7 @@ def test_a_gpu_keeps_to_the_workspace_and_nothing_waits_for_it(row: str) -> None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ROWS[row].device_update(state, grad, step_of(ROWS[row], 1), group=0)
-    assert torch.cuda.max_memory_allocated() - before <= elementwise_workspace(n, format_of(row))
+    assert torch.cuda.max_memory_allocated() - before <= ROWS[row].device_workspace(n)
     torch.cuda.set_sync_debug_mode("error")
     try:
         ROWS[row].device_update(state, grad, step_of(ROWS[row], 2), group=0)

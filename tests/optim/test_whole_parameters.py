@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native.adafactor import reference_adafactor_update
+from numpy_reference import array, reference_update, split, tensor
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,29 +20,24 @@ from update_law import (
     NAMES,
     TYPES,
     State,
-    array,
-    as_state,
-    as_tensor,
     assert_same,
     check_update,
     clone,
     gradient,
     packed,
     random_bytes,
+    tensors,
 )
 
 from zfunc import Adafactor, Muon
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import MATRIX_FORMATS, STATE_FORMATS, Moments, state_slice, weight_buffers
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments, state_slice, updates_matrices, weight_buffers
 from zfunc.errors import CheckpointError
-from zfunc.optim import adafactor_update
-from zfunc.optim.adafactor_matrices import matrices_of
-from zfunc.optim.adafactor_update import AdafactorUpdate, KernelAdafactor, exact_sum
+from zfunc.optim import adafactor
+from zfunc.optim.adafactor import KernelUpdate, Matrices, Update, exact_sum
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.formats import split
 from zfunc.optim.kernel_loader import cpu_adam
-from zfunc.optim.reference import reference_update
-from zfunc.optim.updates import host_update_
+from zfunc.optim.updates import device_update_, host_update_
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [
@@ -73,8 +68,9 @@ def fresh(optimizer: Any, shape: Shape, seed: int = 0) -> State:
     kinds = STATE_FORMATS[state_format]
     p = rng.standard_normal(n).astype(np.float32)
     variance = np.exp2(rng.uniform(-40, 0, kinds[-1].numel(n))).astype(np.float32)
-    variance[sum(matrices_of(shape).kept) :] = 0
-    return as_state([*([p] if len(kinds) == 2 else split(p)), variance], state_format)
+    variance[sum(Matrices.of(shape).kept) :] = 0
+    values = *([p] if len(kinds) == 2 else split(p)), variance
+    return tensors({x.name: y for x, y in zip(kinds, values, strict=True)}, state_format)
 
 
 def check(
@@ -88,21 +84,24 @@ def check(
     out: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    part, group = ParameterPart.whole(shape), optimizer.group("", shape)
-    arguments = optimizer.arguments(decided(optimizer, step, scale), group, part)
+    part, group, decision = (
+        ParameterPart.whole(shape),
+        optimizer.group("", shape),
+        decided(optimizer, step, scale),
+    )
     *weights, variance = (array(x) for x in state.values())
-    kept = sum((matrices := matrices_of(shape)).kept)
-    of = weights, variance[:kept], array(grad), matrices, arguments["factors"]
+    kept = sum((matrices := Matrices.of(shape)).kept)
+    of = weights, variance[:kept], array(grad), matrices, optimizer.checked_factors(decision, group)
     *new, after, copy = reference_adafactor_update(*of, out=out and NAMES[out])
-    expected = as_state([*new, np.concatenate([after, variance[kept:]])], arguments["state_format"])
-    kernels = (partial(x, **arguments) for x in (optimizer.host_kernel, optimizer.device_kernel))
-    check_update(state, grad, expected, copy, *kernels, out=out, **more)
+    values = zip(state, (*new, np.concatenate([after, variance[kept:]])), strict=True)
+    expected = {name: tensor(x) for name, x in values}
+    check_update(optimizer, state, grad, expected, copy, decision, out=out, group=group, part=part, **more)
 
 
 @every_format
 def test_shapes_types_threads_and_places(moments: Moments, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers may begin anywhere, and copies may bypass the caches."""
-    monkeypatch.setattr(adafactor_update, "PIECE", 512)
+    monkeypatch.setattr(adafactor, "PIECE", 512)
     optimizer = Adafactor(0.1, weight_decay=0.1, moments=moments)
     for i, shape in enumerate(SHAPES):
         n = prod(shape)
@@ -127,21 +126,21 @@ def test_parts_that_join_what_they_measure_are_the_whole(shape: Shape, data: st.
     grad, decision = gradient(n, torch.bfloat16), decided(optimizer, 2)
     whole = clone(state)
     optimizer.host_update(whole, grad, decision, group=group, part=ParameterPart.whole(shape))
-    for kind in (KernelAdafactor, AdafactorUpdate):
+    for kind in (KernelUpdate, Update):
         mine, joined = clone(state), list[Tensor]()
         rooms = [torch.full((2 * -(-(b - a) // 64),), -1.0, dtype=torch.float64) for a, b in slices]
 
-        def of(at: tuple[int, int], room: Tensor | None = None) -> Any:
+        def run(call: Any, at: tuple[int, int], room: Tensor | None = None) -> Any:
             part = ParameterPart(shape, *at, tuple(joined), room)  # noqa: B023
             own = state_slice(state_format, mine, *at)  # noqa: B023
-            return kind(own, grad[slice(*at)], **optimizer.arguments(decision, group, part))  # noqa: B023
+            return optimizer.run(kind, call, own, grad[slice(*at)], decision, group=group, part=part)  # noqa: B023
 
         for i, nbytes in enumerate(optimizer.update_work(shape, group=group).measured):
-            together = torch.stack([of(*x).measure() for x in zip(slices, rooms, strict=True)])
+            together = torch.stack([run(Update.measure, *x) for x in zip(slices, rooms, strict=True)])
             assert together[0].nbytes == nbytes
             joined.append(together.sum(0) if i % 2 else together.amax(0) if nbytes else together[0])
         for at in slices:
-            of(at).finish()
+            run(Update.finish, at)
         assert_same(mine.values(), whole.values())
 
 
@@ -170,7 +169,7 @@ def test_any_finite_bits(
     n, state = prod(shape), fresh(optimizer, tuple(dims))
     *weights, variance = state
     state |= {name: random_bytes(state[name], seed).nan_to_num(0.0, 1.0, -1.0) for name in weights}
-    kept = state[variance][: sum(matrices_of(shape).kept)]
+    kept = state[variance][: sum(Matrices.of(shape).kept)]
     kept.copy_(random_bytes(kept, seed).abs().nan_to_num(0.0, 1.0))
     sizes = torch.exp2(-spread * torch.rand(n, generator=torch.Generator().manual_seed(seed)))
     grad = random_bytes(torch.empty(n, dtype=dtype), seed).nan_to_num(0.0, 0.0, 0.0)
@@ -180,13 +179,12 @@ def test_any_finite_bits(
 def test_a_gradient_that_is_not_finite_leaves_weights_that_are_not() -> None:
     optimizer, shape = Adafactor(0.1), (70, 70)
     group, part = optimizer.group("", shape), ParameterPart.whole(shape)
-    arguments = optimizer.arguments(decided(optimizer), group, part)
     for wrong in (math.inf, math.nan):
         grad = gradient(4900, torch.float32)
         grad[77] = wrong
         states = [fresh(optimizer, shape) for _ in range(2)]
-        for state, update in zip(states, (optimizer.host_kernel, optimizer.device_kernel), strict=True):
-            update(state, grad, **arguments)
+        for state, update in zip(states, (optimizer.host_update, optimizer.device_update), strict=True):
+            update(state, grad, decided(optimizer), group=group, part=part)
             assert not state["master"].isfinite().all()
         of_host, of_device = ([*state.values()][-1] for state in states)
         torch.testing.assert_close(of_host, of_device, rtol=0, atol=0, equal_nan=True)
@@ -225,7 +223,7 @@ def test_the_means_have_room_where_they_are_kept() -> None:
     optimizer = Adafactor(moments="16bit")
     for shape in [*SHAPES, (768, 3072), (50257, 768), (128, 128), (64, 4096), (512, 512, 3, 3)]:
         buffer = STATE_FORMATS[optimizer.state_format(optimizer.group("", shape))][-1]
-        assert sum(matrices_of(shape).kept) <= buffer.numel(prod(shape))
+        assert sum(Matrices.of(shape).kept) <= buffer.numel(prod(shape))
     assert optimizer.state_format(optimizer.group("", (768, 3072))) == "adafactor-16bit"
     assert sum(x.nbytes(1 << 20) for x in STATE_FORMATS["adafactor-16bit"]) / (1 << 20) == 4.0625
 
@@ -248,7 +246,7 @@ def test_state_of_another_format_is_converted_and_that_of_another_optimizer_is_n
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("state_format", MATRIX_FORMATS)
+@pytest.mark.parametrize("state_format", [*filter(updates_matrices, STATE_FORMATS)])
 def test_the_momentum_has_the_bits_of_its_reference_and_leaves_the_weights(
     state_format: str, nesterov: bool
 ) -> None:
@@ -266,10 +264,10 @@ def test_the_momentum_has_the_bits_of_its_reference_and_leaves_the_weights(
             mine = {name: x.clone() for name, x in state.items()}
             direction = torch.zeros(n, dtype=torch.bfloat16)
             host_update_(mine, grad, out=direction, threads=threads, isa=isa, **arguments)
-            assert_same(mine.values(), [as_tensor(expected[name]).view(x.dtype) for name, x in mine.items()])
-            assert_same([direction], [as_tensor(out).view(torch.bfloat16)])
+            assert_same(mine.values(), [tensor(expected[name]) for name in mine])
+            assert_same([direction], [tensor(out)])
         there = torch.zeros(n, dtype=torch.bfloat16)
-        muon.device_kernel(state, grad, out=there, **arguments)
+        device_update_(state, grad, out=there, **arguments)
         assert_same([*state.values(), there], [*mine.values(), direction])
 
 

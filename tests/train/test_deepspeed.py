@@ -415,15 +415,15 @@ def test_learning_rates_equal_deepspeeds_at_every_update(case: dict[str, Any]) -
 @pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
 def test_betas_of_one_cycle_equal_deepspeeds_at_every_update(case: dict[str, Any]) -> None:
     adam = AdamW(betas=optimizer_arguments(values(case))["betas"])
-    assert [list(adam.betas_at(step)) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
+    assert [list(adam.factors(step)["betas"]) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
 
 
 def test_an_update_whose_beta_has_risen_to_1_is_refused() -> None:
     cycle = OneCycle(0.1, 1.0, cycle_first_step_size=2, decay_step_size=1)
     adam = AdamW(betas=OneCycleBetas(cycle, decay_mom_rate=0.1))
-    assert adam.betas_at(6)[0] == pytest.approx(0.99)
+    assert adam.factors(6)["betas"][0] == pytest.approx(0.99)
     with pytest.raises(ValueError, match=r"^betas at step 7: got \(1\.08"):
-        adam.betas_at(7)
+        adam.factors(7)
 
 
 @pytest.mark.parametrize("rate", [WarmupDecayLR(None, warmup_num_steps=4), WarmupCosineLR(None, lr=1e-3)])

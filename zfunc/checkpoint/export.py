@@ -10,19 +10,20 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, create_shard
-from zfunc.core.dtypes import DTYPES, Precision
+from zfunc.core.dtypes import DTYPES, Dtype, Precision
 from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN
-from zfunc.optim.formats import Array, join, round_to, to_float32
 from zfunc.options import one_of
 
 SUFFIX = ".safetensors"
@@ -32,6 +33,7 @@ OVERFLOW: dict[Precision, float] = {  # the smallest magnitude that becomes inf
     "bf16": 2.0**128 - 2.0**119,  # halfway to what would be the next value, as in fp16
     "fp16": 2.0**16 - 2.0**4,
 }
+Array = NDArray[Any]  # NumPy has no bf16: uint16 holds its bits
 log = logging.getLogger("zfunc")
 
 
@@ -128,7 +130,29 @@ def read_weights(reader: CheckpointReader, entry: ParameterEntry, *, ema: bool =
     kinds = (EMA.name,) if ema and entry.trainable else kinds
     stored = [np.empty(entry.numel, DTYPES[reader.dtype(entry.name, kind)].numpy) for kind in kinds]
     reader.read([(WantedSlice(k, entry.name, 0, entry.numel), x) for k, x in zip(kinds, stored, strict=True)])
-    return (to_float32(*stored) if len(stored) == 1 else join(*stored)).reshape(entry.shape)
+    return (to_float32(*stored) if len(stored) == 1 else join_halves(*stored)).reshape(entry.shape)
+
+
+def join_halves(high: Array, low: Array, exp_avg_sq: Array | None = None) -> Array:
+    """The fp32 weights whose halves these are: `zfunc.optim.formats.join` on arrays."""
+    bits = (high.astype(np.int32) << 16) + low
+    return (bits if exp_avg_sq is None else bits + (np.signbit(exp_avg_sq).astype(np.int32) << 16)).view(
+        np.float32
+    )
+
+
+def to_float32(x: Array) -> Array:
+    """Convert fp16 or bf16 to fp32, exactly."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+def round_to(x: Array, dtype: Dtype) -> Array:
+    """Round fp32 to "fp32", "fp16" or "bf16": to nearest, ties to even; NaN stays NaN."""
+    if dtype != "bf16":
+        return x.astype(DTYPES[dtype].numpy)
+    bits = x.view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1)
+    return (np.where(np.isnan(x), bits | 0x400000, rounded) >> 16).astype(np.uint16)
 
 
 def _write(writer: ShardWriter, entry: ParameterEntry, values: Array, dtype: Precision) -> None:

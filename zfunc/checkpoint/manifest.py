@@ -33,7 +33,7 @@ from zfunc.checkpoint.strict_json import COUNT, MAX_INT, TEXT, Count, JsonNode, 
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import ADAM_FORMATS, EMA, FORMER_FORMATS, STATE_FORMATS, stored_buffers
+from zfunc.core.optimizer_state import EMA, FORMER_FORMATS, STATE_FORMATS, owner_of, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
@@ -268,7 +268,7 @@ def _check_position(position: TrainingPosition, pending: frozenset[str], state_f
     if (decision := position.pending) is None:
         return
     names = decision.factors.keys()
-    if state_format in ADAM_FORMATS and names != _FACTORS.keys() and not any("." in name for name in names):
+    if not owner_of(state_format) and names != _FACTORS.keys() and not any("." in name for name in names):
         # older versions did not write betas
         got, expected = ", ".join(sorted(names)) or "none", "lr and betas of the pending update"
         raise _bad("position.pending", got, f"{expected}: flush with the zfunc that saved it")

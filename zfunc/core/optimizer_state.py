@@ -23,14 +23,15 @@ T = TypeVar("T")
 class StateBuffer:
     """A buffer of the optimizer state: its dtype, and how many parameters share an element.
 
-    A `whole` one is of an optimizer whose update needs all of a parameter (`zfunc.optim.base.MeasuringOptimizer`).
-    A moment without a sign is never below 0, as a mean of squares.
+    The update of a `whole` one needs numbers of all of a parameter, that of a `matrix` one needs all of a matrix
+    (`zfunc.optim.base.Optimizer`). A moment without a sign is never below 0, as a mean of squares.
     """
 
     name: str
     dtype: Dtype
     shared: int = 1
     whole: bool = False
+    matrix: bool = False
     signed: bool = True
 
     def numel(self, parameters: int) -> int:
@@ -48,7 +49,7 @@ _MASTER = (StateBuffer("master", "fp32"),)
 
 
 def formats_of(
-    kind: str, moments: tuple[str, ...], unsigned: tuple[str, ...] = ()
+    kind: str, moments: tuple[str, ...], unsigned: tuple[str, ...] = (), *, matrix: bool = False
 ) -> dict[str, tuple[StateBuffer, ...]]:
     """The formats of an optimizer with these moments beside the weights, each 4, 2 or 1.03 bytes a parameter.
 
@@ -57,7 +58,7 @@ def formats_of(
     """
 
     def buffers(dtype: Dtype) -> list[StateBuffer]:
-        return [StateBuffer(x, dtype, signed=x not in unsigned) for x in moments]
+        return [StateBuffer(x, dtype, signed=x not in unsigned, matrix=matrix) for x in moments]
 
     scales = (StateBuffer(f"{x}_scale", "int16", shared=ALIGNMENT) for x in moments)
     return {
@@ -65,24 +66,6 @@ def formats_of(
         f"{kind}-16bit": (*_SPLIT, *buffers("bf16")),
         f"{kind}-8bit": (*_SPLIT, *(x for pair in zip(buffers("uint8"), scales, strict=True) for x in pair)),
     }
-
-
-def _of_adafactor() -> dict[str, tuple[StateBuffer, ...]]:
-    """Adafactor's: 4.06 bytes a parameter, or 8 of vectors and small matrices, whose variance is as long as they.
-
-    Each parameter has the means of its rows, then those of its columns, in the elements that are its own.
-    """
-    factored = StateBuffer("row_col_variance", "fp32", shared=ALIGNMENT, whole=True)
-    formats: dict[str, tuple[StateBuffer, ...]] = {}
-    for moments in MOMENTS:
-        weights = _MASTER if moments == "fp32" else _SPLIT
-        formats[f"adafactor-{moments}"] = (*weights, factored)
-        formats[f"adafactor-small-{moments}"] = (*weights, StateBuffer("variance", "fp32", whole=True))
-    return formats
-
-
-MATRIX_FORMATS = formats_of("muon", ("momentum_buffer",))
-"""The formats of optimizers whose update of a matrix needs all of it."""
 
 
 def _adams(dtype: Dtype) -> tuple[StateBuffer, StateBuffer]:
@@ -95,11 +78,9 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "16bit": (*_SPLIT, *_adams("bf16")),
     "8bit": (*_SPLIT, *_adams("uint8"), StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT)),
     **formats_of("weights", ()),
-    **_of_adafactor(),
-    **MATRIX_FORMATS,
 }
 """The formats by name. The first four are Adam's: 12, 12, 8 and 6.03 bytes a parameter. SGD without momentum keeps
-the weights alone: 4 bytes. The class of an element-wise optimizer adds its own (`zfunc.optim.elementwise`).
+the weights alone: 4 bytes. The class of any other optimizer adds its own (`zfunc.optim.elementwise`).
 
 "fp32-split" has the bits of "fp32" and needs no bf16 copy beside it. Its high half is rounded as that copy is, ties
 to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq does
@@ -115,9 +96,6 @@ FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
 }
 """Formats that checkpoints are read in, but no longer written: the first 8-bit moments."""
 
-ADAM_FORMATS = (*get_args(AdamFormat), *FORMER_FORMATS)
-"""Formats of Adam's state, which loading a checkpoint converts into each other."""
-
 
 def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
     """The buffers of any format that a checkpoint may have."""
@@ -130,8 +108,18 @@ def format_with(name: str, moments: Moments) -> str:
     >>> format_with("adafactor-small-fp32", "8bit"), format_with("fp32-split", "16bit")
     ('adafactor-small-8bit', '16bit')
     """
-    optimizer, dash, _ = name.removesuffix("-split").rpartition("-")
-    return f"{optimizer}{dash}{moments}"
+    owner = owner_of(name)
+    return f"{owner}-{moments}" if owner else moments
+
+
+def owner_of(name: str) -> str:
+    """Whose state a format is of: formats of one owner are converted into each other. Adam's has no name.
+
+    >>> [owner_of(x) for x in ("adafactor-small-fp32", "lion-8bit", "fp32-split", "8bit-1", "my_own")]
+    ['adafactor-small', 'lion', '', '', 'my_own']
+    """
+    owner, _, moments = name.removesuffix("-split").removesuffix("-1").rpartition("-")
+    return owner if moments in MOMENTS else name
 
 
 def measuring_room(start: int, stop: int) -> slice:
@@ -140,9 +128,14 @@ def measuring_room(start: int, stop: int) -> slice:
     return slice(start // 32, -(-stop // 64) * 2)
 
 
+def updates_matrices(name: str) -> bool:
+    """Whether an update of this state needs all of a matrix."""
+    return any(x.matrix for x in STATE_FORMATS[name])
+
+
 def updates_each_parameter(name: str) -> bool:
     """Whether this state is updated one parameter after the other, because an update depends on its shape."""
-    return name in MATRIX_FORMATS or any(x.whole for x in STATE_FORMATS[name])
+    return any(x.whole or x.matrix for x in STATE_FORMATS[name])
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from zfunc.core.display import brief
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, UpdateWork, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, MASTER, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
+from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.values import of_type
 
@@ -248,7 +248,7 @@ class StepSpec:
 
     def whole_matrices(self, b: int) -> bool:
         """Whether an update of bucket `b` needs each of its matrices at once, on the device."""
-        return self.layout.buckets[b].state_format in MATRIX_FORMATS
+        return updates_matrices(self.layout.buckets[b].state_format)
 
     @cached_property
     def update_work(self) -> tuple[UpdateWork, ...]:

@@ -1,41 +1,175 @@
-"""Adafactor as a value with checked settings. `adafactor_update` defines an update."""
+"""Adafactor: its settings, and its update of a part of a parameter in rounds, by the kernel or in torch operations.
+
+Each operation is rounded once to float32, but for sums:
+
+    g = grad * grad_scale                     0 where |grad * grad_scale| < 2^-56
+    r, c = keep * r + add * mean(g * g)       of rows and columns; 0 where they are below 2^-120
+    f = 1 / sqrt(r / max(mean(r), least_mean)) * (1 / sqrt(c))          at most `limit`
+    u = g * f
+    size = max(least_size, root mean square of p)
+    rate = rate * size / max(1, root mean square of u / threshold)
+    p = p - (rate * u + decay * p)            without decay * p where nothing decays
+
+A vector has no r, its c has every element, and f is 1 / sqrt(c).
+
+A sum of float64 depends on its order where it rounds, and here none does: every term is first rounded to a multiple
+of one unit, so small that the largest keeps 52 bits less those of the number of terms (Demmel & Nguyen, "Fast
+Reproducible Floating-Point Summation", 2013). So threads, vector units, devices and ranks may add in any order. A
+rank without the whole parameter measures its part, and the ranks take the largest of each number in even rounds,
+and the sum in odd ones:
+
+    0   the largest gradient of every row and column, and the variances, which lie in the slices of the ranks
+    1   the sums of squares of every row and column; a vector has none, as each element is its own column
+    2   the largest sum of squares of 64 elements, of the direction u and of the weights
+    3   the sums of these
+
+torch is imported where an update needs it: settings, formats and plans need none.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
+from math import inf, lcm, prod
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import attrs
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, UpdateWork
-from zfunc.core.optimizer_state import Moments
-from zfunc.optim.adafactor_matrices import PIECE, SUMMED, AdafactorFactors, matrices_of
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, StateBuffer, weight_buffers
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.elementwise import KernelOptimizer
-from zfunc.optim.optimizer_settings import (
-    Decay,
-    LearningRate,
-    decay_field,
-    lr_field,
-    moments_field,
-    number_field,
-    refuse,
-)
-from zfunc.optim.rules import EXP_AVG_SQ_FLOOR, grad_floor_of
+from zfunc.optim.rules import EXP_AVG_SQ_FLOOR, as_float32, grad_floor_of
 from zfunc.values import FLOAT32_MAX, number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FP32_EPS = 2.0**-23
-FP64 = 8  # bytes
+    Lines = tuple[Tensor, Tensor]  # what there is of all rows, and of all columns, of a parameter's matrices
+
+FP32_EPS, FP64 = 2.0**-23, 8  # bytes
+PIECE = 1 << 20  # elements whose temporaries are there at a time, on a device
+SUMMED = 64  # elements whose squares have a sum in a fixed order
+NUM_ROUNDS = 4
+
+# Each parameter has the means of its rows, then those of its columns, in the elements that are its own.
+for _moments in MOMENTS:
+    _weights = STATE_FORMATS[f"weights-{_moments}"]
+    _factored = StateBuffer("row_col_variance", "fp32", shared=ALIGNMENT, whole=True)
+    STATE_FORMATS[f"adafactor-{_moments}"] = (*_weights, _factored)
+    STATE_FORMATS[f"adafactor-small-{_moments}"] = (*_weights, StateBuffer("variance", "fp32", whole=True))
+
+
+# ---- a parameter as Adafactor sees it -------------------------------------------------------------------
+
+
+class Matrices(NamedTuple):
+    """`count` matrices of a parameter's last two dimensions; a vector is one row."""
+
+    count: int
+    rows: int
+    columns: int
+    factored: bool  # a vector is not
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> Matrices:
+        """Those that `torch.optim.Adafactor` takes.
+
+        >>> Matrices.of((8, 4, 3, 3)), Matrices.of((8,)).kept, Matrices.of((8, 4)).kept
+        (Matrices(count=32, rows=3, columns=3, factored=True), (0, 8), (8, 4))
+        """
+        return cls(prod(shape[:-2]), *shape[-2:], True) if len(shape) > 1 else cls(1, 1, prod(shape), False)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all matrices."""
+        return self.count * self.rows
+
+    def split(self, lines: Tensor) -> Lines:
+        """What there is of every row, and of every column, side by side in `lines`."""
+        return lines[: self.num_rows], lines[self.num_rows :]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The elements of a row, and of a column."""
+        return self.columns, self.rows
+
+    @property
+    def num_lines(self) -> int:
+        """The rows and the columns of all matrices."""
+        return self.count * (self.rows + self.columns)
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The numbers of row and of column means that are kept.
+
+        Of a single row, or column, they would be as many as its elements and one more: that one is their mean.
+        """
+        if not self.num_rows * self.columns:
+            return 0, 0
+        rows = self.num_rows if self.factored and self.rows > 1 else 0
+        return rows, self.count * self.columns if self.columns > 1 or not rows else 0
+
+    def rectangles(self, start: int, stop: int, first: int = 0) -> Iterator[Rectangle]:
+        """Elements `start` to `stop` of the parameter, at most five, numbered from `first`.
+
+        >>> [x.shape for x in Matrices(3, 2, 4, True).rectangles(2, 23)]
+        [(1, 1, 2), (1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 3)]
+        """
+        at = start
+        while at < stop:
+            row, column = divmod(at, self.columns)
+            matrix, left = row // self.rows, stop - at
+            if column or left < self.columns:
+                shape = 1, 1, min(left, self.columns - column)
+            elif row % self.rows or left < self.rows * self.columns:
+                shape = 1, min(left // self.columns, self.rows - row % self.rows), self.columns
+            else:
+                shape = left // (self.rows * self.columns), self.rows, self.columns
+            begin = matrix * self.columns + column
+            lines = slice(row, row + shape[0] * shape[1]), slice(begin, begin + shape[0] * shape[2])
+            yield Rectangle(slice(at - first, at - first + prod(shape)), shape, *lines)
+            at += prod(shape)
+
+
+class Rectangle(NamedTuple):
+    """Whole matrices, whole rows of one, or a part of a row; which rows and columns those are of all."""
+
+    elements: slice
+    shape: tuple[int, int, int]  # matrices, rows and columns
+    rows: slice
+    columns: slice
+
+    def of(self, lines: Lines) -> Lines:
+        """What there is of its rows [matrices, rows, 1] and columns [matrices, 1, columns]."""
+        count = self.shape[0]
+        return lines[0][self.rows].view(count, -1, 1), lines[1][self.columns].view(count, 1, -1)
+
+
+# ---- the optimizer ----------------------------------------------------------------------------------------
+
+
+class AdafactorFactors(NamedTuple):
+    """The scalars of one step, in double; each is rounded once to float32 where it is used."""
+
+    grad_scale: float
+    grad_floor: float
+    keep: float  # variance = keep * variance + add * mean of squares
+    add: float
+    least_mean: float  # of the rows' means, where they divide
+    limit: float  # of what a gradient is multiplied by
+    rate: float  # relative to the weights' size
+    least_size: float
+    threshold: float  # of the update's size
+    decay: float
 
 
 def _eps(value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        refuse("eps", value, "two numbers", "pass such as (1e-7, 1e-3)")
+        settings.refuse("eps", value, "two numbers", "pass such as (1e-7, 1e-3)")
     first = FP32_EPS if value[0] is None else value[0]
     return number("eps[0]", first, least=0), number("eps[1]", value[1], least=0)
 
@@ -62,41 +196,23 @@ class Adafactor(KernelOptimizer):
 
     usual: ClassVar = 5e-2, 0.0, {}
 
-    lr: LearningRate = lr_field(1e-2)
-    beta2_decay: float = number_field("beta2_decay", -0.8, least=-math.inf, most=0.0)
+    lr: settings.LearningRate = settings.lr_field(1e-2)
+    beta2_decay: float = settings.number_field("beta2_decay", -0.8, least=-inf, most=0.0)
     eps: tuple[float, float] = attrs.field(default=(None, 1e-3), kw_only=True, converter=_eps)
-    d: float = number_field("d", 1.0, least=1.0)
-    weight_decay: float = number_field("weight_decay", 0.0)
-    decay: Decay = decay_field()
-    moments: Moments = moments_field()
-
-    def __attrs_post_init__(self) -> None:
-        """Check what the fields make together; a schedule's values are checked at each step."""
-        if not callable(self.lr):
-            self._step_factors(StepDecision(False, 1.0, 1, self.factors(1)), 0)
+    d: float = settings.number_field("d", 1.0, least=1.0)
+    weight_decay: float = settings.number_field("weight_decay", 0.0)
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
-        matrices = matrices_of(shape)
-        room = -(-matrices.count * matrices.rows * matrices.columns // ALIGNMENT)
-        small = not matrices.factored or sum(matrices.kept) > room
-        return int(not self.decay(name, shape)) + 2 * small
+        matrices = Matrices.of(shape)
+        small = not matrices.factored or sum(matrices.kept) > -(-prod(shape) // ALIGNMENT)
+        return super().group(name, shape) + 2 * small
 
     def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         return f"adafactor-{'small-' if group & 2 else ''}{self.moments}"
-
-    def host_kernel(self, *args: Any, **arguments: Any) -> None:
-        """Adafactor in host memory, by the compiled kernel."""
-        from zfunc.optim.adafactor_update import KernelAdafactor
-
-        KernelAdafactor(*args, **arguments).finish()
-
-    def device_kernel(self, *args: Any, **arguments: Any) -> None:
-        """Adafactor in torch operations."""
-        from zfunc.optim.adafactor_update import AdafactorUpdate
-
-        AdafactorUpdate(*args, **arguments).finish()
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of a parameter of `numel` elements allocates.
@@ -106,45 +222,17 @@ class Adafactor(KernelOptimizer):
         return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
     def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """What each round of `adafactor_update` measures of a parameter.
+        """The bytes that each round measures of a parameter.
 
         >>> Adafactor().update_work((8, 4), group=0).measured, Adafactor().update_work((8,), group=0).measured
         ((192, 96, 16, 16), (0, 0, 16, 16))
         """
         del group
-        matrices = matrices_of(shape)
-        lines = matrices.num_lines if matrices.factored else 0
-        first = lines + sum(matrices.kept) if matrices.factored else 0
-        return UpdateWork(measured=tuple(FP64 * x for x in (first, lines, 2, 2)))
+        matrices = Matrices.of(shape)
+        lines, kept = (matrices.num_lines, sum(matrices.kept)) if matrices.factored else (0, 0)
+        return UpdateWork(measured=tuple(FP64 * x for x in (lines + kept, lines, 2, 2)))
 
-    def measure(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        part: ParameterPart,
-    ) -> Tensor:
-        """What a part of a parameter has of the next round, where the tensors are."""
-        from zfunc.optim.adafactor_update import AdafactorUpdate, KernelAdafactor
-        from zfunc.runtime.accelerator import on_accelerator
-
-        update = AdafactorUpdate if on_accelerator(grad.device) else KernelAdafactor
-        return update(state, grad, **self.arguments(decision, group, part)).measure()
-
-    def arguments(
-        self, decision: StepDecision, group: int, part: ParameterPart | None = None
-    ) -> dict[str, Any]:
-        """What both kernels take besides tensors."""
-        assert part is not None  # by the format of its state
-        return {
-            "state_format": self.state_format(group),
-            "part": part,
-            "factors": self._step_factors(decision, group),
-        }
-
-    def _step_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
+    def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
         """The scalars of a step; ValueError for one that float32 cannot hold."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
         grad_scale = number("grad_scale", decision.grad_scale)
@@ -153,12 +241,352 @@ class Adafactor(KernelOptimizer):
         return AdafactorFactors(
             grad_scale,
             grad_floor_of(grad_scale),
-            1.0 - add,
-            add,
-            max(self.eps[0], EXP_AVG_SQ_FLOOR),
-            1.0 / max(self.eps[0], 1.0 / FLOAT32_MAX),
-            min(lr, 1.0 / decision.number**0.5),
-            self.eps[1],
-            self.d,
-            decay,
+            keep=1.0 - add,
+            add=add,
+            least_mean=max(self.eps[0], EXP_AVG_SQ_FLOOR),
+            limit=1.0 / max(self.eps[0], 1.0 / FLOAT32_MAX),
+            rate=min(lr, 1.0 / decision.number**0.5),
+            least_size=self.eps[1],
+            threshold=self.d,
+            decay=decay,
         )
+
+    def host_update(self, *args: Any, **given: Any) -> None:
+        """Update a parameter in host memory by the compiled kernel, in place or `into` other buffers."""
+        self.run(KernelUpdate, Update.finish, *args, **given)
+
+    def device_update(self, *args: Any, **given: Any) -> None:
+        """The same, to the bit, in torch operations on the tensors' device."""
+        self.run(Update, Update.finish, *args, **given)
+
+    def measure(self, state: Any, grad: Tensor, *args: Any, **given: Any) -> Tensor:
+        """What a part of a parameter has of the round after those in `part.measures`, where the tensors are."""
+        from zfunc.runtime.accelerator import on_accelerator
+
+        kind = Update if on_accelerator(grad.device) else KernelUpdate
+        return self.run(kind, Update.measure, state, grad, *args, **given)
+
+    def run(
+        self, kind: Any, call: Any, state: Any, grad: Any, decision: StepDecision, *, group: int, **how: Any
+    ) -> Any:
+        """A method of an update of this kind."""
+        from torch import no_grad
+
+        with no_grad():
+            return call(
+                kind(self.state_format(group), self.checked_factors(decision, group), state, grad, **how)
+            )
+
+
+# ---- an update in torch operations, by the rules of `updates` ---------------------------------------------
+
+
+class Update:
+    """An update under way of 1-D contiguous buffers, by name, in place or `into` others.
+
+    `out`: [n] fp32, bf16 or fp16, receives the rounded new weights. Raises TypeError or ValueError with every
+    buffer unchanged. What is measured is 0 or more, and 0 where the part has none.
+    """
+
+    on_host: ClassVar = False  # whether the buffers have to be there; else on one device, whichever
+
+    def __init__(
+        self,
+        state_format: str,
+        factors: AdafactorFactors,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        *,
+        part: ParameterPart,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        from zfunc.optim.updates import CPU, update_spans
+
+        update_spans(state_format, state, grad, out, into, device=CPU if self.on_host else None)
+        self.state, self.into, self.grad, self.out = state, into or state, grad, out
+        self.masters, self.k = weight_buffers(state_format), as_float32(factors)
+        whole, n = Matrices.of(part.shape), grad.numel()
+        # Of a vector, the variances of a part are there with it.
+        self.matrices = whole if whole.factored else Matrices(1, 1, n, factored=False)
+        self.first = part.start if whole.factored else 0
+        self.numel, num_kept = prod(part.shape), sum(self.matrices.kept)
+        kind = STATE_FORMATS[state_format][-1]
+        self.variance, self.new_variance = state[kind.name], self.into[kind.name]
+        # Of the variances, which its buffer begins with
+        self.kept = slice(*(min(kind.numel(x), num_kept) for x in (self.first, self.first + n)))
+        self.measures = [*part.measures]  # of all ranks together, a tensor for each round
+        room = self._zeros(2 * -(-n // SUMMED)) if part.room is None else part.room
+        self.blocks = room.view(2, -1)  # sums of squares of every SUMMED elements: direction, weights
+
+    def measure(self) -> Tensor:
+        """What the part has of the next round: [of `Adafactor.update_work`] fp64. Only the part's room changes."""
+        return (self._largest, self._sums, self._largest_blocks, self._block_sums)[len(self.measures)]()
+
+    def finish(self) -> None:
+        """The rounds that are left, as if the part were the whole, and the update."""
+        if not self.grad.numel():
+            return
+        while len(self.measures) < NUM_ROUNDS:
+            self.measures.append(self.measure())
+        own = self._means[self.kept]
+        self.new_variance[: own.numel()].copy_(own)
+        self.new_variance[own.numel() :].zero_()
+        self._move(self._rate)
+
+    def _zeros(self, n: int) -> Tensor:
+        return self.grad.new_zeros(n).double()
+
+    # The rounds
+
+    def _largest(self) -> Tensor:
+        if not self.matrices.factored:
+            return self._zeros(0)
+        n, kept = self.matrices.num_lines, sum(self.matrices.kept)
+        largest, measured = self._zeros(n).float(), self._zeros(n + kept)
+        for at in self._rectangles():
+            self._largest_in(at, self.matrices.split(largest))
+        measured[:n] = largest
+        measured[n:][self.kept] = self.variance[: self.kept.stop - self.kept.start]
+        return measured
+
+    def _sums(self) -> Tensor:
+        if not self.matrices.factored:
+            return self._zeros(0)
+        largest, sums = self.measures[0][: self.matrices.num_lines], self._zeros(self.matrices.num_lines)
+        units = self._zeros(self.matrices.num_lines)
+        for into, x, n in zip(
+            *map(self.matrices.split, (units, largest)), self.matrices.lengths, strict=True
+        ):
+            into.copy_(_unit_of(x.square(), n).where(x.isfinite(), x))
+        for at in self._rectangles():
+            self._sums_in(at, self.matrices.split(units), self.matrices.split(sums))
+        return sums.where(units.isfinite(), units)  # infinite or NaN as the largest
+
+    def _largest_blocks(self) -> Tensor:
+        self._fill_blocks()
+        return self.blocks.amax(1)
+
+    def _block_sums(self) -> Tensor:
+        units = _unit_of(self.measures[2], -(-self.numel // SUMMED))[:, None]
+        # In place, for nobody reads them again: new memory would take most of the time.
+        return self.blocks.add_(units).sub_(units).sum(1)
+
+    # What follows from them
+
+    @cached_property
+    def _means(self) -> Tensor:
+        """The new variances, of all rows and columns that are kept."""
+        matrices, k = self.matrices, self.k
+        if matrices.factored:
+            old = self.measures[0][matrices.num_lines :].float()
+            mean = self._zeros(sum(matrices.kept)).float()
+            each = zip(
+                mean.split([*matrices.kept]), matrices.split(self.measures[1]), matrices.lengths, strict=True
+            )
+            for into, sums, n in each:
+                into.copy_(_over(sums[: into.numel()], n))
+        else:
+            old, mean = self.variance.clone(), self._loaded.square()
+        new = old.mul_(k.keep).add_(mean.mul_(k.add))
+        return new.masked_fill_(new.abs() < EXP_AVG_SQ_FLOOR, 0.0)
+
+    @cached_property
+    def _lines(self) -> Lines:
+        """What a gradient is multiplied by for its row, and for its column: fp32."""
+        matrices, variance, k = self.matrices, self._means, self.k
+        if not matrices.factored:
+            return variance.new_ones(1), _inverse_root(variance)
+        row, column = (x.view(matrices.count, -1) for x in variance.split([*matrices.kept]))
+        row = row if row.numel() else _mean(column)
+        column = column if column.numel() else _mean(row)
+        row = row / _mean(row).clamp_(min=k.least_mean)
+        return _inverse_root(row).view(-1), _inverse_root(column).view(-1)
+
+    @property
+    def _rate(self) -> Tensor:
+        of_update, of_weights = _root(_over(self.measures[3], self.numel))
+        size = of_weights.clamp_(min=self.k.least_size).mul_(self.k.rate)
+        return size / (of_update / of_update.new_full((), self.k.threshold)).clamp_(min=1.0)
+
+    # Its sweeps
+
+    def _pieces(self) -> Iterator[slice]:
+        """The part in multiples of SUMMED elements, and in whole rows if PIECE has room for them."""
+        unit, n = lcm(SUMMED, max(1, self.matrices.columns)), self.grad.numel()
+        size = max(1, PIECE // unit) * unit if unit <= PIECE else PIECE
+        edges = [0, *range(size - self.first % size, n, size), n]
+        return (slice(*x) for x in pairwise(edges))
+
+    def _rectangles(self) -> Iterator[Rectangle]:
+        for piece in self._pieces():
+            yield from self.matrices.rectangles(self.first + piece.start, self.first + piece.stop, self.first)
+
+    def _largest_in(self, at: Rectangle, largest: Lines) -> None:
+        size = self._loaded[at.elements].abs().view(at.shape)
+        for line, along in zip(at.of(largest), (2, 1), strict=True):
+            line.copy_(line.maximum(size.amax(along, keepdim=True)))
+
+    def _sums_in(self, at: Rectangle, units: Lines, sums: Lines) -> None:
+        square = self._loaded[at.elements].double().square_().view(at.shape)
+        for total, unit, along in zip(at.of(sums), at.of(units), (2, 1), strict=True):
+            total.add_((square + unit).sub_(unit).sum(along, keepdim=True))
+
+    @cached_property
+    def _loaded(self) -> Tensor:
+        """The gradient as an update takes it, [n] fp32, which becomes the direction."""
+        loaded = self.grad.float() if self.grad.dtype.itemsize < 4 else self.grad.clone()
+        for piece in map(loaded.__getitem__, self._pieces()):
+            piece.masked_fill_(piece.abs() < self.k.grad_floor, 0.0).mul_(self.k.grad_scale)
+        return loaded
+
+    @cached_property
+    def _direction(self) -> Tensor:
+        for at in self._rectangles():
+            row, column = at.of(self._lines)
+            self._loaded[at.elements].view(at.shape).mul_((row * column).clamp_(max=self.k.limit))
+        return self._loaded
+
+    def _weights(self, piece: slice) -> Tensor:
+        from zfunc.optim.formats import unpack_weights
+
+        return unpack_weights({x: self.state[x][piece] for x in self.masters})
+
+    def _fill_blocks(self) -> None:
+        for piece in self._pieces():
+            at = slice(piece.start // SUMMED, -(-piece.stop // SUMMED))
+            self.blocks[0, at] = _square_sums(self._direction[piece])
+            self.blocks[1, at] = _square_sums(self._weights(piece))
+
+    def _move(self, rate: Tensor) -> None:
+        from zfunc.optim.formats import pack
+
+        for piece in self._pieces():
+            p, change = self._weights(piece), self._direction[piece].mul_(rate)
+            p = p - (change.add_(p * self.k.decay) if self.k.decay else change)
+            if self.out is not None:
+                self.out[piece].copy_(p)
+            for name, x in pack(p, (), f"weights-{('fp32', '16bit')[len(self.masters) - 1]}", 0).items():
+                self.into[name][piece].copy_(x)
+
+
+# ---- by the compiled kernel -------------------------------------------------------------------------------
+
+POINTERS = [  # its buffers, in the order of csrc/_adafactor_kernel.h
+    "grad", "row_largest", "column_largest", "row_unit", "column_unit", "row_sum", "column_sum", "left", "right",
+    "direction_squares", "weight_squares", "master", "low", "into_master", "into_low", "out",
+]  # fmt: skip
+
+
+class KernelUpdate(Update):
+    """In host memory: four sweeps over the gradient.
+
+    Threads and instruction set change no bit. It allocates n / 4 bytes, and 64 for each row and column.
+    """
+
+    on_host = True
+
+    def __init__(self, *args: Any, threads: int | None = None, isa: int = -1, **given: Any) -> None:
+        from zfunc.optim.updates import checked_threads
+
+        super().__init__(*args, **given)
+        self.team = checked_threads(threads), isa
+
+    def _rectangles(self) -> Iterator[Rectangle]:
+        return self.matrices.rectangles(self.first, self.first + self.grad.numel(), self.first)
+
+    def _largest_in(self, at: Rectangle, largest: Lines) -> None:
+        self._sweep("LARGEST", zip(("row_largest", "column_largest"), at.of(largest), strict=True), at)
+
+    def _sums_in(self, at: Rectangle, units: Lines, sums: Lines) -> None:
+        names = "row_unit", "column_unit", "row_sum", "column_sum"
+        self._sweep("FACTOR_SUMS", zip(names, (*at.of(units), *at.of(sums)), strict=True), at)
+
+    def _fill_blocks(self) -> None:
+        names = "left", "right", "direction_squares", "weight_squares", "master", "low"
+        weights = (self.state[x] for x in self.masters)
+        self._sweep("FACTOR_SQUARES", zip(names, (*self._lines, *self.blocks, *weights), strict=False))
+
+    def _move(self, rate: Tensor) -> None:
+        halves = zip(("master", "low"), self.masters, strict=False)
+        moved = [
+            (f"{new}{role}", x[name])
+            for role, name in halves
+            for new, x in (("", self.state), ("into_", self.into))
+        ]
+        self._sweep(
+            "FACTORED",
+            (*zip(("left", "right"), self._lines, strict=True), *moved, ("out", self.out)),
+            rate=rate.item(),
+        )
+
+    def _sweep(
+        self, sweep: str, given: Iterable[Any], at: Rectangle | None = None, rate: float = 0.0
+    ) -> None:
+        """One of the kernel's over matrices of their own, or over the whole part, with these tensors by name."""
+        from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
+
+        k, grad = self.k, self.grad if at is None else self.grad[at.elements]
+        tensors = {"grad": grad, **dict(given)}
+        types = (cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, tensors.get("out")))
+        _, rows, columns = self.matrices[:3] if at is None else at.shape
+        cpu_adam.factor(
+            getattr(cpu_adam, sweep),
+            [0 if tensors.get(x) is None else tensors[x].data_ptr() for x in POINTERS],
+            (rows, columns, self.first if at is None else 0),
+            (*types, bool(k.decay)),
+            (k.grad_scale, k.grad_floor, k.limit, rate, k.decay),
+            grad.numel(),
+            *self.team,
+        )
+
+
+# ---- arithmetic -------------------------------------------------------------------------------------------
+
+
+def _unit_of(largest: Tensor, count: int) -> Tensor:
+    """What a term of an exact sum of `count` is added to and freed of again, the `largest` [n] fp64 being such.
+
+    >>> import torch
+    >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 3)
+    >>> unit.item(), ((0.1 + unit) - unit).item()
+    (8.0, 0.09999999999999964)
+    """
+    return largest.new_ones(largest.shape).ldexp(largest.frexp().exponent + count.bit_length())
+
+
+def exact_sum(terms: Tensor) -> Tensor:
+    """Sums of float64 along the last dimension, from 0 up, which no order changes."""
+    unit = _unit_of(terms.amax(-1, keepdim=True), terms.shape[-1])
+    return ((terms + unit) - unit).sum(-1)
+
+
+def _square_sums(x: Tensor) -> Tensor:
+    """The sums of squares of every 64 elements of x [n], in the kernel's order: [ceil(n / 64)]."""
+    squares = x.new_zeros(-(-x.numel() // SUMMED) * SUMMED).double()
+    squares[: x.numel()] = x.double().square_()
+    lanes, *others = squares.view(-1, SUMMED // 16, 16).unbind(1)
+    for other in others:
+        lanes = lanes + other
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    return lanes[:, 0]
+
+
+def _over(sums: Tensor, count: int) -> Tensor:
+    """Means in float32."""
+    return sums.div(sums.new_full((), count)).float()  # by a tensor: a device may multiply by 1 / count
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Of each row of x [matrices, n] fp32: [matrices, 1]."""
+    return _over(exact_sum(x.double()), x.shape[1])[:, None]
+
+
+def _inverse_root(x: Tensor) -> Tensor:
+    root = _root(x)
+    return root.new_ones(()) / root
+
+
+def _root(x: Tensor) -> Tensor:
+    return x.double().sqrt_().float()  # rounded right on any device

@@ -5,16 +5,8 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from zfunc.core.optimizer_state import Moments
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.optimizer_settings import (
-    Decay,
-    LearningRate,
-    decay_field,
-    eps_field,
-    lr_field,
-    moments_field,
-    number_field,
-)
 from zfunc.optim.rules import Factors, Operations
 
 
@@ -42,13 +34,13 @@ class Adagrad(Elementwise):
         "amsgrad fp32_optimizer_states foreach fused",
     )
 
-    lr: LearningRate = lr_field(1e-2)
-    lr_decay: float = number_field("lr_decay", 0.0)
-    weight_decay: float = number_field("weight_decay", 0.0)
-    initial_accumulator_value: float = number_field("initial_accumulator_value", 0.0)
-    eps: float = eps_field(1e-10)
-    decay: Decay = decay_field()
-    moments: Moments = moments_field()
+    lr: settings.LearningRate = settings.lr_field(1e-2)
+    lr_decay: float = settings.number_field("lr_decay", 0.0)
+    weight_decay: float = settings.number_field("weight_decay", 0.0)
+    initial_accumulator_value: float = settings.number_field("initial_accumulator_value", 0.0)
+    eps: float = settings.eps_field(1e-10)
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """Over the root of the sum of all squares."""

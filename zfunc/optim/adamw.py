@@ -10,21 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import evolve, field, frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import ADAM_FORMATS, Moments
+from zfunc.core.optimizer_state import Moments
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.optimizer_settings import (
-    Betas,
-    Decay,
-    LearningRate,
-    betas_at_step,
-    betas_field,
-    checked_step,
-    decay_field,
-    eps_field,
-    lr_field,
-    moments_field,
-    number_field,
-)
 from zfunc.optim.rules import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, Factors, Operations
 from zfunc.values import truth
 
@@ -42,7 +30,7 @@ class AdamW(Elementwise):
 
     `moments` is the format of the optimizer state between steps, in bytes a parameter: "fp32", 12 (master, exp_avg,
     exp_avg_sq); "16bit", 8 (the master in two exact halves, both moments in bf16); "8bit", 6 (the same master, both
-    moments in 8 bits, with a scale for every 64 elements). Operations is always fp32
+    moments in 8 bits, with a scale for every 64 elements). Arithmetic is always fp32
     (`zfunc.optim.formats`).
 
     With `split_master` the master of "fp32" is in two halves too, one of which is the bf16 copy for the device: the
@@ -52,8 +40,8 @@ class AdamW(Elementwise):
     and for a learning rate that overflows fp32 in the first step.
 
     >>> from zfunc import matrices_only
-    >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).lr_at(1)
-    0.0003
+    >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).factors(1)
+    {'lr': 0.0003, 'betas': (0.9, 0.999)}
     """
 
     state: ClassVar = ("exp_avg", "exp_avg_sq")
@@ -65,13 +53,13 @@ class AdamW(Elementwise):
         "max_grad_norm",
     )
 
-    lr: LearningRate = lr_field(1e-3)
-    betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.999))
-    eps: float = eps_field(1e-8)
-    weight_decay: float = number_field("weight_decay", 0.01)
+    lr: settings.LearningRate = settings.lr_field(1e-3)
+    betas: settings.Betas | Callable[[int], settings.Betas] = settings.betas_field((0.9, 0.999))
+    eps: float = settings.eps_field(1e-8)
+    weight_decay: float = settings.number_field("weight_decay", 0.01)
     decoupled: bool = field(default=True, kw_only=True, converter=partial(truth, "decoupled"))
-    decay: Decay = decay_field()
-    moments: Moments = moments_field()
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
     split_master: bool = field(default=False, kw_only=True, repr=False)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:
@@ -80,7 +68,7 @@ class AdamW(Elementwise):
         v = o.flush(k.keep_sq * v + k.add_sq * (g * g), EXP_AVG_SQ_FLOOR)
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
 
-    def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
+    def scalars(self, step: int, lr: float, betas: settings.Betas) -> dict[str, float]:
         """Of step `step`, bias corrections included (Kingma & Ba 2015, section 3)."""
         beta1, beta2 = betas
         return {
@@ -98,22 +86,6 @@ class AdamW(Elementwise):
         """Adam's formats have none."""
         return ""
 
-    def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
-        lr = super().lr_at(step)
-        if callable(self.lr) or callable(self.betas):
-            factors = {"lr": lr, "betas": self.betas_at(step)}
-            self.checked_factors(StepDecision(False, 1.0, step, factors), 0)
-        return lr
-
-    def betas_at(self, step: int) -> Betas:
-        """The betas of a step, counted from 1; ValueError where one is not in [0, 1)."""
-        return betas_at_step(self.betas, step)
-
-    def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate and the betas of step `step`, counted from 1."""
-        return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
-
     def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
@@ -122,11 +94,6 @@ class AdamW(Elementwise):
     def with_moments(self, moments: Moments, *, split_master: bool) -> AdamW:
         """The same optimizer with its moments in another format, on a split master if they are fp32 or not."""
         return evolve(self, moments=moments, split_master=self.split_master or split_master)
-
-    def reads(self, state_format: str, wanted: str) -> bool:
-        """Whether a format is one of Adam's, also of the past."""
-        del wanted
-        return state_format in ADAM_FORMATS
 
 
 def adam_update_(
@@ -139,7 +106,7 @@ def adam_update_(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     step: int,
     lr: float,
-    betas: Betas = (0.9, 0.999),
+    betas: settings.Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
@@ -170,13 +137,8 @@ def adam_update_(
     (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
     """
     adam = AdamW(lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
-    decision = StepDecision(False, grad_scale, checked_step(step), adam.factors(step))
+    decision = StepDecision(False, grad_scale, settings.checked_step(step), adam.factors(step))
     names = ("master", *AdamW.state)
-    adam.host_kernel(
-        dict(zip(names, (master, exp_avg, exp_avg_sq), strict=True)),
-        grad,
-        out=out,
-        into=None if into is None else dict(zip(names, into, strict=True)),
-        threads=threads,
-        **adam.arguments(decision, 0),
-    )
+    state = dict(zip(names, (master, exp_avg, exp_avg_sq), strict=True))
+    new = None if into is None else dict(zip(names, into, strict=True))
+    adam.host_update(state, grad, decision, group=0, out=out, into=new, threads=threads)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from attrs import frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.layout import UpdateWork
 from zfunc.core.optimizer_state import Moments
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class ParameterPart:
     """Elements `start` (a multiple of 64) to `stop` of a parameter of `shape`.
 
     `measures` are what all ranks have measured of the parameter, a tensor for each round, and `room` what this rank
-    keeps from one round to the next; see `MeasuringOptimizer`.
+    keeps from one round to the next; see `Optimizer`.
     """
 
     shape: tuple[int, ...]
@@ -43,8 +42,18 @@ class ParameterPart:
 class Optimizer(Protocol):
     """Settings as a value. An update gets flat slices of the state by the names of the format's buffers.
 
-    They are of parameters of one group, side by side. Where the format is that of a `MeasuringOptimizer` or a
-    `MatrixOptimizer` they are of one parameter, and `part=` is passed too.
+    They are of parameters of one group, side by side. Where the format has a `whole` or a `matrix` buffer, they are
+    of one parameter, `part=` is passed too, and the optimizer has more methods; `update_work(shape, group=)` says
+    what they take.
+
+    - `whole`, as of `zfunc.optim.adafactor`: an update needs numbers of a whole parameter. Where one lies in the
+      slices of several ranks, each measures its part in rounds by `measure(state, grad, decision, group=, part=)`:
+      fp64 numbers of the round after those in `part.measures`, none below 0; only the part's `room` changes. Then
+      the ranks join what they have, the largest of every number in rounds 0, 2 and so on, the sum in the others.
+    - `matrix`, as of `zfunc.optim.muon`: an update needs all of a matrix. `direction(state, grad, decision,
+      group=, out=)` updates the momentum and writes a direction in bf16, with the same bits anywhere;
+      `orthogonalize(direction, group=)` makes of a whole matrix of it [rows, columns] what the weights move along;
+      an update has that as its gradient, whatever the `grad_scale`.
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
@@ -97,52 +106,6 @@ class Optimizer(Protocol):
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
         cannot convert.
         """
-
-
-@runtime_checkable
-class MeasuringOptimizer(Protocol):
-    """An optimizer whose state has a `whole` buffer: an update needs numbers of a whole parameter.
-
-    Where a parameter lies in the slices of several ranks, they measure their parts in rounds. After each they join
-    what they have: the largest of every number in rounds 0, 2 and so on, the sum in the others. The update follows.
-    """
-
-    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """How many bytes of fp64 numbers of a parameter each round has."""
-
-    def measure(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        part: ParameterPart,
-    ) -> Tensor:
-        """What the part has of the round after those in `part.measures`, on its device; none is below 0.
-
-        Only the part's `room` changes.
-        """
-
-
-@runtime_checkable
-class MatrixOptimizer(Protocol):
-    """An optimizer whose state has one of `zfunc.core.optimizer_state.MATRIX_FORMATS`.
-
-    An update has three parts: an element-wise direction, from gradient and momentum; what is made of a whole matrix
-    of it; and `host_update` or `device_update` with that as the gradient, whatever the `grad_scale`.
-    """
-
-    def direction(
-        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
-    ) -> None:
-        """Update the momentum of parameters, and write the direction to `out`, in bf16: the same bits anywhere."""
-
-    def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
-        """What a whole matrix [rows, columns] moves along, from its direction, which may be overwritten."""
-
-    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """What `orthogonalize` of a matrix takes."""
 
 
 @runtime_checkable

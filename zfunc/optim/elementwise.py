@@ -1,8 +1,8 @@
 """What zfunc's optimizers have in common, and `Elementwise`: one that sees one element at a time.
 
 A class of the latter has `state`, the names of its moments, fields with its settings, `scalars`, and the rule
-`update`. The formats of the state, its memory and names in checkpoints, conversion, the NumPy reference, the update
-on the device and on the host follow from them.
+`update`. The formats of the state, its memory and names in checkpoints, conversion, the update on the device and on
+the host follow from them.
 
 Parameters with weight decay are a group, those without are another.
 """
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from attrs import evolve, fields
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments, formats_of, stored_buffers
+from zfunc.core.layout import ALIGNMENT, round_up
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments, formats_of, owner_of, stored_buffers
 from zfunc.errors import CheckpointError
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.optimizer_settings import Decay as Decays
-from zfunc.optim.optimizer_settings import LearningRate, lr_at_step
-from zfunc.optim.rules import Decay, Factors, Operations, Rule, grad_floor_of
-from zfunc.optim.workspaces import elementwise_workspace
+from zfunc.optim.rules import PIECE, Decay, Factors, Operations, Rule, grad_floor_of
 from zfunc.values import number
 
 if TYPE_CHECKING:
@@ -34,15 +33,16 @@ _OWNERS: dict[str, str] = {}  # the class of each kind, whose state formats are 
 
 
 class KernelOptimizer(ABC):
-    """Methods of `zfunc.optim.base.Optimizer`; both kernels take the arguments that `arguments` returns."""
+    """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings."""
 
     # Learning rate, weight decay and other arguments with which `zfunc train` begins; and of the DeepSpeed type of
     # this name, if there is one, the parameters that are arguments here, and those with another effect, or none.
     usual: ClassVar[tuple[float, float, Mapping[str, Any]]] = (0.0, 0.0, {})
     deepspeed: ClassVar[tuple[str, str] | None] = None
 
-    lr: LearningRate
-    decay: Decays
+    lr: settings.LearningRate
+    weight_decay: float
+    decay: settings.Decay
     moments: Moments
 
     @abstractmethod
@@ -50,26 +50,24 @@ class KernelOptimizer(ABC):
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
 
     @abstractmethod
-    def host_kernel(self, *args: Any, **arguments: Any) -> None:
-        """The update by the compiled kernel. Imported here: settings need no torch."""
+    def checked_factors(self, decision: StepDecision, group: int) -> Any:
+        """The scalars of a step; ValueError for one that float32 cannot hold."""
 
-    @abstractmethod
-    def device_kernel(self, *args: Any, **arguments: Any) -> None:
-        """The same, to the bit, in torch operations."""
-
-    @abstractmethod
-    def arguments(
-        self, decision: StepDecision, group: int, part: ParameterPart | None = None
-    ) -> dict[str, Any]:
-        """What both kernels take besides tensors."""
-
-    def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
-        return lr_at_step(self.lr, step)
+    def __attrs_post_init__(self) -> None:
+        """Check what the fields make together; a schedule's values are checked at each step."""
+        if not callable(self.lr) and not callable(getattr(self, "betas", None)):
+            self.factors(1)
 
     def factors(self, step: int) -> dict[str, Any]:
-        """What depends on the step, counted from 1: the learning rate."""
-        return {"lr": self.lr_at(step)}
+        """The learning rate, and betas where there are some, of step `step`, counted from 1.
+
+        TypeError or ValueError where a schedule returns none, or one that float32 has no scalars for.
+        """
+        found: dict[str, Any] = {"lr": settings.lr_at_step(self.lr, step)}
+        if hasattr(self, "betas"):
+            found["betas"] = settings.betas_at_step(self.betas, step)
+        self.checked_factors(StepDecision(False, 1.0, step, found), 0)
+        return found
 
     def describe(self) -> dict[str, Any]:
         """The settings that are constant over all steps, as JSON values."""
@@ -96,35 +94,16 @@ class KernelOptimizer(ABC):
 
         Weights stay exact, moments are rounded as update `step` would have rounded them.
         """
-        from zfunc.optim.formats import pack_moments, pack_weights, unpack_moments, unpack_weights
+        from zfunc.optim.formats import pack, unpack_moments, unpack_weights
 
         wanted = self.state_format(group)
-        if not self.reads(state_format, wanted):
+        if owner_of(state_format) != owner_of(wanted):
             raise CheckpointError(
                 f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
                 "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
             )
-        moments = pack_moments(unpack_moments(state, state_format), wanted, step)
-        packed = pack_weights(unpack_weights(state), wanted, moments) | moments
+        packed = pack(unpack_weights(state), unpack_moments(state, state_format), wanted, step)
         return {x.name: packed[x.name] for x in stored_buffers(wanted)}
-
-    def reads(self, state_format: str, wanted: str) -> bool:
-        """Whether state of a format can be converted to `wanted`: they differ in their moments alone."""
-        return state_format.rpartition("-")[0] == wanted.rpartition("-")[0]
-
-    def host_update(
-        self, *args: Any, group: int, part: ParameterPart | None = None, into: Any = None, out: Any = None
-    ) -> None:
-        """The update of state, gradient and decision by the compiled kernel."""
-        *tensors, decision = args
-        self.host_kernel(*tensors, out=out, into=into, **self.arguments(decision, group, part))
-
-    def device_update(
-        self, *args: Any, group: int, part: ParameterPart | None = None, out: Any = None
-    ) -> None:
-        """The same update, to the bit, in torch operations on the tensors' device."""
-        *tensors, decision = args
-        self.device_kernel(*tensors, out=out, **self.arguments(decision, group, part))
 
 
 class Elementwise(KernelOptimizer):
@@ -133,11 +112,9 @@ class Elementwise(KernelOptimizer):
 
     state: ClassVar[tuple[str, ...]] = ()
     unsigned: ClassVar[tuple[str, ...]] = ()  # those of them that are never below 0
+    matrix: ClassVar[bool] = False  # whether an update needs all of a matrix
     kernel: ClassVar[str | None] = None  # the rule's name in the compiled kernel
     decoupled: bool = False  # whether weight decay is
-
-    weight_decay: float
-    moments: Moments
 
     @abstractmethod
     def update(self, o: Operations, k: Factors, g: Any, *moments: Any) -> tuple[Any, ...]:
@@ -151,29 +128,23 @@ class Elementwise(KernelOptimizer):
         super().__init_subclass__()
         if "update" in cls.__dict__ and "kernel" not in cls.__dict__:
             cls.kernel = None  # a rule of its own is not what its base's kernel computes
-        if cls.state and cls.kind():
-            formats, name = (
-                formats_of(cls.kind(), cls.state, cls.unsigned),
-                f"{cls.__module__}.{cls.__qualname__}",
+        if not cls.state or not cls.kind():
+            return
+        formats = formats_of(cls.kind(), cls.state, cls.unsigned, matrix=cls.matrix)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        other = _OWNERS.get(cls.kind(), "zfunc")
+        if other != name and any(STATE_FORMATS.get(x, new) != new for x, new in formats.items()):
+            raise TypeError(
+                f"{cls.__name__}: got the state {', '.join(cls.state) or 'none'}, expected that of {other}, "
+                "whose checkpoints have this name: give the class another one"
             )
-            other = _OWNERS.get(cls.kind(), "zfunc")
-            if other != name and any(STATE_FORMATS.get(x, new) != new for x, new in formats.items()):
-                raise TypeError(
-                    f"{cls.__name__}: got the state {', '.join(cls.state) or 'none'}, expected that of {other}, "
-                    "whose checkpoints have this name: give the class another one"
-                )
-            STATE_FORMATS.update(formats)
-            _OWNERS[cls.kind()] = name  # a notebook's cell may run again
+        STATE_FORMATS.update(formats)
+        _OWNERS[cls.kind()] = name  # a notebook's cell may run again
 
     @classmethod
     def kind(cls) -> str:
         """What the formats of its state are called."""
         return cls.__name__.lower()
-
-    def __attrs_post_init__(self) -> None:
-        """Check what the fields make together; a schedule's values are checked at each step."""
-        if not callable(self.lr) and not callable(getattr(self, "betas", None)):
-            self.checked_factors(StepDecision(False, 1.0, 1, self.factors(1)), 0)
 
     def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
@@ -181,20 +152,28 @@ class Elementwise(KernelOptimizer):
         return f"{self.kind()}-{self.moments}"
 
     def device_workspace(self, numel: int) -> int:
-        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
-        return elementwise_workspace(numel, self.state_format())
+        """An upper bound of the bytes that `device_update` of `numel` parameters allocates.
 
-    def host_kernel(self, *args: Any, **arguments: Any) -> None:
-        """The update in host memory."""
+        They are the gradient, new moments and a rule's temporaries in fp32, and what a state does not have in it.
+        """
+        n, rows = min(round_up(numel, ALIGNMENT), PIECE), 7 if self.state_format().endswith("fp32") else 10
+        return n * 4 * rows + n // ALIGNMENT * 96 + (1 << 15)  # per block, and what the allocator rounds up
+
+    def host_update(
+        self, state: Any, grad: Any, decision: StepDecision, *, group: int, part: Any = None, **how: Any
+    ) -> None:
+        """The update of state, gradient and decision by the compiled kernel: `updates.host_update_`."""
         from zfunc.optim.updates import host_update_
 
-        host_update_(*args, **arguments)
+        host_update_(state, grad, **how, **self.arguments(decision, group, part))
 
-    def device_kernel(self, *args: Any, **arguments: Any) -> None:
-        """The update in torch operations."""
+    def device_update(
+        self, state: Any, grad: Any, decision: StepDecision, *, group: int, part: Any = None, **how: Any
+    ) -> None:
+        """The same update, to the bit, in torch operations on the tensors' device: `updates.device_update_`."""
         from zfunc.optim.updates import device_update_
 
-        device_update_(*args, **arguments)
+        device_update_(state, grad, **how, **self.arguments(decision, group, part))
 
     def arguments(
         self, decision: StepDecision, group: int, part: ParameterPart | None = None

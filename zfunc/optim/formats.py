@@ -1,6 +1,6 @@
-"""Compact optimizer state: the definition of its formats, on NumPy's arrays and on tensors of any device.
+"""Compact optimizer state: the definition of its formats, in torch operations on any device.
 
-A compact update is unpack, a rule, pack (`reference.reference_update`). All arithmetic is float32; only the state
+A compact update is unpack, a rule, pack (`updates.device_update_`). All arithmetic is float32; only the state
 between two steps is rounded, and without bias. Rounding to nearest would freeze a moment that changes by less than
 half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %).
 
@@ -36,19 +36,13 @@ for a block, the OCP Microscaling formats (2023).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor, where
 
-from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.layout import ALIGNMENT as BLOCK  # elements that share a scale, and the period of the dither
 from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, weight_buffers
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Array = NDArray[Any]
-BLOCK = 64  # elements that share a scale, and the period of the dither
 SPREAD = 0x9E3779B9  # between the dithers of neighbours: 2^32 / golden ratio
 EXP_AVG, EXP_AVG_SQ = 0, 1  # which moment: each has its own dithers
 
@@ -66,110 +60,71 @@ ROOT, EXPONENT = 0x1FC00000, 0x7F800000  # half the bits of x, and this, are nea
 NAN, SIZE, BINADE = 0x7FC00000, 0x7FFFFFFF, 1 << 23  # bits of a float32: the one NaN, all but the sign
 
 
-class Numpy:
-    """`rules.Operations` on float32 arrays, and what codecs need: views of bits, blocks, conversions."""
-
-    where, minimum, maximum = map(staticmethod, (np.where, np.minimum, np.maximum))
-
-    def flush(self, x: Array, floor: float, /) -> Array:
-        """x, and 0 where its size is below the floor."""
-        return np.where(np.abs(x) < np.float32(floor), np.float32(0), x)
-
-    def sqrt(self, x: Array, /) -> Array:
-        """The nearest float32."""
-        return np.sqrt(x)
-
-    def signed(self, x: Array, size: float, /) -> Array:
-        """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
-        return np.where(np.isnan(x), x, np.where(x == 0, np.float32(0), np.copysign(size, x)))
-
-    def bits(self, x: Array) -> Array:
-        """Those of float32, as int32."""
-        return x.view(np.int32)
-
-    def floats(self, bits: Array) -> Array:
-        """And back."""
-        return bits.view(np.float32)
-
-    def ints(self, x: Array) -> Array:
-        """Stored 8 or 16 bits, of bfloat16 too, or truth as int32."""
-        return (x.view(np.int16) if x.dtype == np.uint16 else x).astype(np.int32)
-
-    def stored(self, x: Array, dtype: Dtype) -> Array:
-        """int32 that fit as such a dtype; bf16 by its bits."""
-        return x.astype(DTYPES[dtype].numpy)
-
-    def blocks(self, x: Array) -> Array:
-        """Blocks of 64, the last one filled up with zeros."""
-        return np.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-
-    def largest(self, x: Array) -> Array:
-        """Of every block: [blocks, 1]."""
-        return x.max(1, keepdims=True)
-
-    def smallest(self, x: Array) -> Array:
-        """Of every block: [blocks, 1]."""
-        return x.min(1, keepdims=True)
-
-    def places(self, like: Array) -> Array:
-        """0 to 63, int64."""
-        del like
-        return np.arange(BLOCK)
+# ---- tensors as their bits -----------------------------------------------------------------------------
 
 
-NUMPY = Numpy()
+def _bits(x: Tensor) -> Tensor:
+    """Those of float32, as int32."""
+    return x.view(torch.int32)
 
 
-def operations(x: Any) -> Any:
-    """Those of an array, or of a tensor."""
-    if isinstance(x, np.ndarray):
-        return NUMPY
-    from zfunc.optim.tensors import TORCH
+def _floats(bits: Tensor) -> Tensor:
+    """And back."""
+    return bits.view(torch.float32)
 
-    return TORCH
+
+def _ints(x: Tensor) -> Tensor:
+    """Stored 8 or 16 bits, of bfloat16 too, or truth as int32."""
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).int()
+
+
+def _bf16(bits: Tensor) -> Tensor:
+    """int32 that are those of a bfloat16."""
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[blocks, 64], the last one filled up with zeros; of a whole number of blocks a view."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 # ---- the split master ----------------------------------------------------------------------------------
 
 
-def split(x: Any) -> tuple[Any, Any]:
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """The bfloat16 nearest to x (ties away from zero), and the int16 with which `join` restores x.
 
-    >>> high, low = split(np.float32([1.0, -3.1415927]))
-    >>> join(high, low)
-    array([ 1.       , -3.1415927], dtype=float32)
+    >>> join(*split(torch.tensor([1.0, -3.1415927])))
+    tensor([ 1.0000, -3.1416])
     """
-    o = operations(x)
-    bits = o.where(x != x, NAN, o.bits(x))  # other NaNs could round over to a zero
-    return o.stored(bits + 0x8000 >> 16, "bf16"), o.stored(bits << 16 >> 16, "int16")
+    bits = where(x != x, NAN, _bits(x))  # other NaNs could round over to a zero
+    return _bf16(bits + 0x8000 >> 16), (bits << 16 >> 16).to(torch.int16)
 
 
-def split_to_even(x: Any, exp_avg_sq: Any) -> tuple[Any, Any, Any]:
+def split_to_even(x: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `split`, but ties to even, as a copy is rounded; and exp_avg_sq with a sign where one was rounded down.
 
     An even bfloat16 is the nearest to 65,537 values then, one more than an int16 can tell apart: the ties on both
     sides of it have the same lower bits. exp_avg_sq is never negative, so its sign is free to say which side it is.
 
-    >>> high, low, v = split_to_even(np.float32([1 + 2**-8, 1 + 3 * 2**-8]), np.float32([0.5, 0.5]))
-    >>> [hex(x) for x in high], low, v
-    (['0x3f80', '0x3f82'], array([-32768, -32768], dtype=int16), array([-0.5,  0.5], dtype=float32))
+    >>> high, low, v = split_to_even(torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]), torch.tensor([0.5, 0.5]))
+    >>> high, low.tolist(), v
+    (tensor([1.0000, 1.0156], dtype=torch.bfloat16), [-32768, -32768], tensor([-0.5000,  0.5000]))
     >>> join(high, low, v)
-    array([1.0039062, 1.0117188], dtype=float32)
+    tensor([1.0039, 1.0117])
     """
-    o = operations(x)
-    bits = o.where(x != x, NAN, o.bits(x))
-    down = o.ints((bits & 0x1FFFF) == 0x8000)
-    signs = o.floats(o.bits(exp_avg_sq) & SIZE | down << 31)
-    return o.stored(bits + 0x8000 - down >> 16, "bf16"), o.stored(bits << 16 >> 16, "int16"), signs
+    bits = where(x != x, NAN, _bits(x))
+    down = _ints((bits & 0x1FFFF) == 0x8000)
+    signs = _floats(_bits(exp_avg_sq) & SIZE | down << 31)
+    return _bf16(bits + 0x8000 - down >> 16), (bits << 16 >> 16).to(torch.int16), signs
 
 
-def join(high: Any, low: Any, exp_avg_sq: Any = None) -> Any:
+def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
     """The float32 whose halves these are; for those of `split_to_even` with exp_avg_sq."""
-    o = operations(high)
-    bits = (o.ints(high) << 16) + o.ints(low)
+    bits = (_ints(high) << 16) + _ints(low)
     if exp_avg_sq is not None:
-        bits = bits - (o.bits(exp_avg_sq) >> 31 << 16)  # a sign adds 1 << 16
-    return o.floats(bits)
+        bits = bits - (_bits(exp_avg_sq) >> 31 << 16)  # a sign adds 1 << 16
+    return _floats(bits)
 
 
 # ---- rounding of moments -------------------------------------------------------------------------------
@@ -183,57 +138,54 @@ def first_dither(step: int, moment: int) -> int:
     return x ^ x >> 16
 
 
-def dither(step: int, moment: int, like: Any) -> Any:
+def dither(step: int, moment: int, like: Tensor) -> Tensor:
     """The dithers of one step for a block: [64] int32, fractions of 2^31, where `like` is."""
-    o = operations(like)
-    return o.ints((o.places(like) * SPREAD + first_dither(step, moment) & 0xFFFFFFFF) >> 1)
+    places = torch.arange(BLOCK, device=like.device)  # int64: the product has up to 38 bits
+    return (places * SPREAD + first_dither(step, moment) & 0xFFFFFFFF).bitwise_right_shift_(1).int()
 
 
-def pack_bf16(x: Any, dither: Any) -> Any:
+def pack_bf16(x: Tensor, dither: Tensor) -> Tensor:
     """Round float32 to bfloat16: up with the probability the dither gives; NaN stays NaN."""
-    o = operations(x)
-    rounded = o.blocks(o.bits(x)) + (dither >> 15)
-    bits = o.where(o.blocks(x) != o.blocks(x), NAN, rounded)
-    return o.stored(bits >> 16, "bf16").reshape(-1)[: len(x)]
+    rounded = _blocks(_bits(x)) + (dither >> 15)
+    bits = where(_blocks(x) != _blocks(x), NAN, rounded)
+    return _bf16(bits >> 16).reshape(-1)[: len(x)]
 
 
-def pack_floats(x: Any, dither: Any, *, signed: bool) -> tuple[Any, Any]:
+def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks.
 
     Of a moment with a sign the highest bit of a code is that, and 7 are left for the size.
     """
-    o = operations(x)
     infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
     coarsest = 1 << min_shift + NUM_SHIFTS - 1
     limit = LIMIT & -coarsest
-    bits = o.blocks(o.bits(x))
+    bits = _blocks(_bits(x))
     size = bits & SIZE
     finite = size * (size <= limit)  # infinite values count as 0
-    top = o.largest(finite) + (coarsest - 1) & -coarsest  # the value of the highest code
-    below = o.smallest(finite - 1 & SIZE)  # the smallest less 1, where 0 wraps to the largest
+    top = finite.amax(1, keepdim=True) + (coarsest - 1) & -coarsest  # the value of the highest code
+    below = (finite - 1 & SIZE).amin(1, keepdim=True)  # the smallest less 1, where 0 wraps to the largest
     del finite
     reach = [infinite - 2 << min_shift + k for k in range(NUM_SHIFTS - 1)]  # down to code 1
-    choice = sum(o.ints(top - below - 1 > y) for y in reach)
+    choice = sum(_ints(top - below - 1 > y) for y in reach)
     shift = choice + min_shift
-    base = o.maximum(top - (infinite - 1 << shift), 0 * top)
+    base = (top - (infinite - 1 << shift)).clamp_(min=0)
     codes = (dither >> 31 - shift) + size - base >> shift
-    codes = o.where(
-        size == 0, 0, o.maximum(codes, 1 + 0 * top)
-    )  # positive stays positive: it may be a divisor
-    codes = o.where(size > limit, infinite, codes)
+    # Positive stays positive: it may be a divisor.
+    codes = where(size == 0, 0, codes.clamp_(min=1))
+    codes = where(size > limit, infinite, codes)
     if signed:  # of a NaN, no CPU's sign
-        codes = codes | o.where(size > EXPONENT, 0, bits >> 24 & 128)
-    return o.stored(codes, "uint8").reshape(-1)[: len(x)], o.stored(base >> 16 | choice, "int16")[:, 0]
+        codes = codes | where(size > EXPONENT, 0, bits >> 24 & 128)
+    return codes.to(torch.uint8).view(-1)[: len(x)], (base >> 16 | choice).to(torch.int16)[:, 0]
 
 
-def unpack_floats(codes: Any, scale: Any, *, signed: bool) -> Any:
+def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     """The float32 values of codes [n] that `pack_floats` made, given the scales of their blocks; exact."""
-    o, infinite = operations(codes), INFINITE >> signed
-    given = o.blocks(o.ints(codes))
+    infinite = INFINITE >> signed
+    given = _blocks(_ints(codes))
     size = given & infinite
-    bits = o.where(size == infinite, EXPONENT, _plain_bits(size, scale, MIN_SHIFT + signed))
-    bits = o.where(size == 0, 0, bits) | (given & 255 - infinite) << 24
-    return o.floats(bits).reshape(-1)[: len(codes)]
+    bits = where(size == infinite, EXPONENT, _plain_bits(size, scale, MIN_SHIFT + signed))
+    bits = where(size == 0, 0, bits) | (given & 255 - infinite) << 24
+    return _floats(bits).reshape(-1)[: len(codes)]
 
 
 # A code of exp_avg is subnormal (linear) or normal (logarithmic). Both readings are computed, and comparing them
@@ -241,83 +193,71 @@ def unpack_floats(codes: Any, scale: Any, *, signed: bool) -> Any:
 # when unpacking.
 
 
-def pack_exp_avg(x: Any, dither: Any, codes: Any, scale: Any) -> Any:
+def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """Round float32 x [n] to codes [n] uint8, in units of the packed exp_avg_sq: `codes` and `scale`."""
-    o = operations(x)
-    bits = o.bits(o.blocks(x) * o.floats((254 << 23) - _unit_bits(codes, scale)))
-    bits = o.where((bits & SIZE) > EXPONENT, NAN, bits)  # without a sign
-    log = o.where((bits & SIZE) > LARGEST, LARGEST, bits & SIZE)
-    rounded = o.maximum(o.bits(o.floats(log) + 0.25), log + BINADE)
+    bits = _bits(_blocks(x) * _floats((254 << 23) - _unit_bits(codes, scale)))
+    bits = where((bits & SIZE) > EXPONENT, NAN, bits)  # without a sign
+    log = where((bits & SIZE) > LARGEST, LARGEST, bits & SIZE)
+    rounded = torch.maximum(_bits(_floats(log) + 0.25), log + BINADE)
     del log  # a device has no room for more
     rounded = rounded - SMALLEST_NORMAL + (dither >> 31 - CUT)
-    return o.stored(rounded >> CUT | bits >> 24 & 128, "uint8").reshape(-1)[: len(x)]
+    return (rounded >> CUT | bits >> 24 & 128).to(torch.uint8).view(-1)[: len(x)]
 
 
-def unpack_exp_avg(x: Any, codes: Any, scale: Any) -> Any:
+def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """The float32 values of exp_avg's codes x [n], given the packed exp_avg_sq; exact."""
-    o = operations(x)
-    given = o.blocks(o.ints(x))
+    given = _blocks(_ints(x))
     log = ((given & 127) << CUT) + SMALLEST_NORMAL
-    linear = o.bits(o.floats(log) - 0.25)
-    units = o.minimum(log - BINADE, linear) | (given & 128) << 24
-    return (o.floats(units) * o.floats(_unit_bits(codes, scale))).reshape(-1)[: len(x)]
+    linear = _bits(_floats(log) - 0.25)
+    units = torch.minimum(log - BINADE, linear) | (given & 128) << 24
+    return (_floats(units) * _floats(_unit_bits(codes, scale))).reshape(-1)[: len(x)]
 
 
-def _plain_bits(codes: Any, scale: Any, min_shift: int) -> Any:
+def _plain_bits(codes: Tensor, scale: Tensor, min_shift: int) -> Tensor:
     """The bits of the values of blocks of codes, as if none were special (0 or infinity)."""
-    given = operations(scale).ints(scale)[:, None]
+    given = _ints(scale)[:, None]
     return (codes << (given & NUM_SHIFTS - 1) + min_shift) + ((given & SCALE_BITS >> 16) << 16)
 
 
-def _unit_bits(codes: Any, scale: Any) -> Any:
+def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
     """The bits of exp_avg's unit, by blocks: the power of two at or below the root of exp_avg_sq."""
-    o = operations(codes)
-    plain = _plain_bits(o.blocks(o.ints(codes)), scale, MIN_SHIFT)
+    plain = _plain_bits(_blocks(_ints(codes)), scale, MIN_SHIFT)
     return (plain >> 1 & SIZE) + ROOT & EXPONENT
 
 
 def unpack_first_codes(
-    exp_avg: Array, exp_avg_sq: Array, exp_avg_exponent: Array, exp_avg_sq_exponent: Array
-) -> tuple[Array, Array]:
+    exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_exponent: Tensor, exp_avg_sq_exponent: Tensor
+) -> list[Tensor]:
     """The float32 exp_avg and exp_avg_sq [n] of the first 8-bit format, which old checkpoints hold.
 
     Their codes [n] are floats of 4 mantissa bits below an exponent [ceil(n / 64)] for each block, which counts from
     the lowest there is. 3 exponent bits and a sign for exp_avg, 4 for exp_avg_sq; a block of exponent 255 is NaN.
 
-    >>> m, v = unpack_first_codes(*np.uint8([[0x70, 0xF0], [0xF0, 1]]), *np.uint8([[89], [101]]))
-    >>> m, v == [1.0, 2.0**-18]
-    (array([ 1., -1.], dtype=float32), array([ True,  True]))
+    >>> codes = torch.tensor([[0x70, 0xF0], [0xF0, 1]], dtype=torch.uint8)
+    >>> m, v = unpack_first_codes(*codes, *torch.tensor([[89], [101]], dtype=torch.uint8))
+    >>> m, v.log2()
+    (tensor([ 1., -1.]), tensor([  0., -18.]))
     """
 
-    def unpacked(codes: Array, stored: Array, exponent_bits: int, lowest: int) -> Array:
-        size = codes & np.uint8((16 << exponent_bits) - 1)
-        binade = np.maximum(size >> 4, 1).astype(np.int32)
-        units = np.where(size < 16, size, size % 16 + 16).astype(np.float64)
-        exponent = stored.astype(np.int32).repeat(BLOCK)[: codes.size] + lowest
-        values = np.ldexp(units, binade + exponent - (127 + 3 + (1 << exponent_bits)))
-        return np.where(exponent < 255, values, np.nan).astype(np.float32)
+    def unpacked(codes: Tensor, stored: Tensor, exponent_bits: int, lowest: int) -> Tensor:
+        size = codes.int() & (16 << exponent_bits) - 1
+        units = where(size < 16, size, size % 16 + 16).double()
+        exponent = stored.int().repeat_interleave(BLOCK)[: len(codes)] + lowest
+        binade = (size >> 4).clamp_(min=1) + exponent - (127 + 3 + (1 << exponent_bits))
+        return where(exponent < 255, units.ldexp(binade), torch.nan).float()
 
     m = unpacked(exp_avg, exp_avg_exponent, 3, 38)
-    return np.where(exp_avg < 128, m, -m), unpacked(exp_avg_sq, exp_avg_sq_exponent, 4, 26)
+    return [where(exp_avg < 128, m, -m), unpacked(exp_avg_sq, exp_avg_sq_exponent, 4, 26)]
 
 
 # ---- whole states --------------------------------------------------------------------------------------
 
 
-def unpack_weights(state: Mapping[str, Any]) -> Any:
+def unpack_weights(state: Mapping[str, Tensor]) -> Tensor:
     """The float32 weights of a state of any format, by the names of its buffers; exact, maybe its own memory."""
     if "master" in state:
         return state["master"]
     return join(state[HIGH_HALF], state["master_low"], state["exp_avg_sq"] if _has_signs(state) else None)
-
-
-def pack_weights(p: Any, state_format: str, moments: dict[str, Any]) -> dict[str, Any]:
-    """Float32 weights as the buffers of a format. Of "fp32-split" exp_avg_sq, in `moments`, gets its signs."""
-    names = weight_buffers(state_format)
-    if len(names) == 3:
-        *halves, moments["exp_avg_sq"] = split_to_even(p, moments["exp_avg_sq"])
-        return dict(zip(names, halves, strict=False))
-    return dict(zip(names, [p] if len(names) == 1 else split(p), strict=True))
 
 
 def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
@@ -337,28 +277,27 @@ def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Ten
     return dict(zip((HIGH_HALF, "master_low", "exp_avg_sq"), halves, strict=False))
 
 
-def _has_signs(state: Mapping[str, Any]) -> bool:
+def _has_signs(state: Mapping[str, Tensor]) -> bool:
     """Whether the sign of exp_avg_sq belongs to the halves: beside fp32 moments."""
     return "master" not in state and "exp_avg_sq" in state and state["exp_avg_sq"].itemsize == 4
 
 
-def unpack_moments(state: Mapping[str, Any], state_format: str) -> list[Any]:
+def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tensor]:
     """The float32 moments of a state of any format, also a former one; exact, maybe its own memory."""
     kinds = moment_buffers(state_format)
     own = [state[x.name] for x in kinds]
     if state_format == "8bit-1":
-        found = unpack_first_codes(*(np.asarray(x) for x in own))
-        return [*found] if isinstance(own[0], np.ndarray) else [operations(own[0]).of_array(x) for x in found]
+        return unpack_first_codes(*own)
     if state_format == "8bit":
         return [unpack_exp_avg(*own), unpack_floats(*own[1:], signed=False)]
     if any(x.dtype == "uint8" for x in kinds):
         pairs = zip(kinds[::2], own[::2], own[1::2], strict=True)
         return [unpack_floats(codes, scale, signed=x.signed) for x, codes, scale in pairs]
-    return [abs(x) if state_format == "fp32-split" and x is own[1] else to_float32(x) for x in own]
+    return [x.abs() if state_format == "fp32-split" and x is own[1] else x.float() for x in own]
 
 
-def pack_moments(moments: Sequence[Any], state_format: str, step: int) -> dict[str, Any]:
-    """Float32 moments as the buffers of a format, rounded as step `step` does."""
+def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: int) -> dict[str, Tensor]:
+    """Float32 weights and moments as the buffers of a format, rounded as step `step` does; None: moments alone."""
     kinds = moment_buffers(state_format)
     spread = [dither(step, i, x) for i, x in enumerate(moments)]
     if state_format == "8bit":
@@ -370,46 +309,10 @@ def pack_moments(moments: Sequence[Any], state_format: str, step: int) -> dict[s
     else:
         each = zip(kinds, moments, spread, strict=True)
         packed = [pack_bf16(x, d) if kind.dtype == "bf16" else x for kind, x, d in each]
-    return {kind.name: x for kind, x in zip(kinds, packed, strict=True)}
-
-
-def kernel_layout(name: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """A format as the compiled kernel takes it, which has room for some moments.
-
-    The names of its weights, their low half, moments and scales, "" where it has none; then how weights and moments
-    are kept, in the kernel's words.
-
-    >>> kernel_layout("lion-8bit")
-    (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])
-    """
-    masters, known = weight_buffers(name), {x.name: x for x in moment_buffers(name)}
-    moments = [x for x in known.values() if x.shared == 1]
-    kept = [
-        ("UNSIGNED", "SIGNED")[x.signed] if x.dtype == "uint8" else f"KEPT_{x.dtype.upper()}" for x in moments
-    ]
-    if name == "8bit":
-        kept[0] = "BESIDE"
-    how = ("MASTER", "HALVES", "HALVES_TO_EVEN")[len(masters) - 1] if weights else "NO_WEIGHTS"
-    scales = [f"{x.name}_scale" if f"{x.name}_scale" in known else "" for x in moments]
-    each = (masters[:2] if weights else (), 2), ([x.name for x in moments], room), (scales, room)
-    return [x for names, n in each for x in [*names, *[""] * n][:n]], [how, *kept, *["KEPT_NONE"] * room][
-        : room + 1
-    ]
-
-
-def to_float32(x: Any) -> Any:
-    """Convert float16, or bf16 (of an array in uint16), to float32, exactly; a tensor of float32 is itself."""
-    if not isinstance(x, np.ndarray):
-        return x.float()
-    if x.dtype == np.uint16:
-        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return x.astype(np.float32)
-
-
-def round_to(x: Array, kind: Dtype) -> Array:
-    """Round float32 to "fp32", "fp16" or "bf16" (in uint16): to nearest, ties to even; NaN stays NaN."""
-    if kind != "bf16":
-        return x.astype(DTYPES[kind].numpy)
-    bits = x.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (np.where(np.isnan(x), bits | np.uint32(0x400000), rounded) >> np.uint32(16)).astype(np.uint16)
+    weights: tuple[Tensor, ...] = ()
+    masters = weight_buffers(state_format)
+    if p is not None and len(masters) == 3:  # the sign of exp_avg_sq says how a tie was rounded
+        *weights, packed[1] = split_to_even(p, packed[1])
+    elif p is not None:
+        weights = (p,) if len(masters) == 1 else split(p)
+    return dict(zip((*masters[: len(weights)], *(x.name for x in kinds)), (*weights, *packed), strict=True))

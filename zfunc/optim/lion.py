@@ -6,18 +6,8 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from zfunc.core.optimizer_state import Moments
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.optimizer_settings import (
-    Betas,
-    Decay,
-    LearningRate,
-    betas_at_step,
-    betas_field,
-    decay_field,
-    lr_field,
-    moments_field,
-    number_field,
-)
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 
@@ -44,23 +34,19 @@ class Lion(Elementwise):
     deepspeed: ClassVar = ("betas", "fp32_optimizer_states")
     decoupled: ClassVar = True
 
-    lr: LearningRate = lr_field(1e-4)
-    betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
-    weight_decay: float = number_field("weight_decay", 0.0)
-    decay: Decay = decay_field()
-    moments: Moments = moments_field()
+    lr: settings.LearningRate = settings.lr_field(1e-4)
+    betas: settings.Betas | Callable[[int], settings.Betas] = settings.betas_field((0.9, 0.99))
+    weight_decay: float = settings.number_field("weight_decay", 0.0)
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """The sign of one mean; the other one is kept."""
         change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 
-    def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
+    def scalars(self, step: int, lr: float, betas: settings.Betas) -> dict[str, float]:
         """Of step `step`."""
         del step
         look, keep = betas
         return {"rate": lr, "keep": keep, "add": 1.0 - keep, "look_keep": look, "look_add": 1.0 - look}
-
-    def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate and the betas of step `step`, counted from 1."""
-        return {"lr": self.lr_at(step), "betas": betas_at_step(self.betas, step)}

@@ -18,17 +18,9 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.layout import UpdateWork, round_up
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import ALLOCATION
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.optimizer_settings import (
-    Decay,
-    LearningRate,
-    choice_field,
-    decay_field,
-    lr_field,
-    moments_field,
-    number_field,
-)
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, grad_floor_of
 from zfunc.values import number, whole
 
@@ -74,17 +66,18 @@ class Muon(Elementwise):
     usual: ClassVar = 4e-3, 0.1, {"betas": (0.9, 0.95)}  # AdamW's beside it
     deepspeed: ClassVar = ("momentum betas eps", "fp32_optimizer_states muon_lr adam_lr ns_method")
     decoupled: ClassVar = True
+    matrix: ClassVar = True
 
-    lr: LearningRate = lr_field(1e-3)
-    momentum: float = number_field("momentum", 0.95, most=1.0 - 2.0**-53)
+    lr: settings.LearningRate = settings.lr_field(1e-3)
+    momentum: float = settings.number_field("momentum", 0.95, most=1.0 - 2.0**-53)
     nesterov: bool = attrs.field(default=True, kw_only=True)
-    weight_decay: float = number_field("weight_decay", 0.1)
-    adjust_lr_fn: AdjustLr = choice_field("adjust_lr_fn", "original", get_args(AdjustLr))
+    weight_decay: float = settings.number_field("weight_decay", 0.1)
+    adjust_lr_fn: AdjustLr = settings.choice_field("adjust_lr_fn", "original", get_args(AdjustLr))
     ns_steps: int = attrs.field(default=5, kw_only=True, converter=lambda x: whole("ns_steps", x, 1, 99))
     ns_coefficients: Quintic = attrs.field(default=QUINTIC, kw_only=True, converter=_quintic_setting)
-    eps: float = number_field("eps", 1e-7)
-    decay: Decay = decay_field()
-    moments: Moments = moments_field()
+    eps: float = settings.number_field("eps", 1e-7)
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
         """Along the orthogonal direction, which is the gradient here."""
@@ -136,10 +129,11 @@ class Muon(Elementwise):
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
         """Update the momentum of parameters, and write the direction to `out`, in bf16: the same bits anywhere."""
+        from zfunc.optim.updates import device_update_, host_update_
         from zfunc.runtime.accelerator import on_accelerator
 
         del group
-        update = self.device_kernel if on_accelerator(grad.device) else self.host_kernel
+        update = device_update_ if on_accelerator(grad.device) else host_update_
         update(state, grad, out=out, **self.direction_arguments(decision))
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:

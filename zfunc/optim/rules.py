@@ -7,9 +7,11 @@ the bit, but for the payload of a NaN: all do the same operations in the same or
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from ctypes import c_float
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 Decay = Literal["none", "l2", "decoupled"]
+T = TypeVar("T", bound=Any)  # a tuple of factors
 
 # A subnormal operand costs the CPU a microcode assist, and moments without gradients decay into that range and
 # stay there. These floors keep every product of the steady state normal: g * g is at least 2^-112, (1 - beta2) *
@@ -17,6 +19,9 @@ Decay = Literal["none", "l2", "decoupled"]
 # changes no weight. NaN is below no floor.
 GRAD_FLOOR, EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR = 2.0**-56, 2.0**-100, 2.0**-120
 SMALLEST_NORMAL = 2.0**-126
+
+PIECE = 1 << 21  # elements updated together on a device: much for it, little beside a bucket
+EMA_PIECE = 1 << 18  # elements of a moving average at a time, which stay in the caches
 
 
 class Factors(NamedTuple):
@@ -90,6 +95,11 @@ def scaled(o: Operations, k: Factors, grad: Any) -> Any:
 def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
     """The gradient of a loss with the weights' squares in it."""
     return o.flush(g + k.decay * p, GRAD_FLOOR)
+
+
+def as_float32(factors: T) -> T:
+    """The factors rounded once; what is too large is infinite."""
+    return factors._make(c_float(x).value for x in factors)
 
 
 def grad_floor_of(grad_scale: float) -> float:

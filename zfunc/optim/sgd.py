@@ -5,15 +5,8 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from zfunc.core.optimizer_state import Moments
+from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.optimizer_settings import (
-    Decay,
-    LearningRate,
-    decay_field,
-    lr_field,
-    moments_field,
-    number_field,
-)
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 
@@ -38,13 +31,13 @@ class SGD(Elementwise):
     usual: ClassVar = 0.1, 1e-4, {"momentum": 0.9}
     deepspeed: ClassVar = ("momentum dampening nesterov", "foreach fused")
 
-    lr: LearningRate = lr_field(1e-3)
-    momentum: float = number_field("momentum", 0.0)
-    dampening: float = number_field("dampening", 0.0)
+    lr: settings.LearningRate = settings.lr_field(1e-3)
+    momentum: float = settings.number_field("momentum", 0.0)
+    dampening: float = settings.number_field("dampening", 0.0)
     nesterov: bool = field(default=False, kw_only=True)
-    weight_decay: float = number_field("weight_decay", 0.0)
-    decay: Decay = decay_field()
-    moments: Moments = moments_field()
+    weight_decay: float = settings.number_field("weight_decay", 0.0)
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
 
     @nesterov.validator  # pyright: ignore
     def _check_nesterov(self, _: object, value: Any) -> None:

@@ -1,8 +1,8 @@
 """An element-wise update in host memory, by the kernel, and in torch operations on any device; and sums of squares.
 
 Arguments are checked before anything is written, because the kernel sees addresses only: a call that raises has
-changed no buffer. `reference` defines what both compute. In torch the bits are the same on any device with IEEE
-arithmetic, because
+changed no buffer. An update is unpack, a rule, pack: `formats` has the formats, `rules` the arithmetic.
+In torch the bits are the same on any device with IEEE arithmetic, because
 
 - every operation rounds once, in the rule's order: none may contract a product and a sum into a fused one
   (`addcmul`, `addcdiv`, `lerp`, `add` with an alpha);
@@ -12,38 +12,42 @@ arithmetic, because
   nearest float32 of a float64 root is right even where that is off by an ulp.
 
 The payload of a NaN is not promised. On a device elements go through in pieces, in memory that
-`elementwise_workspace` bounds, and nothing waits for the device.
+`Elementwise.device_workspace` bounds, and nothing waits for the device.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
+from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice, weight_buffers
 from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.compiled_rules import compiled
-from zfunc.optim.formats import (
-    first_dither,
-    kernel_layout,
-    pack_moments,
-    pack_weights,
-    unpack_moments,
-    unpack_weights,
-)
+from zfunc.optim.formats import first_dither, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.optimizer_settings import checked_step
-from zfunc.optim.rules import Decay, Factors, Rule, step
-from zfunc.optim.tensors import TORCH
-from zfunc.optim.workspaces import PIECE
+from zfunc.optim.rules import EMA_PIECE, PIECE, Decay, Factors, Rule, as_float32, step
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import whole
 
 DECAYS = {"none": cpu_adam.NO_DECAY, "l2": cpu_adam.L2, "decoupled": cpu_adam.DECOUPLED}
+
+
+class _Torch:
+    """`rules.Operations` on float32 tensors."""
+
+    def flush(self, x: Tensor, floor: float, /) -> Tensor:
+        return x.masked_fill_(x.abs() < floor, 0.0)
+
+    def sqrt(self, x: Tensor, /) -> Tensor:
+        return x.double().sqrt_().float()
+
+    def signed(self, x: Tensor, size: float, /) -> Tensor:
+        full = torch.full_like(x, size).copysign_(x).masked_fill_(x == 0, 0.0)
+        return full.masked_fill_(x.isnan(), torch.nan)
 
 
 # ---- updates ------------------------------------------------------------------------------------------
@@ -77,10 +81,18 @@ def host_update_(
     team = checked_threads(threads)
     kernel = cpu_adam if rule.name else compiled(rule)
     if kernel is None:
-        for name in () if into is None else into:
+        for name in into or ():
             into[name].copy_(state[name])  # pyright: ignore
-        how = {"rule": rule, "state_format": state_format, "factors": factors}
-        device_update_(state if into is None else into, grad, number=number, decay=decay, out=out, **how)  # pyright: ignore
+        device_update_(
+            into or state,
+            grad,
+            rule=rule,
+            state_format=state_format,
+            factors=factors,
+            number=number,
+            decay=decay,
+            out=out,
+        )
         return
     room = cpu_adam.MOMENTS if rule.name else kernel.num_moments
     names, kept = kernel_layout(state_format, room, weights=rule.weights)
@@ -88,9 +100,32 @@ def host_update_(
     addresses = [spans[x][0] if x in spans else 0 for x in ("grad", "out", *names, *(new + x for x in names))]
     types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
     which = cpu_adam.RULES[rule.name] if rule.name else 0
-    how = [which, *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
     dithers = [first_dither(number, moment) for moment in range(room)]
+    how = [which, *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
     kernel.update(addresses, how, dithers, factors, grad.numel(), team, cpu_adam.checked(isa))
+
+
+def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
+    """A format as the compiled kernel takes it, which has room for some moments.
+
+    The names of its weights, their low half, moments and scales, "" where it has none; then how weights and moments
+    are kept, in the kernel's words.
+
+    >>> kernel_layout("lion-8bit")
+    (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])
+    """
+    masters, known = weight_buffers(state_format), {x.name: x for x in moment_buffers(state_format)}
+    moments = [x for x in known.values() if x.shared == 1]
+    how = ("MASTER", "HALVES", "HALVES_TO_EVEN")[len(masters) - 1]
+    kept = [
+        ("UNSIGNED", "SIGNED")[x.signed] if x.dtype == "uint8" else f"KEPT_{x.dtype.upper()}" for x in moments
+    ]
+    if state_format == "8bit":
+        kept[0] = "BESIDE"
+    scales = [f"{x.name}_scale" if f"{x.name}_scale" in known else "" for x in moments]
+    rows = (masters[:2] if weights else (), 2), ([x.name for x in moments], room), (scales, room)
+    names = [name for own, size in rows for name in (*own, *[""] * (size - len(own)))]
+    return names, [how if weights else "NO_WEIGHTS", *kept, *["KEPT_NONE"] * (room - len(kept))]
 
 
 def device_update_(
@@ -111,21 +146,17 @@ def device_update_(
     """
     update_spans(state_format, state, grad, out, device=None, weights=rule.weights)
     checked_step(number)
-    with np.errstate(over="ignore"):  # grad_floor may be infinite
-        k = Factors._make(float(np.float32(x)) for x in factors)
+    k = as_float32(factors)
     count = sum(x.shared == 1 for x in moment_buffers(state_format))
 
     def update(parts: Mapping[str, Tensor], grad: Tensor, out: Tensor | None) -> None:
         p = unpack_weights(parts) if rule.weights else None
         grad = grad.to(torch.float32, copy=True)
-        p, *moments = step(TORCH, rule, k, decay, grad, p, *unpack_moments(parts, state_format))
+        p, *moments = step(_Torch(), rule, k, decay, grad, p, *unpack_moments(parts, state_format))
         del grad  # a device has no room for it beside what packing takes
         if out is not None:
             out.copy_(p)
-        packed = pack_moments(moments[:count], state_format, number)
-        if rule.weights:
-            packed = pack_weights(p, state_format, packed) | packed
-        for name, x in packed.items():
+        for name, x in pack(p if rule.weights else None, moments[:count], state_format, number).items():
             parts[name].copy_(x)
 
     with torch.no_grad():
@@ -133,6 +164,18 @@ def device_update_(
             stop = min(grad.numel(), start + PIECE)
             part = None if out is None else out[start:stop]
             update(state_slice(state_format, state, start, stop), grad[start:stop], part)
+
+
+def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
+    """`ema` [n] fp32 becomes `decay * ema + (1 - decay) * weights`, of the weights in any format of the state.
+
+    Two products and their sum are each rounded once, so no cut, device or number of threads changes a bit.
+    `torch.lerp`, which `torch.optim.swa_utils` averages with, rounds once less in vectorized parts.
+    """
+    for start in range(0, ema.numel(), EMA_PIECE):
+        part = ema[start : start + EMA_PIECE]
+        weights = unpack_weights({name: x[start : start + part.numel()] for name, x in state.items()})
+        part.mul_(decay).add_(weights * (1 - decay))
 
 
 # ---- sums of squares -----------------------------------------------------------------------------------

@@ -9,17 +9,17 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import ELEMENTWISE, Parameter
-from zfunc.core.optimizer_state import MATRIX_FORMATS, Moments, updates_each_parameter
+from zfunc.core.optimizer_state import Moments, updates_each_parameter, updates_matrices
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.base import HasMoments, MatrixOptimizer, MeasuringOptimizer, Optimizer
+from zfunc.optim.base import HasMoments, Optimizer
 from zfunc.optim.by_name import CLASSES
 from zfunc.optim.groups import GroupedOptimizer
-from zfunc.optim.workspaces import ema_workspace
+from zfunc.optim.rules import EMA_PIECE
 
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
@@ -55,12 +55,13 @@ def make_spec(
     parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
     layout = lay_out(parameters, settings, world)
     largest = max(b.numel for b in layout.buckets) // world
+    averaging = 2 * 4 * min(largest, EMA_PIECE)  # bytes that `updates.average_` takes on an accelerator
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
         constant_bytes=constant_bytes,
         buffer_bytes=buffer_bytes or (0,) * len(segments),
         world=world,
-        update_workspace=max(optimizer.device_workspace(largest), ema_workspace(largest)) if on_gpu else 0,
+        update_workspace=max(optimizer.device_workspace(largest), averaging) if on_gpu else 0,
         **in_buckets(layout, settings),
     )
 
@@ -70,14 +71,13 @@ def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
     group = optimizer.group(p.name, p.shape)
     state_format, work = optimizer.state_format(group), ELEMENTWISE
     if p.trainable and updates_each_parameter(state_format):
-        if state_format in MATRIX_FORMATS and len(p.shape) != 2:
+        if updates_matrices(state_format) and len(p.shape) != 2:
             raise ValueError(
                 f"optimizer: got {state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}, "
                 "expected matrices alone: pass "
                 "zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not match it"
             )
-        assert isinstance(optimizer, MatrixOptimizer | MeasuringOptimizer)
-        work = optimizer.update_work(p.shape, group=group)
+        work = optimizer.update_work(p.shape, group=group)  # pyright: ignore  # by the format of its state
     return evolve(p, group=group, state_format=state_format, work=work)
 
 

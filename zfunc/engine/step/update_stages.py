@@ -23,9 +23,9 @@ from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
 from zfunc.engine.state.state import Flat
 from zfunc.engine.step.stage_context import Memory, StepContext, named_like_verbs
-from zfunc.optim.base import MatrixOptimizer, MeasuringOptimizer, ParameterPart
-from zfunc.optim.ema import average_
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import master_weights
+from zfunc.optim.updates import average_
 from zfunc.runtime.accelerator import on_accelerator
 
 
@@ -149,14 +149,13 @@ def measure(op: Op, mem: Memory, step: StepContext) -> None:
     if decision.skip:
         return
     bucket, shard, optimizer = step.layout.buckets[b], step.slice_of(b), step.optimizer
-    assert isinstance(optimizer, MeasuringOptimizer)  # by the format of its state
     grad, state = gradient_of(op, mem, shard), state_of(op, mem)
     places, joined = _measured_places(bucket, step.ranks.world), _joined_measures(op, mem, bucket, step)
     measured, room = (mem[r] for r in op.writes)
     measured.zero_()
     for start, stop, span, part in _parts(bucket, shard):
         if span.name in places:
-            own = optimizer.measure(
+            own = optimizer.measure(  # pyright: ignore  # by the format of its state
                 state_slice(bucket.state_format, state, start, stop),
                 grad[start:stop],
                 decision,
@@ -187,11 +186,10 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
     if decision.skip or b in step.updated:
         return
     shard, bucket, optimizer = step.slice_of(b), step.layout.buckets[b], step.optimizer
-    assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
     grad, state, out = gradient_of(op, mem, shard), state_of(op, mem), mem[op.write("grad_shard")]
     for start, stop, given in _runs(bucket, shard):
         slices = state_slice(bucket.state_format, state, start, stop)
-        optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)
+        optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)  # pyright: ignore
 
 
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
@@ -207,12 +205,11 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
     if mem[op.read("decision")].skip:
         return
     bucket, optimizer = step.layout.buckets[b], step.optimizer
-    assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
     own = mem[op.write("direction_shard")]
     whole = mem[op.write("direction_slot")] if op.touches("direction_slot") else own  # of one rank
     for start, stop, span, part in _parts(bucket, step.slice_of(b)):
         direction = whole[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
-        matrix = optimizer.orthogonalize(direction, group=span.group)
+        matrix = optimizer.orthogonalize(direction, group=span.group)  # pyright: ignore
         own[start:stop].copy_(matrix.reshape(-1)[part.start : part.stop])
 
 

@@ -1,0 +1,125 @@
+"""Law 8's witness: an update in NumPy float32, operation by operation, and `zfunc.optim.formats` on arrays.
+
+NumPy has no bfloat16: uint16 holds its bits.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zfunc.checkpoint.export import Array, round_to, to_float32
+from zfunc.core.dtypes import Dtype
+from zfunc.core.regions import SUM_PARTS
+from zfunc.optim import formats
+from zfunc.optim.rules import Decay, Factors, Rule, step
+
+# ---- arrays and tensors ------------------------------------------------------------------------------
+
+
+def array(x: torch.Tensor) -> Array:
+    """The tensor's memory as NumPy."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def tensor(x: Array) -> torch.Tensor:
+    """The array's memory as torch."""
+    bf16 = x.dtype == np.uint16
+    own = torch.from_numpy(np.require(x.view(np.int16) if bf16 else x, requirements="CW"))
+    return own.view(torch.bfloat16) if bf16 else own
+
+
+def _each(x: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(x, Mapping):
+        return {name: _each(y, kind, change) for name, y in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(_each(y, kind, change) for y in x)
+    return change(x) if isinstance(x, kind) else x
+
+
+def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **given: Any) -> Any:
+        args, given = _each(args, np.ndarray, tensor), _each(given, np.ndarray, tensor)
+        return _each(function(*args, **given), torch.Tensor, array)
+
+    return call
+
+
+split, dither = map(_on_arrays, (formats.split, formats.dither))
+pack_bf16, pack_exp_avg, unpack_exp_avg = map(
+    _on_arrays, (formats.pack_bf16, formats.pack_exp_avg, formats.unpack_exp_avg)
+)
+pack_floats, unpack_floats = map(_on_arrays, (formats.pack_floats, formats.unpack_floats))
+pack, unpack_weights, unpack_moments = map(
+    _on_arrays, (formats.pack, formats.unpack_weights, formats.unpack_moments)
+)
+
+
+# ---- updates -----------------------------------------------------------------------------------------
+
+
+class Numpy:
+    """`rules.Operations` on float32 arrays."""
+
+    def flush(self, x: Array, floor: float, /) -> Array:
+        return np.where(np.abs(x) < np.float32(floor), np.float32(0), x)
+
+    def sqrt(self, x: Array, /) -> Array:
+        return np.sqrt(x)
+
+    def signed(self, x: Array, size: float, /) -> Array:
+        return np.where(np.isnan(x), x, np.where(x == 0, np.float32(0), np.copysign(size, x)))
+
+
+NUMPY = Numpy()
+
+
+def reference_update(
+    state: Mapping[str, Array],
+    grad: Array,
+    *,
+    rule: Rule,
+    state_format: str,
+    factors: Factors,
+    number: int,
+    decay: Decay,
+    out: Dtype | None = None,
+) -> tuple[dict[str, Array], Array | None]:
+    """Update `number` over the buffers of `state_format`, by name; they are not changed.
+
+    Returns the new state, and with `out` the new weights rounded to that dtype, or the result of a rule without
+    weights. The arguments are those of `Elementwise.arguments`.
+    """
+    with np.errstate(all="ignore"):  # inf and NaN propagate
+        k = Factors._make(np.float32(x) for x in factors)
+        p = unpack_weights(state) if rule.weights else None
+        moments = unpack_moments(state, state_format)
+        p, *new = step(NUMPY, rule, k, decay, to_float32(grad), p, *moments)
+        copy = None if out is None else round_to(p, out)
+        return pack(p if rule.weights else None, new[: len(moments)], state_format, number), copy
+
+
+def reference_square_sum(x: Array) -> Array:
+    """The sum of squares of x [n] as the kernel's [SUM_PARTS] doubles, which `math.fsum` adds up.
+
+    Of each 64 elements the squares are added in double: element i to lane i % 16, then lanes in pairs. These sums
+    are added without rounding. Part i of the result has 32 bits, from 2^(32 i - 352) on.
+    """
+    with np.errstate(all="ignore"):
+        lanes = square_sums(x)
+    finite = np.isfinite(lanes)
+    total = sum(int(math.ldexp(x, 352)) for x in lanes[finite].tolist())
+    rest = [total >> 32 * i for i in range(SUM_PARTS)]
+    parts = [math.ldexp(r % 2**32, 32 * i - 352) for i, r in enumerate(rest)]
+    return np.array([parts[0] if finite.all() else lanes[~finite].sum(), *parts[1:]])
+
+
+def square_sums(x: Array) -> Array:
+    """The sums of squares of every 64 elements of x [n], in that order: [ceil(n / 64)]."""
+    square = to_float32(x).astype(np.float64) ** 2
+    lanes = np.pad(square, (0, -x.size % 64)).reshape(-1, 4, 16).cumsum(1)[:, -1]  # sum would pair
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    return lanes[:, 0]
