@@ -30,8 +30,9 @@ from benchmarks.machine import describe, make_parser, ratios, write
 from zfunc.checkpoint.swap_file import new_header
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent
+from zfunc.runtime import direct_io
 from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
-from zfunc.runtime.host_pages import map_pages
+from zfunc.runtime.host_memory import map_pages
 
 EXTENT = 128 << 20  # bytes of a transfer: a bucket's
 DIRECTIONS = ("write", "read")
@@ -91,7 +92,7 @@ def fio(path: Path, nbytes: int, direction: str) -> float:
     return nbytes / json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"]
 
 
-def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, Any]:
+def measured(folder: Path, nbytes: int, turns: int) -> dict[str, Any]:
     """One folder: how each does in each direction."""
     others = {"dd": dd, **({"fio": fio} if shutil.which("fio") else {})}
     with ExitStack() as stack:
@@ -102,7 +103,7 @@ def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, A
         for name in others:
             with closing(DirectFile.create(root / name, nbytes)) as theirs:
                 ours(theirs, data, "write")
-        file = stack.enter_context(closing(DirectFile.create(root / "zfunc", nbytes, threads=threads)))
+        file = stack.enter_context(closing(DirectFile.create(root / "zfunc", nbytes)))
         ours(file, data, "write")
         calls: dict[str, Callable[[str], float | None]] = {
             "zfunc": lambda direction: ours(file, data, direction)
@@ -133,13 +134,13 @@ def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, A
     return result
 
 
-def together(folders: list[Path], nbytes: int, turns: int, threads: int) -> dict[str, float]:
+def together(folders: list[Path], nbytes: int, turns: int) -> dict[str, float]:
     """The speed of all folders at once over the sum of their speeds alone."""
     with ExitStack() as stack:
         files: list[tuple[DirectFile, memoryview]] = []
         for folder in folders:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=folder)))
-            file = stack.enter_context(closing(DirectFile.create(root / "zfunc", nbytes, threads=threads)))
+            file = stack.enter_context(closing(DirectFile.create(root / "zfunc", nbytes)))
             pages = stack.enter_context(closing(map_pages(EXTENT)))
             files.append((file, stack.enter_context(memoryview(pages))))
             ours(*files[-1], "write")
@@ -203,10 +204,11 @@ def main() -> None:
     args = p.parse_args()
     folders = args.folder or [Path()]
     nbytes = round(args.gib * (1 << 30) / EXTENT) * EXTENT
-    rows = [measured(folder, nbytes, args.turns, args.threads) for folder in folders]
+    direct_io.THREADS = args.threads
+    rows = [measured(folder, nbytes, args.turns) for folder in folders]
     results: dict[str, Any] = {"folders": rows}
     if len(folders) > 1:
-        results["together"] = together(folders, nbytes, args.turns, args.threads)
+        results["together"] = together(folders, nbytes, args.turns)
         results["striped"] = striped(folders, nbytes, args.turns)
     print(describe())
     print(json.dumps(results, indent=2))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from zfunc.errors import CheckpointError
-from zfunc.runtime.host_pages import map_pages
+from zfunc.runtime.host_memory import map_pages
 
 Call = Callable[..., Any]
 

@@ -20,7 +20,7 @@ from hypothesis import settings
 from shared_traces import share_traces
 from small_trainings import at_step  # noqa: F401
 
-from zfunc.checkpoint import swap_stripes
+from zfunc.checkpoint import swap_file
 from zfunc.runtime.thread_budget import default_threads
 
 settings.register_profile("day", deadline=None, derandomize=True, max_examples=40)
@@ -41,7 +41,7 @@ for module, piece in {
     found = import_module(f"zfunc.{module}")
     assert getattr(found, piece) > 640
     setattr(found, piece, 640)
-swap_stripes.BATCH = 8192  # whole blocks of a drive
+swap_file.BATCH = 8192  # whole blocks of a drive
 default_threads()  # chosen before, as it would follow that
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ZFUNC_CACHE"] = "off"  # costs that a plan keeps for the next one

@@ -6,6 +6,8 @@ the bytes are those of a Drive. It can kill its process, that is raise Killed, i
 
 import os
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from attrs import define, field
@@ -93,6 +95,18 @@ class ForgetfulFile:
         file = cls.open(path)
         cls.drive.files[file._inode] = Contents()
         return file
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
+        """In the place of `durable_files.opened`."""
+
+        def read(offset: int, nbytes: int) -> bytes:
+            into = bytearray(nbytes)
+            cls.open(path).read([memoryview(into)], offset, "")
+            return bytes(into)
+
+        yield read, 0
 
     @classmethod
     def open(cls, path: Path) -> "ForgetfulFile":

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
-from zfunc.checkpoint.manifest import Checkpoint, Manifest, TrainingPosition
+from zfunc.checkpoint.manifest import Checkpoint, Manifest, Slice, Snapshot, TrainingPosition, stored_kinds
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
@@ -23,7 +23,6 @@ from zfunc.checkpoint.safetensors_file import (
     create_shard,
     cut,
 )
-from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
 from zfunc.checkpoint.strict_json import to_plain
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import new_header
@@ -35,8 +34,9 @@ from zfunc.core.optimizer_state import AdamFormat, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime.host_pages import map_pages
+from zfunc.runtime.host_memory import map_pages
 
+FROZEN_FP32 = StateBuffer(FROZEN, "fp32")
 CHUNK = 64  # bytes: several chunks in a tensor, and slices that begin inside of one
 MODEL = [
     [Parameter("embed.weight", (10, 13))],
@@ -89,7 +89,7 @@ def save(
     layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     pending = checkpoints.begin_checkpoint(folder, step)
     try:
-        manifest = write_all(pending, layout, world, moments, salt)
+        manifest = write_all(pending, layout, world, salt)
         return checkpoints.publish_checkpoint(pending, manifest, keep=keep)
     except CheckpointError:
         checkpoints.abandon_checkpoint(pending)
@@ -122,7 +122,6 @@ def save_swap(
     layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
     snapshot = Snapshot(layout, kinds_in(layout), position, {})
-    numels = {span.name: span.stop - span.start for span in (*layout.spans, *layout.frozen)}
     stored = stored_buffers(moments)[::-1]
     for rank in range(world):
         extents = {
@@ -141,33 +140,31 @@ def save_swap(
         for pages in (p for x in buffers.values() for p in x.values()):
             pages[:] = b"?" * len(pages)
         for x in snapshot.slices(rank, world):
-            (shared,) = [s.shared for s in stored if s.name == x.kind] or [1]
-            item = BYTES[x.stored.dtype]
-            complete = content(x.parameter, x.kind, -(-numels[x.parameter] // shared) * item, salt)
-            part = complete[x.start * item : x.stop * item]
-            buffers[x.bucket][x.kind][x.at * item : x.at * item + len(part)] = part
+            part, at = part_of(layout, x, salt), x.at * BYTES[x.stored.dtype]
+            buffers[x.bucket][x.kind][at : at + len(part)] = part
         for b, pages in buffers.items():
             space.write(b, list(pages), [memoryview(x) for x in pages.values()])
         space.commit({"position": to_plain(position), "optimizer": {}, "extra": {"salt": salt}})
         space.close()
 
 
-def write_all(
-    pending: UnfinishedCheckpoint, layout: Layout, world: int, moments: AdamFormat, salt: int
-) -> Manifest:
+def part_of(layout: Layout, x: Slice, salt: int) -> bytes:
+    """The bytes of a slice of a parameter's state."""
+    (span,) = {s for s in (*layout.spans, *layout.frozen) if s.name == x.parameter}
+    buffer = next((b for b in stored_buffers(layout.state_format) if b.name == x.kind), FROZEN_FP32)
+    item = BYTES[x.stored.dtype]
+    complete = content(x.parameter, x.kind, buffer.nbytes(span.stop - span.start), salt)
+    return complete[x.start * item : x.stop * item]
+
+
+def write_all(pending: UnfinishedCheckpoint, layout: Layout, world: int, salt: int) -> Manifest:
     """The files of all ranks, and the manifest of them."""
     position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
     snapshot = Snapshot(layout, kinds_in(layout), position, optimizer)
-    numels = {span.name: span.stop - span.start for span in layout.spans}
     shards: list[Shard] = []
     for rank in range(world):
-        tensors: dict[TensorInfo, bytes] = {}
-        for x in snapshot.slices(rank, world):
-            (buffer,) = (b for b in stored_buffers(moments) if b.name == x.kind)
-            item = BYTES[x.stored.dtype]
-            complete = content(x.parameter, x.kind, buffer.numel(numels[x.parameter]) * item, salt)
-            tensors[x.stored] = complete[x.start * item : x.stop * item]
+        tensors = {x.stored: part_of(layout, x, salt) for x in snapshot.slices(rank, world)}
         shards.append(write_shard(pending.path / checkpoints.shard_name(rank, world), tensors, CHUNK))
     return snapshot.manifest(shards, {"salt": salt})
 

@@ -13,7 +13,7 @@ import resource
 import signal
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,7 +117,7 @@ def try_shard(known: Sample, raw: bytes) -> str:
     """Why this file is not read as the shard, which it may be only if its bytes are those written."""
 
     def read() -> None:
-        with open_shard(path, known.shard) as reader:
+        with closing(open_shard(path, known.shard)) as reader:
             for tensor in known.shard.tensors:
                 reader.read_into(tensor.name, 0, tensor.numel, bytearray(tensor.nbytes))
         assert raw == known.shard_bytes, "changed bytes were taken for those written"
@@ -354,7 +354,7 @@ moments = "fp32" -> 'embed.weight': got the state master_high, .*, expected mast
 parameters/0/name = "" -> parameters\[0\].name: got '', expected a text of 1 to 1000 characters
 parameters/0/name = "\ud800" -> got text that is not UTF-8, expected strict JSON
 position/stp = 1 -> position: got a field 'stp' \(did you mean 'step'\?\), expected only step, batches
-position/loss_scale/scale = 0 -> position.loss_scale: got .*scale.*, expected the counters of a loss scale
+position/loss_scale/scale = 0 -> position.loss_scale: got .*scale.*, expected the fields of a LossScale
 position/loss_scale/scale = NaN -> got NaN, which JSON does not have
 version = 2 -> got version 2, expected version 1, the one that this zfunc reads
 """

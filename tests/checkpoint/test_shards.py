@@ -3,6 +3,7 @@
 import json
 import threading
 import zlib
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +17,15 @@ from hypothesis import strategies as st
 from saved import checksummed, content, refused, write_shard
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, create_shard, cut_elements, open_shard
-from zfunc.checkpoint.safetensors_file import shape as shape_kind
+from zfunc.checkpoint.safetensors_file import (
+    BYTES,
+    Shape,
+    Shard,
+    TensorInfo,
+    create_shard,
+    cut_elements,
+    open_shard,
+)
 from zfunc.checkpoint.strict_json import JsonNode
 
 TENSORS = (
@@ -37,7 +45,7 @@ def write(path: Path, tensors: tuple[TensorInfo, ...] = TENSORS, chunk: int = 32
 
 
 def read_all(path: Path, shard: Shard) -> dict[str, bytes]:
-    with open_shard(path, shard) as reader:
+    with closing(open_shard(path, shard)) as reader:
         buffers = {t.name: bytearray(t.nbytes) for t in shard.tensors}
         for name, buffer in buffers.items():
             reader.read_into(name, 0, shard.by_name[name].numel, buffer)
@@ -72,7 +80,7 @@ def test_any_writes_in_any_order_are_read_in_any_slices(
         for t in tensors:
             a, b = sorted(data.draw(st.tuples(*[st.integers(0, t.numel)] * 2)))
             buffer = bytearray((b - a) * BYTES[t.dtype])
-            with open_shard(path, shard) as reader:
+            with closing(open_shard(path, shard)) as reader:
                 reader.read_into(t.name, a, b, buffer)
             assert buffer == wanted[t.name][a * BYTES[t.dtype] : b * BYTES[t.dtype]]
 
@@ -158,7 +166,7 @@ def test_a_flipped_byte_is_named_and_other_slices_are_read(tmp_path: Path) -> No
     message = (
         rf"/x: got other bytes than were written in 'w', elements 16 to 24 \(bytes {at - 6} to {at + 26} of"
     )
-    with open_shard(path, shard) as reader:
+    with closing(open_shard(path, shard)) as reader:
         for start, stop in ((0, 33), (16, 24), (20, 21)):
             with refused(message):
                 reader.read_into("w", start, stop, bytearray(4 * (stop - start)))
@@ -179,7 +187,7 @@ def test_no_truncated_or_grown_file_is_opened(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     shard = write(path)
-    with open_shard(path, shard) as reader:
+    with closing(open_shard(path, shard)) as reader:
         path.write_bytes(path.read_bytes()[:-1])
         with refused(r"ended early' while reading bytes 32 to 35 of 'codes'"):
             reader.read_into("codes", 0, 35, bytearray(35))
@@ -199,7 +207,6 @@ def test_another_file_of_the_same_size_is_refused(tmp_path: Path) -> None:
         (("w", 0, bytes(6)), r"'w': got 6 bytes for element 0, expected whole F32 elements within 33: pass"),
         (("w", 32, bytes(8)), r"'w': got 8 bytes for element 32"),
         (("w", -1, bytes(4)), r"'w': got 4 bytes for element -1"),
-        (("cods", 0, bytes(4)), r"got the name 'cods' \(did you mean 'codes'\?\), expected that of a tensor"),
         (("w", 20, np.zeros((8, 2), np.float32)[:, 0]), r"got a buffer with gaps, expected a contiguous one"),
     ],
 )
@@ -225,7 +232,7 @@ def test_a_file_with_an_element_missing_is_not_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("start", "stop", "size"), [(0, 4, 15), (3, 2, 0), (0, 34, 136), (-1, 0, 4)])
 def test_bad_reads_are_refused(tmp_path: Path, start: int, stop: int, size: int) -> None:
     shard = write(tmp_path / "x")
-    with open_shard(tmp_path / "x", shard) as reader:
+    with closing(open_shard(tmp_path / "x", shard)) as reader:
         with pytest.raises(
             ValueError, match=rf"'w': got elements {start} to {stop} for {size} bytes, expected a"
         ):
@@ -274,10 +281,10 @@ def test_bad_tensors_are_refused(stored: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(1,) * 64, (0,) * 64, (1 << 57,), (0, 1 << 57)])
 def test_a_shape_may_have_64_dimensions_and_sizes_of_64_bits(shape: tuple[int, ...]) -> None:
-    assert JsonNode(list(shape), "shape").read(shape_kind) == shape
+    assert JsonNode(list(shape), "shape").read(Shape) == shape
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (1 << 60,), (0, 1 << 60)])
 def test_a_larger_shape_is_refused(shape: tuple[int, ...]) -> None:
     with refused("expected at most 64 dimensions"):
-        JsonNode(list(shape), "shape").read(shape_kind)
+        JsonNode(list(shape), "shape").read(Shape)

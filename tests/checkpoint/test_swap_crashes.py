@@ -15,7 +15,7 @@ import pytest
 from attrs import define, field
 from forgetful_drive import Drive, ForgetfulFile, Killed
 
-from zfunc.checkpoint import swap_folders, swap_space, swap_stripes
+from zfunc.checkpoint import durable_files, swap_file, swap_space
 from zfunc.checkpoint.swap_file import SwapHeader, new_header
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
@@ -158,9 +158,9 @@ def simulate(module: ModuleType, tmp_path: Path, kills: int, seed: int) -> int:
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (swap_folders, swap_space):
-        monkeypatch.setattr(module, "DirectFile", ForgetfulFile)
-    monkeypatch.setattr(swap_stripes, "in_parallel", in_any_order)
+    monkeypatch.setattr(swap_space, "DirectFile", ForgetfulFile)
+    monkeypatch.setattr(durable_files, "opened", ForgetfulFile.opened)
+    monkeypatch.setattr(swap_file, "in_parallel", in_any_order)
 
 
 def in_any_order(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:
@@ -184,9 +184,9 @@ def test_killed_ten_thousand_times(tmp_path: Path, seed: int) -> None:
 SYNC_ALL = "in_parallel(DirectFile.sync, [(file,) for file in self._files])"
 MUTANTS = {
     "no sync before the record": (SYNC_ALL, "pass"),
-    "the first file alone is synced": (SYNC_ALL, "self._files[0].sync()"),
+    "the first file alone is synced": (SYNC_ALL, "first.sync()"),
     "no sync after the record": (
-        "            self._files[0].sync()\n            if _read",
+        "            first.sync()\n            if _read",
         "            if _read",
     ),
     "the committed generation is written": (

@@ -111,7 +111,7 @@ def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_
     programs = programs_of(2, partial(make, one), batch(0))
     expected, _ = on_every(programs, train)
     alone = make(other)
-    with refused("one.*: got a swap space that this process itself uses"):
+    with refused("one.*: got a swap space that a process uses"):
         zfunc.load(one, alone)
     del programs
     gc.collect()

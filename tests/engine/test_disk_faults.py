@@ -180,7 +180,7 @@ def test_a_drive_that_hangs_is_named_and_an_interrupt_leaves_it(
     with pytest.raises(zfunc.DonatedStateError, match="step 3 was given up"):
         job.steps(program, state, 2, 3)
     close_swap(program)
-    with refused("got a swap space that this process itself uses"):
+    with refused("got a swap space that a process uses"):
         job.goes_on(2)
     go_on.set()
 

@@ -25,9 +25,8 @@ from trained import steps
 import zfunc
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import open_checkpoint
-from zfunc.checkpoint.manifest import FILE
+from zfunc.checkpoint.manifest import FILE, slices_of, stored_kinds
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.snapshot import slices_of, stored_kinds
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.compile.program import Program

@@ -23,16 +23,14 @@ import zfunc
 import zfunc.runtime.thread_budget as threads
 from zfunc.optim import updates as sweeps
 from zfunc.optim.updates import square_sum
-from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime.cpu_topology import (
-    NumaNode,
+from zfunc.runtime.thread_budget import (
+    choose_threads,
     cpu_list,
     cpu_quota,
-    huge_page_mode,
     numa_nodes,
     physical_cores,
+    share_of_nodes,
 )
-from zfunc.runtime.thread_budget import choose_threads, share_of_nodes
 
 ROOT = Path(__file__).parents[2]
 CPUS = sorted(os.sched_getaffinity(0))
@@ -50,7 +48,9 @@ def test_physical_cores_up_to_the_quota_over_the_local_ranks(
 ) -> None:
     tree(two_sockets(tmp_path), {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
     decision = choose_threads({"LOCAL_WORLD_SIZE": ranks}, frozenset(range(8)), tmp_path)
-    assert (decision.threads, decision.cores, decision.ranks) == (expected, 4, int(ranks))
+    assert decision.threads == expected
+    assert decision.why.startswith("4 physical cores of 8 CPUs, quota ")
+    assert decision.why.endswith(f", {ranks} local ranks")
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 3), (2, 1), (4, 1)])
@@ -142,7 +142,7 @@ def affinities() -> dict[int, str]:
     """Of every thread of this process: the CPUs it may run on."""
     affinity = {}
     for task in Path("/proc/self/task").iterdir():
-        text = topology.read_text(task / "status")
+        text = threads.read_text(task / "status")
         if text is None:  # it has ended meanwhile
             continue
         affinity[int(task.name)] = re.search(r"Cpus_allowed_list:\s*(\S+)", text).group(1)  # type: ignore[union-attr]
@@ -197,7 +197,7 @@ def test_nodes_are_chosen_once_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="zfunc")
-    nodes = topology.numa_nodes(two_sockets(tmp_path))
+    nodes = numa_nodes(two_sockets(tmp_path))
     monkeypatch.setattr(threads, "numa_nodes", lambda: nodes)
     monkeypatch.setattr(threads, "allowed_cpus", lambda: frozenset(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -287,48 +287,16 @@ def test_cgroup_quota(tmp_path: Path, cgroup: str, files: dict[str, str], expect
     assert cpu_quota(tmp_path) == expected
 
 
-def test_nodes_with_their_memory(tmp_path: Path) -> None:
-    first, second = numa_nodes(two_sockets(tmp_path))
-    assert first == NumaNode(0, frozenset({0, 1, 4, 5}), 1000 << 10, 300 << 10)
-    assert (second.index, second.free_bytes) == (1, 700 << 10)
-
-
 def test_nodes_in_order_of_their_numbers(tmp_path: Path) -> None:
     tree(tmp_path, {f"sys/devices/system/node/node{n}/cpulist": str(n) for n in (10, 9, 2)})
-    assert [node.index for node in numa_nodes(tmp_path)] == [2, 9, 10]
+    assert numa_nodes(tmp_path) == ({2}, {9}, {10})
 
 
 def test_missing_files_mean_unknown(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path) == ()
     assert cpu_quota(tmp_path) == math.inf
     assert physical_cores([0, 1], tmp_path) == 2
-    assert huge_page_mode(tmp_path) is topology.cpu_model(tmp_path) is None
-    assert topology.largest_cache(tmp_path) is None
-    assert topology.mapping_of(0, tmp_path) == {}
-
-
-@pytest.mark.parametrize("mode", ["always", "madvise", "never"])
-def test_the_mode_of_huge_pages(tmp_path: Path, mode: str) -> None:
-    text = "always madvise never".replace(mode, f"[{mode}]")
-    assert huge_page_mode(tree(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})) == mode
-
-
-def test_the_fields_of_a_mapping(tmp_path: Path) -> None:
-    first, second = "1000-2000 rw-p 0 0:0 0", "2000-3000 rw-p 0 0:0 0"
-    text = f"{first}\nAnonHugePages:   4 kB\n{second}\nAnonHugePages:   8 kB\nVmFlags: rd hg"
-    root = tree(tmp_path, {"proc/self/smaps": text})
-    assert topology.mapping_of(0x2000, root) == {"AnonHugePages": "8 kB", "VmFlags": "rd hg"}
-    assert topology.mapping_of(0x1FFF, root)["AnonHugePages"] == "4 kB"
-
-
-def test_how_long_cpus_have_worked(tmp_path: Path) -> None:
-    text = (
-        "cpu  9 9 9 9\ncpu0 1 2 4 1000 1000 8 16 32 0 0\ncpu1 1 0 0 7 7 0 0 0 0 0\ncpu10 5 0 0 0 0 0 0 0 0 0"
-    )
-    root = tree(tmp_path, {"proc/stat": text})
-    assert topology.busy_ticks([0], root) == 1 + 2 + 4 + 8 + 16 + 32
-    assert topology.busy_ticks([0, 1], root) == 64
-    assert topology.busy_ticks([7], root) is None
+    assert threads.cpu_model(tmp_path) is threads.largest_cache(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -345,8 +313,5 @@ def test_how_long_cpus_have_worked(tmp_path: Path) -> None:
 def test_a_rank_has_its_share_of_the_nodes(
     tmp_path: Path, cpus: Iterable[int], given: dict[str, int], expected: list[set[int]]
 ) -> None:
-    nodes = (
-        *numa_nodes(two_sockets(tmp_path)),
-        NumaNode(2, frozenset(), 1 << 30),
-    )  # the last has memory alone
+    nodes = *numa_nodes(two_sockets(tmp_path)), frozenset[int]()  # the last has memory alone
     assert [*share_of_nodes(nodes, frozenset(cpus), **given)] == expected

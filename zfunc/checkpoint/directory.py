@@ -114,22 +114,16 @@ def abandon_checkpoint(pending: UnfinishedCheckpoint) -> None:
 def find_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint, or None if none was ever saved.
 
-    `latest` is for people: if it differs from the folders, the folders count, and a warning is logged. Raises
+    The folders count, not `latest`, which is for people. Where a newer one is damaged, a warning is logged. Raises
     CheckpointError if there are checkpoints but none is complete: training must not silently start again.
     """
     refused: list[str] = []
     checkpoint = next(complete_checkpoints(folder, refused), None)
-    latest = _latest(folder)
-    if checkpoint is None:
-        if refused or latest:
-            refused = refused or [f"{LATEST} names {latest}, which does not exist"]
-            reasons = "; ".join(refused)
-            raise CheckpointError(f"{folder}: got no complete checkpoint, expected one: {reasons}")
-        return None
-    if latest != checkpoint.path.name:
-        refused.append(f"{LATEST} names {latest or 'none'}")
-    if refused:
-        log.warning("checkpoints: %s is the newest complete one: %s", checkpoint.path, "; ".join(refused))
+    reasons = "; ".join(refused)
+    if checkpoint is not None and refused:
+        log.warning("checkpoints: %s is the newest complete one: %s", checkpoint.path, reasons)
+    elif refused:
+        raise CheckpointError(f"{folder}: got no complete checkpoint, expected one: {reasons}")
     return checkpoint
 
 
@@ -157,13 +151,10 @@ def locate_checkpoint(path: Path) -> Path:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if (checkpoint := find_checkpoint(folder)) is not None:
         return checkpoint.path
-    if os.path.lexists(folder):
-        what, advice = "no checkpoint in it", "name a folder that has one"
-    else:
-        what, advice = "no such folder", "check the path"
+    got = "no checkpoint in it" if os.path.lexists(folder) else "no such folder"
     raise CheckpointError(
-        f"{folder}: got {what}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: "
-        f"{advice}"
+        f"{folder}: got {got}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: check "
+        "the path"
     )
 
 
@@ -203,17 +194,6 @@ def _steps(folder: Path) -> list[Path]:
 def _order(name: re.Match[str]) -> tuple[int, int]:
     """The sort key of a name: how often training had gone back, and the step."""
     return int(name[2] or 0), int(name[1])
-
-
-def _latest(folder: Path) -> str:
-    """The name in `latest`, or what is wrong with it; "" if there is no such file."""
-    if not os.path.lexists(folder / LATEST):
-        return ""
-    try:
-        name = disk.read_small(folder / LATEST, 100).decode(errors="replace").strip()
-    except CheckpointError as error:
-        return f"nothing ({error})"
-    return name if _STEP.fullmatch(name) else f"{name!r}, not the name of a checkpoint"
 
 
 def _unfinished(folder: Path, name: str) -> Path:

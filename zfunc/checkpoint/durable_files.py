@@ -196,14 +196,11 @@ def lock(path: Path, *, wait: bool = True) -> int:
                 raise
             log.warning("%s is locked by another process: waiting", path)
             fcntl.flock(fd, fcntl.LOCK_EX)
-    except BlockingIOError:
-        os.close(fd)
-        raise
-    except OSError as error:
+    except BaseException as error:
+        if not isinstance(error, OSError) or isinstance(error, BlockingIOError):
+            os.close(fd)
+            raise
         log.warning("%s cannot be locked (%s): use only one writer for it", path, error.strerror)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -222,25 +219,6 @@ def locked(path: Path) -> Generator[None, None, None]:
         yield
     finally:
         unlock(fd)
-
-
-def in_use(path: Path) -> CheckpointError:
-    """The error of a swap space's file that a process has locked."""
-    status = path.stat()
-    own = False
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the list itself is closed
-            own |= os.path.samestat(os.fstat(int(fd)), status)
-    if own:
-        return CheckpointError(
-            f"{path}: got a swap space that this process itself uses, expected it free: load it with the program "
-            "whose swap space it is, zfunc.save the state in another folder and load that, or delete that program "
-            "and its states first"
-        )
-    return CheckpointError(
-        f"{path}: got a swap space that another process uses, expected it free: wait until that has ended, or name "
-        "another folder"
-    )
 
 
 def is_locked(path: Path) -> bool:

@@ -6,7 +6,6 @@ its checksum when it was read. It takes the memory of the largest parameter, twi
 
 import errno
 import logging
-import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -21,18 +20,13 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, create_shard
-from zfunc.core.dtypes import DTYPES, Dtype, Precision
+from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype, Precision
 from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.options import one_of
 
 SUFFIX = ".safetensors"
 PIECE = 1 << 16  # elements at a time: they are converted while they are in the cache
-OVERFLOW: dict[Precision, float] = {  # the smallest magnitude that becomes inf
-    "fp32": math.inf,
-    "bf16": 2.0**128 - 2.0**119,  # halfway to what would be the next value, as in fp16
-    "fp16": 2.0**16 - 2.0**4,
-}
 Array = NDArray[Any]  # NumPy has no bf16: uint16 holds its bits
 log = logging.getLogger("zfunc")
 
@@ -75,17 +69,13 @@ def export_weights(
     Traceback (most recent call last):
     ValueError: dtype: got 'bf61', expected one of fp32, bf16, fp16 (did you mean 'bf16'?)
     """
-    one_of(OVERFLOW)("dtype", dtype)
+    one_of(PRECISIONS)("dtype", dtype)
     partial = _partial_path(out)
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
     manifest, step = checkpoint.manifest, checkpoint.manifest.position.step
     if ema:
         check_averages(checkpoint)
     log.info("export: the weights of %s as %s", checkpoint.path, dtype)
-    if manifest.position.pending is not None:
-        log.warning(
-            "export: %s: its last gradient is not applied yet and not in the weights", checkpoint.path
-        )
     buffers = [x for x in manifest.parameters if BUFFER in x.pieces]
     weights = [x for x in manifest.parameters if BUFFER not in x.pieces]
     tensors = [TensorInfo(x.name, DTYPES[dtype].safetensors, x.shape) for x in weights]
@@ -159,20 +149,13 @@ def _write(writer: ShardWriter, entry: ParameterEntry, values: Array, dtype: Pre
     """Write a parameter's weights, rounded in pieces that fit the cache. Raises ValueError for one too large."""
     for start in range(0, values.size, PIECE):
         piece = values[start : start + PIECE]
-        if _largest(piece) >= OVERFLOW[dtype]:
-            largest = _largest(values)
-            other = "bf16" if largest < OVERFLOW["bf16"] else "fp32"
+        rounded = round_to(piece, dtype)
+        if (became := np.isfinite(piece) & np.isinf(to_float32(rounded))).any():
             raise ValueError(
-                f"{entry.name!r}: got a weight of magnitude {largest:g}, expected less than {OVERFLOW[dtype]:g}, "
-                f"the smallest that {dtype} rounds to inf: export as {other}"
+                f"{entry.name!r}: got a weight of {piece[became][0]:g}, expected one that {dtype} can hold: export "
+                "as bf16 or fp32"
             )
-        writer.write_at(entry.name, start, round_to(piece, dtype))
-
-
-def _largest(values: Array) -> float:
-    """The largest finite magnitude."""
-    size = np.abs(values)
-    return float(size.max(initial=0, where=size < math.inf))
+        writer.write_at(entry.name, start, rounded)
 
 
 def _partial_path(out: Path) -> Path:

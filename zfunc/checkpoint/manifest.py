@@ -1,7 +1,9 @@
 """What a checkpoint is: which file holds which elements of which parameter, and where training stood.
 
 A Manifest is complete: the pieces of every parameter's state tile it, and they tile the tensors of the shards.
-Offsets are logical, within a flattened parameter: they do not depend on buckets, world size or padding.
+Offsets are logical, within a flattened parameter: they do not depend on buckets, world size or padding. The slices
+of all ranks tile the state of every parameter too, because a layout's pieces do: saving and loading take them from
+here.
 
 As strict JSON, in a file of the checkpoint's folder, it reads back equal to the one written; anything else is
 refused with its place in the file. Fields are there by their names, of the kinds that their annotations say.
@@ -10,18 +12,17 @@ refused with its place in the file. Fields are there by their names, of the kind
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
-from attrs import field, frozen
+from attrs import evolve, field, fields, frozen
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
-    CHUNK_LIMIT,
     HEADER_LIMIT,
     LENGTH,
     Shape,
@@ -29,11 +30,10 @@ from zfunc.checkpoint.safetensors_file import (
     TensorInfo,
     num_chunks,
 )
-from zfunc.checkpoint.strict_json import COUNT, MAX_INT, TEXT, Count, JsonNode, Text, Within, known
-from zfunc.core.decision import StepDecision
-from zfunc.core.dtypes import DTYPES, PRECISIONS
-from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import EMA, FORMER_FORMATS, STATE_FORMATS, owner_of, stored_buffers
+from zfunc.checkpoint.strict_json import Count, JsonNode, Refusal, Text, Within, decoded, known
+from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
+from zfunc.core.layout import Layout, Parameter, Span
+from zfunc.core.optimizer_state import EMA, FORMER_FORMATS, STATE_FORMATS, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
@@ -41,7 +41,6 @@ from zfunc.optim.loss_scale import LossScale
 FILE = "manifest.json"
 VERSION = 1
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
-PENDING = "pending"  # the kind of a gradient that is still to be applied
 BUFFER = "buffer"  # the only kind of state of a module's buffer that forward changes: its values
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
@@ -50,7 +49,6 @@ _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 # State formats with another name in the file: "8bit" was the first format of 8-bit moments, and a zfunc that knows
 # only that one has to refuse the current one.
 _FORMAT_NAMES = {"8bit-1": "8bit", "8bit": "8bit-2"}
-_FACTORS = {"lr": float, "betas": (float, float)}  # others are numbers, or lists of them
 Format = Annotated[str, known(lambda: {_written(name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)})]
 
 
@@ -61,31 +59,10 @@ def _written(state_format: str) -> str:
 
 def _loss_scale(value: Any) -> LossScale:
     """The kind of a loss scale: all of its fields, but for the one that older versions did not write."""
-    kinds = {
-        name if name == "consecutive?" else name[:-1]: x
-        for name, x in strict_json.kinds_of(LossScale).items()
-    }
-    named = strict_json.of_kind(value, kinds)
-    return strict_json.made(LossScale, named, "the counters of a loss scale")
-
-
-def _decision(value: Any) -> StepDecision:
-    """The kind of a decision whose update is still to be made: some of its fields, and beside them the factors."""
-    own = {"skip": bool, "grad_scale": float, "number": Within(int, 1, MAX_INT)}
-    factors = strict_json.of_kind(value, dict).keys() - own
-    x = strict_json.of_kind(
-        value, {**own, **{name: _FACTORS.get(factor_kind(name), _factor) for name in factors}}
-    )
-    return StepDecision(**{name: x.pop(name) for name in own}, factors=x)
-
-
-def _factor(value: Any) -> Any:
-    return strict_json.of_kind(value, [float] if isinstance(value, list) else float)
-
-
-def factor_kind(name: str) -> str:
-    """What a factor is: its name without the group it is of."""
-    return name.rpartition(".")[2]
+    given = decoded(value, dict)
+    for name in (x.name for x in fields(LossScale) if x.name not in (*given, "consecutive")):
+        raise Refusal("none", f"a field named {name!r}")
+    return decoded(given, LossScale)
 
 
 class StateSlice(NamedTuple):
@@ -98,8 +75,8 @@ class StateSlice(NamedTuple):
     offset: int
 
 
-def _slice(value: Any) -> StateSlice:
-    return StateSlice(*strict_json.of_kind(value, (COUNT, COUNT, COUNT, TEXT, COUNT)))
+def _state_slice(value: Any) -> StateSlice:
+    return StateSlice(*decoded(value, tuple[Count, Count, Count, Text, Count]))
 
 
 @frozen
@@ -112,7 +89,7 @@ class ParameterEntry:
     name: Text
     shape: Shape
     trainable: bool
-    pieces: Mapping[str, tuple[Annotated[StateSlice, _slice], ...]]
+    pieces: Mapping[str, tuple[Annotated[StateSlice, _state_slice], ...]]
     state_format: Format | None = field(default=None, alias="moments")
 
     @property
@@ -123,18 +100,13 @@ class ParameterEntry:
 
 @frozen
 class TrainingPosition:
-    """The counters of a State: with them and the buffers a resume is exact.
-
-    `pending` is the decision of an update whose gradient is part of the checkpoint and still to be applied, as in
-    those of delayed updates of earlier versions.
-    """
+    """The counters of a State: with them and the buffers a resume is exact."""
 
     step: Count
     batches: Count
     sequences: Count
     seed: int
     loss_scale: Annotated[LossScale, _loss_scale]
-    pending: Annotated[StepDecision, _decision] | None = None
 
 
 @frozen
@@ -156,7 +128,6 @@ class Manifest:
     def __attrs_post_init__(self) -> None:
         check_plain(self.optimizer, "optimizer")
         check_plain(self.extra, "extra")
-        _check_position(self.position, self.pending, self.state_format)
         _check_unique("shard", [x.file for x in self.shards])
         _check_unique("parameter", [x.name for x in self.parameters])
         for shard in self.shards:
@@ -200,19 +171,12 @@ class Manifest:
         }
         if EMA.name in entry.pieces:
             kinds[EMA.name] = entry.numel, (DTYPES[EMA.dtype].safetensors,)
-        if self.position.pending is not None and PENDING in entry.pieces:
-            kinds[PENDING] = entry.numel, _FLOATS
         return kinds
 
     @property
     def averages(self) -> bool:
         """Whether it has moving averages of the weights."""
         return any(EMA.name in x.pieces for x in self.parameters)
-
-    @property
-    def pending(self) -> frozenset[str]:
-        """The parameters with a gradient that is still to be applied."""
-        return frozenset(x.name for x in self.parameters if PENDING in x.pieces)
 
 
 @frozen
@@ -263,39 +227,15 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: 
         )
 
 
-def _check_position(position: TrainingPosition, pending: frozenset[str], state_format: str) -> None:
-    """A pending decision is of the last update that was counted, and has a gradient."""
-    if (decision := position.pending) is None:
-        return
-    names = decision.factors.keys()
-    if not owner_of(state_format) and names != _FACTORS.keys() and not any("." in name for name in names):
-        # older versions did not write betas
-        got, expected = ", ".join(sorted(names)) or "none", "lr and betas of the pending update"
-        raise _bad("position.pending", got, f"{expected}: flush with the zfunc that saved it")
-    due = position.step + decision.skip
-    if decision.number != due:
-        raise _bad("position.pending", f"update {decision.number}", f"{due}, the last one decided")
-    for name, value in decision.factors.items():
-        kind = factor_kind(name)
-        if kind == "lr" and not value >= 0:
-            raise _bad("position.pending", f"a learning rate of {value}", "0 or above")
-        if kind == "betas" and not all(0 <= beta < 1 for beta in value):
-            raise _bad("position.pending", f"betas of {value}", "two numbers, 0 or above and below 1")
-    if not pending:
-        raise _bad("position.pending", "a decision without a gradient", "some parameter with a pending one")
-
-
 def _check_shard(shard: Shard) -> None:
     if not _FILE_NAME.fullmatch(shard.file) or shard.file == FILE:
         raise _bad(
             "shards", f"the file name {shard.file!r:.300}", "letters, digits and ._- only, in the folder"
         )
-    if not 0 < shard.chunk <= CHUNK_LIMIT:
-        raise _bad(shard.file, f"chunks of {shard.chunk} bytes", f"1 to {CHUNK_LIMIT}")
     _check_unique(f"{shard.file}: tensor", [t.name for t in shard.tensors])
-    if shard.places is None and shard.header_size <= 0:
+    if shard.header_size <= 0 and shard.places is None:
         raise _bad(shard.file, "tensors larger than the file", f"them to fit in {shard.size} bytes")
-    if shard.places is None and shard.header_size > (limit := LENGTH + HEADER_LIMIT):
+    if shard.header_size > (limit := LENGTH + HEADER_LIMIT) and shard.places is None:
         raise _bad(shard.file, f"a header of {shard.header_size} bytes", f"at most {limit}")
     for t in shard.tensors:
         if len(t.checksums) != (count := num_chunks(t.nbytes, shard.chunk)):
@@ -348,14 +288,16 @@ def _check_unique(what: str, names: list[str]) -> None:
 
 def check_plain(value: object, where: str) -> None:
     """Raise CheckpointError, with the value's name, unless it is a dict of JSON's own types."""
+    reason, plain = "", cast("dict[str, Any]", value)
     try:
-        same = strict_json.parse_json(strict_json.render(cast("dict[str, Any]", value)), where).value == value
-    except (CheckpointError, ValueError, TypeError, RecursionError) as error:
-        same, reason = False, f": {error}"
-    else:
-        reason = ""
-    if not same or not isinstance(value, dict):
-        raise _bad(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
+        if (
+            isinstance(value, dict)
+            and strict_json.parse_json(strict_json.render(plain), where).value == value
+        ):
+            return
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = f": {error}"
+    raise _bad(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
 
 
 def _bad(where: str, got: str, expected: str) -> CheckpointError:
@@ -378,17 +320,18 @@ def to_json(manifest: Manifest) -> bytes:
 
 def from_json(raw: bytes, where: str = FILE) -> Manifest:
     """Parse a manifest. Raises CheckpointError, which begins with `where`, for anything else."""
-    root = strict_json.parse_json(raw, where)
-    kinds = {**strict_json.kinds_of(Manifest), "checksum?": int}  # older versions did not write it
-    x = root.of_version(VERSION).read(kinds)
-    checksum, named = x.pop("checksum", None), {k: v for k, v in root.value.items() if k != "checksum"}
-    try:
-        manifest = Manifest(**x)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    if checksum is not None and checksum != _checksum(named):
-        expected = f"{_checksum(named)}, the checksum of the other fields"
-        JsonNode(checksum, f"{where}.checksum").refuse(expected)
+    named = JsonNode(strict_json.parse_json(raw, where).read(dict), where)
+    checksum = named.value.pop("checksum", None)  # older versions did not write it
+    position = named.value.get("position")
+    if isinstance(position, dict) and "pending" in position:
+        named.refuse(
+            "none: call zfunc.flush and zfunc.save with the zfunc that saved it",
+            "a gradient that is still to be applied, of the delayed updates of earlier versions",
+            ".position.pending",
+        )
+    manifest: Manifest = named.of_version(VERSION).read(Manifest)
+    if checksum is not None and checksum != (expected := _checksum(named.value)):
+        JsonNode(checksum, f"{where}.checksum").refuse(f"{expected}, the checksum of the other fields")
     return manifest
 
 
@@ -401,3 +344,108 @@ def read_manifest(folder: Path) -> Manifest:
 def _checksum(named: Mapping[str, Any]) -> int:
     """The CRC-32 of the other fields as they are written."""
     return zlib.crc32(strict_json.render(named))
+
+
+# --- what a rank writes of a layout ---------------------------------------------------------------------------
+
+
+@frozen
+class Slice:
+    """Elements start to stop of one kind of a parameter's state.
+
+    In memory they begin at `at` of the rank's buffer of that kind and bucket. In the
+    rank's shard they are the tensor `stored`, in the parameter's shape if it is complete.
+    """
+
+    parameter: str
+    bucket: int
+    kind: str
+    start: int
+    stop: int
+    at: int
+    stored: TensorInfo
+
+
+Kinds = Mapping[int, Sequence[StateBuffer]]  # what is kept of the parameters of each bucket
+Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]  # by name and kind
+
+
+def stored_kinds(
+    layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False
+) -> dict[int, list[StateBuffer]]:
+    """The kinds of state that a checkpoint has by bucket; `frozen` has the type of each frozen bucket's values, and
+    with `ema` there are moving averages."""
+    averages = [EMA] if ema else []
+    kinds = {x.index: [*stored_buffers(x.state_format), *averages] for x in layout.buckets}
+    return kinds | {b: [StateBuffer(FROZEN, dtype)] for b, dtype in frozen.items()}
+
+
+def slices_of(layout: Layout, kinds: Kinds, rank: int, world: int) -> Iterator[Slice]:
+    """One rank's slices of every parameter's state of these kinds, by bucket."""
+    for bucket in (*layout.buckets, *layout.frozen_buckets):
+        for span in bucket.spans if bucket.index in kinds else ():
+            piece = layout.piece(span, rank, world)
+            if piece.start < piece.stop:
+                for kind in kinds[bucket.index]:
+                    yield _slice(span, bucket.index, kind, piece.start, piece.stop, piece.at)
+
+
+def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, at: int) -> Slice:
+    first, last = buffer.numel(start), buffer.numel(stop)
+    complete = buffer.shared == 1 and (start, stop) == (0, span.stop - span.start)
+    shape = span.shape if complete else (last - first,)
+    stored = TensorInfo(f"{span.name}/{buffer.name}", DTYPES[buffer.dtype].safetensors, shape)
+    return Slice(span.name, bucket, buffer.name, first, last, buffer.numel(at), stored)
+
+
+def entries_of(layout: Layout, kinds: Kinds, pieces: Pieces) -> Iterator[ParameterEntry]:
+    """The parameters of a checkpoint, from their pieces. An empty parameter has none."""
+    common = layout.state_format
+    for bucket in (*layout.buckets, *layout.frozen_buckets):
+        trainable = bucket.index < len(layout.buckets)
+        own = bucket.state_format if trainable and bucket.state_format != common else None
+        for span in bucket.spans:
+            by_kind = {x.name: pieces.get(span.name, {}).get(x.name, ()) for x in kinds[bucket.index]}
+            yield ParameterEntry(span.name, span.shape, trainable, by_kind, own)
+
+
+@frozen
+class Snapshot:
+    """What a checkpoint is of: everything but the bytes."""
+
+    layout: Layout
+    kinds: Kinds
+    position: TrainingPosition
+    optimizer: Mapping[str, Any]
+    buffers: Sequence[TensorInfo] = ()  # of modules, by full name
+
+    def slices(self, rank: int, world: int) -> list[Slice]:
+        """What one rank writes: its slices, of frozen parameters too; rank 0 also modules' buffers."""
+        slices = [*slices_of(self.layout, self.kinds, rank, world)]
+        for number, x in enumerate(self.buffers if rank == 0 else (), len(self.kinds)):
+            if x.numel:
+                stored = evolve(x, name=f"{x.name}/{BUFFER}")
+                slices.append(Slice(x.name, number, BUFFER, 0, x.numel, 0, stored))
+        return slices
+
+    def manifest(self, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Manifest:
+        """The manifest of the shards that all ranks wrote, in their order."""
+        pieces: Pieces = {}
+        for rank in range(len(shards)):
+            for x in self.slices(rank, len(shards)):
+                by_kind = pieces.setdefault(x.parameter, {})
+                piece = StateSlice(x.start, x.stop, rank, x.stored.name, 0)
+                by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
+        buffers = (
+            ParameterEntry(x.name, x.shape, False, {BUFFER: (), **pieces.get(x.name, {})})
+            for x in self.buffers
+        )
+        return Manifest(
+            world=len(shards),
+            moments=self.layout.state_format,
+            shards=tuple(shards),
+            parameters=(*entries_of(self.layout, self.kinds, pieces), *buffers),
+            position=self.position,
+            optimizer=self.optimizer,
+            extra=extra,
+        )

@@ -29,7 +29,6 @@ from attrs import define, evolve, field, frozen, validators
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.strict_json import (
-    COUNT,
     IN_MEMORY,
     MAX_INT,
     Checksum,
@@ -40,7 +39,7 @@ from zfunc.checkpoint.strict_json import (
     known,
 )
 from zfunc.core.dtypes import DTYPES
-from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
+from zfunc.errors import USE_ANOTHER, CheckpointError
 from zfunc.runtime.direct_io import open_reserved
 
 BYTES = {
@@ -68,7 +67,7 @@ _NEXT = f"{USE_ANOTHER}; check this disk"
 
 def shape(value: Any) -> tuple[int, ...]:
     """The kind of shapes whose bytes fit in 64 bits, at any precision, even if every 0 were 1."""
-    dims: tuple[int, ...] = strict_json.of_kind(value, [COUNT])
+    dims: tuple[int, ...] = strict_json.decoded(value, tuple[Count, ...])
     if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
         raise Refusal(brief(value), "at most 64 dimensions and 2^60 elements")
     return dims
@@ -82,7 +81,7 @@ class TensorInfo:
     """A tensor in a file: its dtype is a key of BYTES. Of one that was written, the checksums of its chunks."""
 
     name: Text = field(validator=_NAME)
-    dtype: Annotated[str, known([*BYTES])] = field(validator=validators.in_(BYTES))
+    dtype: Annotated[str, known(lambda: {x: x for x in BYTES})] = field(validator=validators.in_(BYTES))
     shape: Shape = field(converter=tuple[int, ...], validator=validators.deep_iterable(_COUNT))
     checksums: tuple[Checksum, ...] = ()
 
@@ -181,14 +180,6 @@ def new_shard(file: str, tensors: Sequence[TensorInfo], metadata: Mapping[str, s
     return Shard(file, len(raw) + end, zlib.crc32(raw), CHUNK, tuple(placed.values())), raw
 
 
-def find_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str) -> TensorInfo:
-    """The tensor of that name. Raises ValueError, with the nearest name, if the file has none."""
-    if name not in tensors:
-        hint = did_you_mean(name, list(tensors))
-        raise ValueError(f"{path}: got the name {name!r}{hint}, expected that of a tensor in it")
-    return tensors[name]
-
-
 @define(eq=False)
 class ShardWriter:
     """A file being written: `write_at` by any thread, in any order, then `finish`."""
@@ -208,7 +199,7 @@ class ShardWriter:
         file then. Slices have to be disjoint.
         """
         data = disk.bytes_of(buffer)
-        tensor = find_tensor(self.path, self.shard.by_name, name)
+        tensor = self.shard.by_name[name]
         item = BYTES[tensor.dtype]
         first, last = start * item, start * item + data.nbytes
         if data.nbytes % item or not 0 <= first <= last <= tensor.nbytes:
@@ -291,19 +282,13 @@ def create_shard(
 
 @define(eq=False)
 class ShardReader:
-    """A validated file, open for reading; closes at the end of a `with`. Any thread may read."""
+    """A validated file, open for reading until `close`. Any thread may read."""
 
     path: Path
     shard: Shard
     _fd: int
     _lock: Lock = field(factory=Lock)
     _last_chunk: tuple[tuple[str, int], memoryview] | None = None  # of those that were wanted in part
-
-    def __enter__(self) -> "ShardReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file and free the memory. A second call does nothing."""
@@ -318,7 +303,7 @@ class ShardReader:
         does not fit; CheckpointError, with file, tensor and offset, for bytes that are not what was written: what
         the buffer holds is undefined then.
         """
-        tensor, data = find_tensor(self.path, self.shard.by_name, name), disk.bytes_of(buffer)
+        tensor, data = self.shard.by_name[name], disk.bytes_of(buffer)
         item = BYTES[tensor.dtype]
         fits = data.nbytes == (stop - start) * item and not (data.readonly and data.nbytes)
         if not 0 <= start <= stop <= tensor.numel or not fits:

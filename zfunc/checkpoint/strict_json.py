@@ -2,6 +2,8 @@
 
 Whatever the bytes are, parsing is fast, takes memory in proportion to them, and gives checked values or a
 CheckpointError that names the place. Keys are unique, numbers are finite and fit in 64 bits, text can be encoded.
+
+What a file holds is said once, by annotations: `JsonNode.read` makes values of them, `to_plain` takes them back.
 """
 
 import json
@@ -10,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from reprlib import Repr
-from types import NoneType
 from typing import Annotated, Any, NoReturn, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 from attrs import NOTHING, define, fields, frozen, has
@@ -37,10 +38,7 @@ def parse_json(raw: bytes, where: str) -> "JsonNode":
         if _SURROGATE.search(raw):  # an escaped lone surrogate cannot be encoded in a file name or a log
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where}: got {_reason(error)}, expected strict JSON: the file is damaged or not one of zfunc's; "
-            f"{USE_ANOTHER}"
-        ) from error
+        JsonNode(None, where).refuse("strict JSON", _reason(error), cause=error)
     return JsonNode(value, where)
 
 
@@ -50,15 +48,11 @@ def render(value: Mapping[str, Any]) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    match error:
-        case UnicodeError():
-            return "text that is not UTF-8"
-        case RecursionError():
-            return "a value nested too deep"
-        case json.JSONDecodeError():
-            return f"invalid JSON ({error})"
-        case _:
-            return str(error)
+    if isinstance(error, json.JSONDecodeError):
+        return f"invalid JSON ({error})"
+    if isinstance(error, RecursionError):
+        return "a value nested too deep"
+    return "text that is not UTF-8" if isinstance(error, UnicodeError) else str(error)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,16 +113,15 @@ class Within:
         return value
 
 
-def known(names: dict[str, Any] | Sequence[str] | Callable[[], Any]) -> Callable[[Any], Any]:
-    """The kind of texts that are among `names`, or those it returns; of a dict, each becomes what it stands for."""
+def known(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], Any]:
+    """The kind of texts that are among the `names` of that moment; each becomes what it stands for."""
 
     def meaning(value: Any) -> Any:
-        now = cast("dict[str, Any] | Sequence[str]", names() if callable(names) else names)
-        meanings = now if isinstance(now, dict) else {x: x for x in now}
-        if TEXT(value) not in meanings:
-            got = f"{_short.repr(value)}{did_you_mean(value, [*meanings])}"
-            raise Refusal(got, f"one of {', '.join(meanings)}")
-        return meanings[value]
+        now = names()
+        if TEXT(value) not in now:
+            hint = did_you_mean(value, [*now])
+            raise Refusal(f"{_short.repr(value)}{hint}", f"one of {', '.join(now)}")
+        return now[value]
 
     return meaning
 
@@ -147,61 +140,59 @@ _PLAIN: dict[Any, str] = {
 }
 
 
-def of_kind(value: Any, kind: Any) -> Any:
-    """`value`, if it is of a kind; for functions that are kinds. Raises Refusal."""
-    if isinstance(kind, list):
-        inner, values = cast("list[Any]", kind)[0], of_kind(value, list)
-        if inner is CHECKSUM and all(type(x) is int and 0 <= x <= CHECKSUM.high for x in values):
-            return tuple(values)  # there may be millions of them
-        return tuple(_inside(f"[{n}]", x, inner) for n, x in enumerate(values))
-    if isinstance(kind, tuple):
-        kinds, values = cast("tuple[Any, ...]", kind), of_kind(value, list)
-        if len(values) != len(kinds):
-            raise Refusal(f"a list of {len(values)}", f"one of {len(kinds)}")
-        return tuple(_inside(f"[{n}]", x, kinds[n]) for n, x in enumerate(values))
-    if isinstance(kind, dict):
-        return _object(of_kind(value, dict), cast("dict[Any, Any]", kind))
-    if kind in _PLAIN and type(value) is not kind and (kind, type(value)) != (float, int):
-        raise Refusal(_short.repr(value), _PLAIN[kind])
-    if isinstance(kind, type) and has(kind):
-        return made(kind, _object(of_kind(value, dict), kinds_of(kind)))
-    return kind(value)
+def decoded(value: Any, hint: Any) -> Any:
+    """JSON's `value` as the one that the annotation `hint` says, see `JsonNode.read`. Raises Refusal."""
+    origin, of = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return of[1](value)
+    if origin is tuple:
+        values = decoded(value, list)
+        if of[1:] == (...,):
+            if of[0] is Checksum and all(type(x) is int and 0 <= x <= CHECKSUM.high for x in values):
+                return tuple(values)  # there may be millions of them
+            of = of[:1] * len(values)
+        if len(values) != len(of):
+            raise Refusal(f"a list of {len(values)}", f"one of {len(of)}")
+        return tuple(_inside(f"[{n}]", x, own) for n, (x, own) in enumerate(zip(values, of, strict=True)))
+    if origin is Mapping:
+        return {name: _inside(f".{name:.80}", x, of[1]) for name, x in decoded(value, dict).items()}
+    if origin is not None:  # T | None
+        return decoded(value, of[0])
+    if hint in _PLAIN and type(value) is not hint and (hint, type(value)) != (float, int):
+        raise Refusal(_short.repr(value), _PLAIN[hint])
+    return _object(decoded(value, dict), hint) if has(hint) else value
 
 
-def made(cls: type, named: Mapping[str, Any], expected: str = "") -> Any:
-    """`cls(**named)`. Raises Refusal, of what was `expected`, for values that the class refuses."""
+def _inside(place: str, value: Any, hint: Any) -> Any:
+    try:
+        return decoded(value, hint)
+    except Refusal as error:
+        error.place = place + error.place
+        raise
+
+
+def _object(given: dict[str, Any], cls: Any) -> Any:
+    known = _fields(cls)
+    for name in (x for x in given if x not in known):
+        hint = did_you_mean(name, [*known]) if len(name) < 100 else ""
+        raise Refusal(f"a field {_short.repr(name)}{hint}", f"only {', '.join(known)}")
+    for name in (x for x, (_, required) in known.items() if required and x not in given):
+        raise Refusal("none", f"a field named {name!r}")
+    named = {name: _inside(f".{name:.80}", x, known[name][0]) for name, x in given.items()}
     try:
         return cls(**named)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError) as error:
-        raise Refusal(
-            _short.repr(str(*error.args[:1])), expected or f"the fields of a {cls.__name__}"
-        ) from error
+        raise Refusal(_short.repr(str(*error.args[:1])), f"the fields of a {cls.__name__}") from error
 
 
 @cache
-def kinds_of(cls: type) -> dict[str, Any]:
-    """The kinds of the fields of an attrs class that a file has, by their aliases, from the annotations.
-
-    One with a default may be missing. `Annotated[T, kind]` is a T in memory, and of that kind in a file; a field
-    with the metadata IN_MEMORY is not in a file at all.
-    """
+def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
+    """The fields of an attrs class that a file has, by alias: their annotations, and whether they must be there."""
     hints = get_type_hints(cls, include_extras=True)
-    return {
-        f"{x.alias}{'?' * (x.default is not NOTHING)}": _kind(hints[x.name])
-        for x in fields(cls)
-        if x.metadata != IN_MEMORY
-    }
-
-
-def _kind(hint: Any) -> Any:
-    origin, of = get_origin(hint), [x for x in get_args(hint) if x is not NoneType]
-    if origin is Annotated:
-        return of[1]
-    if origin is tuple:
-        return [_kind(of[0])] if of[1:] == [...] else tuple(map(_kind, of))
-    if origin is Mapping:
-        return dict if of[1] is Any else {str: _kind(of[1])}
-    return _kind(of[0]) if of else hint
+    own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
+    return {x.alias: (hints[x.name], x.default is NOTHING) for x in own}
 
 
 def to_plain(value: Any) -> Any:
@@ -221,26 +212,6 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def _object(given: dict[str, Any], kind: Mapping[Any, Any]) -> dict[str, Any]:
-    if str in kind:
-        return {name: _inside(f".{name:.80}", x, kind[str]) for name, x in given.items()}
-    kinds: dict[str, Any] = {name.rstrip("?"): x for name, x in kind.items()}
-    for name in (x for x in given if x not in kinds):
-        hint = did_you_mean(name, list(kinds)) if len(name) < 100 else ""
-        raise Refusal(f"a field {_short.repr(name)}{hint}", f"only {', '.join(kinds)}")
-    for name in (x for x in kinds if x in kind and x not in given):
-        raise Refusal("none", f"a field named {name!r}")
-    return {name: _inside(f".{name:.80}", x, kinds[name]) for name, x in given.items()}
-
-
-def _inside(place: str, value: Any, kind: Any) -> Any:
-    try:
-        return of_kind(value, kind)
-    except Refusal as error:
-        error.place = place + error.place
-        raise
-
-
 @frozen
 class JsonNode:
     """A value of a parsed file and its place in it, which errors name."""
@@ -248,28 +219,32 @@ class JsonNode:
     value: Any
     where: str
 
-    def refuse(self, expected: str, got: str = "", place: str = "") -> NoReturn:
+    def refuse(
+        self, expected: str, got: str = "", place: str = "", cause: Exception | None = None
+    ) -> NoReturn:
         """Raise CheckpointError for this value, or for what is at a `place` in it, with what was `got` there."""
         raise CheckpointError(
             f"{self.where}{place}: got {got or _short.repr(self.value)}, expected {expected}: the file is damaged "
             f"or not one of zfunc's; {USE_ANOTHER}"
-        )
+        ) from cause
 
-    def read(self, kind: Any) -> Any:
-        """The value, if it is of a kind. Raises CheckpointError, with the place in the file, if not.
+    def read(self, hint: Any) -> Any:
+        """The value that an annotation says. Raises CheckpointError, with the place in the file, for another.
 
-        Kinds are a type of JSON; `[kind]`, a list of any length; `(kind, kind)`, a list of that length;
-        `{str: kind}`, any names; `{"name": kind, "name?": kind}`, these names, of which the second may be missing;
-        an attrs class, an object of its fields, which becomes one of the class; and a function that returns the
-        value, or another in its place, or raises Refusal.
+        Annotations are a type of JSON (an integer may stand for a float); `tuple[T, ...]`; `tuple[T, U]`, a list of
+        that length; `Mapping[str, T]`, an object of any names; an attrs class, an object of its fields: those with
+        a default may be missing, those with the metadata IN_MEMORY are; `Annotated[T, function]`, what the function
+        returns, which raises Refusal for what is none.
 
-        >>> JsonNode({"at": [1, 2.5]}, "x").read({"at": (COUNT, float), "name?": TEXT})
-        {'at': (1, 2.5)}
+        >>> JsonNode({"a": [1, 2.5]}, "x").read(Mapping[str, tuple[Count, float]])
+        {'a': (1, 2.5)}
         """
         try:
-            return of_kind(self.value, kind)
+            return decoded(self.value, hint)
         except Refusal as error:
             got, expected, place = error.got, error.expected, error.place
+        except CheckpointError as error:  # what a class says of its parts
+            raise CheckpointError(f"{self.where}: {error}") from error
         return self.refuse(expected, got, place)
 
     def of_version(self, version: int) -> "JsonNode":

@@ -1,4 +1,4 @@
-"""The format of a swap space's files: the header that says what is in one, and the records of commits.
+"""The files of a swap space: a header that says what is in one, buffers in stripes, the records of commits.
 
 A file holds, each part padded to 4,096 bytes:
 
@@ -8,48 +8,39 @@ A file holds, each part padded to 4,096 bytes:
     2 records  in the first folder's file alone: number and generation of every extent, checksums of their bytes,
                and the metadata of the commit
 
-A header or record is read back equal to the one written, or refused. The bytes of extents are checked where they
-are read (`zfunc.checkpoint.swap_stripes`), what else is in a folder in `zfunc.checkpoint.swap_folders`.
+The invariant: what is read is what was written, or refused. Buffers are moved on all drives at once: each has its
+own threads, so that none waits for a slower one; after an error or an interrupt none goes on.
 """
 
 import re
 import struct
-import sys
 import zlib
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from attrs import asdict, evolve, field, frozen
 
+from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.strict_json import COUNT, MAX_INT, Count, Text, Within
-from zfunc.checkpoint.swap_stripes import Stripe, lay_stripes, num_checksums
-from zfunc.core.extents import BLOCK, Extent, record_bytes, whole_blocks
+from zfunc.checkpoint.durable_files import in_parallel
+from zfunc.checkpoint.safetensors_file import cut, num_chunks
+from zfunc.checkpoint.strict_json import IN_MEMORY, MAX_INT, Count, Text, Within, decoded
+from zfunc.core.extents import BLOCK, SUMMED, Extent, cut_in_shares, record_bytes, whole_blocks
 from zfunc.errors import CheckpointError
-from zfunc.runtime.direct_io import DirectFile, pages_for
+from zfunc.runtime.direct_io import DirectFile
 
 VERSION = 2
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
+BATCH = 16 << 20  # bytes that a thread sums and transfers at a time
+SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
+Read = Callable[[int, int], bytes]  # from an offset of a file, so many bytes
 _HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
 # magic, number, bytes of JSON and of checksums, CRC-32 of all but this field
 _RECORD = struct.Struct("<8sQQQI")
-Read = Callable[[int, int], bytes]  # from an offset of a file, so many bytes
-Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
-SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
-
-
-def _extents(value: Any) -> dict[int, Extent]:
-    """The kind of extents: of each a list of its bucket, its generations, and its buffers' sizes by name."""
-    each = strict_json.of_kind(value, [(COUNT, Within(int, 1, 2), {str: COUNT})])
-    extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
-    if len(extents) < len(each):
-        raise strict_json.Refusal("one twice", "extents of each bucket once")
-    return extents
 
 
 def swap_file_name(rank: int, world: int, folder: int) -> str:
@@ -59,6 +50,166 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
     'rank-00000-of-00002-folder-1.swap'
     """
     return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
+
+
+# --- stripes --------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Stripe:
+    """Bytes `start` to `stop` of a buffer, which file number `file` has from `place` on.
+
+    Each SUMMED bytes of them, and the remainder, have a checksum; `first` is the index of their first one among the
+    buffer's, `last` that behind their last.
+    """
+
+    file: int
+    start: int
+    stop: int
+    place: int
+    first: int
+
+    @property
+    def last(self) -> int:
+        """The index behind that of its last checksum."""
+        return self.first + num_chunks(self.stop - self.start, SUMMED)
+
+
+Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
+
+
+def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int]) -> tuple[Stripe, ...]:
+    """Append the stripes of a buffer to files that end at `ends`, which this advances."""
+    stripes: list[Stripe] = []
+    for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
+        if start < stop:
+            stripes.append(Stripe(n, start, stop, ends[n], num_checksums(stripes)))
+            ends[n] += whole_blocks(stop - start)
+    return tuple(stripes)
+
+
+def num_checksums(stripes: Sequence[Stripe]) -> int:
+    """The number of checksums of a buffer in these stripes."""
+    return stripes[-1].last if stripes else 0
+
+
+@frozen(eq=False)
+class StripedBuffer:
+    """A buffer in memory, in whole blocks from the beginning of a page on, and where files have it.
+
+    `checksums` are those of its chunks: `write_striped` sets them, `read_striped` compares. `name` is for errors.
+    """
+
+    name: str
+    data: memoryview
+    stripes: Sequence[Stripe]
+    checksums: list[int]
+
+
+@frozen
+class _Chunk:
+    """Bytes that share a checksum: their memory, in whole blocks, and where the file has them."""
+
+    buffer: StripedBuffer
+    number: int
+    data: memoryview
+    nbytes: int
+    place: int
+
+    def sum(self) -> int:
+        return block_checksum(self.data[: self.nbytes])
+
+
+def write_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
+    """Write buffers and sum them. Raises DiskError."""
+    _transfer(_write, files, buffers)
+
+
+def read_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
+    """Read buffers. Raises DiskError, and CheckpointError for other bytes than were written."""
+    _transfer(_read, files, buffers)
+
+
+def _transfer(
+    call: Callable[[DirectFile, list[_Chunk], str], None],
+    files: Sequence[DirectFile],
+    buffers: Sequence[StripedBuffer],
+) -> None:
+    by_file: dict[int, list[_Chunk]] = {}  # a file is that of a drive
+    for buffer in buffers:
+        for x in buffer.stripes:
+            data = buffer.data[x.start : whole_blocks(x.stop)]
+            for n, (start, stop) in enumerate(cut(0, x.stop - x.start, SUMMED), x.first):
+                chunk = _Chunk(buffer, n, data[start : whole_blocks(stop)], stop - start, x.place + start)
+                by_file.setdefault(x.file, []).append(chunk)
+    # Of the threads of a drive one sums while another waits for it.
+    in_parallel(call, *([(files[n], *x) for x in _batches(chunks)] for n, chunks in by_file.items()))
+
+
+def _batches(chunks: Sequence[_Chunk]) -> Iterator[tuple[list[_Chunk], str]]:
+    """Chunks that follow one another, BATCH bytes at most, and what they are of."""
+    batch: list[_Chunk] = []
+    end = room = 0
+    for x in chunks:
+        if batch and (x.place != end or room < x.data.nbytes):
+            yield batch, _names(batch)
+            batch = []
+        room = (room if batch else BATCH) - x.data.nbytes
+        batch.append(x)
+        end = x.place + x.data.nbytes
+    if batch:
+        yield batch, _names(batch)
+
+
+def _names(batch: list[_Chunk]) -> str:
+    return " and ".join(dict.fromkeys(x.buffer.name for x in batch))
+
+
+def _write(file: DirectFile, batch: list[_Chunk], what: str) -> None:
+    for x in batch:
+        x.buffer.checksums[x.number] = x.sum()
+    file.write([x.data for x in batch], batch[0].place, what)
+
+
+def _read(file: DirectFile, batch: list[_Chunk], what: str) -> None:
+    file.read([x.data for x in batch], batch[0].place, what)
+    for x in batch:
+        if x.sum() != x.buffer.checksums[x.number]:
+            raise CheckpointError(
+                f"{file.path}: {x.buffer.name}: got other bytes than were written at {x.place} of the file, "
+                f"{x.nbytes} of them: the checksum differs; check this disk, and resume from a checkpoint"
+            )
+
+
+def block_checksum(data: memoryview) -> int:
+    """The CRC-32 of Fletcher's checksums of each block, and of the rest: at the speed of memory, not a tenth of it.
+
+    Of a block: the sum of its 512 64-bit words, and the sum of (512 - i) times word i, modulo 2^64. Flipped bits,
+    words that change places, and blocks that are zero, old or of another place are found, but for one in 2^32.
+
+    >>> block_checksum(memoryview(bytes(4096))) == block_checksum(memoryview(bytes(8192)))
+    False
+    """
+    import numpy as np  # here, as the kernel that comes with torch: what reads no checkpoint needs none
+
+    from zfunc.optim.kernel_loader import cpu_adam
+
+    blocks, rest = divmod(data.nbytes, BLOCK)
+    sums = np.empty(2 * blocks, "<u8")
+    cpu_adam.block_sums(np.frombuffer(data, np.uint8).ctypes.data, sums.ctypes.data, blocks)
+    return zlib.crc32(data[data.nbytes - rest :], zlib.crc32(sums.data))
+
+
+# --- the header -----------------------------------------------------------------------------------------------
+
+
+def _extents(value: Any) -> dict[int, Extent]:
+    """The kind of extents: of each a list of its bucket, its generations, and its buffers' sizes by name."""
+    each = decoded(value, tuple[tuple[Count, Annotated[int, Within(int, 1, 2)], Mapping[str, Count]], ...])
+    extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
+    if len(extents) < len(each):
+        raise strict_json.Refusal("one twice", "extents of each bucket once")
+    return extents
 
 
 @frozen
@@ -109,9 +260,7 @@ class SwapHeader:
         def lay(extent: Extent) -> Stripes:
             return {x.name: lay_stripes(x.nbytes, self.shares, ends) for x in extent.parts}
 
-        return {
-            b: tuple(lay(extent) for _ in range(extent.generations)) for b, extent in self.extents.items()
-        }, ends
+        return {b: tuple(lay(x) for _ in range(x.generations)) for b, x in self.extents.items()}, ends
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
@@ -123,7 +272,7 @@ class SwapHeader:
         """Checksums in a record: of all buffers."""
         return sum(num_checksums(x) for stripes, *_ in self.stripes.values() for x in stripes.values())
 
-    @cached_property
+    @property
     def record_size(self) -> int:
         """Bytes reserved for a record."""
         return record_bytes(len(self.extents), self.num_checksums)
@@ -163,31 +312,11 @@ def new_header(
 
 def frame_header(text: bytes) -> bytes:
     """A header's bytes in a file, from its JSON."""
-    raw = _HEADER.pack(_HEADER_MAGIC, len(text), zlib.crc32(text)) + text
+    return _padded(_HEADER.pack(_HEADER_MAGIC, len(text), zlib.crc32(text)) + text)
+
+
+def _padded(raw: bytes) -> bytes:
     return raw.ljust(whole_blocks(len(raw)), b"\0")
-
-
-def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
-    """A record's bytes in a file, from its JSON and the checksums of all buffers."""
-    sums = array("I", checksums)
-    if sys.byteorder == "big":
-        sums.byteswap()
-    head = _RECORD.pack(_RECORD_MAGIC, number, len(text), 4 * len(sums), 0)[:-4]
-    body = text + sums.tobytes()
-    raw = head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body
-    return raw.ljust(whole_blocks(len(raw)), b"\0")
-
-
-def reader_of(file: DirectFile) -> Read:
-    """What reads a file's header and records."""
-
-    def read(offset: int, nbytes: int) -> bytes:
-        with pages_for(nbytes) as pages:
-            with memoryview(pages) as view:
-                file.read([view], offset, "the header and records")
-            return pages[:]
-
-    return read
 
 
 def read_header(read: Read, where: str) -> SwapHeader:
@@ -211,68 +340,67 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
         )
     root = strict_json.parse_json(text, where)
     header: SwapHeader = root.of_version(VERSION).read(SwapHeader)
-    if (
-        header.folder >= len(header.folders)
-        or len(header.shares) != len(header.folders)
-        or not all(header.shares)
-    ):
+    if not (all(header.shares) and header.folder < len(header.folders) == len(header.shares)):
         got = f"{header.folder} of {list(header.shares)}"
         root.refuse("a file of one of the folders, which have shares above 0", got)
     return header
 
 
-def check_header(
-    path: Path,
-    header: SwapHeader,
-    first: SwapHeader,
-    expected: SwapHeader,
-) -> None:
+def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: SwapHeader) -> None:
     """Raise CheckpointError unless the file is of the expected identity, extents and place, and of one space with
     the first."""
-    same = "continue with the settings it was made with, or name another swap folder"
+    refuse = partial(_refuse_header, path)
     for key in {**header.identity, **expected.identity}:
         if header.identity.get(key) != expected.identity.get(key):
             got, other = (f"{x.identity.get(key)!r:.60}" for x in (header, expected))
-            raise CheckpointError(f"{path}: got a swap space with {key} {got}, expected {other}: {same}")
+            refuse(f"a swap space with {key} {got}", other)
     got, place = ((x.rank, x.world, len(x.folders)) for x in (header, expected))
     if got != place:
-        raise CheckpointError(
-            f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "
-            f"{', '.join(header.folders)}"
-        )
+        named = ", ".join(header.folders)
+        refuse(f"rank, ranks and folders {got}", f"{place}", f"name its folders, {named}")
     if [*header.extents.items()] != [*expected.extents.items()]:
-        raise CheckpointError(
-            f"{path}: got a swap space of other buckets, expected those of this model: {same}"
-        )
+        refuse("a swap space of other buckets", "those of this model")
     if header != first:
-        raise CheckpointError(
-            f"{path}: got a file of another swap space than {first.folders[0]}, expected one of the same: name its "
-            f"folders in their order, {', '.join(header.folders)}"
-        )
+        order = f"name its folders in their order, {', '.join(header.folders)}"
+        refuse(f"a file of another swap space than {first.folders[0]}", "one of the same", order)
+
+
+def _refuse_header(path: Path, got: str, expected: str, do: str = "") -> None:
+    do = do or "continue with the settings it was made with, or name another swap folder"
+    raise CheckpointError(f"{path}: got {got}, expected {expected}: {do}")
+
+
+# --- the records of commits -----------------------------------------------------------------------------------
 
 
 @frozen
 class CommitRecord:
-    """A commit: its number, which generation of each extent it is of, their checksums, and its metadata.
+    """A commit: which generation of each extent it is of, its metadata, its number, and the extents' checksums.
 
     The checksums are those of the chunks of all buffers of all extents, in order. Number 0 is of a new space, with
     no generation of anything and no metadata.
     """
 
-    number: int
-    generations: tuple[int, ...]
-    checksums: Sequence[int] = field(repr=False)
+    generations: tuple[Annotated[int, Within(int, 0, 1)], ...]
     metadata: Mapping[str, Any]
+    number: int = field(default=0, metadata=IN_MEMORY)
+    checksums: Sequence[int] = field(default=(), repr=False, metadata=IN_MEMORY)
 
     def raw(self, room: int) -> bytes:
         """Its bytes. Raises CheckpointError if they are more than `room`."""
-        text = strict_json.render({"generations": self.generations, "metadata": self.metadata})
-        raw = frame_record(self.number, text, self.checksums)
+        raw = frame_record(self.number, strict_json.render(strict_json.to_plain(self)), self.checksums)
         if len(raw) > room:
             raise CheckpointError(
                 f"swap space: got a record of {len(raw)} bytes, expected at most {room}: save less as extra="
             )
         return raw
+
+
+def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
+    """A record's bytes in a file, from its JSON and the checksums of all buffers."""
+    head = _RECORD.pack(_RECORD_MAGIC, number, len(text), 4 * len(checksums), 0)[:-4]
+    body = text + struct.pack(f"<{len(checksums)}I", *checksums)
+    return _padded(head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body)
 
 
 def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, CommitRecord]:
@@ -300,15 +428,15 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
     body = raw[_RECORD.size : _RECORD.size + length + size]
     if zlib.crc32(body, zlib.crc32(raw[: _RECORD.size - 4])) != checksum or size != 4 * header.num_checksums:
         return None
-    sums = array("I", body[length:])
-    if sys.byteorder == "big":
-        sums.byteswap()
-    x = strict_json.parse_json(body[:length], where).read(
-        {"generations": [Within(int, 0, 1)], "metadata": dict}
-    )
-    record = CommitRecord(number, x["generations"], sums, x["metadata"])
-    extents = [*header.extents.values()] if number else []
-    fits = len(record.generations) == len(extents) and all(
-        g < x.generations for g, x in zip(record.generations, extents, strict=True)
-    )
-    return record if fits else None
+    said: CommitRecord = strict_json.parse_json(body[:length], where).read(CommitRecord)
+    most = [x.generations for x in header.extents.values()] if number else []
+    if len(said.generations) != len(most) or any(g >= n for g, n in zip(said.generations, most, strict=True)):
+        return None
+    return evolve(said, number=number, checksums=struct.unpack(f"<{size // 4}I", body[length:]))
+
+
+def read_space(path: Path) -> tuple[SwapHeader, dict[int, CommitRecord]]:
+    """The header of a file, and the commits in it by number if it is the first of its space."""
+    with disk.opened(path) as (read, _):
+        header = read_header(read, str(path))
+        return header, {} if header.folder else read_records(read, header, str(path))

@@ -8,10 +8,13 @@ extent of one generation is written before the first commit alone:
     commit                       wait until all data is on the disk, write a record, wait until it is on the disk
 
 So the extents of every record in the files are whole, at any moment at which the process is killed or the power
-fails; and if a step has begun to write, there is no record but the last.
+fails; and if a step has begun to write, there is no record but the last. Of what else is in the folders nothing is
+deleted that zfunc did not make, that a process uses, or that has a commit.
 """
 
+import logging
 import os
+import re
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,29 +28,27 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.swap_file import (
+    SWAP_FILE,
     CommitRecord,
+    Read,
+    StripedBuffer,
     Stripes,
     SwapHeader,
     check_header,
     read_header,
     read_records,
-    reader_of,
+    read_space,
+    read_striped,
+    write_striped,
 )
-from zfunc.checkpoint.swap_folders import (
-    check_folders,
-    delete_uncommitted,
-    delete_unfinished,
-    refuse_other_worlds,
-    refuse_others,
-    tell_shared_drives,
-    unfinished_name,
-)
-from zfunc.checkpoint.swap_stripes import StripedBuffer, read_striped, write_striped
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError
-from zfunc.runtime.direct_io import DirectFile, pages_for
+from zfunc.runtime.direct_io import DirectFile, file_system_of, pages_for
 
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
+_UNFINISHED_FILE = re.compile(f"{disk.UNFINISHED}{SWAP_FILE.pattern}-[0-9a-f]{{8}}")
 _GO_ON = "go on from the last commit: open the swap space again"
+log = logging.getLogger("zfunc")
 
 
 @define(eq=False)
@@ -107,34 +108,31 @@ class SwapSpace:
         was, but for spaces without a commit.
         """
         check_plain(header.identity, "identity")
-        paths, run = header.paths, header.run
-        folders = [path.parent for path in paths]
-        check_folders(folders)
-        tell_shared_drives(folders)
+        paths = header.paths
+        check_folders([path.parent for path in paths])
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
         try:
-            for folder in folders:
-                with disk.locked(folder):  # against the other ranks
-                    delete_uncommitted(folder, run)
+            for path in paths:
+                with disk.locked(path.parent):  # against the other ranks
+                    _delete_uncommitted(path.parent, header.run)
             for n, path in enumerate(paths):
-                refuse_others(path, run)
-                unfinished = unfinished_name(path)
-                with disk.locked(
-                    path.parent
-                ):  # until it has a lock of its own, others take it for a dead one's
-                    delete_unfinished(path.parent)
+                _refuse_others(path, header.run)
+                unfinished = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
+                # Under the folder's lock, until it has one of its own: others take it for a dead process's.
+                with disk.locked(path.parent):
+                    _delete_unfinished(path.parent)
                     with disk.os_errors_as(unfinished, f"reserving {header.sizes[n]} bytes for a swap space"):
                         files.append(DirectFile.create(unfinished, header.sizes[n]))
                     made.append(unfinished)
                     locks.append(_lock_file(unfinished))
                 _write(files[n], header.of(n).raw, 0, "the header")
-            first = CommitRecord(0, (), [0] * header.num_checksums, {})
+            first = CommitRecord((), {}, 0, [0] * header.num_checksums)
             _write(files[0], first.raw(header.record_size), header.record_at(0), "the first record")
             for n, path in enumerate(paths):  # the first says that nothing was committed: before the others
                 files[n].sync()
                 with disk.locked(path.parent), disk.os_errors_as(path, "naming a swap space"):
-                    refuse_others(path, run)
+                    _refuse_others(path, header.run)
                     os.rename(made[n], path)
                 made[n] = files[n].path = path
                 disk.sync(path.parent)
@@ -164,7 +162,7 @@ class SwapSpace:
         try:
             for path in paths:
                 if not path.exists():
-                    refuse_other_worlds(path, expected.world)
+                    _refuse_other_worlds(path, expected.world)
                     raise CheckpointError(
                         f"{path}: got none, expected a file of the swap space: name all of its folders, in "
                         "their order"
@@ -172,15 +170,15 @@ class SwapSpace:
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))
                     files.append(DirectFile.open(path))
-            headers = [read_header(reader_of(file), str(file.path)) for file in files]
-            for n, (file, header) in enumerate(zip(files, headers, strict=True)):
-                other = {b: x for b, x in (instead or {}).items() if header.extents.get(b) == x}
-                own = evolve(expected, extents={**expected.extents, **other})
-                check_header(file.path, header, headers[0].of(n), own)
+            headers = [read_header(_reads(file), str(file.path)) for file in files]
+            header = headers[0]
+            for n, own in enumerate(headers):
+                other = {b: x for b, x in (instead or {}).items() if own.extents.get(b) == x}
+                allowed = evolve(expected, extents={**expected.extents, **other})
+                check_header(paths[n], own, header.of(n), allowed)
             for file in files:  # what a killed process wrote may still be in a cache
                 file.sync()
-            header = headers[0]
-            records = read_records(reader_of(files[0]), header, str(paths[0]))
+            records = read_records(_reads(files[0]), header, str(paths[0]))
             if at is not None:
                 if at not in records:
                     raise CheckpointError(
@@ -233,9 +231,8 @@ class SwapSpace:
         for name in names:
             if name in bucket.lost or bucket.newest(name) < 0:
                 why = "a write of it has failed" if name in bucket.lost else "none"
-                raise CheckpointError(
-                    f"{self._files[0].path}: bucket {b}, {name!r}: got {why}, expected it to be written before it "
-                    f"is read: {_GO_ON}"
+                raise self._refusal(
+                    f"bucket {b}, {name!r}: got {why}, expected it to be written before it is read: {_GO_ON}"
                 )
         read_striped(self._files, _buffers(bucket, b, names, into, bucket.newest))
 
@@ -261,37 +258,32 @@ class SwapSpace:
         not written; the space can still be used. After any other error it cannot: what is on the disk is this
         commit or the one before, either of them whole.
         """
-        self._usable_at_all()
+        self._check_not_lost()
         check_plain(record, "record")
         for b, bucket in self._buckets.items():
             if missing := bucket.missing:
-                raise CheckpointError(
-                    f"{self._files[0].path}: bucket {b}: got {', '.join(missing)} not written "
-                    f"since the last commit, expected all of its buffers: write them, or {_GO_ON}"
+                raise self._refusal(
+                    f"bucket {b}: got {', '.join(missing)} not written since the last commit, expected all of its "
+                    f"buffers: write them, or {_GO_ON}"
                 )
-        now = self._records[self.number]
-        generations = [x.other if x.written else x.committed for x in self._buckets.values()]
-        sums = [
-            x
-            for g, bucket in zip(generations, self._buckets.values(), strict=True)
-            for own in bucket.checksums[g].values()
-            for x in own
-        ]
-        new = CommitRecord(now.number + 1, tuple(generations), sums, dict(record))
+        now, first = self._records[self.number], self._files[0]
+        chosen = {b: x.other if x.written else x.committed for b, x in self._buckets.items()}
+        by_name = [x.checksums[chosen[b]] for b, x in self._buckets.items()]
+        sums = [x for buffers in by_name for own in buffers.values() for x in own]
+        new = CommitRecord(tuple(chosen.values()), dict(record), now.number + 1, sums)
         raw = new.raw(self.header.record_size)
         with self._lost_if_it_fails(f"commit {new.number}"):
             in_parallel(DirectFile.sync, [(file,) for file in self._files])
             at, what = self.header.record_at(new.number), f"the record of commit {new.number}"
-            _write(self._files[0], raw, at, what)
-            self._files[0].sync()
-            if reader_of(self._files[0])(at, len(raw)) != raw:  # everything hangs on it
-                raise CheckpointError(
-                    f"{self._files[0].path}: {what}: got other bytes than were written: check this disk, and "
-                    "resume from a checkpoint"
+            _write(first, raw, at, what)
+            first.sync()
+            if _reads(first)(at, len(raw)) != raw:  # everything hangs on it
+                raise self._refusal(
+                    f"{what}: got other bytes than were written: check this disk, and resume from a checkpoint"
                 )
         self._records = {now.number: now, new.number: new}
-        for g, bucket in zip(generations, self._buckets.values(), strict=True):
-            bucket.committed = g
+        for b, bucket in self._buckets.items():
+            bucket.committed = chosen[b]
             bucket.written.clear()
 
     def _read_buckets(self, record: CommitRecord) -> Iterator[tuple[int, _Bucket]]:
@@ -304,14 +296,15 @@ class SwapSpace:
             sizes = {x.name: x.nbytes for x in extent.parts}
             yield b, _Bucket(sizes, header.stripes[b], g, checksums)
 
-    def _usable_at_all(self) -> None:
+    def _refusal(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self._files[0].path}: {text}")
+
+    def _check_not_lost(self) -> None:
         if self._lost:
-            raise CheckpointError(
-                f"{self._files[0].path}: got a swap space that is lost ({self._lost}): {_GO_ON}"
-            )
+            raise self._refusal(f"got a swap space that is lost ({self._lost}): {_GO_ON}")
 
     def _usable(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> _Bucket:
-        self._usable_at_all()
+        self._check_not_lost()
         bucket = self._buckets[b]
         for name, x in zip(names, data, strict=True):
             if x.nbytes != (expected := whole_blocks(bucket.sizes[name])):
@@ -336,16 +329,12 @@ class SwapSpace:
 
 
 def _buffers(
-    bucket: _Bucket,
-    b: int,
-    names: Sequence[str],
-    views: Sequence[memoryview],
-    generation: Callable[[str], int],
+    bucket: _Bucket, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
 ) -> list[StripedBuffer]:
+    """Buffers of a bucket, each in the generation that `of` gives."""
     return [
         StripedBuffer(f"bucket {b}, {name!r}", view, bucket.stripes[g][name], bucket.checksums[g][name])
-        for name, view in zip(names, views, strict=True)
-        for g in [generation(name)]
+        for name, view, g in zip(names, views, map(of, names), strict=True)
     ]
 
 
@@ -355,18 +344,23 @@ def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
     file.sync()
 
 
-def _lock_file(path: Path) -> int:
-    try:
-        return disk.lock(path, wait=False)
-    except BlockingIOError as error:
-        raise disk.in_use(path) from error
-
-
 def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
     with pages_for(len(data)) as pages:
         pages[:] = data
         with memoryview(pages) as view:
             file.write([view], offset, what)
+
+
+def _reads(file: DirectFile) -> Read:
+    """What reads a file's header and records."""
+
+    def read(offset: int, nbytes: int) -> bytes:
+        with pages_for(nbytes) as pages:
+            with memoryview(pages) as view:
+                file.read([view], offset, "the header and records")
+            return pages[:]
+
+    return read
 
 
 def _close(files: list[DirectFile], locks: list[int]) -> None:
@@ -375,3 +369,102 @@ def _close(files: list[DirectFile], locks: list[int]) -> None:
     if all(closed):
         while locks:
             disk.unlock(locks.pop())
+
+
+# --- what else is in the folders ------------------------------------------------------------------------------
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raise CheckpointError, in one line, for a folder that is missing, in memory or given twice."""
+    if not folders:
+        raise CheckpointError("swap: got no folder, expected one for each drive")
+    real = dict[Path, Path]()
+    for folder in folders:
+        if not folder.is_dir():
+            got = "something else" if os.path.lexists(folder) else "none"
+            raise CheckpointError(
+                f"{folder}: got {got}, expected a folder: mount the drive, and make the folder"
+            )
+        if (other := real.setdefault(folder.resolve(), folder)) is not folder:
+            raise CheckpointError(
+                f"{folder}: got the folder {other} twice, expected one for each drive: name it once"
+            )
+        if (kind := file_system_of(folder)) in IN_MEMORY:
+            raise CheckpointError(
+                f"{folder}: got a folder in memory ({kind}), expected one on a drive, because swapping is to save "
+                "memory: name another folder"
+            )
+
+
+def in_use(path: Path) -> CheckpointError:
+    """The error of a swap space's file that a process has locked."""
+    return CheckpointError(
+        f"{path}: got a swap space that a process uses, expected it free: wait until that has ended, or name "
+        "another folder; if it is this process, load it with the program whose swap space it is, zfunc.save the "
+        "state in another folder and load that, or delete that program and its states first"
+    )
+
+
+def swap_files(folder: Path, names: re.Pattern[str] = SWAP_FILE) -> list[Path]:
+    """The files of swap spaces in a folder, of any rank and world."""
+    with disk.os_errors_as(folder, "looking for swap spaces"):
+        return [folder / x for x in sorted(os.listdir(folder)) if names.fullmatch(x)]
+
+
+def _lock_file(path: Path) -> int:
+    try:
+        return disk.lock(path, wait=False)
+    except BlockingIOError as error:
+        raise in_use(path) from error
+
+
+def _refuse_others(path: Path, run: str) -> None:
+    """Refuse a folder that has a swap space of another run, or this file."""
+    for other in swap_files(path.parent):
+        if other == path or read_space(other)[0].run != run:
+            raise CheckpointError(
+                f"{other}: got the swap space of another run, expected none: resume that run, name another folder, "
+                "or delete its .swap files if its state is not wanted"
+            )
+
+
+def _refuse_other_worlds(path: Path, world: int) -> None:
+    """Refuse a folder with the swap space of another number of ranks than `world`."""
+    made = {int(x.name.split("-")[3]) for x in swap_files(path.parent)}
+    if made and world not in made:
+        raise CheckpointError(
+            f"{path.parent}: got a swap space of {min(made)} ranks, expected one of {world}: keep it, make another "
+            "folder, and pass that one as `swap` with `resume=auto` (in Python: swap=[that], and zfunc.load("
+            f"{str(path.parent)!r}, program)); its state is read for any number of ranks"
+        )
+
+
+def _delete_uncommitted(folder: Path, run: str) -> None:
+    """Delete the spaces of other runs that ended before anything was committed: there is no state in them."""
+    for first in swap_files(folder):
+        with suppress(BlockingIOError):
+            fd = disk.lock(first, wait=False)
+            try:
+                header, records = read_space(first)
+                if records and header.run != run and not max(records):
+                    others = [x for x in header.paths[1:] if x.exists()]
+                    for path in [*(x for x in others if read_space(x)[0].run == header.run), first]:
+                        _delete(path, "nothing was committed to it")
+            finally:
+                disk.unlock(fd)
+
+
+def _delete_unfinished(folder: Path) -> None:
+    """Delete unfinished files of swap spaces whose process was killed: they have no lock.
+
+    For a caller that has the folder's lock, under which others make and lock theirs.
+    """
+    for path in swap_files(folder, _UNFINISHED_FILE):
+        if path.is_file() and not disk.is_locked(path):
+            _delete(path, "its process ended before it was complete")
+
+
+def _delete(path: Path, why: str) -> None:
+    log.warning("swap: %s is deleted: %s", path, why)
+    with disk.os_errors_as(path, "deleting it"):
+        path.unlink()

@@ -20,7 +20,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.durable_files import in_parallel
-from zfunc.checkpoint.manifest import check_plain
+from zfunc.checkpoint.manifest import Slice, Snapshot, check_plain
 from zfunc.checkpoint.safetensors_file import (
     Shard,
     ShardWriter,
@@ -28,7 +28,6 @@ from zfunc.checkpoint.safetensors_file import (
     cut_elements,
     num_chunks,
 )
-from zfunc.checkpoint.snapshot import Slice, Snapshot
 from zfunc.core.decision import StepDecision
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError, RankError
@@ -167,12 +166,8 @@ def begin_writing(
     """
 
     def begin() -> UnfinishedCheckpoint | None:
-        for name, value in (
-            ("position", strict_json.to_plain(snapshot.position)),
-            ("optimizer", dict(snapshot.optimizer)),
-            ("extra", dict(save.extra)),
-        ):
-            check_plain(value, name)
+        check_plain(dict(snapshot.optimizer), "optimizer")
+        check_plain(dict(save.extra), "extra")
         step = snapshot.position.step
         return None if ranks.rank else checkpoints.begin_checkpoint(save.folder.absolute(), step)
 

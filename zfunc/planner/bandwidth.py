@@ -5,21 +5,20 @@ gradients and copy. The two take turns, so that other load on the machine affect
 placed as in training.
 """
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
+import psutil
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from zfunc.optim.adamw import adam_update_
 from zfunc.optim.kernel_loader import cpu_adam
-from zfunc.runtime.cpu_topology import busy_ticks, largest_cache, mapping_of
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
-from zfunc.runtime.thread_budget import allowed_cpus, bind_to_nodes, default_threads
+from zfunc.runtime.thread_budget import allowed_cpus, bind_to_nodes, default_threads, largest_cache
 
 BYTES = 28  # of a parameter, in a sweep
 MIN_BYTES, MAX_BYTES = 128 << 20, 2 << 30  # swept over
@@ -34,8 +33,6 @@ class Bandwidth:
     gigabytes: float  # per second, of the skeleton
     reached: float  # share of that which the Adam kernel reaches
     beyond_caches: bool
-    huge: tuple[int, int] | None  # bytes in huge pages, and in all; None: unknown
-    others: float | None  # CPUs that other processes kept busy; None: unknown
 
 
 def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
@@ -59,15 +56,12 @@ def _measure(seconds: float) -> Bandwidth:
     n = nbytes // BYTES
     state = [alloc_host(n, torch.float32) for _ in range(3)]
     grad, out = (alloc_host(n, torch.bfloat16) for _ in range(2))
-    before = clocks()
     skeleton, adam = _turns(_skeleton(state, grad, out), _adam(state, grad, out), seconds=seconds)
     return Bandwidth(
         nbytes=n * BYTES,
         gigabytes=n * BYTES / median(skeleton) / 1e9,
         reached=median(a / b for a, b in zip(skeleton, adam, strict=True)),
         beyond_caches=n * BYTES > cache,
-        huge=_huge_bytes(state[0]),
-        others=other_processes(before, clocks()),
     )
 
 
@@ -97,26 +91,14 @@ def _turns(*contestants: Callable[[], None], seconds: float) -> list[list[float]
     return times
 
 
-def clocks() -> tuple[float, float, float] | None:
-    """Wall-clock seconds, CPU seconds of this process, and busy seconds of the CPUs it may use; None: unknown."""
-    ticks = busy_ticks(allowed_cpus())
-    if ticks is None:
-        return None
-    return time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK")
+def clocks() -> tuple[float, float, float]:
+    """Wall-clock seconds, CPU seconds of this process, and busy seconds of the CPUs it may use."""
+    cpus = (x for n, x in enumerate(psutil.cpu_times(percpu=True)) if n in allowed_cpus())
+    busy = sum(x.user + x.nice + x.system + x.irq + x.softirq + x.steal for x in cpus)
+    return time.perf_counter(), time.process_time(), busy
 
 
-def other_processes(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
-    """How many CPUs other processes kept busy between two readings of `clocks`; None: unknown."""
-    if before is None or after is None:
-        return None
+def other_processes(before: tuple[float, ...], after: tuple[float, ...]) -> float:
+    """How many CPUs other processes kept busy between two readings of `clocks`."""
     wall, own, busy = (b - a for a, b in zip(before, after, strict=True))
     return max(0.0, busy - own) / wall
-
-
-def _huge_bytes(tensor: Tensor) -> tuple[int, int] | None:
-    """Bytes in huge pages and in all, of the mapping the tensor is in: the kernel joins neighbouring ones."""
-    mapping = mapping_of(tensor.data_ptr())
-    if "AnonHugePages" not in mapping or "Rss" not in mapping:
-        return None
-    huge, resident = (int(mapping[x].split()[0]) << 10 for x in ("AnonHugePages", "Rss"))
-    return huge, resident

@@ -48,11 +48,15 @@ from zfunc.runtime.accelerator import (
     has_grouped_kernels,
     on_accelerator,
 )
-from zfunc.runtime.cpu_topology import cpu_model, physical_cores
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, measure
-from zfunc.runtime.host_memory import available_host_bytes
-from zfunc.runtime.host_pages import map_pages
-from zfunc.runtime.thread_budget import allowed_cpus, default_threads, local_ranks
+from zfunc.runtime.host_memory import available_host_bytes, map_pages
+from zfunc.runtime.thread_budget import (
+    allowed_cpus,
+    cpu_model,
+    default_threads,
+    local_ranks,
+    physical_cores,
+)
 from zfunc.schedules import Overlapped
 
 log = logging.getLogger("zfunc")
@@ -132,7 +136,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     machine, before = measure_beside(program, Path(folder)), clocks()
     serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
     busy = other_processes(before, clocks())
-    if machine.world == 1 and busy is not None and busy > BUSY * machine.cores:  # ranks are processes too
+    if machine.world == 1 and busy > BUSY * machine.cores:  # ranks are processes too
         log.warning(
             "other processes kept %.1f of %d cores busy: measure again when they do not", busy, machine.cores
         )

@@ -5,10 +5,8 @@
     access_guard        debug mode: operations touch only the regions they declare
     fault_injection     failures on purpose, at a rank, step and operation
     rng                 random numbers as a function of key, pass and draw
-    cpu_topology        cores, quotas, caches and NUMA nodes, from /proc and /sys
-    thread_budget       how many OpenMP threads the host kernel gets, and on which NUMA nodes
-    host_memory         how much memory is free; allocates and pins host buffers
-    host_pages          maps huge pages, and touches them first
+    thread_budget       how many OpenMP threads the host kernel gets, on which NUMA nodes; cores, from /sys
+    host_memory         how much memory is free; maps pages, allocates and pins host buffers
     blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
     direct_io           files read and written past the page cache; how fast a drive is
     torch_dtypes        torch's names for `core.dtypes`

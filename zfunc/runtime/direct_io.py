@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import stat
 import threading
 import time
@@ -27,7 +28,7 @@ from attrs import define, field, frozen
 from zfunc.core.extents import BLOCK
 from zfunc.errors import AbandonedCalls, DiskError, explain_os_errors
 from zfunc.runtime.blocking_calls import LEAVE_AFTER, DaemonThreads, call_each
-from zfunc.runtime.host_pages import HostPages, map_pages
+from zfunc.runtime.host_memory import HostPages, map_pages
 from zfunc.units import format_bytes
 
 log = logging.getLogger("zfunc")
@@ -68,7 +69,7 @@ class _Request:
 class DirectFile:
     """A file of fixed size, read and written past the page cache in requests of 8 MiB on a few threads.
 
-    `threads` make the requests of a direction; all files of a drive share them. Where the file system refuses
+    THREADS make the requests of a direction; all files of a drive share them. Where the file system refuses
     O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once. One that
     is not `named` is gone with its process.
 
@@ -78,7 +79,6 @@ class DirectFile:
     path: Path
     nbytes: int
     direct: bool
-    threads: int
     named: bool
     _fd: int
     _device: int
@@ -93,7 +93,7 @@ class DirectFile:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, *, threads: int = THREADS) -> "DirectFile":
+    def create(cls, path: Path, nbytes: int) -> "DirectFile":
         """A new file of `nbytes`, a positive multiple of ALIGNED, with its space reserved.
 
         Raises DiskError if the file exists, cannot be made or has no room; nothing is left then.
@@ -101,14 +101,14 @@ class DirectFile:
         with _reserving(path, nbytes):
             fd = open_reserved(path, nbytes, os.O_RDWR)
             try:
-                return cls._of(path, fd, threads)
+                return cls._of(path, fd)
             except BaseException:
                 with suppress(OSError):
                     path.unlink()
                 raise
 
     @classmethod
-    def unnamed(cls, folder: Path, nbytes: int, *, threads: int = THREADS) -> "DirectFile":
+    def unnamed(cls, folder: Path, nbytes: int) -> "DirectFile":
         """A new file as of `create` in `folder`, which its errors name.
 
         It never has bytes and a name, so nothing is left when the process ends.
@@ -116,18 +116,18 @@ class DirectFile:
         with _reserving(folder, nbytes):
             name = f".zfunc-{os.urandom(8).hex()}"
             fd = open_reserved(folder / name, nbytes, os.O_RDWR, named=False)
-            return cls._of(folder, fd, threads, named=False)
+            return cls._of(folder, fd, named=False)
 
     @classmethod
-    def open(cls, path: Path, *, threads: int = THREADS) -> "DirectFile":
+    def open(cls, path: Path) -> "DirectFile":
         """An existing file. Raises DiskError if it is no regular file of whole pages, or cannot be written."""
         with explain_errors(path, "opening it"):
             # Without O_NONBLOCK opening a pipe could block.
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-            return cls._of(path, fd, threads)
+            return cls._of(path, fd)
 
     @classmethod
-    def _of(cls, path: Path, fd: int, threads: int, *, named: bool = True) -> "DirectFile":
+    def _of(cls, path: Path, fd: int, *, named: bool = True) -> "DirectFile":
         """The file of `fd`, which is closed if that fails."""
         try:
             status = os.fstat(fd)
@@ -149,7 +149,7 @@ class DirectFile:
             raise
         if not direct:
             _tell_once(path, status.st_dev)
-        return cls(path, status.st_size, direct, threads, named, fd, status.st_dev)
+        return cls(path, status.st_size, direct, named, fd, status.st_dev)
 
     def read(self, into: Memory, offset: int, what: str = "") -> None:
         """Fill `into`, one area of memory or several in their order, with the bytes from `offset`.
@@ -251,17 +251,12 @@ class DirectFile:
 
     def _check_places(self, areas: Sequence[memoryview], offset: int, what: str) -> None:
         nbytes = sum(area.nbytes for area in areas)
-        got = f"{self.path}: {what or 'a transfer'}: got {nbytes} bytes at offset {offset}"
-        if offset % ALIGNED or any(area.nbytes % ALIGNED for area in areas):
+        uneven = any(area.nbytes % ALIGNED or _address(area) % ALIGNED for area in areas if area.nbytes)
+        if offset % ALIGNED or uneven or not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(
-                f"{got}, expected an offset and lengths that are multiples of {ALIGNED}: pad them"
-            )
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"{got}, expected a place within its {self.nbytes} bytes")
-        if any(_address(area) % ALIGNED for area in areas if area.nbytes):
-            raise ValueError(
-                f"{got} of memory that does not begin at a page, expected it to: take it from map_pages, cut at "
-                f"multiples of {ALIGNED}"
+                f"{self.path}: {what or 'a transfer'}: got {nbytes} bytes at offset {offset}, expected a place in "
+                f"its {self.nbytes}, and offset, lengths and addresses at multiples of {ALIGNED}: take memory from "
+                "map_pages, and pad it"
             )
 
     def _check_size(self) -> None:
@@ -296,7 +291,7 @@ class DirectFile:
             log.warning("%s: %s: the drive has not answered for %.0f s", self.path, doing, seconds)
 
         try:
-            call_each(_threads(self._device, direction, self.threads), function, items, tell=tell)
+            call_each(_threads(self._device, direction), function, items, tell=tell)
         except AbandonedCalls:
             self._lost = (
                 f"{self.path}: got an interrupt while {doing}, and no answer of the drive: go on from the last "
@@ -441,11 +436,11 @@ _lock = threading.Lock()
 os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the threads
 
 
-def _threads(device: int, direction: Direction, count: int) -> DaemonThreads:
+def _threads(device: int, direction: Direction) -> DaemonThreads:
     with _lock:
-        key = device, direction, count
+        key = device, direction, THREADS
         if key not in _pools:
-            _pools[key] = DaemonThreads(count, f"zfunc disk {direction}")
+            _pools[key] = DaemonThreads(THREADS, f"zfunc disk {direction}")
         return _pools[key]
 
 
@@ -473,13 +468,14 @@ class DriveSpeeds(NamedTuple):
 def measure(folder: Path) -> DriveSpeeds:
     """How fast the drive of `folder` is, in about a second.
 
-    The file takes MEASURED bytes, or half of what is free if that is less, which is logged, and LEAST at least.
-    Raises DiskError without room for it.
+    The file takes MEASURED bytes, or half of what is free if that is less, and LEAST at least. Raises DiskError
+    without room for it.
     """
     with explain_errors(folder, "measuring its drive"):
-        size, chunk = _sizes(folder)
+        half = shutil.disk_usage(folder).free // 2 // ALIGNED * ALIGNED
+        chunk = min(CHUNK, max(LEAST, half))
         with (
-            closing(DirectFile.unnamed(folder, size)) as file,
+            closing(DirectFile.unnamed(folder, max(LEAST, min(MEASURED, half)) // chunk * chunk)) as file,
             pages_for(chunk) as pages,
             memoryview(pages) as data,
         ):
@@ -494,19 +490,6 @@ def is_direct(folder: Path) -> bool:
     """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
     with explain_errors(folder, "trying O_DIRECT"), closing(DirectFile.unnamed(folder, ALIGNED)) as file:
         return file.direct
-
-
-def _sizes(folder: Path) -> tuple[int, int]:
-    """Bytes of the file and of a transfer."""
-    system = os.statvfs(folder)
-    free = system.f_bavail * system.f_frsize
-    if free >= 2 * MEASURED:
-        return MEASURED, CHUNK
-    half = max(LEAST, free // 2 // ALIGNED * ALIGNED)
-    chunk = min(CHUNK, half)
-    size = half // chunk * chunk
-    log.info("%s: %s are free: its drive is measured with %s", folder, *map(format_bytes, (free, size)))
-    return size, chunk
 
 
 def _speed(file: DirectFile, transfer: Callable[[memoryview, int], None], data: memoryview) -> float:

@@ -49,7 +49,7 @@ from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
-HANGS = "The device hangs; if it is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
+SLOW = "if that is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
 HOST_CODE: frozenset[Kind] = frozenset(("host", "read", "write"))  # the kinds that never run on a stream
 
 
@@ -338,7 +338,7 @@ class Executor:
         if not finished and not given_up():
             raise LaneTimeout(
                 f"{waiter} waited {self.patience:g} s for {awaited}, which the device has not finished: the step "
-                f"was stopped. {HANGS}"
+                f"was stopped; {SLOW}"
             )
         del run.waiting[lane]
 
@@ -526,18 +526,14 @@ def _recovery(device: torch.device) -> str:
 
 def _timeout_message(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
     now = run.running.get(lane)
-    doing = f"is in {now}" if now else "is not in any operation"
     # A lane that is idle may wait for one that waits for the device.
     stuck = lane if now or lane in run.waiting else next(iter(run.waiting.copy()), lane)
+    doing = f"is in {now}" if now else "is not in any operation"
     if on_device := run.waiting.get(stuck):
-        who = "which" if stuck == lane else f"while lane {stuck}"
-        return (
-            f"{what} waited {patience:g} s for {op} of lane {lane}, {who} waits for {on_device}, which the device "
-            f"has not finished: the step was stopped. {HANGS}"
-        )
+        doing = f"waits for {on_device}, which the device has not finished"
+    who = "which" if stuck == lane else f"while lane {stuck}"
     return (
-        f"{what} waited {patience:g} s for {op} of lane {lane}, which {doing}: the step was stopped. If that "
-        "operation is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
+        f"{what} waited {patience:g} s for {op} of lane {lane}, {who} {doing}: the step was stopped; {SLOW}"
     )
 
 

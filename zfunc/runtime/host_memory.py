@@ -1,25 +1,41 @@
-"""Host memory: how much is free, the one allocator of the buffers the host sweeps over, giving memory back."""
+"""Host memory: how much is free, whole pages for large buffers, the one allocator of what the host sweeps over.
+
+A page lies on the NUMA node of the thread that touches it first, which needs no permission, as mbind does. Touching
+costs what the first sweep would have paid for the pages otherwise. Huge pages are asked for and come as
+/sys/kernel/mm/transparent_hugepage/enabled allows: with "never" sweeps go on with small ones. torch is imported
+where a tensor is made: exporting a checkpoint needs none.
+"""
 
 import ctypes
+import errno
 import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from zfunc.runtime.accelerator import pinning_of
-from zfunc.runtime.host_pages import PAGE, map_pages, touch
 from zfunc.runtime.thread_budget import default_nodes, default_threads
 
-_CGROUP = Path("/sys/fs/cgroup")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB
+TURN = 2 << 20  # bytes that a thread, and so a node, touches in turn: a huge page
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: touches without writing
 LEAST_GIVEN_BACK = 1 << 20  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_CGROUP = Path("/sys/fs/cgroup")
+_libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def available_host_bytes() -> int:
     """Host memory this process may still take, in bytes: the machine's, or its control group's if less."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    import psutil
+
+    available = psutil.virtual_memory().available
     try:
         limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
         cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
@@ -29,7 +45,77 @@ def available_host_bytes() -> int:
     return max(0, min(available, limit - used + int(cached.get("inactive_file", 0))))
 
 
-def alloc_host(numel: int, dtype: torch.dtype, *, pinned_for: torch.device | None = None) -> Tensor:
+class HostPages(mmap.mmap):
+    """Anonymous memory; what registered it is undone before it is unmapped. A tensor on it keeps it alive."""
+
+    release: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.release is not None:
+            self.release()
+
+    @property
+    def address(self) -> int:
+        """Where it begins: at a page, so that two registrations never share one."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+
+def map_pages(nbytes: int) -> HostPages:
+    """Zeroed pages for `nbytes` > 0, of no physical memory yet. Raises MemoryError where there is no room."""
+    try:
+        # Shared ones get no huge pages.
+        pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(_refusal(nbytes, error.strerror or str(error))) from error
+    if nbytes >= HUGE_MIN:
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:  # a kernel built without them
+            if error.errno != errno.EINVAL:
+                raise
+    return pages
+
+
+def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = ()) -> None:
+    """Give every page its physical memory, from `threads` threads; from those on the CPUs of `nodes` in turn.
+
+    Raises MemoryError where there is no room. The caller's thread stays where it is.
+    """
+    base, size = pages.address, len(pages)
+    if not nodes and size <= TURN:
+        return _populate(base, size)
+    threads = min(max(threads, len(nodes)), -(-size // TURN))
+
+    def touch_in_turn(n: int) -> None:
+        if nodes:
+            os.sched_setaffinity(0, nodes[n % len(nodes)])  # 0 is the thread that calls
+        for start in range(n * TURN, size, threads * TURN):
+            _populate(base + start, min(TURN, size - start))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="zfunc first touch") as pool:
+        for _ in pool.map(touch_in_turn, range(threads)):
+            pass
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Through ctypes, which lets go of the GIL while the kernel of the system clears the pages."""
+    while _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:  # before Linux 5.14
+            ctypes.memset(address, 0, nbytes)
+            return
+        if code not in (errno.EAGAIN, errno.EINTR):
+            raise MemoryError(_refusal(nbytes, os.strerror(code)))
+
+
+def _refusal(nbytes: int, why: str) -> str:
+    return (
+        f"got no memory for {nbytes:,} bytes ({why}), expected room for them: stop what else uses memory, or train "
+        "a smaller model"
+    )
+
+
+def alloc_host(numel: int, dtype: "torch.dtype", *, pinned_for: "torch.device | None" = None) -> "Tensor":
     """A zeroed host tensor [numel] for what the host sweeps over, in pages of its own, at its exact size.
 
     Its pages are there when it returns, on the NUMA nodes of this rank in turn. With `pinned_for` an accelerator,
@@ -37,9 +123,14 @@ def alloc_host(numel: int, dtype: torch.dtype, *, pinned_for: torch.device | Non
     pinned allocator, which rounds up to a power of two and knows no NUMA nodes.
     Raises MemoryError where there is no room, RuntimeError if the driver refuses.
 
+    >>> import torch
     >>> alloc_host(3, torch.float32)
     tensor([0., 0., 0.])
     """
+    import torch
+
+    from zfunc.runtime.accelerator import pinning_of
+
     nbytes = numel * dtype.itemsize
     if not numel or (nbytes < PAGE and pinned_for is None):
         return torch.zeros(numel, dtype=dtype, device="cpu")
@@ -64,7 +155,7 @@ def give_back_freed(least: int = LEAST_GIVEN_BACK) -> None:
     glibc's own threshold grows to 32 MiB with the blocks that are freed, and it keeps twice as much free memory: up
     to a twentieth of what a training needs whose state is on the disk. Other C libraries have no such setting.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, least)
         mallopt(_TRIM_THRESHOLD, least)

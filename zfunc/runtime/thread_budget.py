@@ -2,42 +2,33 @@
 
 A rank's sweeps run on its share of the NUMA nodes, and its host buffers lie on those in turn. Binding changes where
 a sweep runs, never what it computes; on one node nothing is bound.
+
+What the files of the Linux kernel say of this machine is read by functions of a root folder alone, so that a test
+can hand them a tree of its own; what is missing or cannot be read is unknown, never an exception.
 """
 
 import functools
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from attrs import frozen
 
-from zfunc.runtime.cpu_topology import ROOT, NumaNode, cpu_quota, numa_nodes, physical_cores
-
+ROOT = Path("/")
 log = logging.getLogger("zfunc")
 
 
 @frozen
 class ThreadBudget:
-    """The number of threads, and what it follows from."""
+    """The number of threads, and what it follows from, for the log."""
 
     threads: int
-    cores: int  # physical, that this process may use
-    cpus: frozenset[int]
-    quota: float
-    ranks: int
-    launching: int  # cores left for the threads that launch an accelerator's work
-    requested: str  # what became of OMP_NUM_THREADS, or ""
+    why: str
 
     def __str__(self) -> str:
-        """The line for the log."""
-        quota = "none" if math.isinf(self.quota) else f"{self.quota:g}"
-        return (
-            f"{self.threads} threads: {self.cores} physical cores of {len(self.cpus)} CPUs, quota {quota}, "
-            f"{self.ranks} local ranks{', one core left for launching' if self.launching else ''}"
-            f"{self.requested and f'; {self.requested}'}"
-        )
+        return f"{self.threads} threads: {self.why}"
 
 
 def choose_threads(
@@ -52,17 +43,19 @@ def choose_threads(
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
     ranks = local_ranks(environment)
     available = max(1, int(min(cores, quota)) // ranks)
-    launching = int(on_accelerator and available > 1)
-    threads = available - launching
+    threads = available - (launching := on_accelerator and available > 1)
+    limit = "none" if math.isinf(quota) else f"{quota:g}"
+    why = f"{cores} physical cores of {len(cpus)} CPUs, quota {limit}, {ranks} local ranks"
+    why += ", one core left for launching" * launching
     said = environment.get("OMP_NUM_THREADS", "").strip()
-    first, requested = said.partition(",")[0], ""  # of nested teams the outer one
+    first = said.partition(",")[0]  # of nested teams the outer one
     if said == "1" and ranks > 1 and "TORCHELASTIC_RUN_ID" in environment:
-        requested = "OMP_NUM_THREADS=1 is torchrun's, and does not count" if threads != 1 else ""
+        why += "; OMP_NUM_THREADS=1 is torchrun's, and does not count" * (threads != 1)
     elif first.isdecimal() and int(first):
-        threads, requested = min(int(first), len(cpus)), f"OMP_NUM_THREADS={said} is followed"
+        threads, why = min(int(first), len(cpus)), f"{why}; OMP_NUM_THREADS={said} is followed"
     elif said:
-        requested = f"OMP_NUM_THREADS={said} is no number of threads, and does not count"
-    return ThreadBudget(threads, cores, cpus, quota, ranks, launching, requested)
+        why += f"; OMP_NUM_THREADS={said} is no number of threads, and does not count"
+    return ThreadBudget(threads, why)
 
 
 def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
@@ -113,17 +106,17 @@ def default_threads() -> int:
 
 
 def share_of_nodes(
-    nodes: Sequence[NumaNode], cpus: frozenset[int], rank: int = 0, ranks: int = 1
+    nodes: Sequence[frozenset[int]], cpus: frozenset[int], rank: int = 0, ranks: int = 1
 ) -> tuple[frozenset[int], ...]:
     """The CPUs of each node that is for this rank of a machine, of those in `cpus`; () if they are all on one node.
 
-    >>> two = NumaNode(0, frozenset({0, 1})), NumaNode(1, frozenset({2, 3}))
+    >>> two = frozenset({0, 1}), frozenset({2, 3})
     >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)))]
     [[0, 1], [2, 3]]
     >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)), rank=1, ranks=2)]
     [[2, 3]]
     """
-    usable = [x.cpus & cpus for x in nodes if x.cpus & cpus]
+    usable = [x & cpus for x in nodes if x & cpus]
     if len(usable) < 2:
         return ()
     first, last = (n * len(usable) // ranks for n in (rank % ranks, rank % ranks + 1))
@@ -154,3 +147,87 @@ def limit_threads(threads: int) -> int:
             "host Adam: %d threads asked for, this process may use %d CPUs: using those", threads, most
         )
     return min(threads, most)
+
+
+# --- what the kernel's files say ---------------------------------------------------------------------------------
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """The CPUs of a list as the kernel writes it.
+
+    >>> sorted(cpu_list("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    bounds = (part.split("-") for part in text.strip().split(",") if part)
+    return frozenset(
+        cpu for first, *last in bounds for cpu in range(int(first), int(last[0] if last else first) + 1)
+    )
+
+
+def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
+    """Cores behind these CPUs: hyperthreads of one core wait for the same memory. An unknown CPU is a core."""
+    siblings = (f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
+    return len({read_text(root / path) or path for path in siblings})
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """CPUs the cgroup grants (v2 cpu.max, v1 cfs_quota), the tightest level on the way up; inf if none."""
+    quotas = [math.inf]
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        if line.count(":") < 2:
+            continue
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        here = mount / group.lstrip("/")
+        for level in (here, *here.parents):
+            quotas.append(_quota_of(level))
+            if level == mount:
+                break
+    return min(quotas)
+
+
+def _quota_of(level: Path) -> float:
+    words = (read_text(level / "cpu.max") or "").split() or [
+        read_text(level / f"cpu.cfs_{x}_us") or "max" for x in ("quota", "period")
+    ]
+    try:
+        quota, period = map(float, words)
+    except ValueError:  # "max", or nothing there
+        return math.inf
+    return quota / period if quota > 0 else math.inf
+
+
+def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
+    """The CPUs of each NUMA node in order, which are near to its memory; () where the kernel tells none."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    in_order = sorted(folders, key=lambda x: int(x.name.removeprefix("node")))
+    return tuple(cpu_list(read_text(x / "cpulist") or "") for x in in_order)
+
+
+def cpu_model(root: Path = ROOT) -> str | None:
+    """The name of the processor; None: unknown."""
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model"):
+            return value.strip()
+    return None
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a small file without the white space around it; None if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def largest_cache(root: Path = ROOT) -> int | None:
+    """Bytes of the largest cache of CPU 0; None: unknown."""
+    sizes = [
+        read_text(path) or "" for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max(
+        (int(size[:-1]) << 10 for size in sizes if size[:-1].isdecimal() and size[-1] == "K"), default=None
+    )

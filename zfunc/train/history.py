@@ -7,7 +7,6 @@ is the measured step, a plan and its timeline. Files that zfunc did not write ar
 import json
 import math
 import os
-import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, cast
 
 from attrs import field, frozen, validators
 
-from zfunc.checkpoint.strict_json import MAX_INT, TEXT, JsonNode, Within, parse_json
+from zfunc.checkpoint.strict_json import MAX_INT, JsonNode, Text, parse_json
 from zfunc.core.bottleneck import events_of
 from zfunc.core.display import brief
 from zfunc.core.plan import Plan, parse
@@ -192,9 +191,9 @@ def _check_types(config: JsonNode, summary: JsonNode) -> None:
         for size in sizes.entries().values():
             size.read(float)
     if "data" in begun:
-        begun["data"].read([Within(str, 0, sys.maxsize)])
+        begun["data"].read(tuple[str, ...])
     if "ended" in ended:
-        ended["ended"].read(TEXT)
+        ended["ended"].read(Text)
 
 
 # --- the measured step ------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import attrs
 from attrs import evolve, field, frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.strict_json import COUNT, MAX_INT, JsonNode, Within, of_kind
+from zfunc.checkpoint.strict_json import MAX_INT, Count, JsonNode, Within, decoded
 from zfunc.checkpoint.swap_checkpoint import has_commit
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
@@ -80,15 +80,17 @@ def restored_clock(extra: Mapping[str, Any], settings: TrainSettings) -> Trainin
     (kept, saved), nothing = _kept(extra), JsonNode(0, KEY)
     if settings.steps is None and settings.epochs is not None and saved.get("epochs") == settings.epochs:
         settings = evolve(settings, steps=saved["steps"])  # as they were counted; the data is not open yet
-    losses = kept.get("losses", JsonNode([], KEY)).read(
-        [lambda x: math.nan if x is None else of_kind(x, float)]
-    )
+    losses = kept.get("losses", JsonNode([], KEY)).read(tuple[Annotated[float, _loss], ...])
     return TrainingClock(
         settings,
-        kept.get("elapsed", nothing).read(Within(float, 0, math.inf)),
-        kept.get("skipped", nothing).read(COUNT),
+        kept.get("elapsed", nothing).read(Annotated[float, Within(float, 0, math.inf)]),
+        kept.get("skipped", nothing).read(Count),
         losses[-LOSSES:],
     )
+
+
+def _loss(value: Any) -> float:
+    return math.nan if value is None else decoded(value, float)
 
 
 def changed_settings(

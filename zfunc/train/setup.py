@@ -35,9 +35,8 @@ from zfunc.options import AUTO
 from zfunc.planner.memory_check import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.cpu_topology import cpu_model
 from zfunc.runtime.host_memory import available_host_bytes
-from zfunc.runtime.thread_budget import local_ranks
+from zfunc.runtime.thread_budget import cpu_model, local_ranks
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer

@@ -104,7 +104,7 @@ def versions() -> str:
 def processor() -> str:
     """The CPU with the kernel's instructions."""
     from zfunc.optim.kernel_loader import cpu_adam
-    from zfunc.runtime.cpu_topology import cpu_model
+    from zfunc.runtime.thread_budget import cpu_model
 
     return f"{cpu_model() or UNKNOWN}, kernel in {cpu_adam.instruction_set()}"
 

@@ -8,9 +8,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zfunc.checkpoint.swap_folders import check_folders
-from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.checkpoint.swap_stripes import (
+from zfunc.checkpoint.swap_file import (
     Stripe,
     StripedBuffer,
     lay_stripes,
@@ -18,6 +16,7 @@ from zfunc.checkpoint.swap_stripes import (
     read_striped,
     write_striped,
 )
+from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region

@@ -12,9 +12,8 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import BUFFER, PENDING, Manifest, ParameterEntry
+from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, Slice, slices_of, stored_kinds
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.snapshot import Slice, slices_of, stored_kinds
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
@@ -29,7 +28,6 @@ from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
-BESIDE = (PENDING, EMA.name)  # kinds of state that no optimizer converts
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 
 
@@ -52,19 +50,16 @@ def fill_state(
     manifest, world = checkpoint.manifest, ranks.world
     trained = {x.name for x in manifest.parameters if x.trainable}
     kinds = stored_kinds(layout, {}, ema=buffers.ema(0) is not None)
-    if manifest.position.pending is not None:
-        for b in buffers.waiting():
-            kinds[b].append(StateBuffer(PENDING, "fp32"))
     state = [*slices_of(layout, kinds, ranks.rank, world)]
     averages = [x for x in state if x.kind == EMA.name]
     own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
     other = {x for x in own if x not in trained or manifest.format_of(manifest.by_name[x]) != own[x]}
-    changed = [x for x in state if x.parameter in other and x.kind not in BESIDE]
+    changed = [x for x in state if x.parameter in other and x.kind != EMA.name]
     frozen = [*_frozen_slices(buffers, layout, ranks)]
     converted = [x for x in frozen if x.parameter in trained]
     masters = {b: [StateBuffer(MASTER, "fp32")] for b in buffers.masters}
     converted += slices_of(layout, masters, ranks.rank, world)
-    equal = [x for x in state if (x.parameter not in other and x.kind != EMA.name) or x.kind == PENDING]
+    equal = [x for x in state if x.parameter not in other and x.kind != EMA.name]
     equal += [x for x in frozen if x.parameter not in trained]
     begun: list[str] = []
     with CheckpointReader(checkpoint) as reader:
@@ -136,8 +131,6 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
     """Where the buffers have a slice."""
     if x.kind == FROZEN and x.bucket in buffers.weights:
         flat = buffers.weights[x.bucket].flat
-    elif x.kind == PENDING:
-        flat = buffers.waiting()[x.bucket]
     elif x.kind == EMA.name:
         flat = buffers.ema(x.bucket)
         assert flat is not None

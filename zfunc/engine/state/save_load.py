@@ -17,9 +17,8 @@ from attrs import asdict, frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import Manifest, TrainingPosition, check_model
+from zfunc.checkpoint.manifest import Snapshot, TrainingPosition, check_model, stored_kinds
 from zfunc.checkpoint.safetensors_file import TensorInfo
-from zfunc.checkpoint.snapshot import Snapshot, stored_kinds
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
@@ -208,29 +207,25 @@ def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict:
 def _resume_swap(program: Program) -> Restored:
     """The State that the last commit of the program's own swap space is of."""
     ranks, swap = program.ranks, open_swap(program)
-    position, saved, extra = all_or_none(ranks, partial(read_commit, swap))
+    said = all_or_none(ranks, partial(read_commit, swap))
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
     all_or_none(ranks, partial(read_memory, buffers, program.layout, ranks))
     gather_frozen(buffers, program.layout, ranks)
     send_parameters(buffers, program.layout, ranks)
     folder = swap_folders(program)[0]
     all_or_none(ranks, partial(staging_buffers, program))
-    _log_changed_settings(folder, saved, position.step, program)
-    return Restored(_state_at(position, saved, buffers, program), folder, extra)
+    _log_changed_settings(folder, said.optimizer, said.position.step, program)
+    return Restored(_state_at(said.position, said.optimizer, buffers, program), folder, said.extra)
 
 
 def _state_at(
     position: TrainingPosition, saved: Mapping[str, Any], buffers: Buffers, program: Program
 ) -> State:
-    """The State that was at this position, with these saved `optimizer_settings`.
-
-    An update that is pending there, of the delayed updates of earlier versions, is a deferred one here.
-    """
-    buffers.owner.deferred = position.pending
+    """The State that was at this position, with these saved `optimizer_settings`."""
     scale, scaled = position.loss_scale, program.settings.precision == "fp16"
     if scaled != (saved.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
-    counters = asdict(position, recurse=False, filter=lambda x, _: x.name != "pending")
+    counters = asdict(position, recurse=False)
     return State(buffers, program.identity, buffers.owner.generation, **{**counters, "loss_scale": scale})
 
 
@@ -259,7 +254,6 @@ def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
         parameters += (Parameter(name, tuple(t.shape), trainable=False) for name, t in own.items())
         check_model(checkpoint.manifest, parameters, strict=strict)
         _check_constants(checkpoint, program)
-        _check_pending(checkpoint.manifest, program)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return checkpoint
@@ -280,19 +274,6 @@ def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
                     f"{name!r}: got other values than those of the module, in which it is constant (eval mode), "
                     "expected the same: call load_state_dict with those of zfunc.buffers before zfunc.segment"
                 )
-
-
-def _check_pending(manifest: Manifest, program: Program) -> None:
-    """A gradient that waits, of the delayed updates of earlier versions, has a place in the State."""
-    layout, spec = program.layout, program.spec
-    waiting = [layout.buckets[b] for b in spec.offloaded if spec.deferred and spec.grads_at(b) != "disk"]
-    held = {x.name for bucket in waiting for x in bucket.spans if x.start < x.stop}
-    if manifest.position.pending is not None and held != manifest.pending:
-        raise CheckpointError(
-            f"got a gradient of {len(manifest.pending)} parameters that is still to be applied, from delayed "
-            f"updates, expected a program that defers the updates of these, not of {len(held)}: load it with "
-            "defer=True, clip_norm, and the offload_ratio, bucket_size and number of ranks it was saved with"
-        )
 
 
 def _log_begun(own: list[str], ranks: RankGroup) -> None:

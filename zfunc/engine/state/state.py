@@ -187,10 +187,6 @@ class Buffers:
             on_disk, flat = opened
             on_disk.write(flat, on_disk.moved)
 
-    def waiting(self) -> dict[int, Tensor]:
-        """The gradients of deferred updates by bucket; empty unless updates are deferred."""
-        return {b: self.memory[r] for (role, b), (r, *_) in self._in_memory.items() if role == "grad_shard"}
-
 
 @frozen(eq=False)
 class State:

@@ -10,12 +10,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.strict_json import JsonNode, to_plain
-from zfunc.checkpoint.swap_checkpoint import swap_identity
+from zfunc.checkpoint.swap_checkpoint import CommitMetadata, swap_identity
 from zfunc.checkpoint.swap_file import SwapHeader, new_header
-from zfunc.checkpoint.swap_folders import check_folders
-from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import MASTER
@@ -164,24 +162,19 @@ def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
     )
 
 
-def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict[str, Any]]:
-    """What the last commit says: where the training is, the optimizer's settings, and what was saved with it."""
+def read_commit(swap: SwapSpace) -> CommitMetadata:
+    """What the last commit says."""
     where, metadata = swap.header.folders[0], swap.record()
     if metadata is None:
         raise CheckpointError(
             f"{where}: got a swap space that nothing was committed to: start again with init, which replaces it"
         )
-    position: TrainingPosition = JsonNode(metadata["position"], where).read(TrainingPosition)
-    return position, dict(metadata["optimizer"]), dict(metadata["extra"])
+    return JsonNode(metadata, where).read(CommitMetadata)
 
 
 def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What a commit of `state` says beside the bytes."""
-    return {
-        "position": to_plain(state.position),
-        "optimizer": optimizer_settings(program, state.step),
-        "extra": dict(extra),
-    }
+    return to_plain(CommitMetadata(state.position, optimizer_settings(program, state.step), extra))
 
 
 def optimizer_settings(program: Program, step: int) -> dict[str, Any]:

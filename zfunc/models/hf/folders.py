@@ -14,11 +14,11 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, check_averages, read_weights
+from zfunc.checkpoint.export import ExportedWeights, check_averages, read_weights
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import ShardWriter, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
-from zfunc.core.dtypes import DTYPES, Precision
+from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
 from zfunc.engine.compile.program import Program, check_state
 from zfunc.engine.compile.segment import Values
 from zfunc.engine.state.state import State
@@ -149,7 +149,7 @@ class _Folder:
 
         Raises ValueError for a path that cannot be a new folder, and unless these are the config's parameters.
         """
-        one_of(OVERFLOW)("dtype", dtype)
+        one_of(PRECISIONS)("dtype", dtype)
         if os.path.lexists(out):
             raise ValueError(
                 f"out: got {out}, which exists, expected a new folder: name another, or move that one"

@@ -170,7 +170,7 @@ def _stored(folder: Path) -> list[StoredTensor]:
         raise CheckpointError(f"{folder}: got neither {SINGLE} nor {INDEX}, expected one of them: {NEXT}")
     read = disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT)
     index = strict_json.parse_json(read, str(folder / INDEX))
-    indexed = index.entries()["weight_map"].read({str: strict_json.TEXT})
+    indexed = index.entries()["weight_map"].read(Mapping[str, strict_json.Text])
     names = sorted(set(indexed.values()))
     if alien := [x for x in names if Path(x).name != x or not (folder / x).is_file()]:
         raise CheckpointError(
