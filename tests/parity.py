@@ -326,19 +326,22 @@ def result(program: Program, batch: Callable[..., Any], state: State, told: list
     if program.ranks.world == 1:
         values |= moments(program, state)
     values = {name: x.clone() for name, x in values.items()}
-    # A batch norm of the pretend device takes statistics of a batch only.
-    evaluates = program.device.type != "pretend" or not any(x.buffers for x in program.segments)
-    evaluated = zfunc.evaluate(program, state, batch(9, program.ranks.rank)) if evaluates else 0.0
+    evaluated = zfunc.evaluate(program, state, batch(9, program.ranks.rank))
     return Result(repr(told), evaluated, values)
 
 
 def moments(program: Program, state: State) -> dict[str, Tensor]:
-    """What is kept of each trained parameter, element by element; not what blocks of elements share."""
+    """What is kept of each trained parameter, element by element; not what blocks of elements share.
+
+    Nor the sign of fp32 squares, by which a split master says how a tie was rounded.
+    """
     found: dict[str, Tensor] = {}
     for bucket in program.layout.buckets:
         for kind, x in state.buffers.state(bucket.index).items():
             for span in bucket.spans if x.numel() == bucket.numel else ():
-                found[f"{kind} of {span.name}"] = x[span.start - bucket.start : span.stop - bucket.start]
+                own = x[span.start - bucket.start : span.stop - bucket.start]
+                squares = kind == "exp_avg_sq" and own.dtype == torch.float32
+                found[f"{kind} of {span.name}"] = own.abs() if squares else own
     return found
 
 

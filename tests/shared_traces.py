@@ -21,11 +21,12 @@ from zfunc.runtime import accelerator
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
 _calls, _checked = passes.segment_calls, passes.checked
-_make_vjp, _trace_one = vjp._make_vjp, specialize._trace_one
+_trace_one = specialize._trace_one
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
 _checks: dict[Any, Callable[..., Any]] = {}
 _passes: dict[Any, vjp.SegmentVJP] = {}
+_joints: dict[Any, vjp.Joints] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
 
 
@@ -33,7 +34,7 @@ def share_traces() -> None:
     """From now on, in this process."""
     compiling.segment_calls = traced_costs.segment_calls = _shared_calls
     passes.checked, passes.make_vjp = _shared_checked, _shared_vjp
-    vjp._make_vjp, specialize._trace_one = _shared_graphs, _shared_trace
+    specialize._trace_one = _shared_trace
 
 
 def _shareable(segment: Segment) -> bool:
@@ -77,19 +78,13 @@ def _shared_checked(segment: Segment, last: bool) -> Callable[..., Any]:
 
 
 def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
-    return _cached((function, *sorted(how.items())), lambda: vjp.make_vjp(function, **how))
-
-
-def _shared_graphs(function: Callable[..., Any], *how: Any) -> vjp.SegmentVJP:
-    """What moves shares the graphs of what stays."""
-    return _cached((function, *how), lambda: _make_vjp(function, *how))
-
-
-def _cached(key: tuple[Any, ...], make: Callable[[], vjp.SegmentVJP]) -> vjp.SegmentVJP:
-    if key[0] not in _shared:
-        return make()
+    """Passes of one function are cut from one trace, however they recompute and whether they move."""
+    if function not in _shared:
+        return vjp.make_vjp(function, **how)
+    how["joints"] = _joints.setdefault((function, how["wrt_input"], how["last"]), {})
+    key = function, how["recompute"], how["wrt_input"], how["last"], how["moving"], how.get("compiled", False)
     if key not in _passes:
-        _passes[key] = make()
+        _passes[key] = vjp.make_vjp(function, **how)
     return _passes[key]
 
 

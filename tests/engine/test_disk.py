@@ -17,10 +17,8 @@ import torch
 import trained
 from parity import NUMBERS
 from saved import refused
-from small_models import Loss
 from table import in_pairs
 from threaded_ranks import on_every, programs_of
-from torch import nn
 
 import zfunc
 from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
@@ -46,52 +44,6 @@ def on_disk(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     """Settings with a swap space in a new folder and one in it."""
     (second := folder / "second").mkdir(parents=True, exist_ok=True)
     return {**settings, "state_on": "disk", "swap": [folder, second], **ON_DISK[name]}
-
-
-class Nothing(nn.Module):
-    """A parameter of no elements, trained or not, before a layer."""
-
-    def __init__(self, layer: nn.Module, *, trained: bool = True) -> None:
-        super().__init__()
-        self.layer, self.none = layer, nn.Parameter(torch.zeros(0, 3), requires_grad=trained)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.none.sum()
-
-
-@pytest.mark.parametrize("placed", ["half of the state", "everything"])
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        *(zfunc.AdamW(0.01, moments=x) for x in ("fp32", "8bit")),
-        *(x(0.01) for x in (zfunc.SGD, zfunc.Lion, zfunc.Adagrad, zfunc.Adafactor)),
-        zfunc.groups((zfunc.matrices_only, zfunc.Muon(0.01)), zfunc.AdamW(0.01)),
-    ],
-    ids=["AdamW", "AdamW, 8bit", "SGD", "Lion", "Adagrad", "Adafactor", "Muon"],
-)
-def test_parameters_without_elements_live_anywhere(placed: str, optimizer: Any, tmp_path: Path) -> None:
-    """Alone in a segment too: they are trained, committed, saved and loaded."""
-    results = []
-    for more in ({}, on_disk(tmp_path, placed, clip_norm=0.1)):
-        torch.manual_seed(0)
-        layers = Nothing(nn.Identity()), Nothing(nn.Linear(16, 16), trained=False), Loss(16)
-        segments = [zfunc.segment(name, m) for name, m in zip(("a", "b", "loss"), layers, strict=True)]
-        numbers = {
-            "optimizer": optimizer,
-            "precision": "fp32",
-            "bucket_size": 64,
-            "device": "cpu",
-            "clip_norm": 0.1,
-        }
-        program = zfunc.compile(segments, **numbers | more)
-        rows = torch.ones(4, 16), torch.zeros(4)
-        state, _ = zfunc.train_step(program, zfunc.init(program, seed=1), rows)
-        folder = tmp_path if more else tmp_path / "saved"
-        zfunc.save(folder, program, state)
-        results.append(zfunc.params(program, zfunc.load(folder, program)))
-    assert results[0].keys() == results[1].keys()
-    assert all(torch.equal(x, results[1][name]) for name, x in results[0].items())
-    assert sum(x.numel() == 0 for x in results[0].values()) == 2
 
 
 def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_path: Path) -> None:
@@ -238,17 +190,6 @@ def test_what_memory_alone_has_is_in_the_next_commit(before: str, tmp_path: Path
     assert all(torch.equal(got[name], x) for name, x in expected.items())
 
 
-def test_a_checkpoint_elsewhere_is_of_the_state_before_the_step_or_between_two(tmp_path: Path) -> None:
-    numbers = NUMBERS["fp32, clipped"]
-    program, batch = trained.compiled("frozen below", **on_disk(tmp_path / "swap", "everything", **numbers))
-    state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 2)
-    zfunc.save(tmp_path / "between", program, state)
-    state, expected = trained.steps(program, state, batch, 2, 3, save=tmp_path / "saved")
-    alone, _ = trained.compiled("frozen below", **numbers)
-    for folder in ("saved", "between"):
-        assert trained.steps(alone, zfunc.load(tmp_path / folder, alone), batch, 2, 3)[1] == expected
-
-
 def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
     """A process that trains from the last commit on, and says what it sees."""
     program, batch = trained.compiled("frozen below", **chosen)
@@ -347,23 +288,6 @@ def failing(write: Callable[..., None], number: int) -> Callable[..., None]:
         write(self, *args, **more)
 
     return attempt
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"params_on": "disk"}, "params_on: got 'disk' with state_on='host', expected state_on='disk'"),
-        ({"swap": "somewhere"}, "with state_on='host', expected state_on='disk' or activations_on='disk'"),
-        ({"state_on": "disk"}, "swap: got no folder"),
-        ({"activations_on": "host,disk"}, "swap: got no folder with activations_on='host,disk'"),
-        ({"state_on": "disk", "swap": [""]}, "swap: got '', expected the path of a folder"),
-        ({"state_on": "disk", "offload_ratio": 0.5}, "state_on: got 'disk' with offload_ratio=0.5"),
-        ({"state_on": "disk", "disk_ratio": 2.0}, "disk_ratio: got 2.0"),
-    ],
-)
-def test_what_excludes_each_other_is_said(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        trained.compiled("odd sizes", **settings)
 
 
 def test_a_swap_space_serves_one_state_and_is_never_overwritten(tmp_path: Path) -> None:

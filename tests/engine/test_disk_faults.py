@@ -29,10 +29,9 @@ from test_disk import ON_DISK, on_disk
 from threaded_ranks import on_every, programs_of
 
 import zfunc
-from zfunc.engine.compile import program as engine_program
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.state import state as engine_state
+from zfunc.engine.state import memory
 from zfunc.engine.state.state import State
 from zfunc.engine.state.swap_state import close_swap
 from zfunc.engine.step.stages import STAGES
@@ -362,7 +361,7 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
 ) -> None:
     """For gradients, before the first commit and after it, and for activations in the first step."""
     programs, batch = of_two(tmp_path, where, "fp32, clipped"), trained.MODELS["frozen below"]()[1]
-    full, spill = set[int](), engine_program.spill_files
+    full, spill = set[int](), memory.spill_files
 
     def limited(regions: Iterable[Any], folders: Sequence[str]) -> Any:
         regions = [*regions]
@@ -383,8 +382,7 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
     def step(program: Program, state: State) -> Any:
         return zfunc.train_step(program, state, rows_of(batch(0), program.ranks.rank, 2))
 
-    for module in (engine_program, engine_state):
-        monkeypatch.setattr(module, "spill_files", limited)
+    monkeypatch.setattr(memory, "spill_files", limited)
     begin = partial(zfunc.init, seed=2)
     without_room(begin)
     states = on_every(programs, begin if programs[0].spec.deferred else partial(zfunc.load, tmp_path))
@@ -399,7 +397,8 @@ def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: 
     programs, batch = of_two(tmp_path), trained.MODELS["frozen below"]()[1]
     short = set[int]()
     monkeypatch.setattr(
-        engine_program, "available_host_bytes", lambda: 0 if threading.get_ident() in short else 1 << 60
+        "zfunc.engine.compile.program.available_host_bytes",
+        lambda: 0 if threading.get_ident() in short else 1 << 60,
     )
 
     def train_step(program: Program, state: State) -> State:

@@ -161,13 +161,13 @@ def test_gradients_are_those_of_vjp_to_the_bit(
     if name != "draws in backward":
         with seeded(5), redirected():
             expected, below = pull(laid_out, retain_graph=False, create_graph=False)
+    joints: Any = {True: {}, False: {}}  # traced once
     for recompute in RECOMPUTE:
         caplog.clear()
         for wrt_input in (True, False) if also_first else (True,):
             moving = wrt_input and recompute != "none"  # then slots are filled anew, with NaN here
-            pair = make_vjp(
-                function, recompute=recompute, wrt_input=wrt_input, moving=moving, name="this one"
-            )
+            how: Any = {"wrt_input": wrt_input, "moving": moving, "joints": joints[wrt_input]}
+            pair = make_vjp(function, recompute=recompute, name="this one", **how)
             for _ in range(2):  # traced, then from the cache
                 weights, again = ({k: v.clone() for k, v in params.items()} for _ in range(2))
                 with torch.no_grad(), seeded(5):
@@ -204,27 +204,34 @@ class Watched(torch.fx.Interpreter):
         return result
 
 
-@pytest.mark.parametrize("name", [*KEEPING, *CHANGING])
-def test_every_result_is_laid_out_as_it_was_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        *((x, [n % 3]) for n, x in enumerate((*KEEPING, *CHANGING))),
+        *(pytest.param(x, [0, 1, 2], marks=pytest.mark.slow) for x in (*KEEPING, *CHANGING)),
+    ],
+)
+def test_every_result_is_laid_out_as_it_was_traced(
+    name: str, inputs: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of every piece of the fuzzer's models, beside a product and a norm that see what it is laid out as."""
     rows, width = 4, 8
     piece = CHANGING[name][0] if name in CHANGING else KEEPING[name]
     y = (module := piece(rows, width))(torch.randn(3, rows, width))
     module = nn.Sequential(module, nn.LayerNorm(y.shape[-1]), nn.Linear(y.shape[-1], 5), nn.LogSoftmax(1))
     params = {k: p.detach() for k, p in module.named_parameters()}
+    fixed = dict(module.named_buffers())
     others = list[str]()
     monkeypatch.setattr(Watched, "others", others, raising=False)
     monkeypatch.setattr(vjp, "_runnable", lambda graph, _: Watched(graph).run)
     pair = make_vjp(lambda p, x: torch.func.functional_call(module, p, x), recompute="all", wrt_input=True)
-    for x in (
-        torch.randn(3, rows, width),
-        torch.randn(3, width, rows).mT,
-        torch.randn(rows, 3, width).transpose(0, 1),
-    ):
+    laid_out = torch.randn(3, rows, width), torch.randn(3, width, rows).mT, torch.randn(rows, 3, width)
+    for x in (laid_out[n] if n < 2 else laid_out[n].transpose(0, 1) for n in inputs):
         with torch.no_grad():
-            y, _ = pair.forward(SegmentWeights(params, {}), (x,))
+            y, _ = pair.forward(SegmentWeights(params, fixed), (x,))
             for cotangent in (torch.ones_like(y), torch.ones(y.mT.shape).mT):
-                pair.backward(SegmentWeights(params, {}), (x,), None, [cotangent])
+                pair.backward(SegmentWeights(params, fixed), (x,), None, [cotangent])
+    assert "without being traced" not in caplog.text
     assert others == []
 
 

@@ -371,9 +371,9 @@ def test_parameters_in_the_same_memory_are_refused_by_name(
 
 
 def test_disjoint_parameters_in_one_storage_are_accepted() -> None:
-    flat = torch.randn(8, 16)
+    flat = torch.randn(16, 8)
     module = nn.Module()
-    module.a, module.b = nn.Parameter(flat[:, :8]), nn.Parameter(flat[:, 8:])
+    module.a, module.b = nn.Parameter(flat[:8]), nn.Parameter(flat[8:])
     module.register_buffer("c", torch.ones(4))
     module.register_buffer("d", module.c)
     assert len(zfunc.segment("s", module).parameters) == 2

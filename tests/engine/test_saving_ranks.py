@@ -1,8 +1,7 @@
 """Checkpoints of several ranks: resumed to the bit, read by any other world, and refused by all or by none."""
 
 import os
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stage 1, 8 bits": {"model": "odd sizes", "precision": "bf16", "moments": "8bit", "stage": 1},
     "frozen": {"model": "odd sizes", "precision": "fp32", "schedule": "Interleaved"},
 }
-every_setting = pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if x == "frozen" else ()) for x in SETTINGS]
-)
-Run = tuple[
-    Path, dict[str, Tensor], bool
-]  # its checkpoint's folder, the weights in it, and whether a resume is exact
 
 
 def rows(name: str, i: int, rank: int, world: int) -> Any:
@@ -57,14 +50,8 @@ def go_on(
     return state, seen
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Run]:
-    """What ranks of a setting and world have trained and saved, once for all tests."""
-    return cache(lambda name, world: trained_and_resumed(name, world, tmp_path_factory.mktemp("saving")))
-
-
-def trained_and_resumed(name: str, world: int, folder: Path) -> Run:
-    """Trained through, with a checkpoint on the way; and gone on from that."""
+def trained_and_resumed(name: str, world: int, folder: Path) -> dict[str, Tensor]:
+    """The weights that were saved on the way, from where a training goes on to the bit on as many ranks."""
 
     def through(program: Program) -> tuple[dict[str, Tensor], list[Any], dict[str, Tensor]]:
         state, _ = go_on(name, program, zfunc.init(program, seed=1), 0, SAVED_AT)
@@ -76,21 +63,17 @@ def trained_and_resumed(name: str, world: int, folder: Path) -> Run:
         state, seen = go_on(name, program, zfunc.load(folder, program), SAVED_AT, STEPS)
         return seen, flats(state, "params", "state")
 
-    whole, same = on_every(programs(name, world), through), True
+    whole = on_every(programs(name, world), through)
     for (_, expected, bits), (seen, got) in zip(whole, on_every(programs(name, world), resumed), strict=True):
-        same &= repr(seen) == repr(expected) and all(torch.equal(x, bits[k]) for k, x in got.items())
-    return folder, whole[0][0], same
+        assert repr(seen) == repr(expected)
+        assert all(torch.equal(x, bits[k]) for k, x in got.items())
+    return whole[0][0]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@every_setting
-def test_a_resume_on_as_many_ranks_is_exact(name: str, world: int, run: Callable[[str, int], Run]) -> None:
-    assert run(name, world)[2]
-
-
-@pytest.mark.parametrize("reader", WORLDS)
-@every_setting
-def test_any_world_reads_what_any_other_wrote(name: str, reader: int, run: Callable[[str, int], Run]) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x == "frozen" else ()) for x in SETTINGS]
+)
+def test_any_world_goes_on_exactly_and_reads_what_any_other_wrote(name: str, tmp_path: Path) -> None:
     """The weights to the bit; the next step to the rounding of sums in another order; no padding."""
 
     def read(program: Program, folder: Path) -> tuple[dict[str, Tensor], float]:
@@ -98,14 +81,15 @@ def test_any_world_reads_what_any_other_wrote(name: str, reader: int, run: Calla
         weights = zfunc.params(program, state)
         return weights, go_on(name, program, state, SAVED_AT, SAVED_AT + 1)[1][0][0]
 
-    readers, alone = (programs(name, world, bucket_size=900, stage=2) for world in (reader, 1))
-    sizes = set[int]()
+    readers, sizes = {world: programs(name, world, bucket_size=900, stage=2) for world in WORLDS}, set[int]()
     for writer in WORLDS:
-        folder, weights, _ = run(name, writer)
-        (got, loss), (_, expected) = (on_every(x, partial(read, folder=folder))[0] for x in (readers, alone))
-        assert got.keys() == weights.keys()
-        assert all(torch.equal(got[k], x) for k, x in weights.items())
-        assert loss == pytest.approx(expected, rel=2e-5 if "8 bits" not in name else 2e-3)
+        folder = tmp_path / str(writer)
+        weights = trained_and_resumed(name, writer, folder)
+        by = {world: on_every(reader, partial(read, folder=folder))[0] for world, reader in readers.items()}
+        for got, loss in by.values():
+            assert got.keys() == weights.keys()
+            assert all(torch.equal(got[k], x) for k, x in weights.items())
+            assert loss == pytest.approx(by[1][1], rel=2e-5 if "8 bits" not in name else 2e-3)
         checkpoint = checkpoints.find_checkpoint(folder)
         assert checkpoint is not None
         assert checkpoint.path.name == f"step-{SAVED_AT:08d}"

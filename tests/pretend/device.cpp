@@ -344,7 +344,10 @@ void queue_operation(const c10::OperatorHandle& op, Stack* stack) {
       auto next = fresh.begin();
       for (size_t i = 0; i < cpu.size(); ++i)
         each_tensor(cpu[i], [&](const at::Tensor& t) {
-          if (t.defined() && next != fresh.end() && next->first == i) (next++)->second.copy_(t);
+          if (!t.defined() || next == fresh.end() || next->first != i) return t;
+          // With fixed statistics the CPU's batch norm saves none, where the Meta kernel has room for them.
+          auto& into = (next++)->second;
+          if (t.numel()) into.copy_(t);
           return t;
         });
     } catch (const c10::Error& error) {

@@ -4,19 +4,15 @@ The code of training runs on tensors without data, and their allocations are cou
 known before it runs.
 """
 
-import logging
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -309,18 +305,6 @@ def trace(
             backward_moved_bytes=backward_moved_bytes if pulled else 0,
         )
         return Trace(out, output_bytes, cost, first.random or second.random)
-
-
-@contextmanager
-def silence_fake_errors() -> Iterator[None]:
-    """Mute torch's log of errors in this thread's fake tensors, which are raised as well."""
-    logger, thread = logging.getLogger(fake_tensor.__name__), threading.get_ident()
-
-    logger.addFilter(others := lambda record: record.thread != thread)
-    try:
-        yield
-    finally:
-        logger.removeFilter(others)
 
 
 def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:

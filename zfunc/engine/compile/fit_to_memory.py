@@ -69,20 +69,13 @@ def first_that_fits(
 
     Else the first that fits their devices, else the last. Logs its settings of the names `chosen`.
     """
-    program = _first_that_fits(ways, example)
-    named = ", ".join(f"{name}={getattr(program.settings, name)!r}" for name in chosen)
-    log.info("chosen where the settings say auto: %s", named)
-    return program
-
-
-def _first_that_fits(ways: Sequence[Callable[[], Program]], example: Batch) -> Program:
     last = ways[-1]
-    on_device: Program | None = None
+    found: Program | None = None
     for make in ways:
         try:
             program = make()
         except OutOfMemory:  # whatever its offload ratio
-            if make is last and on_device is None:
+            if make is last and found is None:
                 raise
             continue
         needed, room = needed_bytes(program, specialize(program, example).memory), _room(program)
@@ -90,12 +83,15 @@ def _first_that_fits(ways: Sequence[Callable[[], Program]], example: Batch) -> P
         program.ranks.agree("compile")
         of_ranks = program.ranks.texts(" ".join(missing))
         if not any(of_ranks):
-            return program
+            found = program
+            break
         first = next(iter(needed))  # the device, or the host where that is one
-        if on_device is None and (make is last or not any(first in x for x in of_ranks)):
-            on_device = program
-    assert on_device is not None
-    return on_device
+        if found is None and (make is last or not any(first in x for x in of_ranks)):
+            found = program
+    assert found is not None
+    named = ", ".join(f"{name}={getattr(found.settings, name)!r}" for name in chosen)
+    log.info("chosen where the settings say auto: %s", named)
+    return found
 
 
 def _room(program: Program) -> dict[str, int]:

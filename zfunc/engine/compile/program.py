@@ -6,8 +6,9 @@ threads) follows from its fields, and is cached for later steps.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.display import brief, html_table, in_notebook
-from zfunc.core.graph import Graph, Region, Role, Tier
+from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
 from zfunc.core.plan import Plan
@@ -29,9 +30,9 @@ from zfunc.engine.compile.purity import Facts
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.vjp import Joints
-from zfunc.engine.state.disk_memory import SpilledBytes, StateSlot, spill_files
+from zfunc.engine.state.memory import ActivationSlot, SpilledBytes, allocate_regions
 from zfunc.engine.state.module_buffers import buffer_views
-from zfunc.engine.state.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
+from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.step.stage_context import CompiledSegment, Stage
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
@@ -171,13 +172,8 @@ def staging_buffers(program: Program) -> dict[Region, Any]:
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
         regions = dict.fromkeys(r for recipe in recipes for r in Graph(recipe(spec)).regions)
-        regions = [r for r in regions if r.lifetime == "program" and r.role != "act"]
-        in_memory = (r for r in regions if r.tier != "disk")
-        memory = allocate_regions(in_memory, program.dtype, program.device)
-        slots: dict[Role | None, Callable[[Tensor], Any]] = {"params": WeightSlot, "paged": StateSlot}
-        staging: dict[Region, Any] = {r: slots.get(r.role, lambda x: x)(x) for r, x in memory.items()}
-        spilled = (r for r in regions if r.tier == "disk")
-        program.cache.staging = staging | spill_files(spilled, program.settings.swap)
+        regions = (r for r in regions if r.lifetime == "program" and r.role != "act")
+        program.cache.staging = _allocated(program, regions)
     return program.cache.staging
 
 
@@ -194,20 +190,13 @@ def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, Ac
     """
     slots = program.cache.activations
     if regions := _new_activation_slots(program, shaped):
-
-        def allocate() -> None:
-            in_memory = (r for r in regions if r.tier != "disk")
-            memory = allocate_regions(in_memory, program.dtype, program.device)
-            slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
-            slots.update(spill_files((r for r in regions if r.tier == "disk"), program.settings.swap))
-
         slots.clear()  # before the new ones are allocated
-        try:
-            allocate_on_all(program, allocate)
-        except BaseException:
-            slots.clear()  # on every rank
-            raise
+        slots.update(allocate_on_all(program, partial(_allocated, program, regions)))
     return slots
+
+
+def _allocated(program: Program, regions: Iterable[Region]) -> dict[Region, Any]:
+    return allocate_regions(regions, program.dtype, program.device, program.settings.swap)
 
 
 def _new_activation_slots(program: Program, shaped: ShapedProgram) -> list[Region]:

@@ -201,22 +201,22 @@ def check_deterministic(
     `constants` are the names of the `params` that are never trained. Raises ValueError, with the name of what
     changes, if the function writes into an argument, if two calls differ, or if a call changes a value.
     """
-    try:
-        y = _called_twice(module, function, lambda: function(params, *inputs))
-    except _InPlaceError as error:
-        raise _named(*error.args, module, params, constants) from None
-    return y, read_outside(module, function)
 
+    def call() -> Any:
+        return function(params, *inputs)
 
-def _called_twice(module: nn.Module | None, function: Callable[..., Any], call: Callable[[], Any]) -> Any:
     def values() -> Facts:
         return held(module, same_tensors=False) | read_outside(module, function)
 
+    # 1. Two calls, and what Python keeps of them.
     python_state, generator = random.getstate(), np.random.get_bit_generator()
     numpy_state = repr(generator.state)
-    _, first = _logged(call)
-    before = values()
-    y, second = _logged(call)
+    try:
+        _, first = _logged(call)
+        before = values()
+        y, second = _logged(call)
+    except _InPlaceError as error:
+        raise _named(*error.args, module, params, constants) from None
     if random.getstate() != python_state and _draws_from_random(call):
         raise ValueError(f"got random numbers from Python's random module, expected torch's: {SEEDED}")
     if numpy_state != repr(generator.state) and _draws_from_numpy(call, generator):
@@ -225,7 +225,8 @@ def _called_twice(module: nn.Module | None, function: Callable[..., Any], call: 
         raise ValueError(
             f"got {change}, which changes from call to call, expected a pure function: {REASON}. {ADVICE}"
         )
-    if _difference(first, second):  # the first call may initialize: compare the second and third
+    # 2. Their operations. The first call may initialize: then the second and the third are compared.
+    if _difference(first, second):
         y, third = _logged(call)
         if difference := _difference(second, third):
             tensors = held(module)
@@ -235,7 +236,7 @@ def _called_twice(module: nn.Module | None, function: Callable[..., Any], call: 
             raise ValueError(
                 f"got {difference} when called again, expected a pure function: {REASON}. {ADVICE}"
             )
-    return y
+    return y, read_outside(module, function)
 
 
 def _named(

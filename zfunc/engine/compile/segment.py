@@ -91,12 +91,6 @@ class Segment:
 
     def __attrs_post_init__(self) -> None:
         _check_name(self.name)
-        for what, function in (
-            ("function", self.function),
-            ("evaluate", self.evaluation),
-            ("initial", self.initial),
-        ):
-            of_type(f"segment {self.name!r}: {what}", function, Callable, "a function: pass one")
         for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
             if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
                 raise ValueError(
@@ -179,6 +173,11 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
     [('body.weight', (4, 8)), ('body.bias', (4,))]
     """
+    return make_segment(name, module, share, f"{name}.")
+
+
+def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, prefix: str) -> Segment:
+    """`segment`, but with parameters named `prefix` and their name in the module."""
     refuse_inference_mode("segment")
     _check_name(name)
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
@@ -189,10 +188,6 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
         "a dict: pass {'name in the module': 'segment.name'}",
     )
     share = dict(share or {})
-    for full in share.values():
-        of_type(
-            f"segment {name!r}: share", full, str, "full names of other segments' parameters: pass strings"
-        )
     own = _slots(module, "_parameters")
     _check_hooks(name, module)
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
@@ -216,7 +211,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     twin: dict[int, str] = {}  # of names tied inside the module, the shared one, else the first
     for short, p in (*((x, own[x]) for x in share), *own.items()):
         twin.setdefault(id(p), short)
-    fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{name}.{twin[id(p)]}" for x, p in own.items()}
+    fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{prefix}{twin[id(p)]}" for x, p in own.items()}
     chosen: dict[str, str] = {}  # full name -> the short name that it is differentiated by
     for short, full in fulls.items():
         chosen.setdefault(full, short)
@@ -292,33 +287,22 @@ def refuse_hooks(name: str, owner: str) -> NoReturn:
 
 
 def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if two different tensors, one of them trained, share memory."""
-    storages: dict[int, dict[int, tuple[int, int, str, Tensor]]] = {}
+    """Raise ValueError if two different tensors, one of them trained, lie in the same part of a storage."""
+    apart: dict[int, tuple[int, int, int, str, Tensor]] = {}
     for name, t in tensors.items():
-        if is_lazy(t) or t.layout is not torch.strided or not t.numel():
-            continue
-        views = storages.setdefault(storage_of(t), {})
-        views.setdefault(id(t), (*byte_range(t), name, t))
-    for views in storages.values():
-        before: list[tuple[int, int, str, Tensor]] = []
-        for start, end, name, t in sorted(views.values(), key=lambda x: x[:2]):
-            before = [x for x in before if x[1] > start]
-            for _, _, other, u in before:
-                if (t.requires_grad or u.requires_grad) and _overlap(t, u):
-                    raise ValueError(
-                        f"{where}: got {other!r} and {name!r} in the same memory, expected separate memory "
-                        "for each: to tie them use one nn.Parameter (between segments, share=), else clone one"
-                    )
-            before.append((start, end, name, t))
-
-
-def _overlap(t: Tensor, u: Tensor) -> bool:
-    """Whether two tensors whose extents overlap share an element."""
-    if t.dtype != u.dtype or (t.is_contiguous() and u.is_contiguous()):
-        return True
-    used = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.bool, device="cpu")
-    used.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
-    return bool(used.as_strided(u.shape, u.stride(), u.storage_offset()).any())
+        if not is_lazy(t) and t.layout is torch.strided and t.numel():
+            apart.setdefault(id(t), (storage_of(t), *byte_range(t), name, t))
+    before: list[tuple[int, int, int, str, Tensor]] = []
+    for x in sorted(apart.values(), key=lambda x: x[:3]):
+        storage, start, _, name, t = x
+        before = [y for y in before if y[0] == storage and y[2] > start]
+        for _, _, _, other, u in before:
+            if t.requires_grad or u.requires_grad:
+                raise ValueError(
+                    f"{where}: got {other!r} and {name!r} in the same memory, expected separate memory "
+                    "for each: to tie them use one nn.Parameter (between segments, share=), else clone one"
+                )
+        before.append(x)
 
 
 def _slots(module: nn.Module, kind: str) -> dict[str, Any]:

@@ -8,17 +8,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from attrs import evolve
-from torch import Tensor, nn
+from torch import nn
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.compile.segment import (
     Segment,
-    Values,
     check_memory_apart,
     gradient_hooks,
+    make_segment,
     refuse_hooks,
-    segment,
 )
 from zfunc.errors import did_you_mean
 from zfunc.values import of_type
@@ -143,23 +141,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _segment(module: InOrder, known: dict[int, str]) -> Segment:
-    prefix = next((x for x in module.order if _has_parameters(getattr(module, x))), module.order[0])
+    name = next((x for x in module.order if _has_parameters(getattr(module, x))), module.order[0])
     named = dict(module.named_parameters(remove_duplicate=False))
     share = {short: known[id(p)] for short, p in named.items() if id(p) in known}
-    made = segment(prefix, module, share=share)
-
-    def own(full: str) -> str:
-        return full if full in made.shared else full.removeprefix(f"{prefix}.")
-
-    def initial(seed: int) -> Values:
-        values: dict[str, Tensor] = made.initial(seed)
-        return {own(full): t for full, t in values.items()}
-
+    made = make_segment(name, module, share, "")
     for full, p in made.origins.items():
-        known.setdefault(id(p), own(full))
-    return evolve(
-        made,
-        parameters=tuple(evolve(p, name=own(p.name)) for p in made.parameters),
-        origins={own(full): t for full, t in made.origins.items()},
-        initial=initial,
-    )
+        known.setdefault(id(p), full)
+    return made

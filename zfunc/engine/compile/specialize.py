@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.cost_trace import Trace, nbytes, silence_fake_errors, trace
+from zfunc.engine.compile.cost_trace import Trace, nbytes, trace
 from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
 from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
@@ -44,6 +43,10 @@ NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what t
     "call Tensor.requires_grad_()": (
         "requires_grad_()",
         "leave it out; for a gradient in forward use torch.func.grad",
+    ),
+    "DataDependentOutputException": (
+        "a branch on the value of a tensor",
+        "write it with torch.where, or move it between segments",
     ),
 }
 log = logging.getLogger("zfunc")
@@ -189,7 +192,6 @@ def _fake(program: Program, t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
 
 
-@silence_fake_errors()
 def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Trace:
     segment, call, device = program.segments[s], program.calls[s], program.device
     values = {
@@ -229,17 +231,12 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         if f"{segment.name!r}" in str(error):
             raise
         raise ValueError(f"segment {segment.name!r}: {error}") from error
-    except DataDependentOutputException as error:
-        raise ValueError(
-            f"segment {segment.name!r}: got a branch on the value of a tensor, expected operations that depend "
-            "on shapes alone: write it with torch.where, or move it between segments"
-        ) from error
     except Exception as error:
         for says, (got, action) in NOT_FUNCTIONAL.items():
-            if says in str(error):
+            if says in f"{type(error).__name__}: {error}":
                 raise ValueError(
-                    f"segment {segment.name!r}: got {got} in forward, expected what torch.func can differentiate: "
-                    f"{action}"
+                    f"segment {segment.name!r}: got {got} in forward, expected what torch.func can trace and "
+                    f"differentiate: {action}"
                 ) from error
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(inputs)]
         raise ValueError(

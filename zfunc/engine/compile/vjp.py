@@ -34,6 +34,12 @@ MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
 log = logging.getLogger("zfunc")
+for _packet in (
+    torch.ops.aten.random,
+    torch.ops.aten.random_,
+):  # a graph's code cannot name the overload `from`
+    _packet.from_ = getattr(_packet, "from")
+    _packet.from_.__name__ = f"{_packet.__name__}.from_"
 
 
 @frozen
@@ -102,34 +108,20 @@ def make_vjp(
     is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`. Passes of one
     function that share `joints` are cut from the same graphs.
     """
-    cut = _sized_cut if moving else _min_cut
-    passes = _make_vjp(function, recompute, wrt_input, last, compiled, name, cut, joints)
-    return _moving(passes) if moving else passes
-
-
-def _make_vjp(
-    function: Callable[..., Any],
-    recompute: Recompute,
-    wrt_input: bool,
-    last: bool,
-    compiled: Compiled,
-    name: str,
-    cut: "Cut",
-    joints: "Joints | None",
-) -> SegmentVJP:
     pull = _pull(function, wrt_input, last)
-    joint = partial(_joint, pull, joints)
-    keeping = SegmentVJP(lambda w, i: pull(w, i), lambda _w, _i, residuals, c: residuals(c), keeps=True)
+    traced = partial(_traced, partial(_joint, pull, joints), compiled)
+    keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
-    untraced = f"segment {name!r} runs without being traced"
+    runs = f"segment {name!r} runs with"
     if recompute == "none":
-        return _traced(joint, compiled, keeping, untraced, _cut_as_autograd)
-    if recompute == "all":
-        return _traced(joint, compiled, again, untraced, _split, keeps=False)
-    if last:
-        return _traced(joint, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
-    fallback = _make_vjp(function, "all", wrt_input, last, compiled, name, cut, joints)
-    return _traced(joint, compiled, fallback, f"segment {name!r} runs with recompute='all'", cut)
+        passes = traced(keeping, f"{runs}out being traced", _cut_as_autograd)
+    elif recompute == "min-cut" and last:
+        passes = traced(keeping, f"{runs} recompute='none'", _min_cut)
+    else:
+        passes = traced(again, f"{runs}out being traced", _split, keeps=False)
+    if recompute == "min-cut" and not last:
+        passes = traced(passes, f"{runs} recompute='all'", _sized_cut if moving else _min_cut)
+    return _moving(passes) if moving else passes
 
 
 # --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
@@ -550,6 +542,9 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
     module = joint.module
     changes = [node for node in module.graph.nodes if _mutates(node.target)]
     for node in changes:
+        outs = sum(a.is_out for a in node.target._schema.arguments)
+        if outs and len(_written(node)) > outs:  # torch takes one for the other, as of rrelu_with_noise.out
+            raise ValueError(f"{node.target} writes into more than its results")
         for changed in tree_leaves([x.meta["val"] for x in _written(node)]):
             if changed.stride() != _strides(changed):  # vectorized kernels differ for views
                 raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")

@@ -1,9 +1,9 @@
 """What a Program trains: the State, how it is made, saved, loaded and read.
 
     module_buffers          the buffers that forward changes, such as running statistics
-    disk_memory             what lives on the disk: a state in a slot at a time, spilled gradients
+    memory                  the memory of regions: tensors, what slots have in turn, what is on the disk
     ownership               which State may use the buffers, and which deferred updates they lack
-    state                   `State`, and the allocation of its memory
+    state                   `State`
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State
     save_load               `zfunc.save`, `zfunc.load`

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 import torch
-from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.directory import Checkpoint
@@ -20,7 +19,7 @@ from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, stored_buffers, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.state.state import Buffers
-from zfunc.engine.state.weights import begin_averages, send_weights
+from zfunc.engine.state.weights import begin_averages
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.optim.formats import initial_state, master_weights
@@ -75,11 +74,11 @@ def fill_state(
                 part.copy_(_weights(reader, x.parameter, start, stop))
         for _, slices in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
             # Of what is on the disk, one bucket is in memory at a time.
-            _fill_all(reader, buffers, slices)
+            _fill(reader, buffers, slices)
         if averages:
             begin_averages(buffers, layout)
             stored = (x for x in averages if EMA.name in manifest.by_name[x.parameter].pieces)
-            _fill_all(reader, buffers, stored)
+            _fill(reader, buffers, stored)
     return begun
 
 
@@ -110,12 +109,6 @@ def rounded_buckets(manifest: Manifest, layout: Layout, precision: Dtype) -> fro
 
     buckets = layout.frozen_buckets if precision != "fp32" else ()
     return frozenset(x.index for x in buckets if any(rounded(manifest.by_name[s.name]) for s in x.spans))
-
-
-def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Give every rank's device the weights that are on all hosts: a collective for each bucket."""
-    for bucket in layout.buckets:
-        send_weights(buffers, bucket, ranks)
 
 
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
@@ -163,23 +156,16 @@ def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers)
             memory[kind][start - first.start : stop - first.start].copy_(values)
 
 
-def _fill_all(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -> None:
-    _fill(
-        reader,
-        [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in slices],
-    )
-
-
-def _fill(reader: CheckpointReader, targets: Iterable[tuple[WantedSlice, Tensor]]) -> None:
-    """Fill each tensor with its slice, one on the device or of another type in bounded parts."""
+def _fill(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -> None:
+    """Fill these slices as they were saved, one on the device or of another type in bounded parts."""
     direct: list[tuple[WantedSlice, memoryview]] = []
-    for x, into in targets:
+    for x in slices:
+        into = slice_memory(buffers, x)
         if not on_accelerator(into.device) and into.dtype == TORCH_DTYPES[reader.dtype(x.parameter, x.kind)]:
-            direct.append((x, as_bytes(into)))
+            direct.append((WantedSlice(x.kind, x.parameter, x.start, x.stop), as_bytes(into)))
             continue
-        for start in range(x.start, x.stop, PART):
-            stop = min(start + PART, x.stop)
-            part = _read(reader, [evolve(x, start=start, stop=stop)])
+        for start, stop in _parts(x):
+            part = _read(reader, [WantedSlice(x.kind, x.parameter, start, stop)])
             into[start - x.start : stop - x.start].copy_(part[x.kind])
     reader.read(direct)
 

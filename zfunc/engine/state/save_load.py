@@ -35,7 +35,7 @@ from zfunc.engine.compile.program import (
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.init import allocate_state
 from zfunc.engine.state.module_buffers import copy_buffers
-from zfunc.engine.state.restore import fill_buffers, fill_state, rounded_buckets, send_parameters
+from zfunc.engine.state.restore import fill_buffers, fill_state, rounded_buckets
 from zfunc.engine.state.state import Buffers, State, refuse_inference_mode
 from zfunc.engine.state.swap_state import (
     commit_state,
@@ -46,6 +46,7 @@ from zfunc.engine.state.swap_state import (
     read_memory,
     swap_folders,
 )
+from zfunc.engine.state.weights import send_weights
 from zfunc.engine.step.flush import make_deferred_update, step_on
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -181,7 +182,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
             continue
         for failure in damaged:
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
-        send_parameters(buffers, program.layout, ranks)
+        send_weights(buffers, program.layout, ranks)
         manifest = checkpoint.manifest
         _log_begun(begun, ranks)
         _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
@@ -211,7 +212,7 @@ def _resume_swap(program: Program) -> Restored:
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
     all_or_none(ranks, partial(read_memory, buffers, program.layout, ranks))
     gather_frozen(buffers, program.layout, ranks)
-    send_parameters(buffers, program.layout, ranks)
+    send_weights(buffers, program.layout, ranks)
     folder = swap_folders(program)[0]
     all_or_none(ranks, partial(staging_buffers, program))
     _log_changed_settings(folder, said.optimizer, said.position.step, program)

@@ -13,7 +13,7 @@ from torch import Tensor
 from zfunc.checkpoint.strict_json import JsonNode, to_plain
 from zfunc.checkpoint.swap_checkpoint import CommitMetadata, swap_identity
 from zfunc.checkpoint.swap_file import SwapHeader, new_header
-from zfunc.checkpoint.swap_space import SwapSpace, check_folders
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import MASTER
@@ -27,23 +27,18 @@ from zfunc.runtime.host_memory import alloc_host
 
 def swap_folders(program: Program) -> list[Path]:
     """The folders of the program's swap space; none if nothing of its state is on the disk."""
-    return _folders(program) if program.spec.swaps else []
-
-
-def _folders(program: Program) -> list[Path]:
-    return [Path(folder).expanduser().absolute() for folder in program.settings.swap]
+    folders = program.settings.swap if program.spec.swaps else ()
+    return [Path(folder).expanduser().absolute() for folder in folders]
 
 
 def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
     """A new swap space on every rank for the State of this spec, if it is on the disk. A collective.
 
     Where that is refused, because the program's own has a commit, this stays in use. Raises CheckpointError for
-    folders in which nothing can be, also if they are for activations alone.
+    folders in which nothing can be.
     """
     ranks, former = program.ranks, program.cache.swap
     if not program.spec.swaps:
-        if program.spec.uses_disk:
-            all_or_none(ranks, partial(check_folders, _folders(program)))
         return None
     if former is not None and not former.number:
         close_swap(program)  # it makes room

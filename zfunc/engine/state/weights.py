@@ -11,7 +11,8 @@ from torch import Tensor
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
-from zfunc.engine.state.state import Buffers, Flat
+from zfunc.engine.state.memory import Flat
+from zfunc.engine.state.state import Buffers
 from zfunc.optim.formats import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
 
@@ -84,8 +85,13 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
             into[own].copy_(values[first - start : last - start])
 
 
-def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
-    """Send the weights of a bucket from the state to where its parameters live: a collective."""
+def send_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
+    """Send the trained weights from the state to where parameters live, on every rank: a collective a bucket."""
+    for bucket in layout.buckets:
+        _send_weights(buffers, bucket, ranks)
+
+
+def _send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
     on_disk = bucket.index not in buffers.weights
     state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
     params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat

@@ -1,6 +1,5 @@
 """Reading a State without changing it: its parameters, the model's outputs, the loss of a batch."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -10,7 +9,6 @@ from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.compile.passes import loss_and_aux
 from zfunc.engine.compile.program import Program, check_state, module_buffers, on_compute_stream
-from zfunc.engine.compile.segment import Segment
 from zfunc.engine.state.state import State, refuse_global_modes
 from zfunc.engine.state.weights import parameter_weights, segment_weights
 from zfunc.engine.step.batches import Batch, unpacked
@@ -69,31 +67,12 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
     program.executor.check_process("apply")
-    _check_arguments(program.segments[-1], more)
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
     owned = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
     storages = {t.untyped_storage()._cdata for t in owned}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
-
-
-def _check_arguments(last: Segment, more: tuple[Any, ...]) -> None:
-    """Raise TypeError, with what to pass, unless the last segment takes so many arguments after its input."""
-    function = getattr(last.module, "forward", None) or last.evaluation
-    own = () if last.module is not None else ({},)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a builtin
-        return
-    try:
-        signature.bind(*own, None, *more)
-    except TypeError as error:
-        raise TypeError(
-            f"apply: got {len(more)} arguments after the inputs, expected those that segment {last.name!r} takes, "
-            f"{signature} ({error}): for the loss pass the targets, apply(program, state, inputs, targets); for "
-            "outputs let it take targets=None, and return them then"
-        ) from None
 
 
 def outputs(

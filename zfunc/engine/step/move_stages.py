@@ -13,7 +13,7 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
-from zfunc.engine.state.disk_memory import StateOnDisk, StateSlot
+from zfunc.engine.state.memory import Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
 from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
 
@@ -66,7 +66,7 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
     numel = shard.stop - shard.start  # a slot has room for more
     values, into = mem[source], mem[target]
     if source.role == "paged":
-        values = values.state["master_high"]
+        values = values.views["master_high"]
     into = (
         step.ranks.own_slice(step.layout.weights(b), into.flat) if target.role == "params" else into[:numel]
     )
@@ -93,14 +93,14 @@ def state(op: Op, mem: Memory, step: StepContext) -> None:
         return
     on_disk, slot = mem[op.read("extent")], mem[op.write("state_slot")]
     places = on_disk.views(slot.flat)
-    slot.state = {name: places[name] for name in on_disk.moved}
+    slot.views = {name: places[name] for name in on_disk.moved}
     on_disk.read(slot.flat, on_disk.moved)
 
 
 def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy what memory has of a bucket's state to its place in the slot that is written for a commit."""
     on_disk: StateOnDisk = mem[op.read("extent")]
-    slot: StateSlot = mem[op.write("state_slot")]
+    slot: Flat = mem[op.write("state_slot")]
     for name, place in on_disk.views(slot.flat).items():
         if name in on_disk.in_memory:
             place.copy_(mem[op.read(name)])

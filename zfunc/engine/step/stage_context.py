@@ -1,7 +1,8 @@
 """The arguments of a stage function: an operation, the memory of its regions, the constants of the step."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,3 +87,13 @@ Stage = Callable[[Op, Memory, StepContext], None]
 def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
     """Stage functions by the verbs of their operations, which are their names."""
     return {stage.__name__.rstrip("_"): stage for stage in stages}  # pyright: ignore
+
+
+def gaps(start: int, stop: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of `start` to `stop` lies between these ranges, which follow one another.
+
+    >>> gaps(0, 9, [(0, 2), (2, 4), (6, 7)])
+    [(4, 6), (7, 9)]
+    """
+    edges = [start, *chain.from_iterable(covered), stop]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -4,16 +4,14 @@ A stage accesses `mem[region]` for the regions of its own operation and no other
 gets no others. It returns nothing: it writes the regions that its operation writes.
 """
 
-import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.checkpoint.manifest import BUFFER
 from zfunc.checkpoint.writer import CheckpointWriter
@@ -32,6 +30,7 @@ from zfunc.engine.step.stage_context import (
     Memory,
     Stage,
     StepContext,
+    gaps,
     name_nondeterminism,
     named_like_verbs,
 )
@@ -42,9 +41,14 @@ from zfunc.runtime.accelerator import on_accelerator
 
 def load(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy one micro-batch to the device; floating-point inputs in the compute dtype."""
+
+    def to_device(t: Tensor, *, cast: bool) -> Tensor:
+        dtype = step.dtype if cast and t.is_floating_point() else t.dtype
+        return t.to(step.device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
+
     inputs, *targets = mem[op.read("batch")]
-    mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
-    mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), tuple(targets))
+    mem[op.write("act")] = tree_map_only(Tensor, partial(to_device, cast=True), inputs)
+    mem[op.write("targets")] = tree_map_only(Tensor, partial(to_device, cast=False), tuple(targets))
 
 
 def forward(op: Op, mem: Memory, step: StepContext) -> None:
@@ -104,18 +108,20 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
     bucket, slot, grads = step.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
     if op.write("grad") not in op.reads:
         (together,) = (group for group in bucket.deliveries if s in group)
-        for start, stop in _gaps(bucket, tuple(n for t in together for n in step.calls[t].trained.values())):
-            slot[start:stop].zero_()
-    covered = _cover(bucket, tuple(step.calls[s].trained.values()))
-    torch._foreach_copy_(_pieces(slot, covered), [grads[x.name] for x in covered])
+        filled = {name for t in together for name in step.calls[t].trained.values()}
+        covered = [(x.start, x.stop) for x in bucket.spans if x.name in filled]
+        for start, stop in gaps(bucket.start, bucket.start + bucket.numel, covered):
+            slot[start - bucket.start : stop - bucket.start].zero_()
+    own = [grads[x.name] for x in bucket.spans if x.name in grads]
+    torch._foreach_copy_(_places(slot, bucket, grads), own)
 
 
 def add(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one segment's gradients to its bucket's sum on the device."""
-    _, b, s = op.index
-    total, grads = mem[op.write("grad")], mem[op.read("grads")]
-    covered = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
-    torch._foreach_add_(_pieces(total, covered), [grads[x.name] for x in covered])
+    _, b, _ = op.index
+    total, grads, bucket = mem[op.write("grad")], mem[op.read("grads")], step.layout.buckets[b]
+    own = [grads[x.name] for x in bucket.spans if x.name in grads]
+    torch._foreach_add_(_places(total, bucket, grads), own)
 
 
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
@@ -256,17 +262,6 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def _to_device(t: Tensor, step: StepContext, *, cast: bool) -> Tensor:
-    dtype = step.dtype if cast and t.is_floating_point() else t.dtype
-    return t.to(step.device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
-
-
-def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    if isinstance(tree, Tensor):  # nearly always
-        return function(tree)
-    return torch.utils._pytree.tree_map_only(Tensor, function, tree)
-
-
 def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tensor]) -> SegmentWeights:
     # No copy of the views: a bucket may have those of many segments.
     views = ChainMap(*(mem[r].views for r in op.operands("params")))
@@ -313,41 +308,7 @@ def _write_squares(bucket: Bucket, shard: slice, squares: Tensor, sum_of: Callab
             row.copy_(sum_of(slice(first - shard.start, last - shard.start)))
 
 
-@frozen
-class _Piece:
-    """A parameter's place in the flat gradient of its bucket."""
-
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _pieces(flat: Tensor, covered: Iterable[_Piece]) -> list[Tensor]:
-    """Views of a flat gradient in the parameters' shapes: one call each, where a slice and its view are two."""
-    offset = flat.storage_offset()
-    return [flat.as_strided(x.shape, x.strides, offset + x.start) for x in covered]
-
-
-@cache
-def _cover(bucket: Bucket, names: tuple[str, ...]) -> tuple[_Piece, ...]:
-    """The places of these of a bucket's parameters."""
-    return tuple(
-        _Piece(
-            x.name,
-            x.start - bucket.start,
-            x.stop - bucket.start,
-            x.shape,
-            tuple(math.prod(x.shape[i + 1 :]) for i in range(len(x.shape))),
-        )
-        for x in bucket.spans
-        if x.name in set(names)
-    )
-
-
-@cache
-def _gaps(bucket: Bucket, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """What lies between these parameters: start and stop, relative to the bucket."""
-    edges = [0, *(edge for x in _cover(bucket, names) for edge in (x.start, x.stop)), bucket.numel]
-    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a)
+def _places(flat: Tensor, bucket: Bucket, names: Container[str]) -> list[Tensor]:
+    """Where a bucket's flat gradient has these of its parameters, in their shapes."""
+    own = (x for x in bucket.spans if x.name in names)
+    return [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in own]

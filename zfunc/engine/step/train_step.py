@@ -89,8 +89,6 @@ def train_step(
     truth("train_step: debug", debug)
     of_type("train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass one")
     of_type("train_step: faults", faults, Sequence, "a list of faults: pass [Fault(...), ...]")
-    for fault in faults:
-        of_type("train_step: faults", fault, Fault, "a zfunc.runtime.fault_injection.Fault: pass one")
     options = RunOptions(jitter, debug, trace, tuple(faults))
     save = save if save is None or isinstance(save, Save) else Save(save)
     refusal = (
@@ -218,17 +216,15 @@ def _check_ranks_agree(
 
 
 def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
-    optimizer, number = program.optimizer, state.step + 1
+    optimizer, settings, number = program.optimizer, program.settings, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    named = ("micro_batches", "clip_norm", "ema", "sync_buffers", "precision", "recompute")
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
         f"deferred {state.buffers.owner.deferred}",
-        f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
+        f"batch of shapes {shapes}, auxiliary outputs {shaped.spec.aux}",
         f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
-        f"clip_norm {program.settings.clip_norm}",
-        f"ema {program.settings.ema}, sync_buffers {program.settings.sync_buffers}",
-        f"auxiliary outputs {shaped.spec.aux}",
-        f"precision {program.settings.precision}, recompute {program.settings.recompute}",
+        *(f"{name} {getattr(settings, name)}" for name in named),
     ]
 
 

@@ -21,8 +21,8 @@ from zfunc.core.layout import Bucket, Span
 from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
 from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
-from zfunc.engine.state.state import Flat
-from zfunc.engine.step.stage_context import Memory, StepContext, named_like_verbs
+from zfunc.engine.state.memory import Flat
+from zfunc.engine.step.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import master_weights
 from zfunc.optim.updates import average_
@@ -94,8 +94,10 @@ def _update(
             out=None if copy is None else copy[start:stop],
             **given,
         )
-    for start, stop in _gaps(bucket, shard) if by_parameter and copy is not None else ():
-        copy[start:stop].zero_()
+    if by_parameter and copy is not None:  # the padding behind parameters
+        covered = ((first, last) for first, last, _ in bucket.spans_within(shard.start, shard.stop))
+        for start, stop in gaps(shard.start, shard.stop, covered):
+            copy[start - shard.start : stop - shard.start].zero_()
 
 
 def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -213,14 +215,6 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
         own[start:stop].copy_(matrix.reshape(-1)[part.start : part.stop])
 
 
-def _gaps(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int]]:
-    """The padding behind parameters, as elements of this rank's slice."""
-    spans = bucket.spans_within(shard.start, shard.stop)
-    edges = [shard.start, *(edge for first, last, _ in spans for edge in (first, last)), shard.stop]
-    gaps = zip(edges[::2], edges[1::2], strict=True)
-    return ((start - shard.start, stop - shard.start) for start, stop in gaps if start < stop)
-
-
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
     """This rank's slice of the gradient that the operation reads; a slot has room for more."""
     return mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
@@ -230,7 +224,7 @@ def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
     """The state of a bucket by name: in memory, and in the slot it was paged into."""
     state = {r.buffer: mem[r] for r in op.operands("state")}
     for r in op.operands("paged"):
-        state |= mem[r].state
+        state |= mem[r].views
     return state
 
 

@@ -1,12 +1,14 @@
-"""What lives on the disk: the state of every bucket, which a slot holds in turn; waiting gradients; activations."""
+"""The memory of regions: tensors, what slots have in turn, the state of every bucket on the disk, spilled bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from zfunc.checkpoint.swap_file import (
     Stripe,
@@ -19,21 +21,89 @@ from zfunc.checkpoint.swap_file import (
 from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
-from zfunc.core.graph import Region
+from zfunc.core.graph import Region, Tier
+from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
-from zfunc.core.spec import FROZEN, PARAMS, StepSpec
+from zfunc.core.spec import ALLOCATION, FROZEN, PARAMS, StepSpec
+from zfunc.engine.compile.tensor_memory import byte_range, storage_of
 from zfunc.errors import CheckpointError, DiskError
+from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 @define(eq=False)
-class StateSlot:
-    """Pinned memory that has the state of one bucket at a time."""
+class Flat:
+    """Flat memory of one bucket, or of one at a time in a slot, and its tensors by name.
 
-    flat: Tensor  # uint8 [of the largest extent of its class]
-    state: dict[str, Tensor] = field(factory=dict[str, Tensor], repr=False)  # as the last extent has it
+    Of parameters these are views in their shapes, by full name, if it has all of the bucket: in a rank's slice a
+    parameter may have a part. Of a state that was paged in they are its parts.
+    """
+
+    flat: Tensor
+    views: dict[str, Tensor] = field(factory=dict[str, Tensor])
+    _held: dict[int, "Flat"] = field(factory=dict[int, "Flat"], repr=False)  # by bucket, what it was
+
+    @classmethod
+    def of(cls, flat: Tensor, bucket: Bucket) -> "Flat":
+        """The parameters of `bucket`, or a rank's slice of them."""
+        start, spans = bucket.start, bucket.spans if flat.numel() == bucket.numel else ()
+        return cls(flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans})
+
+    def hold(self, bucket: Bucket) -> Tensor:
+        """From now on it has the parameters of `bucket`, whose flat memory this returns."""
+        if bucket.index not in self._held:
+            self._held[bucket.index] = Flat.of(self.flat[: bucket.numel], bucket)
+        held = self._held[bucket.index]
+        self.views = held.views
+        return held.flat
+
+
+@define(eq=False)
+class ActivationSlot:
+    """Memory that has the tensors of one pytree at a time: what backward of a segment needs."""
+
+    flat: Tensor  # uint8
+    tree: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Room for so many bytes."""
+        return self.flat.numel()
+
+    def hold(self, other: "ActivationSlot") -> None:
+        """From now on it has the tensors that `other` had, whose bytes have come here."""
+        further = self.flat.storage_offset() - other.flat.storage_offset()
+
+        def here(t: Tensor) -> Tensor:
+            offset = t.storage_offset() + further // t.itemsize
+            return self.flat.view(t.dtype).as_strided(t.shape, t.stride(), offset)
+
+        self.tree = tree_map_only(Tensor, here, other.tree)
+
+    def put(self, tree: Any) -> None:
+        """Copy the tensors of `tree` here; on an accelerator without waiting. Those that share memory still do."""
+        leaves, structure = tree_flatten(tree)
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        ranges: dict[int, list[Tensor]] = {}
+        for t in tensors:
+            ranges.setdefault(storage_of(t), []).append(t)
+        start, copies = 0, dict[int, Tensor]()
+        for sharing in ranges.values():
+            coarsest = max(t.itemsize for t in sharing)
+            first = min(byte_range(t)[0] for t in sharing) // coarsest * coarsest
+            last = max(byte_range(t)[1] for t in sharing)
+            finest = min(sharing, key=lambda t: t.itemsize)
+            numel, offset = (last - first) // finest.itemsize, first // finest.itemsize
+            source = finest.as_strided((numel,), (1,), offset).view(torch.uint8)
+            copy = self.flat[start : start + last - first].copy_(source, non_blocking=True)
+            for t in sharing:
+                begin, end = (edge - first for edge in byte_range(t))
+                typed = copy[begin:end].view(t.dtype)
+                copies[id(t)] = typed.as_strided(t.shape, t.stride(), typed.storage_offset())
+            start += round_up(last - first, ALLOCATION)
+        self.tree = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
 
 
 @frozen(eq=False)
@@ -155,3 +225,41 @@ def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Regio
     stripes = [lay_stripes(r.nbytes, [1] * len(paths), ends) for r in regions]
     files = [DirectFile.unnamed(path, max(end, BLOCK)) for path, end in zip(paths, ends, strict=True)]
     return {r: SpilledBytes(files, x, r.nbytes, str(r)) for r, x in zip(regions, stripes, strict=True)}
+
+
+# --- allocation ----------------------------------------------------------------------------------------------
+
+HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot}  # by role; of others the tensor itself
+
+
+def allocate_regions(
+    regions: Iterable[Region], dtype: torch.dtype, device: torch.device, folders: Sequence[str]
+) -> dict[Region, Any]:
+    """Zeroed memory, one allocation for each buffer and tier; `dtype` is that of parameters on the device.
+
+    What is on the disk has room in files of its own in `folders`.
+    """
+    groups: dict[tuple[str, Tier], list[Region]] = {}
+    for r in (regions := list(regions)):
+        groups.setdefault((r.buffer, r.tier), []).append(r)
+    memory: dict[Region, Any] = {}
+    for (_, tier), group in groups.items():
+        if tier == "disk":
+            continue
+        first, *_ = group = sorted(group, key=lambda r: r.index)
+        element = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
+        ends = [0, *accumulate(r.nbytes // element.itemsize for r in group)]
+        flat, holder = _allocate_flat(first, ends[-1], element, device), HOLDERS.get(first.role or "", Tensor)
+        for r, (start, stop) in zip(group, pairwise(ends), strict=True):
+            memory[r] = flat[start:stop] if holder is Tensor else holder(flat[start:stop])
+    return memory | spill_files((r for r in regions if r.tier == "disk"), folders)
+
+
+def _allocate_flat(r: Region, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One allocation for regions like `r`."""
+    # Updated by the host kernel.
+    on_host = r.tier != "device" or (r.role == "state" and not on_accelerator(device))
+    if not on_host:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None
+    return alloc_host(numel, dtype, pinned_for=pinned_for)
