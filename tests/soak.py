@@ -62,7 +62,7 @@ OTHERS = (
     "global_norm",
     "mean_loss",
     "decide",
-    "adam",
+    "update",
     "write",
     "publish",
     "page_in",
