@@ -52,11 +52,6 @@ def _default_in_file(keys: list[Key]) -> str:
 
 
 def _in_zfunc(key: Key) -> str:
-    if key.exceptions:
-        values = ", ".join(f"`{json.dumps(value)}`" for value in key.exceptions)
-        return f"{key.note}. {values} is refused: {key.instead}"
-    if key.switch:
-        return f"refused if `{key.switch}` is on: {key.note}"
     return {"supported": key.note, "ignored": "no effect", "unsupported": f"refused: {key.note}"}[key.fate]
 
 

@@ -29,10 +29,7 @@ class Adagrad(Elementwise):
     unsigned: ClassVar = ("sum",)
     kernel: ClassVar = "adagrad"
     usual: ClassVar = 2e-2, 0.0, {}
-    deepspeed: ClassVar = (
-        "eps lr_decay initial_accumulator_value",
-        "amsgrad fp32_optimizer_states foreach fused",
-    )
+    deepspeed: ClassVar = "eps lr_decay initial_accumulator_value"
 
     lr: settings.LearningRate = settings.lr_field(1e-2)
     lr_decay: float = settings.number_field("lr_decay", 0.0)

@@ -47,11 +47,7 @@ class AdamW(Elementwise):
     state: ClassVar = ("exp_avg", "exp_avg_sq")
     kernel: ClassVar = "adamw"
     usual: ClassVar = 4e-3, 0.1, {"betas": (0.9, 0.95)}
-    deepspeed: ClassVar = (
-        "betas eps",
-        "adam_w_mode torch_adam bias_correction amsgrad fp32_optimizer_states foreach fused set_grad_none "
-        "max_grad_norm",
-    )
+    deepspeed: ClassVar = "betas eps"
 
     lr: settings.LearningRate = settings.lr_field(1e-3)
     betas: settings.Betas | Callable[[int], settings.Betas] = settings.betas_field((0.9, 0.999))

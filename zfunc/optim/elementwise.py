@@ -36,9 +36,9 @@ class KernelOptimizer(ABC):
     """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings."""
 
     # Learning rate, weight decay and other arguments with which `zfunc train` begins; and of the DeepSpeed type of
-    # this name, if there is one, the parameters that are arguments here, and those with another effect, or none.
+    # this name, if there is one, the parameters that are arguments here.
     usual: ClassVar[tuple[float, float, Mapping[str, Any]]] = (0.0, 0.0, {})
-    deepspeed: ClassVar[tuple[str, str] | None] = None
+    deepspeed: ClassVar[str] = ""
 
     lr: settings.LearningRate
     weight_decay: float

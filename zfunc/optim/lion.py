@@ -31,7 +31,7 @@ class Lion(Elementwise):
     state: ClassVar = ("exp_avg",)
     kernel: ClassVar = "lion"
     usual: ClassVar = 1e-3, 0.4, {}
-    deepspeed: ClassVar = ("betas", "fp32_optimizer_states")
+    deepspeed: ClassVar = "betas"
     decoupled: ClassVar = True
 
     lr: settings.LearningRate = settings.lr_field(1e-4)

@@ -64,7 +64,7 @@ class Muon(Elementwise):
     state: ClassVar = ("momentum_buffer",)
     kernel: ClassVar = "muon"
     usual: ClassVar = 4e-3, 0.1, {"betas": (0.9, 0.95)}  # AdamW's beside it
-    deepspeed: ClassVar = ("momentum betas eps", "fp32_optimizer_states muon_lr adam_lr ns_method")
+    deepspeed: ClassVar = "momentum betas eps"
     decoupled: ClassVar = True
     matrix: ClassVar = True
 

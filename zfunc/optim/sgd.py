@@ -29,7 +29,7 @@ class SGD(Elementwise):
 
     state: ClassVar = ("momentum_buffer",)
     usual: ClassVar = 0.1, 1e-4, {"momentum": 0.9}
-    deepspeed: ClassVar = ("momentum dampening nesterov", "foreach fused")
+    deepspeed: ClassVar = "momentum dampening nesterov"
 
     lr: settings.LearningRate = settings.lr_field(1e-3)
     momentum: float = settings.number_field("momentum", 0.0)

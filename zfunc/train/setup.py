@@ -40,6 +40,7 @@ from zfunc.runtime.thread_budget import cpu_model, local_ranks
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
+from zfunc.train.deepspeed.learning_rate_schedules import lr_schedule
 from zfunc.train.deepspeed.mapping import config_extras, startup_notes
 from zfunc.train.gpt_flags import GPT2_VOCAB_SIZE, gpt_config
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
@@ -250,7 +251,8 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
     warmup = settings.warmup
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
-    if (rate := config_extras(settings).rate(settings.lr, total, warmup)) is not None:
+    own = {"lr": settings.lr, "total_num_steps": total, "warmup_num_steps": max(1, warmup)}
+    if (rate := lr_schedule(config_extras(settings).values, **own)) is not None:
         return rate
     if total is None or settings.lr_schedule == "constant":
         return linear_warmup(settings.lr, warmup)

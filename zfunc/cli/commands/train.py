@@ -66,7 +66,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
             stop = stack.enter_context(interrupts(tell=run is not None and not can_redraw()))
             readers: list[Callable[[Event], None]] = []
             if run is not None:
-                steps = config_extras(job.settings).steps_per_print
+                steps = config_extras(job.settings).values["steps_per_print"]
                 lines = TrainingOutput(run, job.corpus.unit, steps, stopping=stop)
                 stack.enter_context(progress(lines) if can_redraw() else ExitStack())
                 track = stack.enter_context(tracking(job.settings, run.path))

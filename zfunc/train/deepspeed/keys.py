@@ -16,34 +16,26 @@ from attrs import field, frozen
 from zfunc.errors import did_you_mean
 from zfunc.options import AUTO
 
-READ_BY_NAME = ("aio", "activation_checkpointing")  # where DeepSpeed 0.19 ignores unknown keys
+# Blocks whose other keys have no effect: DeepSpeed 0.19 ignores them too, or they follow the one that is known.
+READ_BY_NAME = ("aio", "activation_checkpointing", "tensor_parallel", "compile")
 FATES = ("supported", "ignored", "unsupported")
 OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of today
-LIMIT = 1 << 20  # bytes of a file; they have a few thousand, and json5 is slow
 
 
 @frozen
 class Key:
-    """A key. An unsupported one may have its default, or be switched off."""
+    """A key of a configuration. An unsupported one may have its default, or be switched off."""
 
     name: str  # dotted
     type: str | list[Any]  # as keys.toml describes it
     default: Any  # DeepSpeed's
     fate: str  # one of FATES
     note: str  # how it is supported, why it is ignored, or what to do instead of an unsupported one
-    exceptions: tuple[Any, ...] = ()  # values of a supported key that are refused
-    instead: str = ""  # what to do about those
-    switch: str = ""  # the key of a block that alone turns it on
 
     @property
     def block(self) -> str:
         """The object that has the key; "" is the file."""
         return self.name.rpartition(".")[0]
-
-    @property
-    def last(self) -> str:
-        """The last part of its name."""
-        return self.name.rpartition(".")[2]
 
     @property
     def expected(self) -> str:
@@ -54,30 +46,12 @@ class Key:
         low, _, high = bounds.partition("..")
         return f"{name} from {low} to {high}" if high else f"{name}, {low} or more" if low else name
 
-    def refusal(self, value: Any) -> str:
-        """Why a value of its type is refused; "" if it is accepted."""
-        if value in self.exceptions:
-            return self.instead
-        return self.note if self.fate == "unsupported" and self.acts(value) else ""
-
     def acts(self, value: Any) -> bool:
-        """Whether a value differs from the default; of a block, whether it is on: by its `switch`, else by the keys
-        `enabled` in it, and without any, by not being empty.
-        """
+        """Whether a value differs from the default; of a block, whether it is not empty and not switched off."""
         if self.type != "object":
             return value != self.default
-        if self.switch and isinstance(value, dict):
-            return cast("dict[str, Any]", value).get(self.switch) not in (None, False, 0, AUTO)
-        switches = [*_switches(cast("dict[str, Any]", value))] if isinstance(value, dict) else []
-        return any(switches) if switches else bool(cast("object", value))
-
-
-def _switches(block: Mapping[str, Any]) -> Iterator[bool]:
-    for name, value in block.items():
-        if name == "enabled":
-            yield bool(value)
-        elif isinstance(value, dict):
-            yield from _switches(cast("dict[str, Any]", value))
+        on = cast("dict[str, Any]", value).get("enabled", value) if isinstance(value, dict) else value
+        return on not in (None, False, AUTO, {})
 
 
 def read_value(kind: str | list[Any], value: Any) -> Any:
@@ -109,9 +83,7 @@ def read_value(kind: str | list[Any], value: Any) -> Any:
 def _key(name: str, row: dict[str, Any], notes: Mapping[str, str]) -> Key:
     (fate,) = (fate for fate in FATES if fate in row)
     default = None if (default := row.get("default")) is None else read_value(row["type"], default)
-    exceptions = tuple(row.get("except", ()))
-    note, more = row[fate].format_map(notes), (row.get("instead", ""), row.get("switch", ""))
-    return Key(name, row["type"], default, fate, note, exceptions, *more)
+    return Key(name, row["type"], default, fate, row[fate].format_map(notes))
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
@@ -145,7 +117,7 @@ class ConfigValues:
     file: dict[str, Any] = field(factory=dict[str, Any])  # what the file sets
     auto: list[str] = field(factory=list[str])  # keys that are "auto" in the file
     old: dict[str, str] = field(factory=dict[str, str])  # names of today, each with the file's old one
-    unread: list[str] = field(factory=list[str])  # names in the file that DeepSpeed ignores too
+    unread: list[str] = field(factory=list[str])  # names in the file that are in no table
 
     def __getitem__(self, name: str) -> Any:
         """The file's value of a key, else the caller's, else DeepSpeed's default."""
@@ -162,15 +134,6 @@ class ConfigValues:
     def has(self, block: str) -> bool:
         """Whether the file has anything in a block."""
         return any(name.startswith(f"{block}.") for name in (*self.file, *self.auto))
-
-    def ignored(self) -> dict[str, list[str]]:
-        """Keys in the file that have no effect, by the reason."""
-        reasons = {"DeepSpeed ignores it too": [*self.unread]} if self.unread else {}
-        for name, value in self.file.items():
-            key = KEYS[name]
-            if key.fate == "ignored" and (key.type != "object" or key.acts(value)):
-                reasons.setdefault(key.note, []).append(name)
-        return reasons
 
     def refused(self, name: str, got: Any, key: str) -> ValueError:
         """The error for an argument that contradicts a key."""
@@ -191,8 +154,6 @@ def read_file(source: Source) -> Mapping[str, Any]:
 
     path = Path(source).expanduser()
     try:
-        if path.stat().st_size > LIMIT:
-            raise ValueError("more than 1 MiB")
         values = json5.loads(path.read_bytes().decode("utf-8-sig"), allow_duplicate_keys=False)
     except OSError as error:
         raise ValueError(f"{path}: got {error.strerror!r}, expected a JSON file: pass one") from error
@@ -214,11 +175,12 @@ def read_values(source: Source, given: Mapping[str, Any] | None = None) -> Confi
     """
     name = "the dict" if isinstance(source, Mapping) else str(Path(source).expanduser())
     values = ConfigValues(name, dict(given or {}))
-    wrong = list(_take(values, _of_known_optimizer(read_file(source)), ""))
+    wrong = [*_take(values, read_file(source), "")]
     for name, value in values.given.items():
         if name not in KEYS:
-            hint = f"expected a key{did_you_mean(name, list(KEYS))}"
-            wrong.append(f"given[{name!r}]: got {value!r}, {hint}: correct it")
+            wrong.append(
+                f"given: got the key {name!r}, which is unknown{did_you_mean(name, [*KEYS])}: correct it"
+            )
         elif read_value(KEYS[name].type, value) is None:
             wrong.append(f"given[{name!r}]: got {value!r}, expected {KEYS[name].expected}: correct it")
         elif values.file.get(name, value) != value:
@@ -226,14 +188,6 @@ def read_values(source: Source, given: Mapping[str, Any] | None = None) -> Confi
     if wrong:
         raise ValueError(f"{values.source}: " + "\n".join(wrong))
     return values
-
-
-def _of_known_optimizer(file: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The file, without the parameters of an optimizer that zfunc lacks: its name alone is refused."""
-    block = file.get("optimizer")
-    kind = cast("Mapping[str, Any]", block).get("type") if isinstance(block, Mapping) else None
-    known = kind in (None, AUTO) or read_value(KEYS["optimizer.type"].type, kind)
-    return file if known else {**file, "optimizer": {"type": kind}}
 
 
 def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> Iterator[str]:
@@ -247,31 +201,35 @@ def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> 
             value = OLD_SWITCHES[value] if isinstance(value, bool) and name.endswith(".device") else value
             values.old[name] = written
         if name in KEYS:
-            if value is not None:
-                yield from _take_value(values, KEYS[name], value)
+            wrong = "" if value is None else _take_value(values, KEYS[name], value)
+            yield from [wrong] * (wrong != "")
+            if wrong and name == "optimizer.type":  # then its parameters are not judged
+                return
         elif name in BLOCKS:
             if isinstance(value, Mapping):
                 yield from _take(values, cast("Mapping[str, Any]", value), name)
             elif value not in (None, AUTO):
                 yield f"got {name} {value!r}, expected an object: write {name!r}: {{ }}"
-        elif not (near := did_you_mean(str(last), [*_NAMES[block]])) and block in READ_BY_NAME:
-            values.unread.append(name)
         else:
-            others = [key.block or "the file itself" for key in KEYS.values() if key.last == last]
-            hint = f" (it belongs in {' or '.join(others)})" if others else near
-            yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{hint}: correct it"
+            near = did_you_mean(str(last), [*_NAMES[block]], cutoff=0.8 if block in READ_BY_NAME else 0.4)
+            if block in READ_BY_NAME and not near:
+                values.unread.append(name)
+            else:
+                yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{near}: correct it"
 
 
-def _take_value(values: ConfigValues, key: Key, value: Any) -> Iterator[str]:
+def _take_value(values: ConfigValues, key: Key, value: Any) -> str:
+    """Take the value of a key, or say what is wrong with it."""
     name = key.name
     if name in values.file or name in values.auto:
-        yield f"got both {values.old[name]} and {name}, its name today, expected one: delete the old one"
-    elif value == AUTO and key.default != AUTO:
+        return f"got both {values.old[name]} and {name}, its name today, expected one: delete the old one"
+    if value == AUTO and key.default != AUTO:
         values.auto.append(name)
-    elif (plain := read_value(key.type, value)) is None:
+        return ""
+    if (plain := read_value(key.type, value)) is None:
         hint = did_you_mean(value, key.expected.split(", ")) if isinstance(value, str) else ""
-        yield f"{name}: got {value!r}, expected {key.expected}{hint}: correct it"
-    elif instead := key.refusal(plain):
-        yield f"{name}: got {value!r}, which is not supported: {instead}"
-    else:
-        values.file[name] = plain
+        return f"{name}: got {value!r}, expected {key.expected}{hint}: correct it"
+    if key.fate == "unsupported" and key.acts(plain):
+        return f"{name}: got {value!r}, which is not supported: {key.note}"
+    values.file[name] = plain
+    return ""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
-from attrs import frozen
+from attrs import evolve, frozen
 
 from zfunc.core.settings import StepSettings
 from zfunc.optim.by_name import CLASSES, make_optimizer
@@ -20,24 +20,21 @@ from zfunc.optim.optimizer_settings import decay_all
 from zfunc.options import AUTO
 from zfunc.train.deepspeed.keys import KEYS, ConfigValues, Source, read_values
 from zfunc.train.deepspeed.learning_rate_schedules import (
-    BETA2,
-    LR,
-    MAX_LR,
-    WARMUP,
+    PARAMS,
     LRSchedule,
-    cycles_betas,
     lr_schedule,
-    onecycle_betas,
-    sets_lr_alone,
+    moved_betas,
+    params_of,
 )
-from zfunc.train.settings import OPTIMIZERS, TrainSettings
+from zfunc.train.settings import TrainSettings
 
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 ZERO, PARAM = "zero_optimization.", "optimizer.params."
 STAGE, DEVICE, RATIO = f"{ZERO}stage", f"{ZERO}offload_optimizer.device", f"{ZERO}offload_optimizer.ratio"
 PARAM_DEVICE = f"{ZERO}offload_param.device"
-WEIGHT_DECAY = f"{PARAM}weight_decay"
+LR, WEIGHT_DECAY = f"{PARAM}lr", f"{PARAM}weight_decay"
+WARMUP, MAX_LR = f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
 Read = Callable[[Any], Any]
 SETTINGS: tuple[tuple[str, str, Read], ...] = (  # each with its key, and its value of the key's
     ("batch_size", TRAIN, int),
@@ -51,9 +48,16 @@ SETTINGS: tuple[tuple[str, str, Read], ...] = (  # each with its key, and its va
     ("moments", "bf16.bf16_optimizer_states", {True: "16bit"}.get),
     ("moments", f"{PARAM}fp32_optimizer_states", {False: "16bit"}.get),
 )
-# Arguments of each optimizer that have the name of a key; and its keys with another effect, or none.
-PARAMS = {name: x.deepspeed for name, x in CLASSES.items() if x.deepspeed}
-MUON = {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "adjust_lr_fn": "original"}  # without the keys
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {  # by our names, with the defaults of DeepSpeed's classes
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    "adagrad": {"lr": 1e-2, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
+    "muon": {
+        **{"lr": 1e-3, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+        "adjust_lr_fn": "original",
+    },
+}
 log = logging.getLogger("zfunc")
 
 
@@ -99,24 +103,25 @@ def from_deepspeed(
     """
     values = read_values(source, given)
     check_complete(values)
-    name, arguments = optimizer_name(values), optimizer_arguments(values)
-    if not values.leaves_open(LR):
-        arguments["lr"] = _peak_lr(values)
+    # The optimizer, whose learning rate a scheduler may begin with
+    name, arguments = optimizer_of(values)
     optimizer: Any = make_optimizer(name, decay=decay, **arguments)
-    rate = lr_schedule(values, getattr(optimizer, "optimizers", (optimizer,))[0].lr)
+    rate = lr_schedule(values, lr=getattr(optimizer, "optimizers", (optimizer,))[0].lr)
     if rate is not None:
         optimizer = make_optimizer(name, decay=decay, **{**arguments, "lr": rate})
-    settings: dict[str, Any] = {"precision": "fp32"}
-    settings |= {} if values.leaves_open(STAGE) else {"stage": 1}
-    settings |= {} if values.leaves_open(CLIPPING) else {"clip_norm": values[CLIPPING] or None}
-    settings |= {
-        name: value for name, value, _ in decided(values) if name != "moments"
-    }  # the optimizer has it
+    # The settings of a step; the moments are the optimizer's
+    usual = {
+        "precision": ("fp32", ""),
+        "stage": (1, STAGE),
+        "clip_norm": (values[CLIPPING] or None, CLIPPING),
+    }
+    settings: dict[str, Any] = {x: value for x, (value, key) in usual.items() if not values.leaves_open(key)}
+    settings |= {x: value for x, value, _ in decided(values) if x != "moments"}
     train, settings["micro_batches"], batch = batch_sizes(values, world)
     known = attrs.fields_dict(StepSettings)
     compiled = {"optimizer": optimizer, **{x: value for x, value in settings.items() if x in known}}
     scale = loss_scale(values) if settings["precision"] == "fp16" else None
-    lines = tuple(notes(values, batch, rate, scale))
+    lines = tuple(notes(values, batch, rate))
     for line in lines:
         log.info("%s: %s", values.source, line)
     every, breakdown = values["steps_per_print"], values["wall_clock_breakdown"]
@@ -130,90 +135,57 @@ def from_deepspeed(
 class ConfigExtras:
     """What a configuration sets that is no setting of a training, with the defaults for none."""
 
-    values: ConfigValues | None = None
-    optimizer: Mapping[str, Any] = MappingProxyType({})  # arguments beside lr and weight decay
-    loss_scale: LossScale | None = None
-    steps_per_print: int | None = None
-
-    def rate(self, lr: float, total: int | None, warmup: int) -> LRSchedule | None:
-        """The file's scheduler; `total` and `warmup` count steps, for a file that leaves them open."""
-        if self.values is None:
-            return None
-        return lr_schedule(self.values, lr, total_num_steps=total, warmup=warmup)
+    values: ConfigValues
+    optimizer: Mapping[str, Any]  # arguments beside lr and weight decay
+    loss_scale: LossScale | None
 
 
 @lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """What `settings.config` adds to the settings. Raises ValueError if they contradict it."""
-    usual = OPTIMIZERS[settings.optimizer][2]
-    if settings.config is None:
-        return ConfigExtras(optimizer=MappingProxyType(dict(usual)))
-    values = read_values(settings.config)
-    check_settings({f.name: getattr(settings, f.name) for f in attrs.fields(TrainSettings)}, values)
+    """What `settings.config` adds to the settings, which are `with_config`."""
+    values = ConfigValues("") if settings.config is None else read_values(settings.config)
     if values.leaves_open("optimizer.type"):
-        values = read_values(settings.config, {"optimizer.type": settings.optimizer})
-    own = {k: v for k, v in optimizer_arguments(values).items() if k not in ("weight_decay", "moments")}
+        values = evolve(values, given={"optimizer.type": settings.optimizer})
+    usual = CLASSES[settings.optimizer].usual[2]
+    own = {k: v for k, v in optimizer_of(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
     if values.has("optimizer"):
-        usual = {name: x for name, x in usual.items() if values.leaves_open(f"optimizer.params.{name}")}
-    scale = loss_scale(values) if settings.precision == "fp16" else None
-    return ConfigExtras(values, MappingProxyType({**usual, **own}), scale, values["steps_per_print"])
+        usual = {name: x for name, x in usual.items() if values.leaves_open(PARAM + name)}
+    scale = loss_scale(values) if settings.config and settings.precision == "fp16" else None
+    return ConfigExtras(values, MappingProxyType({**usual, **own}), scale)
 
 
 def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
     """Settings of a training on `world` ranks: those given, and what the file of `given["config"]` adds.
 
-    Raises ValueError for an invalid file, and for a setting that contradicts it or that its scheduler ignores.
+    Raises ValueError for an invalid file, and for a setting that contradicts it or that its scheduler ignores;
+    "auto" contradicts nothing.
     """
-    values = read_values(given["config"])
-    check_settings(given, values)
-    kind = values["scheduler.type"]
-    unheard = {
-        "lr_schedule": kind is not None,
-        "warmup": kind is not None and WARMUP not in values.auto,
-        "lr": sets_lr_alone(values),
-    }
-    for name in (x for x, ignored in unheard.items() if ignored and given.get(x) is not None):
-        raise values.refused(name, given[name], "scheduler.type")
-    settings = {name: value for name, value, _ in decided(values)}
+    values, settings = read_values(given["config"]), dict[str, Any]()
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, said, key in decided(values):
+        settings[name], got = said, given.get(name, AUTO)
+        if key in values.file and got != AUTO and str(got) != str(said):
+            raise values.refused(name, got, key)
+    if values.file.get(key := f"{given.get('precision')}.enabled") is False:
+        raise values.refused("precision", given["precision"], key)
+    if values["scheduler.type"] is not None:
+        heard = {"lr_schedule": False, "warmup": WARMUP in values.auto, "lr": not sets_lr_alone(values)}
+        for name in (x for x in heard if x in given and not heard[x]):
+            raise values.refused(name, given[name], "scheduler.type")
     sizes = given.get("batch_size"), given.get("micro_batches")
     check_complete(values, batch=not any(x in values.auto for x in (TRAIN, MICRO)) and sizes[0] is None)
     if sizes[0] is not None or values[TRAIN] is not None or values[MICRO] is not None:
         settings["batch_size"], settings["micro_batches"], _ = batch_sizes(values, world, *sizes)
-    return {**settings, **{name: value for name, value in given.items() if value is not None}}
-
-
-def check_settings(settings: Mapping[str, Any], values: ConfigValues) -> None:
-    """Raise ValueError, with the setting and the key, for one that contradicts the file; "auto" does not."""
-    for name, said, key in decided(values):
-        got = settings.get(name)
-        if key in values.file and got not in (None, AUTO, ()) and _plain(got) != _plain(said):
-            raise values.refused(name, got, key)
-    if values.file.get(key := f"{settings.get('precision')}.enabled") is False:
-        raise values.refused("precision", settings["precision"], key)
-
-
-def _plain(value: Any) -> float | str:
-    """A value as it is compared, whether it was typed or read."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return str(value)
+    return {**settings, **given}
 
 
 def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
     """The log lines about the file at the start of a training."""
-    extras = config_extras(settings)
-    if settings.config is None or (values := extras.values) is None:
-        return
-    rate = lr if isinstance(lr, LRSchedule) else None
-    _, _, batch = batch_sizes(values, world, settings.batch_size, settings.micro_batches)
-    lines = [*notes(values, batch, rate, extras.loss_scale)]
-    if rate is None:
-        then = {"cosine": "decays along a cosine", "linear": "decays along a line", "constant": "stays"}
-        lines.append(f"no scheduler: the learning rate warms up, then {then[settings.lr_schedule]}")
-    if values[WEIGHT_DECAY]:
-        lines.append("weight_decay applies to matrices and embeddings, not to norms and biases")
-    yield from (f"{settings.config.name}: {line}" for line in lines)
+    if settings.config is not None:
+        values, rate = config_extras(settings).values, lr if isinstance(lr, LRSchedule) else None
+        batch = batch_sizes(values, world, settings.batch_size, settings.micro_batches)[2]
+        own = [] if rate else [f"no scheduler: the learning rate warms up, then it is {settings.lr_schedule}"]
+        yield from (f"{settings.config.name}: {line}" for line in (*notes(values, batch, rate), *own))
 
 
 # --- what a file decides ----------------------------------------------------------------------------------
@@ -221,11 +193,13 @@ def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float
 
 def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
     """The settings of a training that a file decides: name, value, and the key that says so."""
+    # Those that one key says
     for name, key, read in SETTINGS:
         if values.sets(key) and (value := read(values[key])) is not None:
             yield name, value, key
     if values.has(ZERO[:-1]) and STAGE not in values.auto and not values.sets(STAGE):
         yield "stage", 1, STAGE
+    # The precision, of two switches
     kinds = [x for x in ("fp16", "bf16") if values[f"{x}.enabled"]]
     if len(kinds) > 1:
         raise ValueError(f"{values.source}: got fp16 and bf16 both enabled, expected one: switch one off")
@@ -233,6 +207,7 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
         yield "precision", kinds[0], f"{kinds[0]}.enabled"
     elif values.sets("fp16.enabled") or values.sets("bf16.enabled"):
         yield "precision", "fp32", ""
+    # Where state and parameters are
     if values.sets(DEVICE) or values.sets(RATIO):
         off = values.sets(DEVICE) and values[DEVICE] == "none"
         yield "offload_ratio", 0.0 if off else values[RATIO], DEVICE if off else RATIO
@@ -244,13 +219,12 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
         blocks = ("offload_optimizer", "offload_param")[: 1 + (values[STAGE] == 3 and params == "disk")]
         folders = dict.fromkeys(values[f"{ZERO}{block}.nvme_path"] for block in blocks)
         yield "swap", tuple(x for x in folders if x), f"{ZERO}offload_optimizer.nvme_path"
+    # The optimizer
     if values.sets("optimizer.type"):
-        yield "optimizer", optimizer_name(values), "optimizer.type"
+        yield "optimizer", optimizer_of(values)[0], "optimizer.type"
     if values.has("optimizer"):
-        if not values.leaves_open(LR):
-            yield "lr", _peak_lr(values), LR
-        if not values.leaves_open(WEIGHT_DECAY):
-            yield "weight_decay", _weight_decay(values), WEIGHT_DECAY
+        found = optimizer_of(values)[1]
+        yield from ((name, found[name], PARAM + name) for name in ("lr", "weight_decay") if name in found)
     if values.sets(MAX_LR) and not values.sets(LR):
         yield "lr", values[MAX_LR], MAX_LR
 
@@ -312,79 +286,70 @@ def loss_scale(values: ConfigValues) -> LossScale:
     )
 
 
-def params_of(name: str) -> tuple[str, ...]:
-    """The keys in `optimizer.params` that an optimizer may have."""
-    return ("lr", "weight_decay", *" ".join(PARAMS[name]).split())
+def optimizer_params(name: str) -> list[str]:
+    """The names in `optimizer.params` that have an effect on an optimizer."""
+    switches = ["fp32_optimizer_states", *(["adam_w_mode", "torch_adam"] if name == "adamw" else [])]
+    return ["lr", "weight_decay", *CLASSES[name].deepspeed.split(), *switches]
 
 
-def optimizer_name(values: ConfigValues) -> str:
-    """The file's optimizer as one of `by_name.CLASSES`; AdamW without any."""
-    name = (values["optimizer.type"] or "AdamW").lower()
-    return "adamw" if name == "adam" else name
-
-
-def optimizer_arguments(values: ConfigValues) -> dict[str, Any]:
-    """Arguments of the class of `optimizer_name`, without `lr`, `decay` and what is left at "auto".
-
-    Raises ValueError for a parameter that the optimizer does not have.
+def optimizer_of(values: ConfigValues) -> tuple[str, dict[str, Any]]:
+    """The file's optimizer as one of `by_name.CLASSES`, AdamW without any; and its arguments, but for `decay` and
+    those that are left at "auto".
     """
-    name = optimizer_name(values)
-    named = PARAMS[name][0].split()
-    cycled = {"betas": onecycle_betas(values)} if cycles_betas(values) and "betas" in named else {}
+    kind: str = values["optimizer.type"] or "AdamW"
+    name = "adamw" if kind == "Adam" else kind.lower()
+    usual = OPTIMIZERS.get(name, {})
+    moved = moved_betas(values) if "betas" in usual else {}
     if not values.has("optimizer"):
-        return cycled
-    for key in (x for x in values.file if x.startswith(PARAM)):
-        if key.removeprefix(PARAM) not in params_of(name):
-            raise ValueError(
-                f"{values.source}: {key}: got it with the type {values['optimizer.type']}, which does not have it: "
-                "delete it"
-            )
-    usual = () if name in ("adagrad", "muon") else ("betas", "eps")  # DeepSpeed's differ from zfunc's
-    arguments = {x: values[PARAM + x] for x in named if x in usual or values.sets(PARAM + x)}
-    if name == "muon":
-        arguments = {**MUON, **arguments}
-        if LR in values.auto:  # zfunc's own rate goes with its own scaling
-            del arguments["adjust_lr_fn"]
+        return name, moved if values.leaves_open(LR) else {"lr": values[LR], **moved}
+    arguments = {**usual, "moments": "fp32"}
     if name == "adamw":
-        arguments["decoupled"] = values["optimizer.type"] != "Adam" or values[f"{PARAM}adam_w_mode"]
-    small = values["bf16.bf16_optimizer_states"] or not values[f"{PARAM}fp32_optimizer_states"]
-    arguments |= {"weight_decay": _weight_decay(values), "moments": "16bit" if small else "fp32"}
-    return {**{x: y for x, y in arguments.items() if not values.leaves_open(PARAM + x)}, **cycled}
+        arguments["decoupled"] = kind != "Adam" or values[f"{PARAM}adam_w_mode"]
+        arguments["weight_decay"] = (
+            0.01 if kind == "AdamW" and values[f"{PARAM}torch_adam"] else 0.0
+        )  # torch's
+    if values["bf16.bf16_optimizer_states"] or not values[f"{PARAM}fp32_optimizer_states"]:
+        arguments["moments"] = "16bit"
+    if LR in values.auto:  # zfunc's own rate goes with Muon's own scaling
+        arguments.pop("adjust_lr_fn", None)
+    for x in ("lr", "weight_decay", *CLASSES[name].deepspeed.split()):
+        if values.sets(PARAM + x):
+            arguments[x] = values[PARAM + x]
+        elif values.leaves_open(PARAM + x):
+            arguments.pop(x, None)
+    return name, {**arguments, **moved}
 
 
-def _peak_lr(values: ConfigValues) -> float:
-    return 1e-2 if values["optimizer.type"] == "Adagrad" and not values.sets(LR) else values[LR]
+def sets_lr_alone(values: ConfigValues) -> bool:
+    """Whether the scheduler's rate does not depend on the optimizer's `lr`."""
+    kind = values["scheduler.type"]
+    if kind == "WarmupLR":
+        return MAX_LR not in values.auto and values.sets(MAX_LR)
+    return kind in ("LRRangeTest", "OneCycle") or (kind == "WarmupDecayLR" and MAX_LR not in values.auto)
 
 
-def _weight_decay(values: ConfigValues) -> float:
-    """The file's weight decay; by default 0, or 0.01 as in torch with torch_adam and AdamW."""
-    of_torch = values[f"{PARAM}torch_adam"] and values["optimizer.type"] == "AdamW"
-    return 0.01 if of_torch and not values.sets(WEIGHT_DECAY) else values[WEIGHT_DECAY]
-
-
-def notes(
-    values: ConfigValues, batch: str, rate: LRSchedule | None, scale: LossScale | None
-) -> Iterator[str]:
+def notes(values: ConfigValues, batch: str, rate: LRSchedule | None) -> Iterator[str]:
     """What a file sets that may surprise, and its keys without effect: no key is dropped silently."""
-    for new, old in values.old.items():
-        yield f"{old} is the old name of {new}"
+    yield from (f"{old} is the old name of {new}" for new, old in values.old.items())
     if auto := [x for x in values.auto if not values.sets(x) and KEYS[x].fate != "ignored"]:
         yield f'"auto" is zfunc\'s default, or what was passed: {", ".join(auto)}'
-    for reason, keys in values.ignored().items():
-        yield f"no effect: {', '.join(keys)}: {reason}"
-    if LR in values.file and sets_lr_alone(values) and values[LR] != values[MAX_LR]:
-        yield f"no effect: {LR}: {values['scheduler.type']} sets the learning rate alone, as in DeepSpeed"
-    if values.file.get(PARAM_DEVICE) in ("cpu", "nvme") and values[STAGE] != 3:
-        yield f"no effect: {PARAM_DEVICE}: for stage 3 only, as in DeepSpeed"
+    kind, made = values["scheduler.type"], values["optimizer.type"]
+    idle: dict[str, list[str]] = {}
+    for name, value in values.file.items():
+        block, _, last = name.rpartition(".")
+        if KEYS[name].fate == "ignored":
+            if KEYS[name].type != "object" or KEYS[name].acts(value):
+                idle.setdefault(KEYS[name].note, []).append(name)
+        elif name == LR and sets_lr_alone(values) and value != values[MAX_LR]:
+            idle[f"{kind} sets the learning rate alone, as in DeepSpeed"] = [name]
+        elif name == PARAM_DEVICE and value != "none" and values[STAGE] != 3:
+            idle["for stage 3 only, as in DeepSpeed"] = [name]
+        elif block == PARAM[:-1] and made and last not in optimizer_params(optimizer_of(values)[0]):
+            idle.setdefault(f"not of the optimizer {made}", []).append(name)
+        elif block == PARAMS[:-1] and kind and last not in params_of(kind):
+            idle.setdefault(f"not of the scheduler {kind}", []).append(name)
+    idle |= {"nothing reads it": values.unread} if values.unread else {}
+    yield from (f"no effect: {', '.join(keys)}: {reason}" for reason, keys in idle.items())
     yield f"{TRAIN}: {batch}"
     if rate is not None:
-        yield f"scheduler: {rate}"
-    if cycles_betas(values):
-        yield f"scheduler: OneCycle moves beta1 too, and beta2 is {BETA2:g}, as in DeepSpeed"
-    if scale is not None:
-        grows = f", doubles after {scale.window} steps without an overflow" if scale.window else ", and stays"
-        yield f"fp16: a loss scale that starts at {scale.scale:g}{grows}"
-    if values["optimizer.type"] == "Adam" and values[f"{PARAM}adam_w_mode"]:
-        yield "optimizer.type: Adam is AdamW unless adam_w_mode is false, as in DeepSpeed"
-    if not values.sets(CLIPPING) and CLIPPING not in values.auto:
-        yield f"{CLIPPING}: not in the file: {values[CLIPPING]:g}, DeepSpeed's default"
+        yield f"scheduler: {kind}: {rate}"
