@@ -18,7 +18,7 @@ from small_models import MODELS
 import zfunc
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
-from zfunc.train.history import read_history
+from zfunc.train.run_folder import read_history
 from zfunc.viz.notebook import curves
 
 

@@ -192,8 +192,8 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("plan --json=yes", "--json: got the value 'yes'"),
     ("draw --hardware bytes.toml", "got bytes.toml, expected a profile that zfunc calibrate wrote"),
     ("draw --hardware rtx4090 --precision fp61", "--precision: got 'fp61'"),
-    ("draw --compare nowhere", "--compare: got nowhere, which does not exist"),
-    ("draw --compare short.txt", "--compare: got short.txt, which is not a folder"),
+    ("draw --compare nowhere", "--compare: got nowhere, whose plan.txt cannot be read (No such file"),
+    ("draw --compare short.txt", "--compare: got short.txt, whose plan.txt cannot be read (Not a directory"),
     ("draw --compare used --num-layers 3", "--num-layers: got it with --compare, which draws the run's own"),
     ("draw --compare used --precision fp16", "--precision: got it with --compare"),
     ("draw --compare used --hardware h1000", "did you mean 'h100'"),
@@ -214,10 +214,10 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("calibrate --batch-size 3 --micro-batches 2", "--batch-size: got 3 with --micro-batches 2"),
     ("calibrate --device tpu", "--device: got 'tpu', expected auto, cpu, cuda"),
     ("report", "got no RUN, expected one"),
-    ("report nowhere", "got nowhere, which does not exist"),
-    ("report short.txt", "got short.txt, which is not a folder"),
+    ("report nowhere", "got nowhere, whose config.json cannot be read (No such file"),
+    ("report short.txt", "got short.txt, whose config.json cannot be read (Not a directory"),
     ("report cut-run --follow", "cut-run/config.json: got invalid JSON"),
-    ("report empty", "got empty without a config.json"),
+    ("report empty", "got empty, whose config.json cannot be read"),
     ("report cut-run", "cut-run/config.json: got invalid JSON"),
     ("report a b", "got 'b' where an option was expected"),
     ("export used", "got no --out, expected one"),
@@ -378,7 +378,7 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         def read(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr("zfunc.train.history.read_history", read)
+        monkeypatch.setattr("zfunc.train.run_folder.read_history", read)
 
     return raising
 
@@ -462,11 +462,11 @@ def test_a_full_disk_is_a_failure_that_is_told() -> None:
 def test_names_that_are_no_text_are_spelled_out() -> None:
     done = _shell(r"ZFUNC report $'\xff\e[31m'")
     assert done.returncode == 2
-    assert r"got \udcff\x1b[31m, which does not exist" in done.stderr
+    assert r"got \udcff\x1b[31m, whose config.json cannot be read" in done.stderr
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr("zfunc.train.history.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("zfunc.train.run_folder.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     assert main(["report", "nowhere"]) == 130
     assert capsys.readouterr().err == "zfunc report: stopped at once\n"

@@ -25,7 +25,7 @@ from zfunc.train.deepspeed.learning_rate_schedules import (
     WarmupLR,
     lr_schedule,
 )
-from zfunc.train.deepspeed.mapping import DeepSpeedSettings, notes, optimizer_of, with_config
+from zfunc.train.deepspeed.mapping import DeepSpeedSettings, named_optimizer, notes, with_config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "deepspeed.json"
@@ -420,7 +420,7 @@ def test_learning_rates_equal_deepspeeds_at_every_update(case: dict[str, Any]) -
 
 @pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
 def test_betas_of_one_cycle_equal_deepspeeds_at_every_update(case: dict[str, Any]) -> None:
-    adam = AdamW(betas=optimizer_of(values(case))[1]["betas"])
+    adam = AdamW(betas=named_optimizer(values(case))[1]["betas"])
     assert [list(adam.factors(step)["betas"]) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
 
 

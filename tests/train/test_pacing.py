@@ -41,16 +41,13 @@ def test_the_seconds_of_all_sessions_count() -> None:
     assert not list(changed_settings(extra, settings, ("data",)))
 
 
-@pytest.mark.parametrize(
-    ("total", "changed"), [(1000, []), (400, ["the learning rate's 400 steps are now 1000"])]
-)
-def test_a_checkpoint_whose_length_was_planned_by_the_clock(total: int, changed: list[str]) -> None:
+def test_a_checkpoint_whose_length_was_planned_by_the_clock() -> None:
     """As it was written before: the steps that were to fit into --seconds, and what their pace was counted from."""
     settings = TrainSettings(steps=1000, seconds=100.0)
     extra = TrainingClock(settings, 20.0, 1, (2.0, 1.0)).extra(("data",))
-    extra["train"] |= {"total": total, "looks": 2, "counted": 70, "cold": 3.5}
+    extra["train"] |= {"total": 400, "looks": 2, "counted": 70, "cold": 3.5}
     assert restored_clock(extra, settings) == TrainingClock(settings, 20.0, 1, (2.0, 1.0))
-    assert list(changed_settings(extra, settings, ("data",))) == changed
+    assert not list(changed_settings(extra, settings, ("data",)))
 
 
 @pytest.mark.parametrize("value", [-1, "many", None, True, [1]])

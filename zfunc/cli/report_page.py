@@ -19,7 +19,7 @@ from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.core.timeline import Timeline
-from zfunc.train.history import (
+from zfunc.train.run_folder import (
     METRICS,
     TRACE,
     Row,

@@ -49,7 +49,7 @@ from zfunc.train.events import (
     Traced,
     Working,
 )
-from zfunc.train.resume import ResumePoint, TrainingClock, changed_settings, restored_clock, with_run
+from zfunc.train.resume import ResumePoint, TrainingClock, changed_settings, restored_clock
 from zfunc.train.setup import Batch, TrainingJob, machine_record
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
@@ -318,15 +318,11 @@ class _Loop:
 
     def _extra(self, decision: StepDecision | None = None) -> dict[str, Any]:
         """What is saved of the progress; after a step with this decision, whose time does not count yet."""
-        progress = self.progress
+        progress, folder = self.progress, self.start.folder
         if decision is not None:
             progress = progress.stepped(decision.loss, skipped=decision.skip)
-        extra = progress.extra(self.job.corpus.description)
-        return (
-            extra
-            if self.swap is None or self.start.folder is None
-            else with_run(extra, self.start.folder.parent)
-        )
+        run = None if self.swap is None or folder is None else folder.parent
+        return progress.extra(self.job.corpus.description, run)
 
     def _elapsed_and_signal(self) -> tuple[float, str]:
         """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.

@@ -15,7 +15,7 @@ from zfunc.models.config_file import check_flags
 from zfunc.models.hf.adapters import lora_config
 from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
-from zfunc.train.history import CONFIG, read_json_object
+from zfunc.train.run_folder import CONFIG, read_json_object
 from zfunc.train.settings import TrainSettings
 
 TOKENIZER = "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The run folder: the files that a training run writes, readable at every moment.
+"""The run folder: the files that a training run writes, readable at every moment, and read back.
 
 - `config.json`: all settings, resolved, data, plan, machine and versions, and the checkpoint it was resumed from;
   written at the start.
@@ -13,7 +13,7 @@
 
 Every file is complete, except for the last line of `metrics.jsonl`, and no run writes into another's folder. A run
 that resumes in its folder removes the lines after its checkpoint, so they are those of a run that never stopped.
-`zfunc.train.history` reads these files.
+Files that zfunc did not write are refused with their path.
 """
 
 import errno
@@ -21,25 +21,49 @@ import json
 import logging
 import math
 import os
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import SEEK_END
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import attrs
-from attrs import define, field
+from attrs import define, field, frozen, validators
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
+from zfunc.checkpoint.strict_json import MAX_INT, JsonNode, Text, parse_json
+from zfunc.core.bottleneck import events_of
+from zfunc.core.display import brief
+from zfunc.core.plan import Plan, parse
+from zfunc.core.timeline import Timeline
+from zfunc.errors import CheckpointError
 from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
-from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, Row, read_json_object, rows_of
-from zfunc.viz.chrome_trace import chrome_trace
+from zfunc.units import format_parameters
+from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
+from zfunc.viz.notebook import curves_html
 from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 
+CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 RUNS = Path("runs")
+Row = dict[str, Any]
 log = logging.getLogger("zfunc")
+
+
+def jsonable(value: Any) -> Any:
+    """A value in JSON's own types, which a checkpoint takes too: a path, or a number of more than 64 bits, becomes
+    a text, inf and NaN null, and of a text only what can be encoded is kept.
+    """
+    if isinstance(value, Mapping):
+        return {name: jsonable(x) for name, x in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(x) for x in cast("list[Any]", value)]
+    if isinstance(value, Path | str) or (isinstance(value, int) and abs(value) > MAX_INT):
+        return str(value).encode(errors="replace").decode()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @define(eq=False)
@@ -109,14 +133,14 @@ class RunFolder:
         self.path.joinpath(SUMMARY).unlink(missing_ok=True)
         for partial in filter(is_partial, self.path.iterdir()):
             partial.unlink()
-        self._config = _config(event)
+        self._config = _begun(event)
         lines = [_line(row) for row in self._kept(event)]
         with atomic_replace(self.path / METRICS) as file:
             file.writelines(lines)
         self._metrics = self.path.joinpath(METRICS).open("r+b")
         if lines:
             self._row, self._at = json.loads(lines[-1]), sum(map(len, lines[:-1]))
-        replace_text(self.path / CONFIG, _json(self._config))
+        self._write(CONFIG, self._config)
         self.begun = True
 
     def _kept(self, event: Started) -> list[Row]:
@@ -150,84 +174,23 @@ class RunFolder:
     def _summarize(self, fields: dict[str, Any]) -> None:
         """Write the summary, or add to it."""
         self.summary |= fields
-        replace_text(self.path / SUMMARY, _json(self.summary))
+        self._write(SUMMARY, self.summary)
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        replace_text(self.path / name, json.dumps(jsonable(value), indent=2) + "\n")
 
     def _title(self, event: Traced) -> str:
-        s, machine = _plain(self._config["settings"]), self._config["machine"]
+        s, machine = self._config["settings"], self._config["machine"]
         where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
         model = f"{s['num_layers']} x {s['hidden_size']} {self._config['architecture']}, {s['precision']}"
         return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
 
 
-def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
-    """Make the folder `out`, or one in `runs` named after date and time.
-
-    With `again` the folder may be that of a run, which is resumed. Raises ValueError if it holds other files, is
-    locked by another process, or cannot be written.
-    """
-    try:
-        path = out or _unnamed()
-        new = not path.exists() or out is None
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        descriptor = lock(path, wait=False)
-        try:
-            if not again or not _is_run(path):
-                _check_empty(path, again=again)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return RunFolder(path, new, descriptor)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"out: got {out or RUNS}, in which another process is at work, expected a folder of this run alone: "
-            "wait for it, or name another"
-        ) from error
-    except OSError as error:
-        raise ValueError(
-            f"out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
-            "that can be created and written: name another"
-        ) from error
+def _line(row: Row) -> bytes:
+    return (json.dumps(jsonable(row)) + "\n").encode()
 
 
-def _unnamed() -> Path:
-    """A new folder, created here, so that two runs started in the same second get different ones."""
-    RUNS.mkdir(exist_ok=True)
-    name = datetime.now().strftime("%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
-        path = RUNS / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise FileExistsError(f"{RUNS / name} and a thousand more exist")
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return {"settings", "plan"} <= read_json_object(path / CONFIG).keys()
-    except ValueError:
-        return False
-
-
-def _check_empty(path: Path, *, again: bool) -> None:
-    """Refuse a folder with files, except for those of a run that was killed before it began, to go on with."""
-    files = list(path.iterdir())
-    if again and all(is_partial(x) or (x.name == METRICS and not x.stat().st_size) for x in files):
-        return
-    if again:
-        raise ValueError(
-            f"out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
-            "that is new or empty: name another"
-        )
-    if files:
-        raise ValueError(
-            f"out: got {path}, which holds files already, expected a new or empty folder: name another, or "
-            "resume the run in it with `resume=auto`; no run is ever overwritten"
-        )
-
-
-def _config(event: Started) -> dict[str, Any]:
+def _begun(event: Started) -> dict[str, Any]:
     plan, file = event.plan, event.settings.config
     return {
         "settings": {**attrs.asdict(event.settings), **event.sizes},
@@ -249,20 +212,232 @@ def _config(event: Started) -> dict[str, Any]:
     }
 
 
-def _line(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(_plain(fields)) + "\n").encode()
+def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
+    """Make the folder `out`, or one in `runs` named after date and time.
+
+    With `again` the folder may be that of a run, which is resumed. Raises ValueError if it holds other files, is
+    locked by another process, or cannot be written.
+    """
+    try:
+        path = out or _unnamed()
+        new = not path.exists() or out is None
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        descriptor = lock(path, wait=False)
+    except OSError as error:
+        got, do = f"which cannot be written ({error.strerror or error})", "name another"
+        if isinstance(error, BlockingIOError):
+            got, do = "in which another process is at work", "wait for it, or name another"
+        raise ValueError(
+            f"out: got {out or RUNS}, {got}, expected a folder of this run alone that can be written: {do}"
+        ) from error
+    # What a run that was killed before it began leaves is nothing
+    left = [x for x in path.iterdir() if not again or not _is_left(x)]
+    if left and not (again and _is_run(path)):
+        os.close(descriptor)
+        got, do = "files already", "name another, or resume the run in it with `resume=auto`"
+        if again:
+            got, do = f"files, but no {CONFIG} of a run", "name another"
+        raise ValueError(
+            f"out: got {path}, which holds {got}, expected a new or empty folder: {do}; no run is ever overwritten"
+        )
+    return RunFolder(path, new, descriptor)
 
 
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(_plain(value), indent=2) + "\n"
+def _unnamed() -> Path:
+    """A new folder, created here: two runs that start in the same second get different ones."""
+    RUNS.mkdir(exist_ok=True)
+    path = RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = RUNS / f"{path.name}-{os.getpid()}" if path.exists() else path
+    path.mkdir()
+    return path
 
 
-def _plain(value: Any) -> Any:
-    """JSON's own types; it has no inf and no NaN."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
+def _is_left(path: Path) -> bool:
+    return is_partial(path) or (path.name == METRICS and not path.stat().st_size)
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return {"settings", "plan"} <= read_json_object(path / CONFIG).keys()
+    except ValueError:
+        return False
+
+
+# --- read back --------------------------------------------------------------------------------------------
+
+
+@frozen
+class RunHistory:
+    """A run up to now. `rows` are those of metrics.jsonl; `summary` is empty while it runs, or if it was killed.
+
+    `damage` says which line of the metrics is not valid, and was the last one read; "" if all are.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    rows: tuple[Row, ...]  # in ascending order of steps
+    summary: dict[str, Any]
+    damage: str = ""
+
+    def __repr__(self) -> str:
+        return brief(self, "path", "model")
+
+    def _repr_html_(self) -> str:
+        names = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
+        return curves_html({title: self.of(name) for name, title in names.items()})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings it trained with, all resolved."""
+        return self.config["settings"]
+
+    @property
+    def model(self) -> str:
+        """A short description of the model."""
+        s, what = self.settings, self.config.get("architecture", "GPT")
+        count, trained = (finite_number(self.config.get(x)) for x in ("parameters", "trained"))
+        of = format_parameters(count or 0, trained or count or 0)
+        return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {of}"
+
+    @property
+    def held_out(self) -> str:
+        """The name of the evaluation in a row."""
+        return f"held_out_bits_per_{self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """What a token is: "byte" or "token"."""
+        return str(self.config.get("unit", "byte"))
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """The plan's peak bytes on each tier."""
+        return {tier: n for tier, n in self.config["plan"].get("planned_bytes", {}).items() if n}
+
+    @property
+    def planned_on_host(self) -> int:
+        """The plan's bytes of tensors in host memory, which is also the device's on a CPU."""
+        tiers = ("host", "pinned") if self.config["machine"].get("gpu") else ("host", "pinned", "device")
+        return sum(self.planned.get(tier, 0) for tier in tiers)
+
+    @property
+    def steps(self) -> tuple[Row, ...]:
+        """The rows of steps, without that of the evaluation before the first."""
+        return tuple(row for row in self.rows if "seconds" in row)
+
+    @property
+    def skipped(self) -> list[Row]:
+        """The rows of steps that an overflow skipped."""
+        return [row for row in self.steps if row.get("skipped") is True]
+
+    def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
+        """(step, value) of every row that has a figure; None for a value that is not a finite number."""
+        return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
+
+
+def read_history(run: Path) -> RunHistory:
+    """The run in a folder, also while it is written. Raises ValueError for files that zfunc did not write."""
+    config, end, metrics = read_json_object(run / CONFIG), run / SUMMARY, run / METRICS
+    summary = read_json_object(end) if end.exists() else {}
+    with _reading(run / CONFIG):  # what readers take as it is
+        begun, ended = (JsonNode(x, str(at)).entries() for x, at in ((config, run / CONFIG), (summary, end)))
+        for name in ("settings", "plan", "machine"):
+            begun[name].read(dict)
+        for entries, name, kind in (
+            (begun, "data", tuple[str, ...]),
+            (begun["plan"].entries(), "planned_bytes", Mapping[str, float]),
+            (ended, "peak_bytes", Mapping[str, float]),
+            (ended, "ended", Text),
+        ):
+            if name in entries:
+                entries[name].read(kind)
+    valid, bad_line = rows_of(metrics.read_bytes() if metrics.exists() else b"")
+    damage = f"{metrics}: line {bad_line} is not valid; the rest is not read" if bad_line else ""
+    return RunHistory(run, config, valid, summary, damage)
+
+
+def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
+    """The complete lines of metrics as rows, and the number of the first invalid one, 0 if all are valid.
+
+    >>> rows_of(b'{"step": 1}\\n{"step": 2')
+    (({'step': 1},), 0)
+    """
+    rows: list[Row] = []
+    for n, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            return tuple(rows), n
+        row = cast("Row", content) if isinstance(content, dict) else {}
+        if type(row.get("step")) is not int or not after < row["step"] <= MAX_INT:
+            return tuple(rows), n
+        rows.append(row)
+        after = row["step"]
+    return tuple(rows), 0
+
+
+def finite_number(value: object) -> float | None:
+    """The value as a float, or None if it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def numbers(values: Iterable[tuple[int, float | None]]) -> list[float]:
+    """The values of a figure by step, without None."""
+    return [y for _, y in values if y is not None]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder. Raises ValueError, naming file and line, if there is none."""
+    with _reading(path):
+        return parse_json(path.read_bytes(), str(path)).read(dict)
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Whatever is wrong with a file of a run folder: its path, what is wrong, and to name another folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"got {path.parent}, whose {path.name} cannot be read ({error.strerror}), expected the folder of a run"
+            f"{' that measured a step' * (path.name in (PLAN, TRACE))}: name one that `zfunc train` wrote"
+        ) from error
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        what = repr(error) if isinstance(error, KeyError | TypeError) else str(error)
+        what = what.partition(": the file is damaged")[0]
+        at = "" if what.startswith(str(path.parent)) else f"{path}: "
+        expected = "" if "expected" in what else ", expected what zfunc train wrote"
+        raise ValueError(f"{at}{what}{expected}: name the folder of another run") from error
+
+
+@frozen
+class RecordedStep:
+    """A step that a run measured, its plan, and what a prediction of it needs to know of the run."""
+
+    plan: Plan
+    timeline: Timeline
+    schedule: str = field(validator=validators.instance_of(str))
+    precision: str = field(validator=validators.instance_of(str))
+    world: int = field(validator=[validators.instance_of(int), validators.ge(1)])
+
+
+def read_recorded_step(run: Path) -> RecordedStep:
+    """The measured step in the folder of a run.
+
+    Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan.
+    """
+    with _reading(run / PLAN):
+        plan = parse((run / PLAN).read_text(encoding="utf-8"))
+    with _reading(run / TRACE):
+        timeline = read_chrome_trace((run / TRACE).read_text(encoding="utf-8"))
+        events_of(plan, timeline)
+    config = read_json_object(run / CONFIG)
+    with _reading(run / CONFIG):
+        settings, ranks = config["settings"], config["machine"]["ranks"]
+        return RecordedStep(plan, timeline, settings["schedule"], settings["precision"], ranks)

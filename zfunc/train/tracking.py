@@ -1,15 +1,16 @@
 """A training's metrics as scalars, for the trackers that flags ask for: TensorBoard, Weights & Biases, trackio.
 
-A scalar is a finite number of metrics.jsonl. When a run resumes, what a tracker has of it in the run folder is
-deleted and written again from there, so no point comes twice. A tracker that fails is closed with a warning, and
-the training goes on.
+A tracker is made with the run folder and the settings, and has `log(scalars, step)`, in the order of steps, and
+`close()`. A scalar is a finite number of metrics.jsonl. When a run resumes, what a tracker has of it in the run
+folder is deleted and written again from there, so no point comes twice. A tracker that fails is closed with a
+warning, and the training goes on.
 """
 
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -19,8 +20,7 @@ from typing import Any
 import attrs
 
 from zfunc.train.events import Evaluated, Event, Started, Stepped
-from zfunc.train.history import METRICS, Row, finite_number, rows_of
-from zfunc.train.resume import plain_settings
+from zfunc.train.run_folder import METRICS, Row, finite_number, jsonable, rows_of
 from zfunc.train.settings import TrainSettings
 
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
@@ -39,24 +39,19 @@ log = logging.getLogger("zfunc")
 
 
 class TensorBoard:
-    """A file of events in RUN/tensorboard. A tracker takes scalars by name, in the order of steps; what `log` was
-    given is on the disk, or sent, after `close`.
-    """
+    """A file of events in RUN/tensorboard."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(_new_folder(run / "tensorboard")))
+        self.close = self._writer.close
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """An event for each."""
+        """An event for each, on the disk."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
 
 
 class WandB:
@@ -97,17 +92,10 @@ def _wandb_arguments(run: Path) -> dict[str, Any]:
     name = place.read_text().strip()
     upload = f"offline, nothing is sent; to upload: wandb sync {run}/wandb/offline-run-*-{name}"
     log.info("Weights & Biases: %s", upload if offline else f"mode {mode}, run {name}")
-    settings = wandb.Settings(console="off", silent=True, disable_code=True)
-    resume = None if offline else "allow"
     # The calling program may have a run of its own beside this one.
-    return {
-        "dir": run,
-        "mode": mode,
-        "settings": settings,
-        "id": name,
-        "resume": resume,
-        "reinit": "create_new",
-    }
+    beside = {"reinit": "create_new", "resume": None if offline else "allow"}
+    settings = wandb.Settings(console="off", silent=True, disable_code=True)
+    return {"dir": run, "mode": mode, "settings": settings, "id": name, **beside}
 
 
 def _trackio_arguments(run: Path) -> dict[str, Any]:
@@ -149,55 +137,52 @@ def check_packages(settings: TrainSettings) -> None:
 @contextmanager
 def tracking(settings: TrainSettings, run: Path) -> Generator[Callable[[Event], None]]:
     """A function that writes the scalars of an event; call it after the event is recorded in the run folder."""
-    begun: list[Started] = []
     trackers: dict[str, Any] = {}
-
-    def rows(event: Event) -> Iterator[Row]:
-        """The rows of metrics that come with an event: at the start those that are in the run folder."""
-        if isinstance(event, Started):
-            yield from rows_of((run / METRICS).read_bytes())[0]
-        elif isinstance(event, Evaluated | Stepped):
-            yield {**attrs.asdict(event), f"held_out_bits_per_{begun[0].unit}": event.held_out}
+    unit = "byte"
 
     def write(event: Event) -> None:
-        if isinstance(event, Started):
-            begun[:] = [event]
-        for kind in trackers_of(settings):
+        nonlocal unit
+        rows: tuple[Row, ...] = ()
+        if isinstance(event, Started):  # those that are in the run folder
+            unit, rows = event.unit, rows_of((run / METRICS).read_bytes())[0]
+        elif isinstance(event, Evaluated | Stepped):
+            rows = ({**attrs.asdict(event), f"held_out_bits_per_{unit}": event.held_out},)
+        for kind in trackers_of(settings) if isinstance(event, Started) else [*trackers]:
             try:
                 if isinstance(event, Started):
                     trackers[kind] = TRACKERS[kind](run, _config(event))
-                for row in rows(event) if kind in trackers else ():
-                    scalars = _scalars(row, fp16=begun[0].settings.precision == "fp16")
-                    if scalars:
+                for row in rows:
+                    if scalars := _scalars(row, settings.precision):
                         trackers[kind].log(scalars, row["step"])
             except Exception as error:  # of any kind: W&B and the disk have their own
                 message = f"{type(error).__name__}: {error}"
                 log.warning("`%s`: %s: this tracker is closed, training goes on", kind, message)
-                _close(trackers.pop(kind, None))
+                close(kind)
+
+    def close(kind: str) -> None:
+        with suppress(Exception):
+            trackers.pop(kind).close()
 
     try:
         yield write
     finally:
-        for tracker in trackers.values():
-            _close(tracker)
-
-
-def _close(tracker: Any) -> None:
-    if tracker is not None:
-        with suppress(Exception):
-            tracker.close()
+        for kind in [*trackers]:
+            close(kind)
 
 
 def _config(event: Started) -> dict[str, Any]:
-    config = {**plain_settings(event.settings), **event.sizes, **event.machine}
+    config = {**jsonable(attrs.asdict(event.settings)), **event.sizes, **event.machine}
     return {**config, "parameters": event.parameters, "trained": event.trained}
 
 
-def _scalars(row: Row, *, fp16: bool) -> dict[str, float]:
+def _scalars(row: Row, precision: str) -> dict[str, float]:
     """The finite numbers of a row by the names of their scalars."""
-    left_out = {*(() if fp16 else FP16_ONLY), *(() if row.get("device_bytes") else ("device_bytes",))}
+    left_out = [
+        *(() if precision == "fp16" else FP16_ONLY),
+        *(() if row.get("device_bytes") else ("device_bytes",)),
+    ]
     values = {SCALARS[name]: x for name, x in row.items() if name in SCALARS and name not in left_out}
     for group, begin in GROUPS.items():
         values |= {f"{begin}/{name}": x for name, x in row.get(group, {}).items()}
-    numbers = {name: int(x) if isinstance(x, bool) else x for name, x in values.items()}
-    return {name: y for name, x in numbers.items() if (y := finite_number(x)) is not None}
+    numbers = {name: finite_number(int(x) if isinstance(x, bool) else x) for name, x in values.items()}
+    return {name: x for name, x in numbers.items() if x is not None}

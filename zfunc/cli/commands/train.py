@@ -1,7 +1,7 @@
 """`zfunc train`. Its settings are in `zfunc.train.settings`."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from zfunc.cli.parser import EXIT_OK, Command, with_flags
@@ -25,20 +25,17 @@ def run_train(settings: TrainSettings) -> int:
     from zfunc.train import resume, tracking
     from zfunc.train.run_folder import create_run
 
-    with process_group() as ranks, logged(COMMAND.options):
-        if ranks.rank:
-            _train(settings, None, resume.receive(ranks))
-            return EXIT_OK
-        with resume.broadcasting_errors(ranks):
-            tracking.check_packages(settings)
-            run = create_run(settings.out, again=settings.resume == AUTO)
-        try:
-            with resume.broadcasting_errors(ranks):
-                start = resume.choose_resume_point(run.path, settings)
-            resume.broadcast(ranks, start)
-            _train(settings, run, start)
-        finally:
-            run.close()
+    run = None
+
+    def begin() -> "ResumePoint":
+        nonlocal run
+        tracking.check_packages(settings)
+        run = stack.enter_context(closing(create_run(settings.out, again=settings.resume == AUTO)))
+        return resume.choose_resume_point(run.path, settings)
+
+    with process_group() as ranks, logged(COMMAND.options), ExitStack() as stack:
+        start = resume.agreed(ranks, begin)
+        _train(settings, run, start)
     return EXIT_OK
 
 

@@ -104,7 +104,7 @@ def from_deepspeed(
     values = read_values(source, given)
     check_complete(values)
     # The optimizer, whose learning rate a scheduler may begin with
-    name, arguments = optimizer_of(values)
+    name, arguments = named_optimizer(values)
     optimizer: Any = make_optimizer(name, decay=decay, **arguments)
     rate = lr_schedule(values, lr=getattr(optimizer, "optimizers", (optimizer,))[0].lr)
     if rate is not None:
@@ -147,7 +147,7 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
     if values.leaves_open("optimizer.type"):
         values = evolve(values, given={"optimizer.type": settings.optimizer})
     usual = CLASSES[settings.optimizer].usual[2]
-    own = {k: v for k, v in optimizer_of(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
+    own = {k: v for k, v in named_optimizer(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
     if values.has("optimizer"):
         usual = {name: x for name, x in usual.items() if values.leaves_open(PARAM + name)}
     scale = loss_scale(values) if settings.config and settings.precision == "fp16" else None
@@ -221,9 +221,9 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
         yield "swap", tuple(x for x in folders if x), f"{ZERO}offload_optimizer.nvme_path"
     # The optimizer
     if values.sets("optimizer.type"):
-        yield "optimizer", optimizer_of(values)[0], "optimizer.type"
+        yield "optimizer", named_optimizer(values)[0], "optimizer.type"
     if values.has("optimizer"):
-        found = optimizer_of(values)[1]
+        found = named_optimizer(values)[1]
         yield from ((name, found[name], PARAM + name) for name in ("lr", "weight_decay") if name in found)
     if values.sets(MAX_LR) and not values.sets(LR):
         yield "lr", values[MAX_LR], MAX_LR
@@ -292,7 +292,7 @@ def optimizer_params(name: str) -> list[str]:
     return ["lr", "weight_decay", *CLASSES[name].deepspeed.split(), *switches]
 
 
-def optimizer_of(values: ConfigValues) -> tuple[str, dict[str, Any]]:
+def named_optimizer(values: ConfigValues) -> tuple[str, dict[str, Any]]:
     """The file's optimizer as one of `by_name.CLASSES`, AdamW without any; and its arguments, but for `decay` and
     those that are left at "auto".
     """
@@ -344,7 +344,7 @@ def notes(values: ConfigValues, batch: str, rate: LRSchedule | None) -> Iterator
             idle[f"{kind} sets the learning rate alone, as in DeepSpeed"] = [name]
         elif name == PARAM_DEVICE and value != "none" and values[STAGE] != 3:
             idle["for stage 3 only, as in DeepSpeed"] = [name]
-        elif block == PARAM[:-1] and made and last not in optimizer_params(optimizer_of(values)[0]):
+        elif block == PARAM[:-1] and made and last not in optimizer_params(named_optimizer(values)[0]):
             idle.setdefault(f"not of the optimizer {made}", []).append(name)
         elif block == PARAMS[:-1] and kind and last not in params_of(kind):
             idle.setdefault(f"not of the scheduler {kind}", []).append(name)
