@@ -9,7 +9,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -386,6 +386,8 @@ def same_modules(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same_modules, a, b))
     if isinstance(a, (set, frozenset)) and type(a) is type(b):
         return a == b
+    if isinstance(a, partial) and type(a) is type(b):
+        return same_modules((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     return type(a) is type(b) and _is_value(a) and a == b
 
 

@@ -5,13 +5,12 @@ names, and run copies of the modules that take no memory.
 """
 
 import copy
-import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import evolve
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,13 +19,12 @@ from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare
 from zfunc.models.hf.families import LOSS, check_supported, check_transformers, is_tested
-from zfunc.models.hf.parts import EmbedPart, Entry, HeadPart, LayerPart, Skipped, Stop, record_router
-from zfunc.models.hf.recording import Recording, record
+from zfunc.models.hf.parts import EmbedPart, HeadPart, LayerPart, Place, stop_before
+from zfunc.models.hf.recording import record
 from zfunc.models.loss import collated_batch
 from zfunc.runtime.rng import seeded_sequence
 
 log = logging.getLogger("zfunc")
-_Memo = dict[int, Any]
 
 
 def cut_model(
@@ -56,327 +54,198 @@ def cut_model(
     computes something else in segments; ImportError without transformers.
     """
     check_transformers()
-    base = base_of(model)
+    base: Any = base_of(model)
     check_supported(base, loss=loss is not None)
     if loss is not None and example is None:
         raise ValueError(f"example: got none with a loss, expected a tiny batch: {LOSS}")
-    inputs, targets = (_tokens(base), None) if example is None else (_by_name(base, example[0]), example[1])
-    carries, packs = (False, True) if is_tested(base) else compare(cut_layers, base, inputs, targets, loss)
+    inputs, targets = ({"input_ids": _tokens(base)}, None) if example is None else example
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else {base.main_input_name: inputs}
+    packs = is_tested(base) or compare(cut_layers, base, inputs, targets, loss)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
-    return cut_layers(model, inputs, loss, carries_input=carries, packs_documents=packs)
+    return cut_layers(model, inputs, loss, packs_documents=packs)
+
+
+def _tokens(model: Any) -> Tensor:
+    """Token ids, [2, 9]."""
+    vocabulary = min(model.config.get_text_config().vocab_size, 1000)
+    return torch.randint(3, vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def cut_layers(
-    model: Any,
-    inputs: Mapping[str, Tensor],
-    loss: Loss | None,
-    *,
-    carries_input: bool = False,
-    packs_documents: bool = True,
+    model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, packs_documents: bool = True
 ) -> tuple[Segment, ...]:
     """Embeddings, one segment for each layer, and what follows them with the loss; inputs are such as `inputs`.
 
-    With `carries_input` segments hand on the main input, for models whose layers depend on its values; without
-    `packs_documents` they refuse several documents in a sequence. Raises ValueError for a model in which no layers
-    are found.
+    Without `packs_documents` they refuse several documents in a sequence. Raises ValueError for a model in which no
+    layers are found.
     """
     register()
-    base = base_of(model)
-    configs = _Configs(implementation_for(base))
-    with FakeTensorMode():
-        recording = record(base, _shadow(base, configs), inputs)
-    recording = evolve(recording, call=evolve(recording.call, carries=carries_input, packs=packs_documents))
-    cutter = _Cutter(base, recording, configs, _names(base), base.get_submodule(recording.layers))
-    names, in_base = _names(model), cutter.unused
-    unused = {names[id(p)] for name, p in base.named_parameters() if name in in_base}
+    cutter = _Cutter(base_of(model), inputs, packs=packs_documents)
+    names = {id(p): name for name, p in model.named_parameters()}  # the first of a tied one
     segments: list[Segment] = []
-    owned: set[str] = set()
+    owned = set[str]()
     for name, cut, own in cutter.cuts(loss):
-        segments.append(cut.named(name, own, model, names, owned, unused))
+        segments.append(_named(name, cut, own, model, names, frozenset(owned), cutter.unused))
         owned |= {p.name for p in segments[-1].parameters}
     if loss is None:
         segments[-1] = evolve(segments[-1], read_dict=collated_batch)
     return tuple(segments)
 
 
-def _tokens(model: Any) -> dict[str, Tensor]:
-    """Token ids, [2, 9]."""
-    text = model.config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
-    return {"input_ids": torch.randint(3, min(text.vocab_size, 1000), (2, 9), generator=generator)}
+# --- the parts of a model -----------------------------------------------------------------------------------
 
 
-def _by_name(model: Any, inputs: Any) -> dict[str, Tensor]:
-    return dict(inputs) if isinstance(inputs, Mapping) else {model.main_input_name: inputs}
+class _Cut:
+    """A part of the model, and as a segment under its own names. Layers that are alike share one."""
+
+    def __init__(self, name: str, part: nn.Module, model: Any) -> None:
+        self.part, self.constants = part, _take_buffers(part, model)
+        self.segment = segment(name, part)
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, the first of a tied one."""
-    return {id(p): name for name, p in model.named_parameters()}
-
-
-@define(eq=False)
-class _Configs:
-    """The configs of a model with zfunc's attention, each made once, so that equal modules compare equal."""
-
-    implementation: str
-    made: dict[int, AttentionSettings] = field(factory=dict[int, AttentionSettings])
-
-    def memo(self, module: nn.Module) -> _Memo:
-        """For deepcopy: the same tensors, these configs, and functions instead of partials."""
-        memo: _Memo = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        for part in module.modules():
-            for name, value in vars(part).items():
-                if isinstance(value, functools.partial):
-                    memo[id(value)] = _function(value.func, value.args, tuple(value.keywords.items()))
-                elif name == "config" and value is not None:
-                    memo[id(value)] = self.made.setdefault(
-                        id(value), AttentionSettings(value, self.implementation)
-                    )
-                elif name in ("generation_config", "peft_config"):  # nothing in forward reads them
-                    memo[id(value)] = False
-        return memo
-
-
-@functools.lru_cache(maxsize=64)
-def _function(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> Callable[..., Any]:
-    """A partial as a function: deepcopy keeps functions as they are, but copies partials."""
-    return lambda *more: function(*args, *more, **dict(kwargs))
-
-
-def _shadow(model: nn.Module, configs: _Configs) -> nn.Module:
-    """A copy of fake tensors, in a FakeTensorMode."""
-    memo = configs.memo(model)
-    for t in (*model.parameters(), *model.buffers()):
-        fake = torch.empty(t.shape, dtype=t.dtype, device="cpu")
-        memo[id(t)] = nn.Parameter(fake, t.is_floating_point()) if isinstance(t, nn.Parameter) else fake
-    return _ready(copy.deepcopy(model, memo)).eval()
-
-
-def _ready(module: nn.Module) -> nn.Module:
-    for m in module.modules():
-        if hasattr(m, "gradient_checkpointing"):
-            m.gradient_checkpointing = False
-        if hasattr(m, "warn_if_padding_and_no_attention_mask"):
-            m.warn_if_padding_and_no_attention_mask = _ignore  # it reads the values of tokens
-        if hasattr(m, "lora_A"):
-            m.kwargs = {}  # its place, from when peft made it
-    return module.train()
-
-
-def _ignore(*_: Any, **__: Any) -> None: ...
-
-
-@define(eq=False)
 class _Cutter:
-    """Makes the modules of the segments, each with its name."""
+    """Makes the parts of a model that become segments."""
 
-    model: Any
-    recording: Recording
-    configs: _Configs
-    names: dict[int, str]
-    layers: Any
-    router_class: Any = None
+    def __init__(self, model: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> None:
+        self.model, self.implementation = model, implementation_for(model)
+        self.configs: dict[int, AttentionSettings] = {}
+        with FakeTensorMode():
+            fakes: dict[int, Any] = {}
+            for t in (*model.parameters(), *model.buffers()):
+                fake = torch.empty(t.shape, dtype=t.dtype, device="cpu")
+                fakes[id(t)] = nn.Parameter(fake) if isinstance(t, nn.Parameter) else fake
+            self.recording = record(model, self.copied(model, fakes).eval(), inputs, packs=packs)
+        self.layers: Any = model.get_submodule(self.recording.layers)
+        used = self.recording.embed | self.recording.head | {id(p) for p in self.layers.parameters()}
+        self.unused = frozenset(id(p) for p in model.parameters()) - used  # nothing depends on them
+        self.routers, self.router_index = self._routers()
 
-    @property
-    def unused(self) -> frozenset[str]:
-        """Parameters that nothing depends on."""
-        used = (
-            {self.names[id(p)] for p in self.layers.parameters()} | self.recording.embed | self.recording.head
-        )
-        return frozenset(self.names.values()) - used
+    def copied(self, module: nn.Module, replaced: Mapping[int, Any]) -> Any:
+        """A copy with the same tensors, but for those `replaced`, and configs with zfunc's attention, each made
+        once, so that equal modules compare equal."""
+        memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        for part in module.modules():
+            config: Any = vars(part).get("config")
+            if config is not None:
+                own = AttentionSettings(config, self.implementation)
+                memo[id(config)] = self.configs.setdefault(id(config), own)
+        module = copy.deepcopy(module, {**memo, **replaced})
+        for m in module.modules():
+            if hasattr(m, "gradient_checkpointing"):
+                m.gradient_checkpointing = False
+            if hasattr(m, "warn_if_padding_and_no_attention_mask"):
+                m.warn_if_padding_and_no_attention_mask = _ignore  # it reads the values of tokens
+            if hasattr(m, "lora_A"):
+                m.kwargs = {}  # its place, from when peft made it
+        return module.train()
 
-    @property
-    def routers(self) -> list[tuple[str, int]]:
-        """Of each layer, where its router is, and the index of the logits in what that returns; ("", 0) for none.
+    def _routers(self) -> tuple[list[str | None], int]:
+        """Where the router of each layer is, if it has one, and where the logits are in what that returns.
 
-        Nothing, if the model has no loss of its routers, or it is turned off.
+        None, if the model has no loss of its routers, or it is turned off.
         """
-        if not getattr(self.model.config, "output_router_logits", False):
-            return []
-        if not hasattr(self.model, "router_aux_loss_coef"):
-            return []
-        specs = [
-            (getattr(m, "_can_record_outputs", None) or {}).get("router_logits") for m in self.model.modules()
-        ]
-        spec = next((x for x in specs if x is not None), None)
-        kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 0)
-        return [
-            next(((x, index) for x, m in layer.named_modules() if isinstance(m, kind)), ("", 0))
-            for layer in self.layers
-        ]
+        config, kind, index = self.model.config, (), 0
+        if getattr(config, "output_router_logits", False) and hasattr(self.model, "router_aux_loss_coef"):
+            specs = [getattr(m, "_can_record_outputs", None) or {} for m in self.model.modules()]
+            spec = next((x["router_logits"] for x in specs if "router_logits" in x), ())
+            kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 0)
+        found = ((x for x, m in layer.named_modules() if isinstance(m, kind)) for layer in self.layers)
+        return [next(names, None) for names in found], index
 
-    def embed(self) -> tuple[str, nn.Module]:
+    def cuts(self, loss: Loss | None) -> Iterator[tuple[str, _Cut, nn.Module]]:
+        """The name of each segment, its cut, and a module with its tensors under the names that they have there."""
+        model, inside = self.model, {id(m) for m in self.layers.modules()}
+        name = self._name(model.get_input_embeddings(), "embed")
+        cut = _Cut(name, self._embed(), model)
+        yield name, cut, cut.part
+        around = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()}
+        known: list[tuple[Any, nn.Module, _Cut]] = []
+        for n, own in enumerate(self.layers):
+            name, layer = f"{self.recording.layers}.{n}", self.copied(own, {})
+            place, router = self.recording.places[n], self.routers[n]
+            for m in layer.modules():
+                if hasattr(m, "layer_idx"):
+                    m.layer_idx = place
+            tied, signature = (
+                any(id(p) in around for p in own.parameters()),
+                (place, router, _signature(layer)),
+            )
+            cut = next((x for s, m, x in known if s == signature and same_modules(m, layer)), None)
+            if cut is None or tied:
+                top_k, kept = getattr(model, "num_experts_per_tok", 0), {id(p) for p in own.parameters()}
+                given = {"router": router, "index": self.router_index, "top_k": top_k}
+                cut = _Cut(name, self._part(LayerPart, place, kept, layer=layer, **given), model)
+                known += [] if tied else [(signature, layer, cut)]
+            yield name, cut, nn.ModuleDict({"layer": layer})
+        name = self._name(model.get_output_embeddings(), "head")
+        cut = _Cut(name, self._head(loss), model)
+        yield name, cut, cut.part
+
+    def _name(self, module: nn.Module | None, otherwise: str) -> str:
+        return next((x for x, m in self.model.named_modules() if m is module), otherwise)
+
+    def _embed(self) -> nn.Module:
         """Everything before the first layer."""
-        tokens = self.model.get_input_embeddings()
-        name = next((x for x, m in self.model.named_modules() if m is tokens), "embed")
-        most = getattr(self.model.config, "max_position_embeddings", None)
+        most, tokens = (
+            getattr(self.model.config, "max_position_embeddings", None),
+            self.model.get_input_embeddings(),
+        )
         learned = most is not None and any(
             isinstance(m, nn.Embedding) and m is not tokens and m.num_embeddings >= most
             for x, m in self.model.named_modules()
             if x in self.recording.before
         )
-        experts = self.model.num_experts if any(x for x, _ in self.routers) else 0
-        copied, absent = self._copied(self.recording.embed, {0: Stop()})
-        call = self.recording.call
-        return name, EmbedPart(copied, call, absent, longest=most if learned else None, experts=experts)
+        given = {
+            "longest": most if learned else None,
+            "experts": self.model.num_experts if any(self.routers) else 0,
+        }
+        return self._part(EmbedPart, 0, self.recording.embed, stops=True, **given)
 
-    def cuts(self, loss: Loss | None) -> Iterator[tuple[str, "_Cut", nn.Module | None]]:
-        """The name of each segment with its cut, which layers that are alike share, and its layer."""
-        name, part = self.embed()
-        yield name, _Cut.of(name, part, self.model), None
-        routers = self.routers or [("", 0)] * len(self.layers)
-        inside = {id(m) for m in self.layers.modules()}
-        around = {id(p) for m in self.model.modules() if id(m) not in inside for p in m._parameters.values()}
-        known: list[tuple[int, _Cut]] = []  # the place of each
-        for n, own in enumerate(self.layers):
-            name, place, router = f"{self.recording.layers}.{n}", self.recording.places[n], routers[n]
-            entry = self._entry(own, place, *router)
-            tied = any(id(p) in around for p in own.parameters())
-            cut = next((x for at, x in known if at == place and not tied and x.fits(entry.layer)), None)
-            if cut is None:
-                cut = _Cut.of(name, self._layer(own, place, entry, router[0]), self.model, entry.layer)
-                known += [] if tied else [(place, cut)]
-            yield name, cut, entry.layer
-        name, part = self.head(loss)
-        yield name, _Cut.of(name, part, self.model), None
-
-    def _entry(self, own: nn.Module, place: int, router: str, index: int) -> Entry:
-        """A copy of a layer, as the first one that is given the same; its `router`, if it has one, is recorded."""
-        entry = Entry(copy.deepcopy(own, self.configs.memo(own)))
-        for module in entry.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = place
-        if router:
-            recorded = entry.layer.get_submodule(router)
-            vars(recorded)["recorded_index"] = index
-            # Not by register_forward_hook: its numbers are never equal.
-            recorded._forward_hooks[0] = record_router
-        _ready(entry)
-        return entry
-
-    def _layer(self, own: nn.Module, place: int, entry: Entry, router: str) -> nn.Module:
-        """One layer, in the model."""
-        copied, absent = self._copied({self.names[id(p)] for p in own.parameters()}, {place: entry}, dry=True)
-        recorded = entry.layer.get_submodule(router) if router else None
-        top_k = getattr(self.model, "num_experts_per_tok", 0)
-        return LayerPart(copied, self.recording.call, absent, entry=entry, router=recorded, top_k=top_k)
-
-    def head(self, loss: Loss | None) -> tuple[str, nn.Module]:
+    def _head(self, loss: Loss | None) -> nn.Module:
         """Everything after the last layer."""
-        last = len(self.layers) - 1
-        entry = Entry(Skipped(self.layers[last], self.recording.as_tuple))
-        path = self.recording.linear if loss is None else None
-        linear = None if path is None else self.model.get_submodule(path)
-        stop = None if linear is None else Stop(copy.deepcopy(linear, self.configs.memo(linear)))
-        memo: _Memo = {} if linear is None else {id(linear): stop}
-        copied, absent = self._copied(self.recording.head | self.unused, {last: entry}, memo, dry=True)
-        part = HeadPart(
-            copied,
-            self.recording.call,
-            absent,
-            entry=entry,
-            linear=None if stop is None else stop.linear,
-            softcap=self.model.config.final_logit_softcapping if self.recording.capped else None,
+        part = self._part(
+            HeadPart,
+            len(self.layers) - 1,
+            self.recording.head | self.unused,
+            stops=False,
+            linear=self.recording.linear if loss is None else None,
+            softcap=getattr(self.model.config, "final_logit_softcapping", None),
             loss=loss,
-            routers=sum(bool(x) for x, _ in self.routers),
+            routers=sum(x is not None for x in self.routers),
             balance=getattr(self.model, "router_aux_loss_coef", 0.0),
         )
-        output = self.model.get_output_embeddings()
-        return next(
-            (x for x, m in self.model.named_modules() if output is not None and m is output), "head"
-        ), part
+        if part.linear is not None:
+            stop_before(part.model.get_submodule(part.linear))
+        return part
 
-    def _copied(
-        self, kept: Any, places: Mapping[int, nn.Module], memo: _Memo | None = None, *, dry: bool = False
-    ) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
-        """A copy of the model with other layers, and only the parameters `kept`; the shapes of the others.
-
-        It does not depend on its place in the model, so that equal layers compare equal, and share one trace. A
-        `dry` one has no dropout before the layers, which is another segment's.
-        """
-        skipped = [Skipped(x, self.recording.as_tuple) for x in self.layers]
-        layers = nn.ModuleList([places.get(n, x) for n, x in enumerate(skipped)])
-        copied = copy.deepcopy(self.model, {**self._outer_memo(), id(self.layers): layers, **(memo or {})})
-        _ready(copied)
+    def _part(
+        self,
+        kind: Any,
+        place: int,
+        kept: Set[int],
+        *,
+        stops: bool = True,
+        layer: nn.Module | None = None,
+        **given: Any,
+    ) -> Any:
+        """A copy of the model with places for layers, and only the parameters `kept`. Dropout before the layers is
+        the first segment's."""
+        places = [Place(x, self.recording.as_tuple) for x in self.layers]
+        places[place] = Place(self.layers[place], self.recording.as_tuple, stops=stops, layer=layer)
+        copied = self.copied(self.model, {id(self.layers): nn.ModuleList(places)})
+        inside = {id(m) for x in places for m in x.modules()}
         absent: dict[str, tuple[int, ...]] = {}
-        inside = {id(m) for m in layers.modules()}
         for path, module in copied.named_modules():
-            if dry and path in self.recording.before:
+            if kind is not EmbedPart and path in self.recording.before:
                 module.eval()
             for name, p in module._parameters.items():
-                if p is not None and id(module) not in inside and self.names[id(p)] not in kept:
+                if p is not None and id(module) not in inside and id(p) not in kept:
                     absent[f"{path}.{name}" if path else name] = tuple(p.shape)
                     module._parameters[name] = None
-        return copied, absent
-
-    def _outer_memo(self) -> _Memo:
-        return self.configs.memo(self.model)
+        return kind(copied, places[place], self.recording.call, absent, **given)
 
 
-@frozen(eq=False)
-class _Cut:
-    """A part of the model as a segment under its own names. Layers that are alike share one."""
-
-    part: nn.Module
-    result: Segment
-    constants: Values
-    layer: nn.Module | None
-    signature: Any
-
-    @classmethod
-    def of(cls, name: str, part: nn.Module, model: Any, layer: nn.Module | None = None) -> "_Cut":
-        signature = None if layer is None else _signature(layer)
-        constants = _take_buffers(part, "", model)
-        return cls(part, segment(name, part), constants, layer, signature)
-
-    def fits(self, layer: nn.Module) -> bool:
-        """Whether another layer computes the same of its tensors."""
-        return self.signature == _signature(layer) and same_modules(self.layer, layer)
-
-    def named(
-        self,
-        name: str,
-        layer: nn.Module | None,
-        model: Any,
-        names: dict[int, str],
-        earlier: set[str],
-        unused: set[str],
-    ) -> Segment:
-        """The segment with the tensors of `layer`, if it is one, its parameters under the model's names; it shares
-        those of `earlier` segments."""
-        twins, constants = dict[int, Any](), self.constants
-        if self.layer is not None and layer is not None and layer is not self.layer:
-            twins = {id(a): b for a, b in zip(self.layer.parameters(), layer.parameters(), strict=True)}
-            place = next(x for x, m in self.part.named_modules() if m is self.layer)
-            constants = {**constants, **_take_buffers(layer, place, model)}
-        own = [self.result.origins[p.name] for p in self.result.parameters]
-        tensors = dict(zip(self.result.short, (twins.get(id(t), t) for t in own), strict=True))
-        full = {short: names.get(id(t), f"{name}.{short}") for short, t in tensors.items()}
-        owned = {short: x for short, x in full.items() if x not in earlier}
-        on_meta = any(t.is_meta for t in tensors.values())
-
-        def initial(seed: int) -> Values:
-            if not on_meta:
-                return {x: tensors[short].detach() for short, x in owned.items()}
-            values = _draw_values(name, self.part, constants, model, seed)
-            return {x: values[short] for short, x in owned.items()}
-
-        return evolve(
-            self.result,
-            name=name,
-            parameters=tuple(
-                evolve(p, name=x, trainable=p.trainable and x not in unused)
-                for p, x in zip(self.result.parameters, full.values(), strict=True)
-            ),
-            shared=frozenset(full.values()) & earlier,
-            origins={x: tensors[short] for short, x in full.items()},
-            initial=initial,
-            constants=constants,
-            source=None,  # nobody else has the part
-        )
+def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module) -> list[Any]:
@@ -393,43 +262,78 @@ def _signature(layer: nn.Module) -> list[Any]:
     ]
 
 
-def _take_buffers(part: nn.Module, place: str, model: Any) -> Values:
-    """Remove the buffers, and return their values by name, on the CPU, for a part at `place`; those on meta are
-    computed."""
+# --- their names and values ---------------------------------------------------------------------------------
+
+
+def _named(
+    name: str,
+    cut: _Cut,
+    own: nn.Module,
+    model: Any,
+    names: dict[int, str],
+    earlier: Set[str],
+    unused: Set[int],
+) -> Segment:
+    """The segment of a cut with the tensors of `own`, its parameters under the model's names; it shares those of
+    `earlier` segments."""
+    tensors = {short: own.get_parameter(short) for short in cut.segment.short}
+    constants = {**cut.constants, **_take_buffers(own, model)}
+    full = {short: names[id(t)] for short, t in tensors.items()}
+    on_meta = any(t.is_meta for t in tensors.values())
+
+    def initial(seed: int) -> Values:
+        values = _draw_values(name, cut.part, constants, model, seed) if on_meta else tensors
+        return {x: values[short].detach() for short, x in full.items() if x not in earlier}
+
+    return evolve(
+        cut.segment,
+        name=name,
+        parameters=tuple(
+            evolve(p, name=full[short], trainable=t.requires_grad and id(t) not in unused)
+            for p, (short, t) in zip(cut.segment.parameters, tensors.items(), strict=True)
+        ),
+        shared=earlier & {*full.values()},
+        origins={full[short]: t for short, t in tensors.items()},
+        initial=initial,
+        constants=constants,
+        source=None,  # nobody else has the part
+    )
+
+
+def _take_buffers(part: nn.Module, model: Any) -> Values:
+    """Remove the buffers, and return their values by name, on the CPU; those on meta are computed."""
     values: Values = {}
-    for prefix, module in part.named_modules(prefix=place):
-        for name, t in [*module._buffers.items()]:
-            if t is not None:
-                value = _compute_buffer(module, name, model) if t.is_meta else t.detach().cpu()
-                values[f"{prefix}.{name}"] = value
-                module._buffers[name] = None
+    for path, module in part.named_modules():
+        own = {name: t for name, t in module._buffers.items() if t is not None}
+        real = _compute_buffers(module, model) if any(t.is_meta for t in own.values()) else own
+        values |= {f"{path}.{name}": real[name].detach().cpu() for name in own}
+        module._buffers.update(dict.fromkeys(own))
     return values
 
 
-def _compute_buffer(module: Any, name: str, model: Any) -> Tensor:
-    """The value of a buffer on meta, from the module's config."""
-    with torch.device("cpu"):
-        if name == "embed_scale":
-            return torch.tensor(module.scalar_embed_scale)
-        if hasattr(module, "rope_type"):
-            return dict(type(module)(config=module.config.config).named_buffers())[name]
-        if name in module.state_dict():  # not computed, but saved
-            real = copy.deepcopy(module).to_empty(device="cpu")
-            real._buffers[name].fill_(float("nan"))
-            base_of(model)._init_weights(real)
-            if not real._buffers[name].isnan().any():
-                return real._buffers[name]
-    raise ValueError(
-        f"model: got a {type(module).__name__} on the meta device whose buffer {name!r} cannot be computed, "
-        "expected rotary positions or an embedding's scale: make the model on the CPU"
-    )
+def _compute_buffers(module: Any, model: Any) -> Values:
+    """The buffers of one module on meta, as transformers sets them."""
+    if "embed_scale" in module._buffers:  # beside a weight, which may be another segment's
+        return {"embed_scale": torch.tensor(module.scalar_embed_scale, device="cpu")}
+    real = copy.deepcopy(module).to_empty(device="cpu")
+    values = {name: t for name, t in real._buffers.items() if t is not None}
+    for t in values.values():
+        t.fill_(torch.nan if t.is_floating_point() else 0)
+    base_of(model)._init_weights(real)
+    for name, t in values.items():
+        if not t.is_floating_point() or t.isnan().any():
+            raise ValueError(
+                f"model: got a {type(module).__name__} on the meta device whose buffer {name!r} cannot be "
+                "computed, expected rotary positions or an embedding's scale: make the model on the CPU"
+            )
+    return values
 
 
 def _draw_values(name: str, part: nn.Module, constants: Values, model: Any, seed: int) -> Values:
     """Initial values of one segment, as transformers draws them."""
     real = copy.deepcopy(part).to_empty(device="cpu").requires_grad_(False)
     for t in real.parameters():
-        t.fill_(float("nan"))  # to find those that are not set
+        t.fill_(torch.nan)  # to find those that are not set
     for full, t in constants.items():
         owner, _, short = full.rpartition(".")
         real.get_submodule(owner)._buffers[short] = t.clone()

@@ -1,11 +1,10 @@
 """The three kinds of segments of a model of transformers: its own forward, of which everything else is skipped.
 
-Positions, masks and all else that a layer is given are made by the model's own code, in every segment again: they
-follow from the shape of the hidden states. So only these pass from one segment to the next, and with them, if there
-are any, the other inputs of the model and the sums of routers.
+Positions, masks and all else that a layer is given are made by the model's own code, in every segment again. So
+hidden states and the model's inputs pass from one segment to the next, and with them the sums of routers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from zfunc.models.loss import linear_next_token_loss, next_token_loss
 from zfunc.models.sequences import KVCache
 
 ROUTER = "router sums"
-Passed = Tensor | tuple[Tensor, dict[str, Tensor]]
-"""Hidden states [batch, seq, hidden], and what else there is by name."""
+Passed = tuple[Tensor, dict[str, Tensor]]
+"""Hidden states [batch, seq, hidden], and the model's inputs by name."""
 
 
 class _Reached(Exception):  # noqa: N818  no error
@@ -30,54 +29,30 @@ class _Reached(Exception):  # noqa: N818  no error
         self.value = value
 
 
-class Stop(nn.Module):
-    """Ends the forward with what it is given; may stand for a linear layer, which is applied later."""
+class Place(nn.Module):
+    """The place of a layer in a segment's copy of the model. Alone it hands on the hidden states it is given.
 
-    def __init__(self, linear: Any = None) -> None:
+    With `x` it hands on these instead, or what `layer` makes of them; if it `stops`, the forward ends with that.
+    """
+
+    def __init__(self, own: nn.Module, as_tuple: bool, *, stops: bool = False, layer: Any = None) -> None:
         super().__init__()
-        self.linear = linear
-
-    @property
-    def weight(self) -> Tensor:
-        """That of the linear layer: models look at its dtype."""
-        return self.linear.weight
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `_Reached`."""
-        raise _Reached(with_hidden(None, args, kwargs)[0])
-
-
-class Skipped(nn.Module):
-    """Stands for a layer that another segment runs."""
-
-    def __init__(self, layer: nn.Module, as_tuple: bool) -> None:
-        super().__init__()
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, (str, int, float))}
-        vars(self).update(
-            plain, as_tuple=as_tuple
-        )  # what the model reads of a layer, such as its attention_type
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states it is given, as the layer would return them."""
-        x = with_hidden(None, args, kwargs)[0]
-        return (x,) if self.as_tuple else x
-
-
-class Entry(nn.Module):
-    """The place where hidden states enter: with the layer that gets them, after which the forward ends, or none."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+        # What the model reads of a layer, such as its attention_type.
+        vars(self).update({k: v for k, v in vars(own).items() if isinstance(v, (str, int, float))})
+        self.as_tuple, self.stops, self.layer = as_tuple, stops, layer
         self.x: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `_Reached` with the layer's output; or return the hidden states."""
-        _, args, kwargs = with_hidden(self.x, args, kwargs)
-        y = self.layer(*args, **kwargs)
-        if isinstance(self.layer, Skipped):
-            return y
-        raise _Reached(y[0] if isinstance(y, tuple) else y)
+        """Hidden states, as the layer would return them; raises `_Reached` where it stops."""
+        y, args, kwargs = with_hidden(self.x, args, kwargs)
+        if self.layer is not None:
+            y = self.layer(*args, **kwargs)
+            y = y[0] if isinstance(y, tuple) else y
+        elif self.x is not None:
+            y = self.x
+        if self.stops:
+            raise _Reached(y)
+        return (y,) if self.as_tuple else y
 
 
 def with_hidden(
@@ -89,59 +64,59 @@ def with_hidden(
     return args[0], (x, *args[1:]), kwargs
 
 
+def stop_before(module: nn.Module) -> None:
+    """Let the forward of a model end with the input of this module; `module.forward` can still be called."""
+
+    def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
+        raise _Reached(args[0])
+
+    module.register_forward_pre_hook(stop)
+
+
 @frozen
 class Call:
-    """How a model is called: the name of its main input, and that input's shape and dtype in an example."""
+    """How a model is called: by its main input, and whether it takes `past_key_values`."""
 
     main: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    past: bool  # whether it takes `past_key_values`
+    tokens: bool  # whether the main input is token ids
+    past: bool
     replaced: bool  # whether its attention and masks are zfunc's
-    carries: bool = False  # whether segments need the values of the main input
     packs: bool = True  # whether layers keep the documents of a sequence apart
 
-    def inputs(self, x: Tensor, carried: Mapping[str, Tensor], past: PastTokens) -> dict[str, Any]:
-        """Arguments for hidden states `x`; a main input that is not carried is zeros, as only its shape matters."""
-        given: dict[str, Any] = {k: t for k, t in carried.items() if k != ROUTER}
-        if self.main not in given:
-            shape = x.shape[:2] if self.tokens else (len(x), *self.shape[1:])
-            given[self.main] = torch.zeros(
-                shape, dtype=self.dtype if self.tokens else x.dtype, device=x.device
-            )
-        return self.with_past(given, past)
-
-    def with_past(self, given: dict[str, Any], past: PastTokens) -> dict[str, Any]:
-        """The arguments with `past`; without, a model looks itself for documents, in the positions."""
+    def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
+        """Arguments for these inputs; without `past` a model looks itself for documents, in the positions."""
+        given = {k: t for k, t in given.items() if k != ROUTER}
         needs = self.past and (self.replaced or "position_ids" not in given)
         return {**given, "past_key_values": past} if needs else given
-
-    @property
-    def tokens(self) -> bool:
-        """Whether the main input is token ids."""
-        return not self.dtype.is_floating_point
 
 
 class _Part(nn.Module):
     """`model` without the parameters of other segments, which are `absent`, with their shapes."""
 
-    def __init__(self, model: nn.Module, call: Call, absent: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, model: nn.Module, place: Place, call: Call, absent: dict[str, tuple[int, ...]]
+    ) -> None:
         super().__init__()
-        self.model, self.call, self.absent = model, call, absent
+        self.layer = place.layer  # before the model, so that its names do not depend on it
+        self.model, self.place, self.call, self.absent = model, place, call, absent
 
-    def run(self, inputs: dict[str, Any], like: Tensor) -> Any:
-        """What the model returns, or what its forward ends with."""
+    def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
+        """What the model returns, or its forward ends with, for these hidden states at the place."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
+        self.place.x = x
         try:
-            with documents(inputs.get("position_ids")):
+            with documents(given.get("position_ids")):
+                inputs = self.call.arguments(given, past)
                 return torch.func.functional_call(self.model, absent, (), inputs, tie_weights=False)
         except _Reached as reached:
             return reached.value
+        finally:
+            self.place.x = None
 
 
 class EmbedPart(_Part):
-    """Everything before the first layer, whose place has a `Stop`."""
+    """Everything before the first layer."""
 
     def __init__(self, *args: Any, longest: int | None, experts: int) -> None:
         super().__init__(*args)
@@ -150,51 +125,50 @@ class EmbedPart(_Part):
 
     def forward(self, inputs: Tensor | dict[str, Tensor], cache: KVCache | None = None) -> Passed:
         """Embed tokens that follow those in `cache`. Raises ValueError beyond the learned positions."""
-        call = self.call
-        given = dict(inputs) if isinstance(inputs, dict) else {call.main: inputs}
-        main = given[call.main]
-        carried = {k: t for k, t in given.items() if call.carries or k != call.main}
-        if not call.packs and "position_ids" in given:
+        given = dict(inputs) if isinstance(inputs, dict) else {self.call.main: inputs}
+        if not self.call.packs and "position_ids" in given:
             raise ValueError(
                 f"got position_ids of several documents, which a {type(self.model).__name__} does not keep apart, "
                 "expected input_ids alone: use the packing 'stream', or a document a row"
             )
         past = PastTokens()
-        if call.tokens:
-            first = 0 if cache is None else cache.advanced(main.shape[-1])
-            seq, past = first + main.shape[-1], PastTokens(cache, first)
-            if self.longest is not None and seq > self.longest:
+        if self.call.tokens:
+            tokens = given[self.call.main].shape[-1]
+            past = PastTokens(cache, 0 if cache is None else cache.advanced(tokens))
+            if self.longest is not None and past.first + tokens > self.longest:
                 raise ValueError(
-                    f"got {seq} tokens, expected at most the {self.longest} learned positions: shorten the sequence"
+                    f"got {past.first + tokens} tokens, expected at most the {self.longest} learned positions: "
+                    "shorten the sequence"
                 )
-        x = self.run(call.with_past(given, past), next(self.parameters()))
+        x = self.run(None, given, past, next(self.parameters()))
         if self.experts:
-            carried[ROUTER] = torch.zeros(2, self.experts, device=x.device)
-        return (x, carried) if carried else x
+            given[ROUTER] = torch.zeros(2, self.experts, device=x.device)
+        return x, given
 
 
 class LayerPart(_Part):
-    """One layer, as the `entry`."""
+    """One layer. With a `router`, its name in the layer, the sums of what that chose are added up."""
 
-    def __init__(self, *args: Any, entry: Entry, router: nn.Module | None, top_k: int) -> None:
+    def __init__(self, *args: Any, router: str | None, index: int, top_k: int) -> None:
         super().__init__(*args)
-        self.entry, self.router, self.top_k = entry, router, top_k
+        self.router, self.index, self.top_k = router, index, top_k  # where its logits are in what it returns
 
     def forward(self, passed: Passed, cache: KVCache | None = None) -> Passed:
         """Hidden states after the layer; `cache` has the tokens before those of `passed`."""
-        x, carried = passed if isinstance(passed, tuple) else (passed, {})
-        first = 0 if cache is None else cache.advanced(x.shape[1])
-        self.entry.x = x
+        x, given = passed
+        past = PastTokens(cache, 0 if cache is None else cache.advanced(x.shape[1]))
+        if self.router is None or ROUTER not in given:
+            return self.run(x, given, past, x), given
+        logits: list[Tensor] = []
+        hook = self.layer.get_submodule(self.router).register_forward_hook(
+            lambda _, __, y: logits.append(y[self.index] if isinstance(y, tuple) else y)
+        )
         try:
-            y = self.run(self.call.inputs(x, carried, PastTokens(cache, first)), x)
+            y = self.run(x, given, past, x)
         finally:
-            self.entry.x = None
-        if self.router is not None:
-            logits = vars(self.router).pop("recorded")
-            if ROUTER in carried:
-                sums = router_sums(logits, self.top_k, carried.get("attention_mask"))
-                carried = {**carried, ROUTER: carried[ROUTER] + sums}
-        return (y, carried) if carried else y
+            hook.remove()
+        sums = router_sums(logits[0], self.top_k, given.get("attention_mask"))
+        return y, {**given, ROUTER: given[ROUTER] + sums}
 
 
 class HeadPart(_Part):
@@ -203,48 +177,40 @@ class HeadPart(_Part):
     def __init__(
         self,
         *args: Any,
-        entry: Entry,
-        linear: Any,
+        linear: str | None,
         softcap: float | None,
         loss: Callable[..., Tensor] | None,
         routers: int,
         balance: float,
     ) -> None:
         super().__init__(*args)
-        self.entry, self.loss = entry, loss
-        self.linear = linear  # makes the logits; in the model a `Stop` has its place
-        self.softcap = softcap  # of these
+        self.linear, self.softcap, self.loss = (
+            linear,
+            softcap,
+            loss,
+        )  # linear makes the logits, before their cap
         self.routers, self.balance = routers, balance  # layers with routers, and the weight of their loss
 
     def forward(self, passed: Passed, targets: Any = None) -> Any:
         """The mean loss, an fp32 scalar; the logits, or what the model has instead, without targets."""
-        x, carried = passed if isinstance(passed, tuple) else (passed, {})
-        self.entry.x = x
-        try:
-            y = self.run(self.call.inputs(x, carried, PastTokens()), x)
-        finally:
-            self.entry.x = None
-        if targets is None:
-            return self._logits(y)
-        if self.loss is not None:
+        x, given = passed
+        y = self.run(x, given, PastTokens(), x)
+        if targets is not None and self.loss is not None:
             return self.loss(y, targets)
-        if type(self.linear) is nn.Linear and self.linear.bias is None:
-            loss = linear_next_token_loss(y, self.linear.weight, targets, softcap=self.softcap)
+        linear: Any = None if self.linear is None else self.model.get_submodule(self.linear)
+        if targets is not None and type(linear) is nn.Linear and linear.bias is None:
+            loss = linear_next_token_loss(y, linear.weight, targets, softcap=self.softcap)
         else:
-            loss = next_token_loss(self._logits(y).float(), targets)
-        if ROUTER in carried:
-            mask = carried.get("attention_mask")
+            if linear is not None:
+                y = linear.forward(y)  # past the hook that stops before it
+                y = y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
+            else:
+                y = y.logits if hasattr(y, "logits") else y[0]
+            if targets is None:
+                return y
+            loss = next_token_loss(y.float(), targets)
+        if ROUTER in given:
+            mask = given.get("attention_mask")
             tokens = x.shape[0] * x.shape[1] if mask is None else mask.sum()
-            loss = loss + self.balance * balance_loss(carried[ROUTER], tokens * self.routers)
+            loss = loss + self.balance * balance_loss(given[ROUTER], tokens * self.routers)
         return loss
-
-    def _logits(self, y: Any) -> Any:
-        if self.linear is not None:
-            y = self.linear(y)
-            return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
-        return y.logits if hasattr(y, "logits") else y[0]
-
-
-def record_router(module: nn.Module, _: Any, output: Any) -> None:
-    """A forward hook that keeps the logits of a router for `LayerPart`."""
-    vars(module)["recorded"] = output[module.recorded_index] if isinstance(output, tuple) else output

@@ -24,17 +24,16 @@ BY_HAND = (
 
 @frozen(eq=False)
 class Recording:
-    """Where a model can be cut. Modules and parameters are named as in the model."""
+    """Where a model can be cut. Modules are named as in the model, whose parameters are meant by their ids."""
 
     call: Call
     layers: str  # the list of layers
     before: frozenset[str]  # modules that run before the layers
-    embed: frozenset[str]  # parameters that the input of the first layer depends on
-    head: frozenset[str]  # parameters that the output depends on after the last layer
+    embed: frozenset[int]  # parameters that the input of the first layer depends on
+    head: frozenset[int]  # parameters that the output depends on after the last layer
     places: tuple[int, ...]  # for each layer, the first one that is given the same
     as_tuple: bool  # whether layers return tuples
-    linear: str | None  # the module whose output is the logits
-    capped: bool  # whether the logits are its output after a soft cap
+    linear: str | None  # the module whose output is the logits, but for a soft cap
 
 
 @define(eq=False)
@@ -49,21 +48,30 @@ class _Calls:
     others: list[Any] = field(factory=list[Any])  # what a layer returned beside hidden states
     projected: list[Tensor] = field(factory=list[Tensor])  # outputs of the module that makes logits
 
+    @property
+    def chained(self) -> bool:
+        """Whether each layer was called once, with the hidden states that the one before it returned."""
+        if not self.entered or self.entered[0].dim() != 3 or len(self.returned) != len(self.entered):
+            return False
+        return all(x is y for x, y in zip(self.entered[1:], self.returned[:-1], strict=True))
 
-def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor]) -> Recording:
+
+def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> Recording:
     """How `model` calls its layers, by a call of `shadow`, its copy of fake tensors, with such `inputs`.
 
     Raises ValueError if it cannot be called with them alone, or has no list of layers that run one after the other.
     """
     name, main = type(model).__name__, model.main_input_name
     given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
-    past = "past_key_values" in inspect.signature(model.forward).parameters
-    call = Call(main, tuple(given[main].shape), given[main].dtype, past, implementation_for(model) == NAME)
-    if past:
-        given["past_key_values"] = PastTokens()
+    tokens, past = (
+        not given[main].is_floating_point(),
+        "past_key_values" in inspect.signature(model.forward).parameters,
+    )
+    call = Call(main, tokens, past, implementation_for(model) == NAME, packs)
+    given = call.arguments(given, PastTokens())
     for p in shadow.parameters():
-        p.requires_grad_(p.is_floating_point())
-    linear = shadow.get_output_embeddings() if hasattr(shadow, "get_output_embeddings") else None
+        p.requires_grad_(True)
+    linear = shadow.get_output_embeddings()
     lists = {path: m for path, m in shadow.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     for path in sorted(lists, key=lambda x: -sum(p.numel() for p in lists[x].parameters())):
         calls = _Calls()
@@ -79,32 +87,26 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor]) -> Recording:
         finally:
             for undo in hooks:
                 undo()
-        if _is_chain(calls, len(lists[path])):
+        if calls.chained and len(calls.entered) == len(lists[path]):
             break
     else:
         raise ValueError(
             f"model: got a {name}, expected a list of layers in it, each of which gets what the one before it "
             f"returns: {BY_HAND}"
         )
-    if call.tokens and calls.entered[0].shape[:2] != call.shape[:2]:
-        raise ValueError(
-            f"model: got a {name} whose layers get {tuple(calls.entered[0].shape)} for {main} of {call.shape}, "
-            f"expected the same batch and length: {BY_HAND}"
-        )
     logits, projected = getattr(output, "logits", None), calls.projected
-    plain = len(projected) == 1 and logits is projected[0]
-    capped = len(projected) == 1 and not plain and logits is not None and _is_capped(logits, projected[0])
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    projects = len(projected) == 1 and logits is not None and (logits is projected[0] or softcap is not None)
     firsts: dict[Any, int] = {}
     return Recording(
         call,
         path,
         frozenset(calls.before),
-        _reached(shadow, calls.entered[:1]),
-        _reached(shadow, [t for t in tree_leaves(dict(output)) if isinstance(t, Tensor)]),
+        _reached(model, shadow, calls.entered[:1]),
+        _reached(model, shadow, [t for t in tree_leaves(dict(output)) if isinstance(t, Tensor)]),
         tuple(firsts.setdefault(_key(x), n) for n, x in enumerate(calls.more)),
         calls.as_tuple,
-        next(x for x, m in shadow.named_modules() if m is linear) if plain or capped else None,
-        capped,
+        next(x for x, m in shadow.named_modules() if m is linear) if projects else None,
     )
 
 
@@ -154,30 +156,11 @@ def _watch(
     return undo
 
 
-def _is_chain(calls: _Calls, length: int) -> bool:
-    """Whether each layer was called once, with the hidden states that the one before it returned."""
-    if len(calls.entered) != length or len(calls.returned) != length or calls.entered[0].dim() != 3:
-        return False
-    return all(x is y for x, y in zip(calls.entered[1:], calls.returned[:-1], strict=True))
-
-
-def _reached(shadow: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
-    """The parameters that `outputs` depend on."""
-    named = {x: p for x, p in shadow.named_parameters() if p.requires_grad}
-    outputs = [t for t in outputs if t.requires_grad]
-    if not outputs:
-        return frozenset()
-    grads = torch.autograd.grad([t.sum() for t in outputs], list(named.values()), allow_unused=True)
-    return frozenset(x for x, g in zip(named, grads, strict=True) if g is not None)
-
-
-def _is_capped(logits: Tensor, projected: Tensor) -> bool:
-    """Whether `logits` is a multiple of the tanh of a quotient of `projected`."""
-    step, names = logits.grad_fn, list[str]()
-    while step is not None and step is not projected.grad_fn and len(names) < 4:
-        names.append(step.name())
-        step = next((x for x, _ in step.next_functions if x is not None), None)
-    return step is not None and names == ["MulBackward0", "TanhBackward0", "DivBackward0"]
+def _reached(model: nn.Module, shadow: nn.Module, outputs: Sequence[Tensor]) -> frozenset[int]:
+    """The model's parameters that these outputs of its copy depend on."""
+    sums = [t.sum() for t in outputs if t.requires_grad]
+    grads = torch.autograd.grad(sums, [*shadow.parameters()], allow_unused=True) if sums else ()
+    return frozenset(id(p) for p, g in zip(model.parameters(), grads, strict=bool(sums)) if g is not None)
 
 
 def _key(more: list[Any]) -> tuple[Any, ...]:
