@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch import Tensor, nn
 
 from zfunc.engine.compile.segment import Values
@@ -179,57 +178,39 @@ def draw_adapters(part: nn.Module, config: Any, seed: int) -> Values:
 # --- trained values -----------------------------------------------------------------------------------------
 
 
-@define(eq=False)
 class AdaptedWeights:
     """The trained weights of peft's `model`, on the meta device, on their way into a folder.
 
-    `shapes` are those of the tensors to write: of the model below the adapters, or of the adapters alone. `add`
-    takes the weights of the training one by one, and returns those that are then complete.
+    They are written under the names of the model below the adapters, which are merged into it; or of the adapters
+    alone, as peft writes them. `shapes` are those of the tensors to write, `expected` those of what was trained.
     """
 
-    model: Any
-    config: Any
-    adapter_only: bool
-    shapes: dict[str, tuple[int, ...]]
-    _layers: dict[
-        str, tuple[str, Any]
-    ]  # of each parameter that is merged with others: the layer, and its prefix
-    _written: dict[str, str]  # the name to write a parameter under
-    _waiting: dict[str, Values] = field(factory=dict[str, Values])
-
-    @classmethod
-    def of(
-        cls, base: nn.Module, lora: Any, trained: Iterable[str], *, adapter_only: bool
-    ) -> "AdaptedWeights":
+    def __init__(self, base: nn.Module, lora: Any, trained: Iterable[str], *, adapter_only: bool) -> None:
         """`trained` are names of what was trained, by which the adapter is called."""
-        own = {id(p): name for name, p in base.named_parameters()}
-        shapes = {name: tuple(p.shape) for name, p in base.named_parameters()}
-        model = adapt(base, lora, name=_adapter_name(trained))
-        (config,) = model.peft_config.values()
+        from peft import get_peft_model_state_dict
+
+        names = {id(p): name for name, p in base.named_parameters()}
+        self.model = adapt(base, lora, name=_adapter_name(trained))
+        ((adapter, self.config),) = self.model.peft_config.items()
+        parameters, tied = dict(self.model.named_parameters()), dict(names)
         if adapter_only:
-            written = _names_in_file(model)
-            parameters = dict(model.named_parameters())
-            shapes = {saved: tuple(parameters[name].shape) for name, saved in written.items()}
-            return cls(model, config, True, shapes, {}, written)
-        written = {name: own[id(p)] for name, p in model.named_parameters() if id(p) in own}
-        for name in [x for x in written if ".original_module." in x]:  # peft trains a copy of the module
-            copied = name.replace(".original_module.", f".modules_to_save.{next(iter(model.peft_config))}.")
-            written[copied] = written.pop(name)
-        layers: dict[str, tuple[str, Any]] = {}
-        for prefix, layer in _lora_layers(model):
+            given = {"adapter_name": adapter, "save_embedding_layers": False}
+            saved = get_peft_model_state_dict(self.model, parameters, **given)
+            names = {id(p): name for name, p in saved.items()}
+        self.names = {name: names[id(p)] for name, p in parameters.items() if id(p) in names}
+        for name in [x for x in self.names if ".original_module." in x]:  # peft trains a copy of the module
+            copied = name.replace(".original_module.", f".modules_to_save.{adapter}.")
+            self.names[copied] = self.names.pop(name)
+        self.expected = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.shapes = {self.names[name]: shape for name, shape in self.expected.items() if name in self.names}
+        self.layers = {} if adapter_only else dict(_lora_layers(self.model))
+        for prefix, layer in self.layers.items():
             for short, p in layer.named_parameters():
-                layers[f"{prefix}.{short}"] = prefix, layer
-                if id(p) in own and f"{prefix}.{short}" not in written:
+                if id(p) in tied and f"{prefix}.{short}" not in self.names:
                     raise ValueError(
-                        f"lora: got adapters of {prefix!r}, whose weights are tied to {own[id(p)]!r}, expected "
+                        f"lora: got adapters of {prefix!r}, whose weights are tied to {tied[id(p)]!r}, expected "
                         "separate ones to merge them into: pass adapter_only=True"
                     )
-        return cls(model, config, False, shapes, layers, written)
-
-    @property
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what was trained, by name."""
-        return {name: tuple(p.shape) for name, p in self.model.named_parameters()}
 
     def write_config(self, folder: Path, origin: Path | None) -> None:
         """Write adapter_config.json, for use; `origin` is the folder of the model, if peft knows of none."""
@@ -238,37 +219,30 @@ class AdaptedWeights:
         config.base_model_name_or_path = config.base_model_name_or_path or (origin and str(origin))
         config.save_pretrained(str(folder))
 
-    def add(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to write that are complete with the fp32 weights of this parameter."""
-        if name not in self._layers:
-            if name in self._written:
-                yield self._written[name], values
-            return
-        prefix, layer = self._layers[name]
-        known = self._waiting.setdefault(prefix, {})
-        known[name.removeprefix(f"{prefix}.")] = values
-        if len(known) == sum(1 for _ in layer.named_parameters()):
-            yield from self._merged(prefix, layer, self._waiting.pop(prefix))
+    def written(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to write, of the fp32 weights of the training: a layer with adapters when it is complete."""
+        owners = {
+            f"{x}.{short}": x for x, layer in self.layers.items() for short, _ in layer.named_parameters()
+        }
+        waiting: dict[str, Values] = {x: {} for x in self.layers}
+        for name, values in weights:
+            prefix = owners.get(name)
+            if prefix is not None:
+                waiting[prefix][name.removeprefix(f"{prefix}.")] = values
+                if len(waiting[prefix]) == sum(1 for _ in self.layers[prefix].named_parameters()):
+                    yield from self._merged(prefix, waiting.pop(prefix))
+            elif name in self.names:
+                yield self.names[name], values
 
-    def _merged(self, prefix: str, layer: Any, values: Values) -> Iterator[tuple[str, Tensor]]:
-        layer = copy.deepcopy(layer)
+    def _merged(self, prefix: str, values: Values) -> Iterator[tuple[str, Tensor]]:
+        layer = copy.deepcopy(self.layers[prefix])
         layer.load_state_dict(values, assign=True)
         layer.merge(safe_merge=True)  # into a copy: the values may be the State's own
         for short, p in layer.get_base_layer().named_parameters():
-            yield self._written[f"{prefix}.base_layer.{short}"], p.detach()
+            yield self.names[f"{prefix}.base_layer.{short}"], p.detach()
 
 
 def _adapter_name(names: Iterable[str]) -> str:
     """What peft calls the adapter with these parameters."""
     found = (re.search(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)", name) for name in names)
     return next((match[1] for match in found if match), "default")
-
-
-def _names_in_file(model: Any) -> dict[str, str]:
-    """The names of an adapter's parameters in peft's file, by their names in the model."""
-    from peft import get_peft_model_state_dict
-
-    (adapter,), parameters = model.peft_config, dict(model.named_parameters())
-    saved = get_peft_model_state_dict(model, parameters, adapter_name=adapter, save_embedding_layers=False)
-    by_id = {id(p): name for name, p in saved.items()}
-    return {name: by_id[id(p)] for name, p in parameters.items() if id(p) in by_id}

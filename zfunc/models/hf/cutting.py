@@ -155,59 +155,52 @@ class _Cutter:
     def cuts(self, loss: Loss | None) -> Iterator[tuple[str, _Cut, nn.Module]]:
         """The name of each segment, its cut, and a module with its tensors under the names that they have there."""
         model, inside = self.model, {id(m) for m in self.layers.modules()}
-        name = self._name(model.get_input_embeddings(), "embed")
-        cut = _Cut(name, self._embed(), model)
-        yield name, cut, cut.part
+        cut = _Cut(self._name(model.get_input_embeddings(), "embed"), self._embed(), model)
+        yield cut.segment.name, cut, cut.part
         around = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()}
         known: list[tuple[Any, nn.Module, _Cut]] = []
         for n, own in enumerate(self.layers):
             name, layer = f"{self.recording.layers}.{n}", self.copied(own, {})
-            place, router = self.recording.places[n], self.routers[n]
             for m in layer.modules():
                 if hasattr(m, "layer_idx"):
-                    m.layer_idx = place
-            tied, signature = (
-                any(id(p) in around for p in own.parameters()),
-                (place, router, _signature(layer)),
-            )
+                    m.layer_idx = self.recording.places[n]
+            signature = self.recording.places[n], self.routers[n], _signature(layer, around)
             cut = next((x for s, m, x in known if s == signature and same_modules(m, layer)), None)
-            if cut is None or tied:
-                top_k, kept = getattr(model, "num_experts_per_tok", 0), {id(p) for p in own.parameters()}
-                given = {"router": router, "index": self.router_index, "top_k": top_k}
-                cut = _Cut(name, self._part(LayerPart, place, kept, layer=layer, **given), model)
-                known += [] if tied else [(signature, layer, cut)]
+            if cut is None:
+                cut = _Cut(name, self._layer(n, layer), model)
+                known.append((signature, layer, cut))
             yield name, cut, nn.ModuleDict({"layer": layer})
-        name = self._name(model.get_output_embeddings(), "head")
-        cut = _Cut(name, self._head(loss), model)
-        yield name, cut, cut.part
+        cut = _Cut(self._name(model.get_output_embeddings(), "head"), self._head(loss), model)
+        yield cut.segment.name, cut, cut.part
 
     def _name(self, module: nn.Module | None, otherwise: str) -> str:
         return next((x for x, m in self.model.named_modules() if m is module), otherwise)
 
     def _embed(self) -> nn.Module:
         """Everything before the first layer."""
-        most, tokens = (
-            getattr(self.model.config, "max_position_embeddings", None),
-            self.model.get_input_embeddings(),
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        before = [m for x, m in self.model.named_modules() if x in self.recording.before]
+        tables = [
+            m for m in before if isinstance(m, nn.Embedding) and m is not self.model.get_input_embeddings()
+        ]
+        learned = most is not None and any(m.num_embeddings >= most for m in tables)
+        return self._part(
+            *(EmbedPart, 0, self.recording.embed),
+            longest=most if learned else None,
+            experts=self.model.num_experts if any(self.routers) else 0,
         )
-        learned = most is not None and any(
-            isinstance(m, nn.Embedding) and m is not tokens and m.num_embeddings >= most
-            for x, m in self.model.named_modules()
-            if x in self.recording.before
-        )
-        given = {
-            "longest": most if learned else None,
-            "experts": self.model.num_experts if any(self.routers) else 0,
-        }
-        return self._part(EmbedPart, 0, self.recording.embed, stops=True, **given)
+
+    def _layer(self, n: int, layer: nn.Module) -> nn.Module:
+        """One layer, in the model."""
+        place, kept = self.recording.places[n], {id(p) for p in layer.parameters()}
+        router, top_k = self.routers[n], getattr(self.model, "num_experts_per_tok", 0)
+        given = {"router": router, "index": self.router_index, "top_k": top_k}
+        return self._part(LayerPart, place, kept, layer=layer, **given)
 
     def _head(self, loss: Loss | None) -> nn.Module:
         """Everything after the last layer."""
         part = self._part(
-            HeadPart,
-            len(self.layers) - 1,
-            self.recording.head | self.unused,
-            stops=False,
+            *(HeadPart, len(self.layers) - 1, self.recording.head | self.unused),
             linear=self.recording.linear if loss is None else None,
             softcap=getattr(self.model.config, "final_logit_softcapping", None),
             loss=loss,
@@ -219,19 +212,13 @@ class _Cutter:
         return part
 
     def _part(
-        self,
-        kind: Any,
-        place: int,
-        kept: Set[int],
-        *,
-        stops: bool = True,
-        layer: nn.Module | None = None,
-        **given: Any,
+        self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
         """A copy of the model with places for layers, and only the parameters `kept`. Dropout before the layers is
         the first segment's."""
-        places = [Place(x, self.recording.as_tuple) for x in self.layers]
-        places[place] = Place(self.layers[place], self.recording.as_tuple, stops=stops, layer=layer)
+        as_tuple = self.recording.as_tuple
+        places = [Place(x, as_tuple) for x in self.layers]
+        places[place] = Place(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
         copied = self.copied(self.model, {id(self.layers): nn.ModuleList(places)})
         inside = {id(m) for x in places for m in x.modules()}
         absent: dict[str, tuple[int, ...]] = {}
@@ -248,18 +235,16 @@ class _Cutter:
 def _ignore(*_: Any, **__: Any) -> None: ...
 
 
-def _signature(layer: nn.Module) -> list[Any]:
-    """What its modules do not say of a layer: its tensors, and which of them are one."""
+def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
+    """What its modules do not say of a layer: its tensors, which of them are one, and those used around it."""
+    found: list[Any] = []
     firsts: dict[int, str] = {}
-    slots = [
-        (f"{x}.{k}", t)
-        for x, m in layer.named_modules()
-        for k, t in (*m._parameters.items(), *m._buffers.items())
-    ]
-    return [
-        (x, t if t is None else (t.shape, t.dtype, t.requires_grad, t.is_meta, firsts.setdefault(id(t), x)))
-        for x, t in slots
-    ]
+    for path, module in layer.named_modules():
+        for name, t in (*module._parameters.items(), *module._buffers.items()):
+            facts = None if t is None else (t.shape, t.dtype, t.requires_grad, t.is_meta)
+            tied = firsts.setdefault(id(t), f"{path}.{name}"), id(t) if id(t) in around else 0
+            found.append((path, name, facts, tied))
+    return found
 
 
 # --- their names and values ---------------------------------------------------------------------------------

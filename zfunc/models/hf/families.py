@@ -4,15 +4,11 @@ Settings of a config that segments would not honour are refused by name.
 """
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 log = logging.getLogger("zfunc")
 # Transformers that is tested; 5.0 computes some of these models differently.
-OLDEST, NEWEST = (
-    (5, 12),
-    (5, 23),
-)
+OLDEST, NEWEST = (5, 12), (5, 23)
 MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Types of rotary positions whose frequencies depend on the config alone."""
@@ -50,25 +46,38 @@ def check_supported(model: Any, *, loss: bool) -> None:
     """Raise ValueError for what cannot be cut, whatever its layers are; `loss` is whether the user has one."""
     from transformers import PreTrainedModel
 
-    name = type(model).__name__
+    name, config = type(model).__name__, getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model: got a {name}, expected a model of transformers: make another into segments by "
             "zfunc.segment(name, module)"
         )
-    if model.config.is_encoder_decoder:
-        raise why_unsupported(name, "which has an encoder and a decoder")
     if not loss and not _is_causal(model):
         raise why_unsupported(name, f"which has no next-token loss of its own: {LOSS}; without them")
-    if not (loss or is_tested(model)) and getattr(model.config, "is_decoder", True) is False:
+    if not (loss or is_tested(model)) and getattr(config, "is_decoder", True) is False:
         raise why_unsupported(name, "which is not supported as an encoder: its is_decoder is off")
     for parameter, p in model.named_parameters():
         if not p.is_floating_point():
             raise ValueError(
                 f"model: got {parameter!r} of {p.dtype}, expected floating point: load it without quantization"
             )
-    for setting, action in _unsupported_settings(model):
-        raise ValueError(f"model: got a {name} with {setting}: {action}")
+    if getattr(model, "hf_quantizer", None) is not None or kind_of_quantization(config):
+        raise ValueError(
+            f"model: got a {name} with quantized weights ({kind_of_quantization(config)}): load it without "
+            "quantization_config. The frozen weights of LoRA are in 16 bits instead, on the host with "
+            "params_on='host'"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(
+            f"model: got a {name} with use_bidirectional_attention: turn it off: attention is causal"
+        )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))]:
+        if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
+            raise ValueError(
+                f"model: got a {name} with rotary positions of type {kind!r}: use one of {', '.join(STATIC_ROPE)}, "
+                "whose frequencies do not depend on the length"
+            )
 
 
 def _is_causal(model: Any) -> bool:
@@ -86,27 +95,6 @@ def why_unsupported(name: str, reason: str) -> ValueError:
     return ValueError(
         f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}"
     )
-
-
-def _unsupported_settings(model: Any) -> Iterator[tuple[str, str]]:
-    """Settings of the model that segments would not honour, and what to do."""
-    config = model.config
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))]:
-        kind = rope.get("rope_type", "default")
-        if kind not in STATIC_ROPE:
-            action = f"use one of {', '.join(STATIC_ROPE)}, whose frequencies do not depend on the length"
-            yield f"rotary positions of type {kind!r}", action
-    if getattr(config, "use_bidirectional_attention", False):
-        yield "use_bidirectional_attention", "turn it off: attention is causal"
-    if getattr(config, "add_cross_attention", False):
-        yield "add_cross_attention", "turn it off: there is no encoder"
-    if getattr(model, "hf_quantizer", None) is not None or kind_of_quantization(config):
-        yield (
-            f"quantized weights ({kind_of_quantization(config)})",
-            "load it without quantization_config. The frozen weights of LoRA are in 16 bits instead, on the host "
-            "with params_on='host'",
-        )
 
 
 def kind_of_quantization(config: Any) -> str:

@@ -5,29 +5,29 @@ A folder with the requested name is complete and on disk; an existing one is nev
 
 import os
 import shutil
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define
 from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.export import ExportedWeights, check_averages, read_weights
 from zfunc.checkpoint.reader import CheckpointReader
-from zfunc.checkpoint.safetensors_file import ShardWriter, TensorInfo, create_shard
+from zfunc.checkpoint.safetensors_file import Shape, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
 from zfunc.engine.compile.program import Program, check_state
-from zfunc.engine.compile.segment import Values
 from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import parameter_weights
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
 from zfunc.models.hf.families import check_transformers
-from zfunc.models.hf.weights import SINGLE, empty_model, read_buffers, read_config
+from zfunc.models.hf.weights import SINGLE, empty_model, read_config, saved_buffers
 from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
@@ -66,17 +66,15 @@ def export_folder(
     if ema:
         check_averages(checkpoint)
     entries, step = checkpoint.manifest.parameters, checkpoint.manifest.position.step
-    shapes = {x.name: x.shape for x in entries}
-    folder = _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only, step)
-    try:
-        with CheckpointReader(checkpoint) as reader:
-            for entry in sorted(entries, key=lambda x: not x.trainable):  # adapters wait for what they change
-                if entry.trainable or not adapter_only:
-                    folder.write(entry.name, torch.from_numpy(read_weights(reader, entry, ema=ema)))
-        folder.finish()
-    finally:
-        folder.abandon()
-    return ExportedWeights(Path(out), folder.parameters, folder.writer.shard.size, step, dtype)
+    contents = _Contents(config, dtype, {x.name: x.shape for x in entries}, lora, adapter_only)
+    with CheckpointReader(checkpoint) as reader:
+        weights = (
+            (x.name, torch.from_numpy(read_weights(reader, x, ema=ema)))
+            for x in sorted(entries, key=lambda x: not x.trainable)  # adapters wait for what they change
+            if x.trainable or not adapter_only
+        )
+        size = contents.write(Path(out), weights, step)
+    return ExportedWeights(Path(out), len(contents.shapes), size, step, dtype)
 
 
 def save_folder(
@@ -100,66 +98,41 @@ def save_folder(
     ranks, layout = program.ranks, program.layout
     ranks.agree("hf.save")
 
-    def begin() -> _Folder | None:
-        if ranks.rank:
-            return None
-        shapes = {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
-        return _Folder.begin(Path(out), config, dtype, shapes, lora, adapter_only, state.step)
-
-    folder = all_or_none(ranks, begin)
     trained = {span.name for span in layout.spans}
-    try:
-        for name, values in parameter_weights(state.buffers, layout, ranks):
-            if adapter_only and name not in trained:
-                break  # on all ranks: frozen buckets are the last
-            if folder is not None:
-                folder.write(name, values)
-        all_or_none(ranks, folder.finish if folder is not None else lambda: None)
-    finally:
-        if folder is not None:
-            folder.abandon()
+    shapes = {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
+    weights = (
+        (name, values)
+        for name, values in parameter_weights(state.buffers, layout, ranks)
+        if name in trained or not adapter_only
+    )
+
+    def write() -> None:
+        try:
+            if ranks.rank == 0:
+                _Contents(config, dtype, shapes, lora, adapter_only).write(Path(out), weights, state.step)
+        finally:
+            if ranks.world > 1:  # they are collectives, also where writing failed
+                deque(weights, maxlen=0)
+
+    all_or_none(ranks, write)
     return Path(out)
 
 
-@define(eq=False)
-class _Folder:
-    """A folder that gets its name when it is complete. The first failure of a weight is raised by `finish`."""
+class _Contents:
+    """What a folder gets beside the weights, and under which names it gets these."""
 
-    out: Path
-    partial: Path
-    dtype: Precision
-    adapted: AdaptedWeights | None
-    buffers: Values  # copied from the files of the model
-    writer: ShardWriter
-    parameters: int  # to write
-    failure: Exception | None = None
-
-    @classmethod
-    def begin(
-        cls,
-        out: Path,
-        config: Any,
-        dtype: Precision,
-        trained: dict[str, tuple[int, ...]],
-        lora: Any,
-        adapter_only: bool,
-        step: int,
-    ) -> "_Folder":
-        """Make it, with everything but the weights. `trained` are the shapes of what was trained, by name.
-
-        Raises ValueError for a path that cannot be a new folder, and unless these are the config's parameters.
+    def __init__(
+        self, config: Any, dtype: Precision, trained: dict[str, Shape], lora: Any, adapter_only: bool
+    ) -> None:
+        """`trained` are the shapes of what was trained, by name. Raises ValueError unless these are the config's
+        parameters.
         """
         one_of(PRECISIONS)("dtype", dtype)
-        if os.path.lexists(out):
-            raise ValueError(
-                f"out: got {out}, which exists, expected a new folder: name another, or move that one"
-            )
-        if not out.parent.is_dir():
-            raise ValueError(f"out: got {out}, expected a folder in an existing one: make {out.parent}")
-        origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
+        self.dtype: Precision = dtype
+        self.origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
-            config = read_config(origin) if origin else config
-            model = empty_model(config)
+            self.config = read_config(self.origin) if self.origin else config
+            self.model = empty_model(self.config)
         except CheckpointError:
             raise
         except (ValueError, OSError) as error:  # transformers' own, which name no argument
@@ -168,88 +141,82 @@ class _Folder:
             raise ValueError(
                 "adapter_only: got it without lora, expected the peft.LoraConfig of the training"
             )
-        adapted = None
+        self.adapter_only = adapter_only
+        self.shapes = expected = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.buffers = {} if adapter_only else saved_buffers(self.model, self.origin)
+        self.adapted = None
         if lora is not None:
-            adapted = AdaptedWeights.of(model, lora, trained, adapter_only=adapter_only)
-        own = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        _check_trained(trained, own if adapted is None else adapted.expected)
-        buffers = {} if adapter_only else read_buffers(model, origin)
+            self.adapted = AdaptedWeights(self.model, lora, trained, adapter_only=adapter_only)
+            self.shapes, expected = self.adapted.shapes, self.adapted.expected
+        for name in (*trained, *expected):
+            if trained.get(name) != expected.get(name):
+                hint = "" if name in expected else did_you_mean(name, list(expected))
+                raise ValueError(
+                    f"config: got one whose model has {name!r} of shape {expected.get(name)}{hint}, expected "
+                    f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and "
+                    "lora where adapters were trained, with their peft.LoraConfig"
+                )
+
+    def write(self, out: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
+        """Write the folder, which gets its name when it is complete. Returns the size of its weights, in bytes.
+
+        `weights` are fp32, in their shapes. Raises ValueError for a path that cannot be a new folder.
+        """
+        if os.path.lexists(out):
+            raise ValueError(
+                f"out: got {out}, which exists, expected a new folder: name another, or move that one"
+            )
+        if not out.parent.is_dir():
+            raise ValueError(f"out: got {out}, expected a folder in an existing one: make {out.parent}")
         partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
-        with disk.os_errors_as(
-            partial, "making a folder (of another export that is writing it, or was killed?)"
-        ):
+        making = "making a folder (of another export that is writing it, or was killed?)"
+        with disk.os_errors_as(partial, making):
             partial.mkdir()
         try:
             with disk.os_errors_as(partial, "copying a model's small files"):
-                if adapted is not None and adapter_only:
-                    adapted.write_config(partial, origin)
-                else:
-                    _write_config(partial, config, model, dtype)
-                for name in KEPT if origin and not adapter_only else ():
-                    if (origin / name).is_file():
-                        shutil.copyfile(origin / name, partial / name)
-            shapes = own if adapted is None else adapted.shapes
-            stored = DTYPES[dtype].safetensors
-            tensors = [TensorInfo(name, stored, shape) for name, shape in shapes.items()]
-            tensors += [TensorInfo(k, SAFETENSORS_TYPES[t.dtype], tuple(t.shape)) for k, t in buffers.items()]
-            file, metadata = ADAPTER if adapter_only else SINGLE, {"format": "pt", "step": str(step)}
-            writer = create_shard(partial / file, tensors, metadata=metadata, mode=0o666)
-            return cls(out, partial, dtype, adapted, buffers, writer, len(shapes))
+                self._write_small_files(partial)
+            size = self._write_weights(partial, weights, step)
+            for path in (*partial.iterdir(), partial):
+                disk.sync(path)
+            with disk.os_errors_as(out, "giving a folder its name"):
+                os.rename(partial, out)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        disk.sync(out.parent)
+        return size
 
-    def write(self, name: str, values: Tensor) -> None:
-        """Write a parameter, fp32, in its shape; or what it completes, where adapters are merged."""
-        if self.failure is not None:
+    def _write_small_files(self, folder: Path) -> None:
+        """The config, with the dtype of the weights, to which from_pretrained rounds them; and the tokenizer."""
+        if self.adapted is not None and self.adapter_only:
+            self.adapted.write_config(folder, self.origin)
             return
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.dtype, config.architectures = TORCH_DTYPES[self.dtype], [type(self.model).__name__]
+        config.save_pretrained(folder)
+        for name in KEPT if self.origin else ():
+            if (self.origin / name).is_file():
+                shutil.copyfile(self.origin / name, folder / name)
+
+    def _write_weights(self, folder: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
+        stored = DTYPES[self.dtype].safetensors
+        tensors = [TensorInfo(name, stored, shape) for name, shape in self.shapes.items()]
+        tensors += [
+            TensorInfo(k, SAFETENSORS_TYPES[t.dtype], tuple(t.shape)) for k, t in self.buffers.items()
+        ]
+        file, metadata = ADAPTER if self.adapter_only else SINGLE, {"format": "pt", "step": str(step)}
+        writer = create_shard(folder / file, tensors, metadata=metadata, mode=0o666)
         try:
-            for written, x in ((name, values),) if self.adapted is None else self.adapted.add(name, values):
-                self._write(written, x.flatten())
-        except (ValueError, CheckpointError) as error:
-            self.failure = error
-
-    def _write(self, name: str, values: Tensor) -> None:
-        rounded = values.to(TORCH_DTYPES[self.dtype])
-        if not torch.equal(rounded.isfinite(), values.isfinite()):
-            raise ValueError(f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32")
-        self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
-
-    def finish(self) -> None:
-        """Complete the file, sync all to the disk, then rename the folder."""
-        if self.failure is not None:
-            raise self.failure
-        for name, t in self.buffers.items():
-            self.writer.write_at(name, 0, as_bytes(t.flatten()))
-        self.writer.finish()
-        for path in self.partial.iterdir():
-            disk.sync(path)
-        disk.sync(self.partial)
-        with disk.os_errors_as(self.out, "giving a folder its name"):
-            os.rename(self.partial, self.out)
-        disk.sync(self.out.parent)
-
-    def abandon(self) -> None:
-        """Delete the folder unless it was finished. Idempotent."""
-        self.writer.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def _check_trained(trained: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless the parameters that were trained are the config's."""
-    for name in (*trained, *expected):
-        if trained.get(name) != expected.get(name):
-            hint = "" if name in expected else did_you_mean(name, list(expected))
-            raise ValueError(
-                f"config: got one whose model has {name!r} of shape {expected.get(name)}{hint}, expected "
-                f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and lora "
-                "where adapters were trained, with their peft.LoraConfig"
-            )
-
-
-def _write_config(folder: Path, config: Any, model: Any, dtype: Precision) -> None:
-    """Write config.json with the dtype of the weights; from_pretrained would round them to another."""
-    copy = type(config).from_dict(config.to_dict())
-    copy.dtype = TORCH_DTYPES[dtype]
-    copy.architectures = [type(model).__name__]
-    copy.save_pretrained(folder)
+            for name, t in self.buffers.items():
+                writer.write_at(name, 0, as_bytes(t.flatten()))
+            for name, values in weights if self.adapted is None else self.adapted.written(weights):
+                rounded = values.to(TORCH_DTYPES[self.dtype])
+                if not torch.equal(rounded.isfinite(), values.isfinite()):
+                    raise ValueError(
+                        f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32"
+                    )
+                writer.write_at(name, 0, as_bytes(rounded.flatten()))
+            writer.finish()
+        finally:
+            writer.close()
+        return writer.shard.size

@@ -8,9 +8,9 @@ memory once.
 import copy
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint import strict_json
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.compile.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
@@ -33,35 +31,14 @@ from zfunc.models.hf.families import (
     kind_of_quantization,
     why_unsupported,
 )
-from zfunc.values import of_type
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-INDEX_LIMIT = 64 << 20  # bytes
-_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
-_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
-_HALVES = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}  # of gate_up_proj; the others are of down_proj
-LARGEST = {
-    "num_hidden_layers": 10_000,
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 1 << 24),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 16),
-}
-"""Sizes of a config, and up to which one is believed: beyond, building it would take hours and all memory."""
+SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
+_OLD_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
 log = logging.getLogger("zfunc")
 
 
-@frozen
-class StoredTensor:
-    """A tensor in a file."""
-
-    file: Path
-    name: str  # in the file
-    dtype: str
-    shape: tuple[int, ...]
-    piece: tuple[int, int] | None = None  # of the parameter of all experts: the expert, and the half
-
-
 def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
-    """`(config, segments)` of a folder with config.json and model.safetensors, or shards and their index.
+    """`(config, segments)` of a folder with config.json and model.safetensors, or its shards.
 
     Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights, in fp64, fp32, bf16
     or fp16, as fp32 master weights; keep the files until then.
@@ -76,22 +53,24 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     config = read_config(folder)
     model = empty_model(config, folder)
     check_supported(model, loss=False)  # first, because files of an unsupported family have other names too
-    stored = _stored(folder)
-    places = _places(model, stored)
-    log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
-    for name, t in _stored_buffers(model, stored).items():
+    weights = FolderWeights.of(folder, model)
+    log.info("hf: %s: %d tensors", folder, len(weights.parts))
+    for name, t in weights.buffers().items():
         owner, _, short = name.rpartition(".")
         model.get_submodule(owner)._buffers[short] = t
+    names = {name: name for name, _ in model.named_parameters()}
     if lora is not None:
         own = {id(p): name for name, p in model.named_parameters()}
         model = adapt(model, lora)
-        places = {name: places[own[id(p)]] for name, p in model.named_parameters() if id(p) in own}
+        names = {name: own[id(p)] for name, p in model.named_parameters() if id(p) in own}
         log.info(
             "hf: LoRA: %s of %s parameters are trained, adapters of %s",
             *map("{:,}".format, model.get_nb_trainable_parameters()),
             ", ".join(adapted_modules(model)),
         )
-    return config, tuple(evolve(s, initial=partial(_initial, s, model, places)) for s in cut_model(model))
+    return config, tuple(
+        evolve(s, initial=partial(_initial, s, model, weights, names)) for s in cut_model(model)
+    )
 
 
 def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
@@ -125,26 +104,18 @@ def read_config(place: Path) -> Any:
     from transformers import AutoConfig
 
     with _errors_of_config(place):
-        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-        of_type("architectures", config.architectures, list | None, "names of classes: correct it")
-        return config
+        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
 
 
 def empty_model(config: Any, place: Path | None = None) -> Any:
     """The causal language model of a config, on the meta device. `place` is where that was read, for errors.
 
-    Raises ValueError if transformers has none, and for sizes that no model has.
+    Raises ValueError if transformers has none.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise why_unsupported(next(iter(config.architectures or ()), config.model_type), "which is none")
-    for name, most in LARGEST.items():
-        size = getattr(config, name, None)
-        if isinstance(size, int) and not 1 <= size <= most:  # some families have one for each layer
-            raise ValueError(
-                f"{place or 'config'}: got {name} {size!r:.30}, expected a whole number from 1 to {most:,}: {NEXT}"
-            )
     with _errors_of_config(place or "config"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
@@ -162,166 +133,156 @@ def _errors_of_config(place: Path | str) -> Generator[None]:
         ) from error
 
 
-def _stored(folder: Path) -> list[StoredTensor]:
+@frozen
+class _StoredTensor:
+    """A tensor in a file; the `pattern` of the conversion by which transformers makes a parameter of several."""
+
+    file: Path
+    name: str  # in the file
+    dtype: str
+    shape: tuple[int, ...]
+    pattern: str | None = None
+
+    def value(self) -> Tensor:
+        """A view of the mapped file."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, "pt") as opened:
+            return opened.get_tensor(self.name)
+
+
+@frozen(eq=False)
+class FolderWeights:
+    """The tensors in the files of a folder, by the names that `model` has for them: parameters, and buffers that
+    `save_pretrained` writes, such as the bias of DeepSeek-V3's routers. A tied parameter has its first name.
+    """
+
+    model: Any
+    parts: dict[str, list[_StoredTensor]]
+
+    @classmethod
+    def of(cls, folder: Path, model: Any) -> "FolderWeights":
+        """Those of a folder. Raises CheckpointError unless its tensors are the model's, in name and shape.
+
+        A file may be of the model without its head: then names lack the base model's prefix.
+        """
+        from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+        first = {id(p): name for name, p in model.named_parameters()}
+        owners = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        state, conversions = model.state_dict(), _conversions(model)
+        renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
+        converters = [x for x in conversions if not isinstance(x, WeightRenaming)]
+        parts: dict[str, list[_StoredTensor]] = {owners.get(name, name): [] for name in state}
+        stored = sorted(_stored_tensors(folder), key=lambda t: dot_natural_key(t.name))  # experts in order
+        for t in stored:
+            name, pattern = t.name, None
+            if name not in state:
+                name, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+            if name in state:
+                parts[owners.get(name, name)].append(evolve(t, pattern=pattern))
+            elif not _OLD_BUFFERS.search(t.name):
+                hint = did_you_mean(t.name, [x for x in parts if not parts[x]])
+                raise CheckpointError(
+                    f"{t.file}: got {t.name!r}{hint}, which the model does not have: {NEXT}"
+                )
+        weights = cls(model, parts)
+        for name, own in parts.items():
+            if not own:
+                hint = did_you_mean(name, [t.name for t in stored])
+                raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {NEXT}")
+            weights._check(name, tuple(state[name].shape))
+        return weights
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless what is stored has the shape of the model's, and is not quantized."""
+        for t in self.parts[name]:
+            if t.dtype not in SAFETENSORS_FLOATS:
+                raise CheckpointError(
+                    f"{t.file}: got {t.name!r} in {t.dtype}, expected {', '.join(SAFETENSORS_FLOATS)}: use weights "
+                    "that are not quantized"
+                )
+        t = self.parts[name][0]
+        try:
+            shape = tuple(self.read(name, on_meta=True).shape)
+        except (ValueError, RuntimeError) as error:  # of pieces that do not go together
+            raise CheckpointError(f"{t.file}: got {t.name!r} for {name!r} ({error}): {NEXT}") from error
+        if shape != expected:
+            raise CheckpointError(
+                f"{t.file}: got {t.name!r} of shape {shape}, expected {expected} of {name!r}: {NEXT}"
+            )
+
+    def buffers(self) -> Values:
+        """The buffers, in their own types."""
+        parameters = dict(self.model.named_parameters())
+        return {name: self.read(name).clone() for name in self.parts if name not in parameters}
+
+    def read(self, name: str, *, on_meta: bool = False) -> Tensor:
+        """The tensor of this name: a view of the mapped file, or made of several; on meta nothing is read."""
+        first, *others = parts = self.parts[name]
+        values = [torch.empty(t.shape, device="meta") if on_meta else t.value() for t in parts]
+        if first.pattern is not None:
+            conversion = next(x for x in _conversions(self.model) if first.pattern in x.source_patterns)
+            for t, value in zip(parts, values, strict=True):
+                conversion.add_tensor(name, t.name, t.pattern, value)
+            made = conversion.convert(name, model=self.model, config=self.model.config)[name]
+            return made[0] if isinstance(made, list) else made
+        for t, value in zip(others, values[1:], strict=True):
+            if value.shape != values[0].shape or not (on_meta or torch.equal(value, values[0])):
+                raise CheckpointError(
+                    f"{t.file}: got other values in {t.name!r} than in {first.name!r}, expected the same, because "
+                    f"the config ties them to {name!r}: set tie_word_embeddings to false in config.json"
+                )
+        return values[0]
+
+
+def _conversions(model: Any) -> list[Any]:
+    """How transformers makes the tensors of a model of those of files; each is for one use."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return [*get_model_conversion_mapping(model)]
+
+
+def _stored_tensors(folder: Path) -> list[_StoredTensor]:
     """Every tensor in the folder's files; the single file comes before shards, as in transformers."""
-    if (folder / SINGLE).is_file():
-        return _tensors(folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {INDEX}, expected one of them: {NEXT}")
-    read = disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT)
-    index = strict_json.parse_json(read, str(folder / INDEX))
-    indexed = index.entries()["weight_map"].read(Mapping[str, strict_json.Text])
-    names = sorted(set(indexed.values()))
-    if alien := [x for x in names if Path(x).name != x or not (folder / x).is_file()]:
-        raise CheckpointError(
-            f"{folder / INDEX}: got the file {alien[0]!r:.200}, which is not in the folder: {NEXT}"
-        )
-    tensors = [t for name in names for t in _tensors(folder / name)]
-    if differing := {(t.name, t.file.name) for t in tensors} ^ indexed.items():
-        name, file = min(differing)
-        raise CheckpointError(f"{folder / INDEX}: got {name!r} in one of it and {file} alone: {NEXT}")
-    return tensors
-
-
-def _tensors(file: Path) -> list[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
-    tensors: list[StoredTensor] = []
-    try:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a dict
-                part = opened.get_slice(name)
-                tensors.append(StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {NEXT}") from error
+    files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob(SHARDS))
+    if not files:
+        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {SHARDS}, expected one of them: {NEXT}")
+    tensors: list[_StoredTensor] = []
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  not a dict
+                    part = opened.get_slice(name)
+                    tensors.append(_StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {NEXT}") from error
     return tensors
 
 
-def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
-    """The tensors of each parameter; a tied one may be stored under several of its names.
-
-    A file may be of the model without its head: then names lack the base model's prefix.
-    """
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    names, renamed, buffers = known_names(model), _renamings(model), _saved_buffers(model)
-    places: dict[str, list[StoredTensor]] = {name: [] for name in shapes}
-    for t in stored:
-        owner, piece = (t.name, None) if t.name in names else _merged(renamed(t.name))
-        if (name := names.get(owner)) is not None:
-            _check(t, name, shapes[name] if piece is None else _of_piece(shapes[name], owner))
-            places[name].append(evolve(t, piece=piece))
-        elif owner not in buffers and not _BUFFERS.search(t.name):
-            hint = did_you_mean(t.name, [x for x in shapes if not places[x]])
-            raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {NEXT}")
-    for name, parts in places.items():
-        if not parts:
-            folder, hint = stored[0].file.parent, did_you_mean(name, [t.name for t in stored])
-            raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {NEXT}")
-        if (pieces := [t.piece for t in parts if t.piece is not None]) and sorted(pieces) != [
-            (expert, half)
-            for expert in range(shapes[name][0])
-            for half in range(2 if name.endswith("gate_up_proj") else 1)
-        ]:
-            raise CheckpointError(f"{parts[0].file.parent}: got some experts of {name!r} alone: {NEXT}")
-    return places
-
-
-def read_buffers(model: Any, folder: Path | None) -> Values:
+def saved_buffers(model: Any, folder: Path | None) -> Values:
     """The buffers of a model that are in the files of its folder, by name; most models have none.
 
     Raises ValueError for one that has, without a folder.
     """
-    buffers = _saved_buffers(model)
+    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if buffers and folder is None:
         raise ValueError(
             f"config: got one of a model that saves {min(buffers)!r}, which is not trained, expected its folder: "
             "the values are copied from there"
         )
-    return _stored_buffers(model, _stored(folder)) if buffers and folder else {}
+    return FolderWeights.of(folder, model).buffers() if buffers and folder else {}
 
 
-def _stored_buffers(model: Any, stored: list[StoredTensor]) -> Values:
-    buffers, renamed = _saved_buffers(model), _renamings(model)
-    found = {renamed(t.name): t for t in stored if renamed(t.name) in buffers}
-    for name, t in found.items():
-        _check(t, name, tuple(buffers[name].shape))
-    return {name: _tensor(name, [t]).clone() for name, t in found.items()}
-
-
-def _saved_buffers(model: Any) -> Values:
-    """The buffers that `save_pretrained` writes, such as the bias of DeepSeek-V3's routers."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: t for name, t in model.state_dict().items() if name not in parameters}
-
-
-def _renamings(model: Any) -> Callable[[str], str]:
-    """The name that a tensor of a file has in the model, where transformers has renamed modules since."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    renamings = [x for x in get_model_conversion_mapping(model) if isinstance(x, WeightRenaming)]
-    return lambda name: reduce(lambda x, renaming: renaming.rename_source_key(x)[0], renamings, name)
-
-
-def _merged(name: str) -> tuple[str, tuple[int, int] | None]:
-    """The parameter that a tensor of one expert is a piece of, where each has its own tensors in files."""
-    if (match := _EXPERT.fullmatch(name)) is None:
-        return name, None
-    half = _HALVES.get(match[3])
-    return f"{match[1]}.experts.{'down' if half is None else 'gate_up'}_proj", (int(match[2]), half or 0)
-
-
-def _of_piece(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-    return (shape[1] // 2, *shape[2:]) if name.endswith("gate_up_proj") else shape[1:]
-
-
-def known_names(model: Any) -> dict[str, str]:
-    """Parameters by their names in files: their own, those they are tied to, and both without the prefix."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    prefix = f"{model.base_model_prefix}."
-    return {**{name.removeprefix(prefix): x for name, x in every.items()}, **every}
-
-
-def _check(t: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
-    if t.shape != shape:
-        raise CheckpointError(
-            f"{t.file}: got {t.name!r} of shape {t.shape}, expected {shape} of {name!r}: {NEXT}"
-        )
-    if t.dtype not in SAFETENSORS_FLOATS:
-        raise CheckpointError(
-            f"{t.file}: got {t.name!r} in {t.dtype}, expected {', '.join(SAFETENSORS_FLOATS)}: use weights that "
-            "are not quantized"
-        )
-
-
-def _initial(segment: Segment, model: Any, places: Mapping[str, list[StoredTensor]], seed: int) -> Values:
+def _initial(
+    segment: Segment, model: Any, weights: FolderWeights, names: dict[str, str], seed: int
+) -> Values:
     """The parameters that a segment owns: views of the mapped files, and adapters that are drawn."""
-    own = {p.name: short for p, short in zip(segment.parameters, segment.short, strict=True)}
-    own = {name: short for name, short in own.items() if name not in segment.shared}
-    values = {name: _tensor(name, places[name]) for name in own if name in places}
+    own = {full: short for short, full in segment.by_short.items() if full not in segment.shared}
+    values = {full: weights.read(names[full]) for full in own if full in names}
     if drawn := own.keys() - values.keys():
         adapters = draw_adapters(segment.module, *model.peft_config.values(), seed)
-        values |= {name: adapters[own[name]] for name in drawn}
+        values |= {full: adapters[own[full]] for full in drawn}
     return values
-
-
-def _tensor(name: str, parts: list[StoredTensor]) -> Tensor:
-    from safetensors import safe_open
-
-    values: list[Tensor] = []
-    for t in parts:
-        with safe_open(t.file, "pt") as opened:
-            values.append(opened.get_tensor(t.name))
-    if parts[0].piece is not None:
-        by_piece = {t.piece: value for t, value in zip(parts, values, strict=True)}
-        ordered = [by_piece[piece] for piece in sorted(by_piece)]
-        halves = 1 + max(half for _, half in by_piece)
-        return torch.stack([torch.cat(ordered[n : n + halves]) for n in range(0, len(ordered), halves)])
-    for t, value in zip(parts[1:], values[1:], strict=True):
-        if not torch.equal(value, values[0]):
-            raise CheckpointError(
-                f"{t.file}: got other values in {t.name!r} than in {parts[0].name!r}, expected the same, because "
-                f"the config ties them to {name!r}: set tie_word_embeddings to false in config.json"
-            )
-    return values[0]
