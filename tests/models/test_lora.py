@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import CONFIGS, SIZE, tokens, transformers
 from small_trainings import measured
 from text_data import save_tokenizer, write_jsonl
 from torch import Tensor, nn
@@ -20,30 +21,15 @@ from zfunc.core.regions import Regions
 from zfunc.models.hf.adapters import adapt, adapted_modules, lora_config
 from zfunc.train.run_folder import read_history
 
-transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytestmark = [  # what peft calls, and what it notices
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 
-LLAMA: dict[str, Any] = {
-    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
-    **{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0},
-}
-GPT2 = {
-    "vocab_size": 61,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "loss_type": "ForCausalLM",
-}
-GPT2 |= {"bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is set of peft's configuration
     "as peft has it": ("Llama", {}),
-    "GPT-2's transposed layers, untied": ("GPT2", {}),
+    "GPT-2's transposed layers, untied": ("GPT-2 untied", {}),
     "head, embedding and biases": (
         "Llama",
         {"bias": "all", "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
@@ -59,8 +45,7 @@ every_case = pytest.mark.parametrize(
 
 def base(kind: str = "Llama") -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(GPT2 if kind == "GPT2" else LLAMA))
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
 
 
 def adapted(name: str) -> tuple[Any, Any]:
@@ -73,10 +58,6 @@ def adapted(name: str) -> tuple[Any, Any]:
             if p.requires_grad and "magnitude" not in full:
                 p.add_(torch.randn_like(p) * 0.05)
     return model, config
-
-
-def tokens(seed: int = 0) -> Tensor:
-    return torch.randint(0, 61, (4, 13), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model: Any) -> Tensor:
@@ -99,7 +80,7 @@ def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str
     program = zfunc.compile(segments, optimizer=zfunc.AdamW(**SETTINGS), **given)
     state = zfunc.init(program)
     for n in range(3):
-        x = tokens(n)
+        x = tokens(4, n)
         loss = reference(input_ids=x, labels=x).loss
         plain.zero_grad()
         loss.backward()
@@ -173,26 +154,25 @@ def test_a_folder_gets_adapters_as_peft_draws_them(tmp_path: Path) -> None:
     assert abs(zfunc.evaluate(program, state, (x[:, :-1], x[:, 1:])) - own) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("kind", "modules"),
-    [
-        ("Llama", "q_proj v_proj"),
-        ("Olmo2", "q_proj v_proj"),
-        ("Phi3", "gate_up_proj qkv_proj"),
-        ("GPT2", "c_attn"),
-    ],
-)
-def test_modules_that_get_adapters_by_default(kind: str, modules: str) -> None:
-    with torch.device("meta"):
-        assert adapted_modules(adapt(base(kind), lora_config(4))) == modules.split()
+def test_modules_that_get_adapters_by_default() -> None:
+    both, phi = "q_proj v_proj", "gate_up_proj qkv_proj"
+    for kind, modules in {"Llama": both, "OLMo 2": both, "Phi-3": phi, "GPT-2": "c_attn"}.items():
+        with torch.device("meta"):
+            assert adapted_modules(adapt(base(kind), lora_config(4))) == modules.split()
 
 
 def quantized() -> Any:
-    config = transformers.LlamaConfig(**LLAMA)
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    model.config = config
+        model = base()
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    return model
+
+
+def packed() -> Any:
+    """As bitsandbytes packs 4-bit weights, whatever the config says."""
+    model = base()
+    weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[0].mlp.up_proj.weight = weight
     return model
 
 
@@ -218,6 +198,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     r"quantized weights \(bitsandbytes, load_in_4bit\): load it without.*in 16 bits instead": lambda: (
         zfunc.hf.segments(quantized())
     ),
+    r"of torch\.uint8, expected floating point": lambda: zfunc.hf.segments(packed()),
     "got the adapters default, other, expected one": lambda: zfunc.hf.segments(two_adapters()),
     "with merged or disabled adapters": lambda: zfunc.hf.segments(merged()),
     r"got adapters of tensors in .*gate_proj', which are no modules": lambda: zfunc.hf.segments(
@@ -245,7 +226,7 @@ def test_what_cannot_be_trained_is_refused_by_name(
 
 def test_adapters_of_tied_weights_are_not_merged(tmp_path: Path) -> None:
     lora = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
-    config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)
+    config = transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
     model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
     program = zfunc.compile(zfunc.hf.segments(model), precision="fp32", device="cpu")
     state = zfunc.init(program)
@@ -297,13 +278,3 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     }.items():
         assert main(wrong.split()) == 2
         assert re.search(message, " ".join(capsys.readouterr().err.split())), message
-
-
-def test_modules_without_a_float_are_refused() -> None:
-    """As bitsandbytes packs 4-bit weights, whatever the config says."""
-    model = base()
-    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(
-        torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False
-    )
-    with pytest.raises(ValueError, match=r"of torch\.uint8, expected floating point"):
-        zfunc.hf.segments(model)

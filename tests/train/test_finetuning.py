@@ -126,12 +126,6 @@ def test_epochs_on_all_of_the_data_with_other_data_to_evaluate_on(capsys: Out) -
     assert "it ended at step 4: nothing is left to train" in capsys.readouterr().out
 
 
-def test_a_fine_tuning_is_one_epoch_without_a_bound() -> None:
-    assert train("--data", "texts.jsonl", "--out", "run", "--no-sample", "--eval-every", 0) == 0
-    settings = config("run")["settings"]
-    assert (settings["epochs"], settings["seconds"], settings["steps"]) == (1, None, len(rows("run")))
-
-
 def test_a_sample_is_the_answer_to_a_held_out_prompt(
     pairs: TrainingJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +141,7 @@ def test_a_sample_is_the_answer_to_a_held_out_prompt(
 
 
 def test_the_first_loss_is_the_models_own() -> None:
-    """A batch of a job is weighed as zfunc.hf.batch does, whose laws are in tests/models/test_hf_batches.py."""
+    """A batch of a job is weighed as zfunc.hf.batch does, whose laws are in tests/models/test_hf.py."""
     pairs = job(micro_batches=4)
     ids, (labels, weights) = pairs.batch(8)
     assert len(set((labels != IGNORE_INDEX).sum(1).tolist())) > 1, "rows hold unequally many"
@@ -228,12 +222,13 @@ def test_a_new_gpt_learns_the_tokens_of_a_tokenizer(capsys: Out) -> None:
     assert "got 10 for model/tokenizer.json, expected its 47 or more" in capsys.readouterr().err
 
 
-def test_a_bin_of_its_tokens_needs_no_tokenizer_and_the_rate_is_low() -> None:
-    (np.arange(2000) % 50).astype("<u2").tofile("a.bin")
+def test_a_bin_of_its_tokens_needs_no_tokenizer_and_is_one_epoch_at_a_low_rate() -> None:
+    (np.arange(240) % 50).astype("<u2").tofile("a.bin")
     Path("model/tokenizer.json").unlink()
-    assert train("--data", "a.bin", "--steps", 1, "--out", "run") == 0
+    assert train("--data", "a.bin", "--out", "run", "--no-sample", "--eval-every", 0) == 0
     settings = config("run")["settings"]
     assert (settings["lr"], settings["vocab_size"]) == (FINE_TUNING_LR, 50)
+    assert (settings["epochs"], settings["seconds"], settings["steps"]) == (1, None, len(rows("run")))
 
 
 TOKENIZER = Path("model/tokenizer.json")
