@@ -288,7 +288,7 @@ def test_the_command_exports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"written: {out}: 30 parameters of step 1 as bf16" in capsys.readouterr().out
     assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert main(["export", str(run), "--hf", str(folder)]) == 2
-    assert "expected a new folder to write: pass such as --out trained" in capsys.readouterr().err
+    assert "got no --out, expected one: name it after the command" in capsys.readouterr().err
 
 
 FLAWED: dict[str, list[Any]] = {
