@@ -19,7 +19,7 @@ from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare
 from zfunc.models.hf.families import LOSS, check_supported, check_transformers, is_tested
-from zfunc.models.hf.parts import EmbedPart, HeadPart, LayerPart, Place, stop_before
+from zfunc.models.hf.parts import EmbedPart, HeadPart, LayerPart, LayerPlace, stop_before
 from zfunc.models.hf.recording import record
 from zfunc.models.loss import collated_batch
 from zfunc.runtime.rng import seeded_sequence
@@ -217,8 +217,8 @@ class _Cutter:
         """A copy of the model with places for layers, and only the parameters `kept`. Dropout before the layers is
         the first segment's."""
         as_tuple = self.recording.as_tuple
-        places = [Place(x, as_tuple) for x in self.layers]
-        places[place] = Place(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
+        places = [LayerPlace(x, as_tuple) for x in self.layers]
+        places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
         copied = self.copied(self.model, {id(self.layers): nn.ModuleList(places)})
         inside = {id(m) for x in places for m in x.modules()}
         absent: dict[str, tuple[int, ...]] = {}

@@ -29,7 +29,7 @@ class _Reached(Exception):  # noqa: N818  no error
         self.value = value
 
 
-class Place(nn.Module):
+class LayerPlace(nn.Module):
     """The place of a layer in a segment's copy of the model. Alone it hands on the hidden states it is given.
 
     With `x` it hands on these instead, or what `layer` makes of them; if it `stops`, the forward ends with that.
@@ -94,7 +94,7 @@ class _Part(nn.Module):
     """`model` without the parameters of other segments, which are `absent`, with their shapes."""
 
     def __init__(
-        self, model: nn.Module, place: Place, call: Call, absent: dict[str, tuple[int, ...]]
+        self, model: nn.Module, place: LayerPlace, call: Call, absent: dict[str, tuple[int, ...]]
     ) -> None:
         super().__init__()
         self.layer = place.layer  # before the model, so that its names do not depend on it
