@@ -21,7 +21,7 @@ from zfunc.core.simulator import simulate
 from zfunc.engine.compile.specialize import specialize
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.profile import load_profile
 from zfunc.runtime.accelerator import accelerator_type, device_name, peak_bytes, pick_device, reset_peak
 
 GIB = 1 << 30

@@ -37,7 +37,7 @@ from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.options import as_flag
-from zfunc.planner import steady_state
+from zfunc.planner import candidate
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"
@@ -180,7 +180,7 @@ def measure_many() -> dict[str, float]:
         for order in ("horizontal", "vertical")
     }
     seconds["search"] = plan_many(schedule="auto", params_on="auto", activations_on="auto")
-    with patch.object(steady_state, "WORTH", math.inf):
+    with patch.object(candidate, "MANY", math.inf):
         seconds["horizontal, in full"] = plan_many(accumulate="horizontal")
     for name, value in seconds.items():
         print(f"{name:>22}{value:>12.1f} s")

@@ -27,18 +27,16 @@ from zfunc.core.hardware import Measured
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.segment import Segment
-from zfunc.engine.compile.step_spec import make_spec
 from zfunc.models import hf
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.models.gpt_costs import GPTCosts
+from zfunc.models.gpt_costs import gpt_costs
 from zfunc.optim.adamw import AdamW
 from zfunc.options import as_flag
-from zfunc.planner.cost_model import CostModel, SegmentCosts
+from zfunc.planner.cost_model import CostModel, SegmentCosts, StepCosts
 from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.planned import Planned
-from zfunc.planner.profile import Profile, replace_figures
-from zfunc.planner.profile_toml import load_profile
-from zfunc.planner.traced_costs import TracedCosts
+from zfunc.planner.profile import Profile, load_profile, replace_figures
+from zfunc.planner.traced_costs import traced_costs
 
 ROWS = Path(__file__).with_suffix(".toml")
 PAGE = Path(__file__).parent.parent / "docs" / "published.md"
@@ -168,45 +166,34 @@ def _first_layers(model: str) -> tuple[tuple[Segment, ...], int]:
     return described(config | {"num_hidden_layers": few}), config["num_hidden_layers"] // few
 
 
-@frozen(eq=False)
-class RepeatedCosts:
-    """`SegmentCosts` of a model whose layers repeat, traced once: `of` has the first layers, which come `times`."""
+def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> SegmentCosts:
+    """Of a model whose layers repeat, traced once: `few` has the first layers, which come `times`."""
+    first, *layers, last = few.parameters
+    blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(times) for own in layers]
 
-    of: TracedCosts
-    times: int
-    world: int
-    rows: int
-    tokens: int
+    def trace(settings: StepSettings, _spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+        found = few.traced(evolve(settings, micro_batches=1), on_gpu=on_gpu, grouped=grouped)
+        first, *layers, last = found.costs
+        return StepCosts([first, *layers * times, last], found.target_bytes, found.aux)
 
-    def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
-        """The spec of these settings, with costs of 0."""
-        first, *layers, last = (s.parameters for s in self.of.segments)
-        blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(self.times) for own in layers]
-        return make_spec([first, *blocks, last], self.of.optimizer, settings, world=self.world, on_gpu=on_gpu)
-
-    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
-        """The same with the costs of a micro-batch."""
-        few = self.of.traced(evolve(settings, micro_batches=1), on_gpu=on_gpu, grouped=grouped)
-        first, *layers, last = few.costs
-        spec = self.untraced(settings, on_gpu=on_gpu)
-        found = [first, *layers * self.times, last]
-        return evolve(spec, costs=found, target_bytes=few.target_bytes, aux=few.aux)
+    tokens = rows // few.rows * few.tokens
+    return SegmentCosts([first, *blocks, last], few.optimizer, rows, tokens, trace, world)
 
 
 @cache
-def _few(model: str, rows: int, length: int) -> TracedCosts:
+def _few(model: str, rows: int, length: int) -> SegmentCosts:
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
-    return TracedCosts(_first_layers(model)[0], (tokens, tokens), AdamW())
+    return traced_costs(_first_layers(model)[0], (tokens, tokens), AdamW())
 
 
 def costs(row: Row) -> SegmentCosts:
     """Of the row's model and one rank's batch."""
     of, count = dict(_models()[row.model]), row.micro_batch * row.micro_batches
     if of.pop("gpt", False):
-        return GPTCosts(GPTConfig(VOCABULARY, row.length, **of), count, AdamW(), row.world)
+        return gpt_costs(GPTConfig(VOCABULARY, row.length, **of), count, AdamW(), row.world)
     times = _first_layers(row.model)[1]
     few = _few(row.model, row.micro_batch, row.length)
-    return RepeatedCosts(few, times, row.world, count, count * row.length)
+    return repeated_costs(few, times, row.world, count)
 
 
 def profile(row: Row) -> Profile:
@@ -226,7 +213,7 @@ def planned(row: Row) -> Planned:
     known = tuple(dict.fromkeys(as_the_peer(row, plan)))
     if not known:
         return plan
-    own = evolve(model, machine=evolve(plan.hardware, measured=known), estimates={}, graphs={})
+    own = evolve(model, machine=evolve(plan.hardware, measured=known), steps={}, graphs={})
     return plan_settings(own, row.settings, advice=False)
 
 
@@ -234,7 +221,7 @@ def as_the_peer(row: Row, plan: Planned) -> Iterator[Measured]:
     """The operations of the plan that take the peer longer, by the facts of the row."""
     ranks = min(row.world, int(profile(row).value("count", "devices")))
     buckets, hardware = plan.step.spec.layout.buckets, plan.hardware
-    for op in (plan.step.of_few or plan.step).plan.graph:
+    for op in (plan.step.repetition.small if plan.step.repetition else plan.step).graph:
         if op.verb == "update" and row.adam is not None:
             seconds = buckets[op.index[0]].numel / row.world * ranks / row.adam
             yield Measured("host", 0, op.nbytes, seconds)

@@ -31,14 +31,15 @@ from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.state import State
-from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrate import (
     MeasuredStep,
+    clocks,
     handoff,
     make_profile,
     measure_beside,
     middle_half,
     operation_costs,
+    other_processes,
 )
 from zfunc.runtime.accelerator import (
     accelerator_type,
@@ -126,8 +127,8 @@ def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
     """This machine, by the traced steps of one model."""
     program = one.programs["alone"]
     costs, told = operation_costs(middle_half(one.traced)), handoff(middle_half(one.beside)) or 0.0
-    here = evolve(measure_beside(program, Path(args.folder)), operations=costs, handoff=told)
-    return make_profile(here, "a benchmark").hardware(args.precision)
+    machine = measure_beside(program, Path(args.folder))
+    return make_profile(machine, costs, told, "a benchmark").hardware(args.precision)
 
 
 def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:

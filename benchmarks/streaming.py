@@ -31,7 +31,7 @@ from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.state import State
 from zfunc.models import hf
 from zfunc.models.gpt import gpt_segments
-from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.profile import load_profile
 from zfunc.runtime.accelerator import on_accelerator, peak_bytes, pick_device, reset_peak
 
 STREAMED = {"params_on": "host", "activations_on": "host"}

@@ -21,7 +21,7 @@ from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig, num_parameters
 from zfunc.options import as_flag
 from zfunc.planner.planned import Planned
-from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.profile import load_profile
 from zfunc.units import format_bytes
 
 TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks

@@ -151,7 +151,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     (
         "plan --hardware empty.toml",
         "got empty.toml, expected a profile that zfunc calibrate wrote, and",
-        "empty.toml: [count] devices: got no figure",
+        "empty.toml: count.devices: got no figure",
     ),
     ("plan --hardware bytes.toml", "--hardware, --with: got bytes.toml, expected", "codec can't decode"),
     ("plan --hardware cut.toml", "cut.toml: got Invalid value"),

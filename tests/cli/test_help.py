@@ -18,7 +18,7 @@ from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
 from zfunc.cli.parser import make_parser
 from zfunc.options import GROUPS, flag
-from zfunc.planner.profile_toml import FOLDER
+from zfunc.planner.profile import FOLDER
 
 Out = pytest.CaptureFixture[str]
 every_command = pytest.mark.parametrize("name", COMMANDS)

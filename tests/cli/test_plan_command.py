@@ -23,12 +23,12 @@ from zfunc.core.bucketing import lay_out
 from zfunc.core.settings import StepSettings
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.models.gpt_costs import GPTCosts, gpt_parameters
+from zfunc.models.gpt_costs import gpt_costs, gpt_parameters
 from zfunc.options import options_of
 from zfunc.planner import memory_check as room
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.plan_step import plan_settings
-from zfunc.planner.profile_toml import load_profile, profile_text
+from zfunc.planner.profile import load_profile, profile_text
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import gpt_config, prepare_job
 
@@ -179,8 +179,8 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
     ("figure", "error"),
     [
         ("byts.host=1e11", "v100-32gb: byts: got an unknown name, expected one of count, bytes, "),
-        ("bytes.hst=1e11", "[bytes] hst: got an unknown name, expected one of device, host, disk, context"),
-        ("bytes.host=3", "[bytes] host: got 3, expected between"),
+        ("bytes.hst=1e11", "bytes.hst: got an unknown name, expected one of device, host, disk, context"),
+        ("bytes.host=3", "bytes.host: got 3, expected between"),
         ("bytes.host=much", "could not convert string to float: 'much'"),
         ("host=1e11", "figures such as bytes.host=1.28e11: v100-32gb: : got an unknown name"),
     ],
@@ -272,8 +272,10 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = plan_model(PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
-    best = attrs.evolve(model.planned.step.settings, schedule=schedule, offload_ratio=0.0, defer=True)
-    planned = attrs.evolve(model.planned, step=attrs.evolve(model.planned.step, settings=best))
+    step = model.planned.step
+    best = attrs.evolve(step.settings, schedule=schedule, offload_ratio=0.0, defer=True)
+    spec = attrs.evolve(step.spec, settings=best)
+    planned = attrs.evolve(model.planned, step=attrs.evolve(step, spec=spec))
     searched = attrs.evolve(model, settings=attrs.evolve(model.settings, schedule="auto"), planned=planned)
     parser = make_parser(COMMANDS)[1]["train"]
     for width in range(40, 130):
@@ -334,7 +336,7 @@ def test_buckets_follow_the_number_of_ranks() -> None:
     for world in (1, 8, 16):
         parameters = gpt_parameters(config)
         assert lay_out(parameters, StepSettings(), world) == lay_out(parameters, fixed, world)
-    model = CostModel(GPTCosts(config, 8, zfunc.AdamW(), 1024), load_profile("h100"))
+    model = CostModel(gpt_costs(config, 8, zfunc.AdamW(), 1024), load_profile("h100"))
     default, few, *others = (
         plan_settings(
             model, attrs.evolve(fixed, precision="bf16", bucket_size=n), advice=False

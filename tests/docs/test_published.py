@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import asdict, evolve
 
 from benchmarks import published
 from zfunc.core.settings import StepSettings
-from zfunc.planner.traced_costs import TracedCosts
+from zfunc.optim.adamw import AdamW
+from zfunc.planner.traced_costs import traced_costs
 
 pytest.importorskip("transformers")
 
@@ -57,8 +59,8 @@ def test_layers_that_repeat_cost_what_all_of_them_traced_cost(
     monkeypatch.setattr(published, "_models", lambda: {"small": small})
     row = evolve(ROWS[0], model="small", length=32, micro_batch=2)
     repeated = published.costs(row)
-    assert isinstance(repeated, published.RepeatedCosts)
-    full = TracedCosts(published.described(small), repeated.of.example, repeated.of.optimizer)
+    tokens = torch.empty((2, 32), dtype=torch.int64, device="meta")
+    full = traced_costs(published.described(small), (tokens, tokens), AdamW())
     settings = StepSettings(recompute=recompute)
     a, b = (x.traced(settings, on_gpu=True, grouped=True) for x in (repeated, full))
     assert a.costs == b.costs

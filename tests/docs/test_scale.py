@@ -13,7 +13,7 @@ sys.path.append(str(DOCS))
 import scale  # noqa: E402
 
 from zfunc.core.graph import Op  # noqa: E402
-from zfunc.planner.profile_toml import load_profile  # noqa: E402
+from zfunc.planner.profile import load_profile  # noqa: E402
 
 PAGE = (DOCS / "scale.md").read_text()
 GATHERED = Op("all_gather", (), "network", nbytes=10**12)

@@ -29,7 +29,7 @@ from make_tutorial import CODES, CONFIG, OUTPUTS, blocks, commands, filled, form
 
 from zfunc.cli.commands.plan import PlanSettings, plan_model  # noqa: E402
 from zfunc.cli.main import main  # noqa: E402
-from zfunc.planner.profile_toml import load_profile  # noqa: E402
+from zfunc.planner.profile import load_profile  # noqa: E402
 from zfunc.runtime.accelerator import available_bytes  # noqa: E402
 from zfunc.runtime.host_memory import available_host_bytes  # noqa: E402
 

@@ -8,9 +8,9 @@ import torch
 from zfunc.core.settings import StepSettings
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.models.gpt_costs import GPTCosts, gpt_parameters
+from zfunc.models.gpt_costs import gpt_costs, gpt_parameters
 from zfunc.optim.adamw import AdamW
-from zfunc.planner.traced_costs import TracedCosts
+from zfunc.planner.traced_costs import traced_costs
 
 NONE, ALL = {"recompute": "none"}, {"recompute": "all"}
 MOVING = {"recompute": "min-cut", "activations_on": "host"}
@@ -31,9 +31,9 @@ def test_the_costs_are_the_traced_ones(case: str) -> None:
     rows, sizes, on_gpu, ways = CASES[case]
     config = GPTConfig(*sizes)
     tokens = torch.empty((rows, config.seq_length), dtype=torch.int64, device="meta")
-    traced = TracedCosts(gpt_segments(config), (tokens, tokens), AdamW())
-    derived = GPTCosts(config, rows, AdamW())
-    assert [list(s.parameters) for s in traced.segments] == gpt_parameters(config)
+    traced = traced_costs(gpt_segments(config), (tokens, tokens), AdamW())
+    derived = gpt_costs(config, rows, AdamW())
+    assert [list(own) for own in traced.parameters] == gpt_parameters(config)
     assert (derived.rows, derived.tokens, derived.world) == (traced.rows, traced.tokens, traced.world)
     for way in ways:
         settings = StepSettings(**way)
@@ -42,4 +42,4 @@ def test_the_costs_are_the_traced_ones(case: str) -> None:
 
 def test_a_gpt_with_dropout_has_to_be_traced() -> None:
     with pytest.raises(ValueError, match=r"dropout: got 0\.1, expected 0: pass the segments to zfunc\.plan"):
-        GPTCosts(GPTConfig(dropout=0.1), 1, AdamW()).traced(StepSettings(), on_gpu=True)
+        gpt_costs(GPTConfig(dropout=0.1), 1, AdamW()).traced(StepSettings(), on_gpu=True)

@@ -16,8 +16,7 @@ from zfunc.planner.disk_traffic import DRIVES
 from zfunc.planner.moves import WORTH
 from zfunc.planner.plan_step import plan
 from zfunc.planner.planned import Planned
-from zfunc.planner.profile import replace_figures
-from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.profile import load_profile, replace_figures
 
 SETTINGS: dict[str, Any] = {"precision": "bf16", "state_on": "disk", "bucket_size": 1 << 12, "clip_norm": 1.0}
 EVERYTHING = {"params_on": "disk", "grads_on": "disk", "defer": True}

@@ -16,7 +16,7 @@ import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import cost_trace
 from zfunc.optim.adamw import AdamW
-from zfunc.planner.traced_costs import TracedCosts
+from zfunc.planner.traced_costs import traced_costs
 
 ROWS, LENGTHS = 2, (8, 16, 32)
 BY_DAY = {"GPT-2", "Llama", "Mistral, window", "Gemma 2", "Mixtral", "GPT-OSS"}
@@ -29,7 +29,7 @@ ALL_EXPERTS = {"Llama 4"}  # its layers multiply by every expert themselves
 
 def costs_of(segments: Any, batch: Any, *, on_gpu: bool = True, **more: Any) -> tuple[int, int]:
     """FLOPs of forward and of backward."""
-    costs = TracedCosts(tuple(segments), batch, AdamW()).traced(
+    costs = traced_costs(segments, batch, AdamW()).traced(
         StepSettings(recompute="none"), on_gpu=on_gpu, **more
     )
     return sum(c.flops for c in costs.costs), sum(c.backward_flops for c in costs.costs)
@@ -97,7 +97,7 @@ def test_experts_are_grouped_where_the_device_has_such_kernels() -> None:
     weights = [in_products("Mixtral", model, grouped=grouped) for grouped in (True, False)]
     assert all_of - few == 2 * ROWS * 16 * (weights[1] - weights[0])
     assert costs_of(segments, tokens(16), on_gpu=False)[0] == all_of
-    bare = TracedCosts(tuple(segments), tokens(16), AdamW())
+    bare = traced_costs(segments, tokens(16), AdamW())
     spent = [
         max(c.backward_workspace for c in bare.traced(StepSettings(), on_gpu=True, grouped=grouped).costs)
         for grouped in (True, False)
@@ -108,7 +108,7 @@ def test_experts_are_grouped_where_the_device_has_such_kernels() -> None:
 def test_keys_and_values_are_repeated_where_no_kernel_takes_groups() -> None:
     """The arithmetic is the same; the copies have room in the plan."""
     segments = tuple(zfunc.hf.segments(meta_model("Llama")))
-    costs = TracedCosts(segments, tokens(32), AdamW())
+    costs = traced_costs(segments, tokens(32), AdamW())
     with_kernel, without = (
         costs.traced(StepSettings(recompute="none"), on_gpu=True, grouped=grouped).costs[1]
         for grouped in (True, False)

@@ -21,7 +21,7 @@ from zfunc.planner import memory_check as room
 from zfunc.planner.memory_check import check_fits
 from zfunc.planner.plan_step import plan
 from zfunc.planner.planned import Planned
-from zfunc.planner.profile_toml import load_profile, profile_text
+from zfunc.planner.profile import load_profile, profile_text
 
 CPU = evolve(ROUND, name="a CPU", memory={"host": 1 << 40}, unified=True)
 SMALL = {"bucket_size": 1 << 12, "precision": "fp32"}
@@ -165,7 +165,7 @@ def test_what_is_advised_does_what_it_says() -> None:
 def test_a_search_says_why_and_what_it_tried() -> None:
     p = planned(schedule="auto", clip_norm=1.0)
     assert p.reasons
-    assert p.tried[0].outcome == "the start"
+    assert p.step in p.tried or p.step_seconds in [x.seconds for x in p.tried]
     assert p.step_seconds < planned(clip_norm=1.0).step_seconds
 
 

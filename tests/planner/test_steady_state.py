@@ -9,11 +9,13 @@ from attrs import evolve
 from zfunc.core.bottleneck import bound_seconds, critical_path_of
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.planner.candidate import simulate_choice
-from zfunc.planner.steady_state import MANY, Estimate
+from zfunc.planner.candidate import FEW, step_of
+from zfunc.planner.candidate import MANY as TIMES
 
+MANY = FEW[0] * TIMES
 ON = evolve(
     ROUND, handoff=1e-5, memory={"device": 1 << 22}, shared={"host memory": {"host": 1.0, "d2h": 0.3}}
 )
@@ -78,19 +80,19 @@ def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
     if settings.accumulate != "vertical":
         settings = evolve(settings, micro_batches=settings.micro_batches + 3)
     spec = many(settings, **fields)
-    estimate, full = Estimate(spec, settings, on), simulate_choice(spec, settings, on)
-    few = estimate._from_few()[0] or full
+    few = step_of(spec, settings, on)
+    full = evolve(few, spec=few.spec)
+    vars(full)["_from_few"] = None, 0.0
     assert few.seconds == pytest.approx(full.seconds, rel=1e-9)
     assert few.peaks == full.peaks
     assert few.held == full.held
     for measure in MEASURES:
         assert few.total(measure) == pytest.approx(full.total(measure), rel=1e-6, abs=1e-12)
-    assert {tier: peak.kept for tier, peak in few.peaks.items()} == estimate.kept
-    for kind, seconds in estimate.work.items():
-        alone = sum(on.seconds(op) for op in full.plan.graph if op.kind == kind)
-        assert seconds == pytest.approx(alone, rel=1e-9)
-    assert (few.lacking, few.spec) == (full.lacking, full.spec)
-    assert few.plan == full.plan
-    assert (few._simulated is None) == settles
-    assert (estimate.step.seconds, estimate.step.peaks) == (few.seconds, few.peaks)
-    assert estimate.exact_step.seconds == pytest.approx(full.seconds, rel=1e-9)
+    graph = full.plan.graph
+    assert {tier: peak.kept for tier, peak in few.peaks.items()} == few.kept == persistent_bytes(graph)
+    for kind, seconds in few.work.items():
+        assert seconds == pytest.approx(sum(on.seconds(op) for op in graph if op.kind == kind), rel=1e-9)
+    assert (few.lacking, few.plan) == (full.lacking, full.plan)
+    assert (few.repetition is not None) == settles
+    again = step_of(spec, settings, on).without_operations()
+    assert (again.seconds, again.peaks) == (few.seconds, few.peaks)

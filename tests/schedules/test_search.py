@@ -14,26 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table import SPECS, chain, layouts, spec
 
-from zfunc.core.bucketing import resident_buckets
+from zfunc.core.bucketing import default_bucket_size, resident_buckets
 from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.memory_model import peak_memory, persistent_bytes
 from zfunc.core.recipes import Recipe, deferred, zero_offload
 from zfunc.core.settings import PLACES, TIERS_OF, StepSettings, in_equal_shares
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.planner.candidate import (
-    PlannedStep,
-    gains_and_costs,
-    operations_of,
-    simulate_choice,
-    with_settings,
-)
+from zfunc.planner.candidate import PlannedStep, gains_and_costs, step_of
 from zfunc.planner.largest import most_that_fit
 from zfunc.planner.moves import SPACE as EVERYTHING
 from zfunc.planner.moves import WORTH, Space, most_persistent, moved, shares_that_fit
 from zfunc.planner.search import search
-from zfunc.planner.steady_state import Estimate
 from zfunc.planner.suggestions import suggest
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
@@ -61,12 +53,15 @@ def model(
     return StepSpec(layout, [cost] * num_layers, evolve(START, **settings), world, target_bytes=512)
 
 
-def always(spec: StepSpec) -> Callable[[StepSettings], StepSpec]:
-    """The spec of any settings."""
-    return lambda _: spec
+def steps(
+    spec: StepSpec | Callable[[StepSettings], StepSpec], on: Hardware = BALANCED
+) -> Callable[[StepSettings], PlannedStep]:
+    """How the step of any settings is planned: of this spec, or of theirs."""
+    return lambda settings: step_of(spec(settings) if callable(spec) else spec, settings, on)
 
 
 COMPUTING = evolve(BALANCED, flops=COMPUTE // 100)
+CLIPPED = evolve(START, clip_norm=1.0)
 SPACE = EVERYTHING | {"bucket_size": (1 << 16, 1 << 17, 1 << 18, 1 << 19), "recompute": ()}
 
 
@@ -91,27 +86,19 @@ def test_laid_out_again_alike_is_the_same_layout(
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize(("way", "recipe"), [({}, zero_offload), ({"defer": True}, deferred)])
 def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], recipe: Recipe) -> None:
-    settings = evolve(START, clip_norm=1.0, offload_ratio=ratio, **way)
-    step = with_settings(model(), settings)
-    assert step.resident == resident_buckets(step.layout, ratio)
+    settings = evolve(CLIPPED, offload_ratio=ratio, **way)
+    step = step_of(model(), settings, BALANCED)
+    assert step.spec.resident == resident_buckets(step.spec.layout, ratio)
     assert step.settings == settings
-    assert operations_of(with_settings(model(), settings)) == Graph(tuple(recipe(step)))
-
-
-def test_persistent_bytes_are_those_of_the_memory_model() -> None:
-    graph = operations_of(with_settings(model(), START))
-    peaks = peak_memory(simulate_choice(model(), START, BALANCED).plan)
-    assert persistent_bytes(graph) == {tier: peak.kept for tier, peak in peaks.items()}
+    assert step.graph == Graph(tuple(recipe(step.spec)))
 
 
 def test_two_steps_compare_in_words() -> None:
-    slow, fast = (
-        simulate_choice(model(), evolve(START, schedule=s), BALANCED) for s in ("Serial", "Overlapped")
-    )
+    slow, fast = (step_of(model(), evolve(START, schedule=s), BALANCED) for s in ("Serial", "Overlapped"))
     assert gains_and_costs(fast, slow).endswith(" % faster")
     assert gains_and_costs(slow, fast).endswith(" % slower")
     assert gains_and_costs(fast, fast) == "as fast"
-    more = simulate_choice(model(), evolve(START, host_slots=20), BALANCED)
+    more = step_of(model(), evolve(START, host_slots=20), BALANCED)
     assert "MiB more pinned" in gains_and_costs(more, fast)
 
 
@@ -120,21 +107,19 @@ def test_two_steps_compare_in_words() -> None:
 
 def check_search(step_spec: StepSpec, on: Hardware, space: Space = SPACE) -> PlannedStep:
     """What is promised of every search; returns the best step."""
-    result = search(always(step_spec), on, step_spec.settings, space)
-    again = search(always(step_spec), on, step_spec.settings, space)
+    start = step_spec.settings
+    result, again = (search(steps(step_spec, on), start, space) for _ in range(2))
     assert (result.step.settings, result.reasons) == (again.step.settings, again.reasons)
-    fitting = [t for t in result.tried if t.seconds is not None and not t.lacking]
-    if fitting:
+    if fitting := [t.seconds for t in result.tried if t.fits]:
         assert result.step.fits
-        assert result.step.seconds <= min(t.seconds or 0.0 for t in fitting) * (1 + WORTH) ** 2
+        assert result.step.seconds <= min(fitting) * (1 + WORTH) ** 2
     else:
         assert sum(result.step.lacking.values()) <= min(sum(t.lacking.values()) for t in result.tried)
-    assert all(t.outcome for t in result.tried)
     away = (t.settings for t in result.tried if t.settings.params_on != "device")
     assert step_spec.world == 1 or {x.stage for x in away} <= {3}, "several ranks have slices there"
-    fresh = simulate_choice(step_spec, result.step.settings, on)
+    fresh = step_of(step_spec, result.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
-    differs = {f for f in EVERYTHING if getattr(result.step.settings, f) != getattr(step_spec.settings, f)}
+    differs = {f for f in EVERYTHING if getattr(result.step.settings, f) != getattr(start, f)}
     assert {r.partition(" ")[0] for r in result.reasons} == differs
     return result.step
 
@@ -155,7 +140,7 @@ def test_a_search_never_returns_worse_than_its_start(
     on: Hardware, barrier: bool, parts: int, world: int
 ) -> None:
     spec = model(4, clip_norm=1.0 if barrier else None, micro_batches=parts, world=world)
-    best, start = check_search(spec, on), simulate_choice(spec, spec.settings, on)
+    best, start = check_search(spec, on), step_of(spec, spec.settings, on)
     assert sum(best.lacking.values()) <= sum(start.lacking.values())
     assert not (best.fits and start.fits) or best.seconds <= start.seconds * (1 + WORTH)
 
@@ -164,9 +149,9 @@ def test_a_search_never_returns_worse_than_its_start(
 @settings(max_examples=6, deadline=None)
 def test_a_suggestion_makes_a_step_fit_or_faster(on: Hardware) -> None:
     """As it was planned; where nothing is enough it is said what is still lacking."""
-    step, replan = replanning(on)
-    for a in suggest(SETUP, step, rows=4, replan=replan):
-        again = replan(evolve(SETUP, **a.changes)).step
+    step, plan = planning(on)
+    for a in suggest(plan, step, rows=4):
+        again = plan(evolve(SETUP, **a.changes))
         assert (again.seconds, again.memory) == (a.step.seconds, a.step.memory)
         if step.fits:
             assert again.fits
@@ -180,7 +165,7 @@ def test_the_result_is_faster_than_the_start(barrier: bool) -> None:
     step_spec = model(clip_norm=1.0 if barrier else None, micro_batches=2)
     best = check_search(step_spec, with_room(device=1 << 40, host=1 << 40))
     assert best.fits
-    assert best.seconds < simulate_choice(step_spec, step_spec.settings, BALANCED).seconds
+    assert best.seconds < step_of(step_spec, step_spec.settings, BALANCED).seconds
 
 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
@@ -192,17 +177,13 @@ def test_search_holds_for_any_spec(name: str) -> None:
 
 def test_with_a_barrier_deferral_is_found() -> None:
     space = SPACE | {"offload_ratio": (1.0,)}
-    (reason,) = (
-        r
-        for r in search(always(model()), BALANCED, evolve(START, clip_norm=1.0), space).reasons
-        if "defer" in r
-    )
+    (reason,) = (r for r in search(steps(model()), CLIPPED, space).reasons if "defer" in r)
     assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
 
 
 def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
     slow = evolve(BALANCED, rates={**BALANCED.rates, "host": 1e8})
-    free = simulate_choice(model(), START, slow).memory["device"]
+    free = step_of(model(), START, slow).memory["device"]
     all_of_it = 12 * model().layout.numel
     ratios = SPACE | {"params_on": (), "activations_on": ()}
     for share in (0.0, 0.4, 1.0):
@@ -213,32 +194,30 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
 
 
 def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
-    started = simulate_choice(model(), START, BALANCED)
+    started = step_of(model(), START, BALANCED)
     room = started.memory["device"] + 6 * model().layout.numel
-    *_, lowest = shares_that_fit(simulate_choice(model(), START, with_room(device=room)), "offload_ratio")
+    *_, lowest = shares_that_fit(step_of(model(), START, with_room(device=room)), "offload_ratio")
     assert lowest == pytest.approx(0.5, abs=0.1)
     assert shares_that_fit(started, "offload_ratio") == (1.0, 0.5, 0.0), "no limit is known"
-    assert shares_that_fit(
-        simulate_choice(model(), START, evolve(BALANCED, unified=True)), "offload_ratio"
-    ) == (1.0,)
-    assert shares_that_fit(simulate_choice(model(), START, with_room(device=1)), "offload_ratio") == (1.0,)
+    assert shares_that_fit(step_of(model(), START, evolve(BALANCED, unified=True)), "offload_ratio") == (1.0,)
+    assert shares_that_fit(step_of(model(), START, with_room(device=1)), "offload_ratio") == (1.0,)
 
 
 def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
     spec, start = model(9), evolve(START, micro_batches=4)
-    steps = [
-        simulate_choice(spec, evolve(start, params_on=params_on, activations_on=activations_on), BALANCED)
+    placed = [
+        step_of(spec, evolve(start, params_on=params_on, activations_on=activations_on), BALANCED)
         for params_on, activations_on in product(PLACES, PLACES)
     ]
-    assert len({step.memory["device"] for step in steps}) == 4
-    for step in steps:
+    assert len({step.memory["device"] for step in placed}) == 4
+    for step in placed:
         room = with_room(device=step.memory["device"])
-        best = search(always(spec), room, start, {"params_on": PLACES, "activations_on": PLACES}).step
-        fitting = [x.seconds for x in steps if x.memory["device"] <= step.memory["device"]]
+        best = search(steps(spec, room), start, {"params_on": PLACES, "activations_on": PLACES}).step
+        fitting = [x.seconds for x in placed if x.memory["device"] <= step.memory["device"]]
         assert best.fits
         assert best.seconds <= min(fitting) * (1 + WORTH)
-        plain = simulate_choice(spec, start, room)
-        advice = suggest(start, plain, rows=4, replan=partial(Estimate, spec, hardware=room))
+        plain = step_of(spec, start, room)
+        advice = suggest(steps(spec, room), plain, rows=4)
         moved = [a for a in advice if {"params_on", "activations_on"} & a.changes.keys()]
         assert plain.fits or all(a.step.fits and a.effect.startswith("fits, ") for a in moved)
         assert plain.fits or moved
@@ -247,29 +226,30 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
 def test_as_much_is_kept_as_fits() -> None:
     """All where there is room, nothing where there is none, the residuals of the last segments in between."""
     all_of_them = [evolve(SETUP, recompute=x) for x in EVERYTHING["recompute"]]
-    fixed = {x.recompute: simulate_choice(recomputing(x), x, COMPUTING) for x in all_of_them}
+    fixed = {x.recompute: step_of(recomputing(x), x, COMPUTING) for x in all_of_them}
     only, found = {"recompute": tuple(fixed)}, set[str]()
     for step in fixed.values():
         for start in ("all", "none"):
             room = evolve(COMPUTING, memory={"device": step.memory["device"]})
-            best = search(recomputing, room, evolve(SETUP, recompute=start), only).step
+            best = search(steps(recomputing, room), evolve(SETUP, recompute=start), only).step
             fitting = [x.seconds for x in fixed.values() if x.memory["device"] <= step.memory["device"]]
             assert best.fits
             assert best.seconds <= min(fitting) * (1 + WORTH)
             found.add(best.settings.recompute)
     assert found == set(fixed)
     host_bound = evolve(COMPUTING, rates={**COMPUTING.rates, "host": 1e5})
-    assert search(recomputing, host_bound, SETUP, only).reasons == (), "what gains nothing takes no memory"
+    found = search(steps(recomputing, host_bound), SETUP, only)
+    assert found.reasons == (), "what gains nothing takes no memory"
 
 
 def test_parameters_persist_as_far_as_there_is_room() -> None:
     """Of equal sizes all or none; none where all have room, since then nothing has to be streamed."""
     spec, on_host = model(9), evolve(START, params_on="host")
     sizes = sorted({p.name: p.numel for own in spec.layout.parameters for p in own}.values())
-    needed = simulate_choice(spec, on_host, with_room(device=1 << 40)).memory["device"]
+    needed = step_of(spec, on_host, with_room(device=1 << 40)).memory["device"]
     for free in (0, sizes[0], sum(sizes) - 1, sum(sizes)):
         room = with_room(device=needed + free * spec.element_bytes)
-        most = most_persistent(simulate_choice(spec, on_host, room))
+        most = most_persistent(step_of(spec, on_host, room))
         assert sum(size for size in sizes if size <= most) <= free
         larger = [size for size in sizes if size > most]
         assert free == sum(sizes) or sum(x for x in sizes if x <= larger[0]) > free
@@ -313,7 +293,7 @@ def check_single_moves(on: Hardware, barrier: bool, parts: int, device: float, h
     spec = model(8)
     start = evolve(START, bucket_size=1 << 17, micro_batches=parts, clip_norm=1.0 if barrier else None)
     away = evolve(start, **FLOOR, grads_on="disk" if barrier else "host")
-    least, most = (simulate_choice(spec, x, on).memory for x in (away, start))
+    least, most = (step_of(spec, x, on).memory for x in (away, start))
 
     def room(share: float, *tiers: Tier) -> int:
         low, high = (sum(needed[tier] for tier in tiers) for needed in (least, most))
@@ -321,10 +301,10 @@ def check_single_moves(on: Hardware, barrier: bool, parts: int, device: float, h
 
     memory = {"device": room(device, "device"), "host": room(host, "host", "pinned"), "disk": 1 << 40}
     on = evolve(on, memory=memory)
-    best = search(always(spec), on, start, WHEREVER).step
+    best = search(steps(spec, on), start, WHEREVER).step
     for move in single_moves(best.settings):
         with suppress(ValueError):  # settings that exclude each other
-            moved = simulate_choice(spec, evolve(best.settings, **move), on)
+            moved = step_of(spec, evolve(best.settings, **move), on)
             assert best.fits or not moved.fits, f"does not fit, and would with {move}"
             faster = moved.fits and moved.seconds < best.seconds * (1 - WORTH)
             assert not faster, f"{moved.seconds / best.seconds:.2f} of the time with {move}"
@@ -358,11 +338,12 @@ def test_as_fast_and_nearer_is_better_for_drives_wear() -> None:
     """Where the device computes all the time, what has room in memory is not on the disk."""
     spec, on = model(8), evolve(FAST_DRIVES, flops=1e9)
     start = evolve(START, micro_batches=4, **FLOOR)
-    least = simulate_choice(spec, start, on).memory
+    least = step_of(spec, start, on).memory
     host, device = least["host"] + least["pinned"], least["device"]
-    best = search(always(spec), evolve(on, memory={"device": device, "host": 2 * host}), start, WHEREVER).step
+    room = evolve(on, memory={"device": device, "host": 2 * host})
+    best = search(steps(spec, room), start, WHEREVER).step
     near = best.memory["host"] + best.memory["pinned"]
-    assert best.work["write"] < simulate_choice(spec, start, on).work["write"]
+    assert best.work["write"] < step_of(spec, start, on).work["write"]
     assert 2 * host - near < host / 4
 
 
@@ -373,19 +354,24 @@ def test_where_nothing_fits_the_least_is_taken() -> None:
 
 def test_settings_that_cannot_win_are_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
-    room = simulate_choice(model(), START, BALANCED).memory["device"] + 1000
-    result = search(always(model()), with_room(device=room), START, SPACE | {"offload_ratio": (0.0,)})
-    reason = [t.outcome for t in result.tried if t.settings.offload_ratio == 0.0]
-    assert reason
-    assert all(x.startswith("offload_ratio 0: cannot fit, ") for x in reason)
-    fast = evolve(BALANCED, flops=1e9)  # compute is all there is
-    tried = search(always(model()), fast, START, SPACE).tried
-    assert any("cannot be faster, compute alone takes" in t.outcome for t in tried)
+    asked: list[StepSettings] = []
+
+    def tried(on: Hardware, **space: Any) -> list[StepSettings]:
+        plan = steps(model(), on)
+        result = search(lambda x: asked.append(x) or plan(x), START, SPACE | space)
+        return [x.settings for x in result.tried]
+
+    room = step_of(model(), START, BALANCED).memory["device"] + 1000
+    simulated = tried(with_room(device=room), offload_ratio=(0.0,))
+    assert len(simulated) > 1
+    assert 0.0 in {x.offload_ratio for x in asked} - {x.offload_ratio for x in simulated}
+    compute_alone = evolve(BALANCED, flops=1e8)
+    assert tried(compute_alone) == [START]
+    assert len(asked) > 20
 
 
 def test_settings_that_gain_nothing_stay() -> None:
-    compute_alone = evolve(BALANCED, flops=1e8)
-    result = search(always(model()), compute_alone, START, SPACE)
+    result = search(steps(model(), evolve(BALANCED, flops=1e8)), START, SPACE)
     assert result.step.settings == START
     assert result.reasons == ()
 
@@ -401,20 +387,16 @@ def test_of_several_ranks_parameters_off_the_device_are_in_slices() -> None:
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
     only = {"offload_ratio": EVERYTHING["offload_ratio"]}
-    start = evolve(START, clip_norm=1.0)
-    choice = search(always(model()), BALANCED, start, only).step.settings
-    assert evolve(choice, offload_ratio=1.0) == start
+    choice = search(steps(model()), CLIPPED, only).step.settings
+    assert evolve(choice, offload_ratio=1.0) == CLIPPED
 
 
 def test_fifty_layers_take_less_than_ten_seconds() -> None:
     """Of this process's own time: whoever else uses the machine does not count."""
     step_spec = model(50, width=4096)
     before = time.process_time()
-    result = search(
-        always(step_spec),
-        evolve(ROUND, memory={"device": 32 * 10**9, "host": 10**12}),
-        StepSettings(clip_norm=1.0),
-    )
+    on = evolve(ROUND, memory={"device": 32 * 10**9, "host": 10**12})
+    result = search(steps(step_spec, on), StepSettings(bucket_size=default_bucket_size(1), clip_norm=1.0))
     assert time.process_time() - before < 10
     assert result.step.fits
     assert len(result.tried) > 10
@@ -444,17 +426,18 @@ def recomputing(settings: StepSettings) -> StepSpec:
     return evolve(step, costs=costs, settings=settings)
 
 
-def replanning(on: Hardware, activations: int = 0) -> tuple[PlannedStep, Callable[[StepSettings], Estimate]]:
+def planning(on: Hardware, activations: int = 0) -> tuple[PlannedStep, Callable[[StepSettings], PlannedStep]]:
     """A step, of so many bytes of activations a segment if given, and how it is planned again."""
 
-    def replan(settings: StepSettings) -> Estimate:
+    def spec_of(settings: StepSettings) -> StepSpec:
         spec, nbytes = recomputing(settings), activations // settings.micro_batches
         if nbytes:
             larger = {"input_bytes": nbytes, "stash_bytes": nbytes, "backward_workspace": nbytes}
             spec = evolve(spec, costs=[evolve(cost, **larger) for cost in spec.costs])
-        return Estimate(spec, settings, on)
+        return spec
 
-    return replan(SETUP).step, replan
+    plan = steps(spec_of, on)
+    return plan(SETUP), plan
 
 
 SETUP = evolve(START, precision="fp16", clip_norm=1.0)
@@ -462,7 +445,7 @@ SETUP = evolve(START, precision="fp16", clip_norm=1.0)
 
 def with_shares(device: float, host: float, activations: int) -> Hardware:
     """Room for shares of what a step needs."""
-    needed = replanning(BALANCED, activations)[0].memory
+    needed = planning(BALANCED, activations)[0].memory
     return with_room(
         device=int(device * needed["device"]), host=int(host * (needed["host"] + needed["pinned"]))
     )
@@ -481,18 +464,18 @@ def with_shares(device: float, host: float, activations: int) -> Hardware:
 def test_advice_fits_and_nothing_of_it_can_be_left_out(
     device: float, host: float, activations: int, combines: bool
 ) -> None:
-    step, replan = replanning(with_shares(device, host, activations), activations)
+    step, plan = planning(with_shares(device, host, activations), activations)
 
     def planned(changes: dict[str, Any]) -> PlannedStep | None:
         with suppress(ValueError):  # settings that need each other
-            return replan(evolve(SETUP, **changes)).step
+            return plan(evolve(SETUP, **changes))
         return None
 
     def fits(changes: dict[str, Any]) -> bool:
         return (new := planned(changes)) is not None and new.fits
 
     assert not step.fits
-    advice = suggest(SETUP, step, rows=8, replan=replan)
+    advice = suggest(plan, step, rows=8)
     assert advice
     assert not combines or len(advice[0].changes) > 1
     for a in advice:
@@ -508,14 +491,13 @@ def test_advice_fits_and_nothing_of_it_can_be_left_out(
 
 
 def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
-    start, needed = evolve(SETUP, bucket_size=1 << 16), replanning(BALANCED)[0].memory
+    start, needed = evolve(SETUP, bucket_size=1 << 16), planning(BALANCED)[0].memory
     room = with_room(device=1 << 40, host=(needed["host"] + needed["pinned"]) * 2 // 3)
-    replan = replanning(room)[1]
-    step = replan(start).step
-    (advice,) = (a for a in suggest(start, step, rows=8, replan=replan) if a.changes == {"state_on": "disk"})
+    plan = planning(room)[1]
+    (advice,) = (a for a in suggest(plan, plan(start), rows=8) if a.changes == {"state_on": "disk"})
     assert advice.step.fits
     assert "needs folders" in advice.effect
-    found = search(lambda x: replan(x).spec, room, start, {"state_on": ("disk",), "disk_ratio": ("auto",)})
+    found = search(plan, start, {"state_on": ("disk",), "disk_ratio": ("auto",)})
     chosen = found.step.settings
     assert found.step.fits
     assert chosen.state_on == "disk"
@@ -527,26 +509,25 @@ def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
 def test_no_more_activations_are_advised_to_the_disk_than_the_host_lacks() -> None:
     spec, start = model(8), evolve(START, micro_batches=4, activations_on="host")
     every = [evolve(start, activations_on=x) for x in ("host", "disk,host,host,host", "disk,host", "disk")]
-    needed = [x["host"] + x["pinned"] for x in (simulate_choice(spec, y, BALANCED).memory for y in every)]
+    needed = [x["host"] + x["pinned"] for x in (step_of(spec, y, BALANCED).memory for y in every)]
     assert needed == sorted(needed, reverse=True)
     for places, host in zip(every[1:], needed[1:], strict=True):
         room = with_room(host=host)
-        step = simulate_choice(spec, start, room)
-        advice = suggest(start, step, rows=4, replan=partial(Estimate, spec, hardware=room))
+        advice = suggest(steps(spec, room), step_of(spec, start, room), rows=4)
         (moved,) = (a for a in advice if "activations_on" in a.changes)
         assert moved.step.fits
-        assert moved.step.seconds <= simulate_choice(spec, places, room).seconds
+        assert moved.step.seconds <= step_of(spec, places, room).seconds
 
 
 def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
-    step, replan = replanning(with_room(device=100_000))
-    (advice,) = suggest(SETUP, step, rows=8, replan=replan)
+    step, plan = planning(with_room(device=100_000))
+    (advice,) = suggest(plan, step, rows=8)
     assert re.search("; still .* of device memory short", advice.effect)
 
 
 def test_advice_says_how_much_faster_and_defers_first() -> None:
-    step, replan = replanning(with_room(device=1 << 40, host=1 << 40))
-    defer, *others = suggest(SETUP, step, rows=8, replan=replan)
+    step, plan = planning(with_room(device=1 << 40, host=1 << 40))
+    defer, *others = suggest(plan, step, rows=8)
     assert str(defer).startswith("defer=True: ")
     assert defer.arguments == "defer=True"
     assert "offload_ratio" in {name for a in others for name in a.changes}
@@ -577,8 +558,8 @@ def test_what_is_not_planned_would_not_have_been_advised(
     """Of all values: one that makes the step 2 % faster is advised, or another of that setting that is as fast."""
     monkeypatch.setattr("zfunc.planner.suggestions.MOST", 100)
     setup = evolve(SETUP, **start)
-    replan = replanning(evolve(on, memory={"device": 1 << 40, "host": 1 << 40}))[1]
-    step = replan(setup).step
+    plan = planning(evolve(on, memory={"device": 1 << 40, "host": 1 << 40}))[1]
+    step = plan(setup)
     slots = ("grad_slots", "host_slots", "weight_slots", "state_slots")
     values: dict[str, tuple[Any, ...]] = {
         "recompute": ("min-cut", "none"),
@@ -594,18 +575,18 @@ def test_what_is_not_planned_would_not_have_been_advised(
         "moments": ("8bit",),
         "defer": (True,),
     }
-    advice = suggest(setup, step, rows=64, replan=replan)
+    advice = suggest(plan, step, rows=64)
     assert advice
     for name, value in ((x, y) for x in values for y in values[x]):
         with suppress(ValueError):  # settings that exclude each other
-            new = replan(evolve(setup, **{name: value})).step
+            new = plan(evolve(setup, **{name: value}))
             if new.fits and new.seconds < step.seconds * 0.98:
                 assert any(name in a.changes and a.step.seconds <= new.seconds * 1.0001 for a in advice), name
 
 
 def test_only_settable_changes_are_advised() -> None:
-    step, replan = replanning(BALANCED)
-    advice = suggest(SETUP, step, rows=8, replan=replan, settable=("moments", "micro_batches"))
+    step, plan = planning(BALANCED)
+    advice = suggest(plan, step, rows=8, settable=("moments", "micro_batches"))
     assert {name for a in advice for name in a.changes} <= {"moments", "micro_batches"}
 
 
@@ -620,12 +601,12 @@ def family(num_layers: int) -> StepSpec:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 9, 40])
 def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
-    def step_of(num_layers: int, on: Hardware = BALANCED) -> PlannedStep:
-        return simulate_choice(family(num_layers), START, on)
+    def layers(count: int, on: Hardware = BALANCED) -> PlannedStep:
+        return step_of(family(count), START, on)
 
-    fits, one_more = (step_of(n).memory for n in (most, most + 1))
+    fits, one_more = (layers(n).memory for n in (most, most + 1))
     for tier in ("device", "host"):
         between = fits[tier] + (one_more[tier] - fits[tier]) // 2
         on = with_room(**{tier: between + (fits["pinned"] if tier == "host" else 0)})
-        assert most_that_fit(partial(step_of, on=on), 100) == most
-    assert most_that_fit(step_of, 3) == 3, "what is more is not tried"
+        assert most_that_fit(partial(layers, on=on), 100) == most
+    assert most_that_fit(layers, 3) == 3, "what is more is not tried"

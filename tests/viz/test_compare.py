@@ -25,7 +25,7 @@ from zfunc.cli.main import main
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.profile import load_profile
 from zfunc.train.run_folder import read_recorded_step
 from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
 from zfunc.viz.compare import by_lane, by_verb, sums, table

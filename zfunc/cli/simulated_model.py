@@ -15,8 +15,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.errors import CheckpointError
 from zfunc.models.config_file import check_config_file, check_flags
 from zfunc.options import AUTO, option
-from zfunc.planner.profile import Profile, replace_figures
-from zfunc.planner.profile_toml import load_profile, profile_names
+from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
 from zfunc.train.settings import HF_CONFIG, GPTFlags
 from zfunc.units import format_parameters
 
@@ -115,21 +114,22 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
     if settings.hf is not None or settings.hf_config is not None:
         return _described(settings)
     from zfunc.models.gpt_config import num_parameters
-    from zfunc.models.gpt_costs import GPTCosts
+    from zfunc.models.gpt_costs import gpt_costs
     from zfunc.train.gpt_flags import gpt_config, planned_optimizer
 
     config, optimizer = gpt_config(settings), planned_optimizer(settings)
     count = num_parameters(config)
 
     def costs(rows: int, seq_length: int, world: int) -> "SegmentCosts":
-        return GPTCosts(evolve(config, seq_length=seq_length), rows, optimizer, world)
+        return gpt_costs(evolve(config, seq_length=seq_length), rows, optimizer, world)
 
     return SimulatedModel("GPT", settings.num_layers, settings.hidden_size, count, count, costs)
 
 
 def _described(settings: SimulatedFlags) -> SimulatedModel:
     """The model of a Hugging Face config. Torch and transformers are imported where nothing is kept of it."""
-    from zfunc.planner.kept_costs import KeptCosts, ModelFacts, kept
+    from zfunc.planner.cost_model import SegmentCosts
+    from zfunc.planner.kept_costs import ModelFacts, kept, kept_trace
     from zfunc.train.gpt_flags import planned_optimizer
 
     name = "hf" if settings.hf_config is None else "hf_config"
@@ -171,15 +171,18 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
         )
 
     def costs(rows: int, seq_length: int, world: int) -> "SegmentCosts":
+        @cache
         def traced() -> "SegmentCosts":
             import torch
 
-            from zfunc.planner.traced_costs import TracedCosts
+            from zfunc.planner.traced_costs import traced_costs
 
             tokens = torch.empty((rows, seq_length), dtype=torch.int64, device="meta")
-            return TracedCosts(opened().segments, (tokens, tokens), optimizer, world)
+            return traced_costs(opened().segments, (tokens, tokens), optimizer, world)
 
-        return KeptCosts(known, question, cache(traced), rows, seq_length, optimizer, world)
+        trace = kept_trace([*question, rows, seq_length], lambda *asked: traced().trace(*asked))
+        sizes = known.constant_bytes, known.buffer_bytes
+        return SegmentCosts(known.parameters, optimizer, rows, rows * seq_length, trace, world, *sizes)
 
     known = kept(question, facts, ModelFacts)
     check_flags(settings, place, known.longest, known.vocab_size)

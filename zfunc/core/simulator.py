@@ -38,7 +38,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
     0.01001
     """
     check_is_plan(plan)
-    hint = "pass such as zfunc.planner.profile_toml.load_profile('rtx4090').hardware('bf16', 1)"
+    hint = "pass such as zfunc.planner.profile.load_profile('rtx4090').hardware('bf16', 1)"
     of_type("simulate: hardware", hardware, Hardware, f"a zfunc.core.hardware.Hardware: {hint}")
     alone = seconds_alone(plan.graph, hardware) if alone is None else alone
     run = _Run(plan, alone, hardware.handoff, Speeds(hardware))

@@ -1,14 +1,12 @@
 """Before you run: does a step fit, how long does it take, what bounds it, what would help.
 
     plan_step            `zfunc.plan`
-    profile              a machine as figures, each with its source
-    profile_toml         the same as a file; `profiles/` has those that come with zfunc
+    profile              a machine as figures, each with its source; `profiles/` has those of zfunc
     disk_traffic         what a step asks of the drives, and how they wear
     cost_model           costs of a model under any settings
     traced_costs         those of any segments, traced
     kept_costs           those of a Hugging Face model, kept on the disk
-    candidate            one choice of settings, simulated
-    steady_state         many micro-batches from a few
+    candidate            one choice of settings, simulated; many micro-batches from a few
     search               the fastest settings that fit
     moves                which settings are tried
     suggestions          what would help, each simulated

@@ -10,15 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
-import psutil
 import torch
 from attrs import frozen
-from torch import Tensor
 
 from zfunc.optim.adamw import adam_update_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
-from zfunc.runtime.thread_budget import allowed_cpus, bind_to_nodes, default_threads, largest_cache
+from zfunc.runtime.thread_budget import bind_to_nodes, default_threads, largest_cache
 
 BYTES = 28  # of a parameter, in a sweep
 MIN_BYTES, MAX_BYTES = 128 << 20, 2 << 30  # swept over
@@ -47,16 +45,21 @@ def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
 
 
 def _measure(seconds: float) -> Bandwidth:
-    cache = largest_cache() or 0
+    cache, available = largest_cache() or 0, available_host_bytes()
     nbytes = min(max(MIN_BYTES, 2 * cache), MAX_BYTES)
-    if nbytes > available_host_bytes() // 2:
+    if nbytes > available // 2:
         raise MemoryError(
-            f"got {available_host_bytes():,} bytes available, expected {2 * nbytes:,}: stop what else uses memory"
+            f"got {available:,} bytes available, expected {2 * nbytes:,}: stop what else uses memory"
         )
     n = nbytes // BYTES
     state = [alloc_host(n, torch.float32) for _ in range(3)]
     grad, out = (alloc_host(n, torch.bfloat16) for _ in range(2))
-    skeleton, adam = _turns(_skeleton(state, grad, out), _adam(state, grad, out), seconds=seconds)
+    addresses = [(t.data_ptr(), t.element_size()) for t in state]
+    skeleton, adam = _turns(
+        lambda: cpu_adam.skeleton(addresses, grad.data_ptr(), out.data_ptr(), n, default_threads()),
+        lambda: adam_update_(*state, grad, out=out, step=10, lr=1e-4, weight_decay=0.1),
+        seconds=seconds,
+    )
     return Bandwidth(
         nbytes=n * BYTES,
         gigabytes=n * BYTES / median(skeleton) / 1e9,
@@ -65,18 +68,7 @@ def _measure(seconds: float) -> Bandwidth:
     )
 
 
-def _skeleton(state: list[Tensor], grad: Tensor, out: Tensor) -> Callable[[], None]:
-    addresses = [(t.data_ptr(), t.element_size()) for t in state]
-    return lambda: cpu_adam.skeleton(
-        addresses, grad.data_ptr(), out.data_ptr(), grad.numel(), default_threads()
-    )
-
-
-def _adam(state: list[Tensor], grad: Tensor, out: Tensor) -> Callable[[], None]:
-    return lambda: adam_update_(*state, grad, out=out, step=10, lr=1e-4, weight_decay=0.1)
-
-
-def _turns(*contestants: Callable[[], None], seconds: float) -> list[list[float]]:
+def _turns(*contestants: Callable[[], object], seconds: float) -> list[list[float]]:
     """Seconds of each contestant, turn by turn; the first two turns start threads and do not count."""
     times: list[list[float]] = [[] for _ in contestants]
     end = time.perf_counter() + seconds
@@ -89,16 +81,3 @@ def _turns(*contestants: Callable[[], None], seconds: float) -> list[list[float]
         if turn >= 4 and time.perf_counter() > end:
             break
     return times
-
-
-def clocks() -> tuple[float, float, float]:
-    """Wall-clock seconds, CPU seconds of this process, and busy seconds of the CPUs it may use."""
-    cpus = (x for n, x in enumerate(psutil.cpu_times(percpu=True)) if n in allowed_cpus())
-    busy = sum(x.user + x.nice + x.system + x.irq + x.softirq + x.steal for x in cpus)
-    return time.perf_counter(), time.process_time(), busy
-
-
-def other_processes(before: tuple[float, ...], after: tuple[float, ...]) -> float:
-    """How many CPUs other processes kept busy between two readings of `clocks`."""
-    wall, own, busy = (b - a for a, b in zip(before, after, strict=True))
-    return max(0.0, busy - own) / wall

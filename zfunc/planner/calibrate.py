@@ -22,8 +22,9 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from attrs import evolve, field, frozen
+from attrs import frozen
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,8 +40,7 @@ from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.state.init import init
 from zfunc.engine.step.train_step import train_step
-from zfunc.planner.bandwidth import clocks, other_processes
-from zfunc.planner.profile import Figure, Profile
+from zfunc.planner.profile import NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
 from zfunc.runtime.accelerator import (
     available_bytes,
     device_count,
@@ -70,20 +70,7 @@ BUSY = 0.1  # share of the cores that other processes may use without a warning
 REPEATS = 5  # of a page, to time how long a drive takes to answer
 ENOUGH_SECONDS = 0.002  # of one product or one attention, to time its FLOP/s
 LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
-NAMED: dict[Kind, str] = {
-    "compute": "device_memory",
-    "host": "host_memory",
-}  # other rates have their kind's name
-HOW = {  # a table or a figure was measured, where not by the steps
-    "count": "read from the operating system",
-    "bytes": "free when this was measured",
-    "reached": "the figure was reached",
-    "flops_per_s": "products of large matrices, and attention of a long row, forward and backward",
-    "attention": "attention of a long row, forward and backward, beside products of large matrices",
-    "launch": "launches of a small block, forward and backward",
-    "read": "transfers past the page cache",
-    "write": "transfers past the page cache, until the drive has them",
-}
+DRIVEN = "transfers past the page cache; those that are written, until the drive has them"
 
 
 @frozen
@@ -95,30 +82,16 @@ class MeasuredStep:
     seconds: float
 
 
-@frozen
-class Measurements:
-    """A machine as it was measured.
-
-    `devices`, `cores` and free `memory` are the node's; `products` and `attention` the FLOP/s of one device;
-    `drives` the lines of "read" and "write"; `operations` those of steps; `handoff` the seconds until a lane
-    learns that an operation of another has ended, `launch` those of one launch on the device. `threads` are those
-    that each kind of operation keeps busy where the device is the host (`unified`). `grouped` is the Hardware's.
-    """
+@frozen(eq=False)
+class Machine:
+    """A machine beside its steps: `figures` of a Profile without what steps tell, those of the node for all its
+    ranks. `grouped` and `unified` are the Profile's."""
 
     title: str
     precision: Precision
-    devices: int
-    cores: int
-    memory: Mapping[str, int]
-    products: float
-    attention: float
-    drives: Mapping[Kind, Line]
-    operations: tuple[Measured, ...] = ()
-    handoff: float = 0.0
-    launch: float | None = None
+    figures: Mapping[str, Mapping[str, Figure]]
     unified: bool = False
     grouped: bool = True
-    threads: Mapping[Kind, int] = field(factory=dict[Kind, int])
     world: int = 1
     local_ranks: int = 1
 
@@ -135,15 +108,12 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     """
     machine, before = measure_beside(program, Path(folder)), clocks()
     serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
-    busy = other_processes(before, clocks())
-    if machine.world == 1 and busy > BUSY * machine.cores:  # ranks are processes too
-        log.warning(
-            "other processes kept %.1f of %d cores busy: measure again when they do not", busy, machine.cores
-        )
+    busy, cores = other_processes(before, clocks()), physical_cores(allowed_cpus())
+    if machine.world == 1 and busy > BUSY * cores:  # ranks are processes too
+        log.warning("other processes kept %.1f of %d cores busy: measure again when they do not", busy, cores)
     steps = middle_half(serial)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
-    told = handoff(middle_half(overlapped)) or 0.0
-    profile = make_profile(evolve(machine, operations=operation_costs(steps), handoff=told), how)
+    profile = make_profile(machine, operation_costs(steps), handoff(middle_half(overlapped)) or 0.0, how)
     log.info("%s: measured by %s, of %.3g s each", machine.title, how, steps[len(steps) // 2].seconds)
     if machine.world == 1:
         log.info(
@@ -256,34 +226,61 @@ def _rounded(value: float, digits: int = 6) -> float:
 # --- what is timed beside the steps ----------------------------------------------------------------------------
 
 
-def measure_beside(program: Program, folder: Path) -> Measurements:
+def measure_beside(program: Program, folder: Path) -> Machine:
     """What the system says of this machine before the program takes any memory, and what is timed alone."""
-    device, has_own_memory = program.device, on_accelerator(program.device)
+    device, has_own_memory, precision = (
+        program.device,
+        on_accelerator(program.device),
+        program.settings.precision,
+    )
     cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()
+    ranks = min(local_ranks(), program.ranks.world)
     named = device_name(device), cpu_model() or platform.machine(), f"{cores} cores"
-    threads: dict[Kind, int] = dict.fromkeys(KINDS, 1)  # in a Serial step copies run on the caller's
-    threads |= {"compute": callers, "d2h": callers, "h2d": callers, "host": default_threads()}
     products, attention = measure_arithmetic(device, program.dtype)
-    return Measurements(
-        title=", ".join(str(x) for x in named if x),
-        precision=program.settings.precision,
-        devices=device_count(device) if has_own_memory else cores,
-        cores=cores,
-        memory={
-            "device": available_bytes(device) if has_own_memory else host,
-            "host": host,
-            "disk": shutil.disk_usage(folder).free,
-        },
-        products=products,
-        attention=attention,
-        drives=measure_disk(folder),
-        launch=measure_launch(device),
+    drives, launch = measure_disk(folder), measure_launch(device)
+    peak = max(products, attention)
+    arithmetic = "products of large matrices, and attention of a long row, forward and backward"
+    figures = {
+        "count": measured(
+            "read from the operating system",
+            {"devices": device_count(device) if has_own_memory else cores, "cores": cores},
+        ),
+        "bytes": measured(
+            "free when this was measured",
+            {
+                "device": available_bytes(device) if has_own_memory else host,
+                "host": host,
+                "disk": shutil.disk_usage(folder).free,
+            },
+        ),
+        "flops_per_s": measured(arithmetic, {precision: peak}),
+        "bytes_per_s": measured(DRIVEN, {kind: rate * ranks for kind, (_, rate) in drives.items()}),
+        "seconds": measured(DRIVEN, {kind: latency for kind, (latency, _) in drives.items()}),
+        "reached": measured(arithmetic, {precision: products / peak, "attention": attention / peak}),
+    }
+    if launch is not None:
+        figures["seconds"] |= measured("launches of a small block, forward and backward", {"launch": launch})
+    if not has_own_memory:
+        # The threads that each kind of operation keeps busy; in a Serial step copies run on the caller's.
+        threads = dict.fromkeys(KINDS, 1) | dict.fromkeys(("compute", "d2h", "h2d"), callers)
+        shares = {kind: min(1.0, n / cores) for kind, n in (threads | {"host": default_threads()}).items()}
+        figures[f"{SHARED}cores"] = measured(
+            f"of {cores} cores, by the threads that are busy with it", shares
+        )
+    return Machine(
+        ", ".join(str(x) for x in named if x),
+        precision,
+        figures,
         unified=not has_own_memory,
         grouped=not has_own_memory or has_grouped_kernels(device),
-        threads={} if has_own_memory else threads,
         world=program.ranks.world,
-        local_ranks=min(local_ranks(), program.ranks.world),
+        local_ranks=ranks,
     )
+
+
+def measured(how: str, values: Mapping[str, float]) -> dict[str, Figure]:
+    """Figures that were measured so; a latency is at most what a profile may have."""
+    return {key: Figure(_rounded(value, 5), measured=how) for key, value in values.items()}
 
 
 def measure_disk(folder: Path) -> dict[Kind, Line]:
@@ -300,8 +297,8 @@ def measure_disk(folder: Path) -> dict[Kind, Line]:
             file.sync()
 
         return {
-            "read": (_median_seconds(lambda: file.read(page, 0)), speeds.read),
-            "write": (_median_seconds(write), speeds.write),
+            "read": (min(1.0, _median_seconds(lambda: file.read(page, 0))), speeds.read),
+            "write": (min(1.0, _median_seconds(write)), speeds.write),
         }
 
 
@@ -380,59 +377,53 @@ def measure_launch(device: torch.device) -> float | None:
     return median(seconds() for _ in range(LAUNCH_TURNS)) / (PASSES * tracker.launches)
 
 
+def clocks() -> tuple[float, float, float]:
+    """Wall-clock seconds, CPU seconds of this process, and busy seconds of the CPUs it may use."""
+    cpus = (x for n, x in enumerate(psutil.cpu_times(percpu=True)) if n in allowed_cpus())
+    busy = sum(x.user + x.nice + x.system + x.irq + x.softirq + x.steal for x in cpus)
+    return time.perf_counter(), time.process_time(), busy
+
+
+def other_processes(before: tuple[float, ...], after: tuple[float, ...]) -> float:
+    """How many CPUs other processes kept busy between two readings of `clocks`."""
+    wall, own, busy = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, busy - own) / wall
+
+
 # --- the profile -----------------------------------------------------------------------------------------------
 
 
-def make_profile(m: Measurements, how: str) -> Profile:
-    """The Profile of a measured machine; `how` says how its steps were measured.
+def make_profile(machine: Machine, operations: tuple[Measured, ...], handoff: float, how: str) -> Profile:
+    """The Profile of a machine, by the `operations` of its steps and the seconds of a `handoff`; `how` says how
+    these were measured.
 
     A rate of the node is that of each of its ranks, all running at once, times their number. Raises ValueError
     where no operation gives the rate of a kind.
     """
-    lines: dict[Kind, Line] = dict(m.drives)
-    for kind in ("compute", "host", "d2h", "h2d", *(["network"] if m.world > 1 else [])):
-        points = [(x.nbytes, x.seconds) for x in m.operations if x.kind == kind and x.nbytes and not x.flops]
-        if points:
-            lines[kind] = fit_line(points)
+    ranks, rates, seconds = machine.local_ranks, dict[str, float](), {"handoff": min(1.0, handoff)}
+    for kind in ("compute", "host", "d2h", "h2d", *(["network"] if machine.world > 1 else [])):
+        points = [(x.nbytes, x.seconds) for x in operations if x.kind == kind and x.nbytes and not x.flops]
+        if points and kind == "network":
+            hop = NETWORKS[machine.world != ranks]
+            latency, rates[hop] = fit_line(points)
+            seconds[hop] = latency / (machine.world - 1)
+        elif points:
+            latency, rate = fit_line(points)
+            rates[NAMED.get(kind, kind)] = rate * (ranks if kind in OF_NODE else 1)
+            seconds[kind] = min(1.0, latency)
         elif kind != "network":
             what = f"got no operation of kind {kind!r} that moves bytes in the steps"
             raise ValueError(f"{what}, expected some: take a model that has one")
-    hop = "network_in_node" if m.world == m.local_ranks else "network_between_nodes"
-    rates, seconds = dict[str, float](), {"handoff": min(1.0, m.handoff)}
-    for kind, (latency, rate) in lines.items():
-        name, of_node = hop if kind == "network" else NAMED.get(kind, kind), kind in ("host", "read", "write")
-        rates[name] = rate * (m.local_ranks if of_node else 1)
-        if kind == "network":
-            seconds[hop] = latency / (m.world - 1)
-        else:
-            seconds[kind] = min(1.0, latency)
-    seconds |= {} if m.launch is None else {"launch": m.launch}
-    peak = max(m.products, m.attention)
-    figures: dict[str, dict[str, float]] = {
-        "count": {"devices": m.devices, "cores": m.cores},
-        "bytes": {tier: float(nbytes) for tier, nbytes in m.memory.items()},
-        "flops_per_s": {m.precision: peak},
-        "bytes_per_s": rates,
-        "seconds": seconds,
-        "reached": dict.fromkeys((*(f"{tier}_bytes" for tier in m.memory), *rates), 1.0)
-        | {m.precision: m.products / peak, "attention": m.attention / peak},
-    }
-    shares = {
-        kind: Figure(min(1.0, n / m.cores), "measured", f"{n} of {m.cores} cores are busy with it")
-        for kind, n in m.threads.items()
-    }
+    figures = {table: dict(of) for table, of in machine.figures.items()}
+    figures["bytes_per_s"] |= measured(how, rates)
+    figures["seconds"] |= measured(how, seconds)
+    peaks = *(f"{tier}_bytes" for tier in figures["bytes"]), *figures["bytes_per_s"]
+    figures["reached"] |= measured("the figure was reached", dict.fromkeys(peaks, 1.0))
     return Profile(
         "calibrated",
-        m.title,
-        {
-            table: {
-                key: Figure(_rounded(value, 5), "measured", HOW.get(key, HOW.get(table, how)))
-                for key, value in of.items()
-            }
-            for table, of in figures.items()
-        },
-        unified=m.unified,
-        grouped=m.grouped,
-        shared={"cores": shares} if shares else {},
-        measured=m.operations,
+        machine.title,
+        figures,
+        unified=machine.unified,
+        grouped=machine.grouped,
+        measured=operations,
     )

@@ -1,22 +1,30 @@
-"""A step planned with given settings: laid out, scheduled, verified, simulated.
+"""A step planned with given settings: laid out, scheduled, verified, simulated; many micro-batches from a few.
 
 Equal specs, settings and hardware give equal steps on every rank. The costs of the segments are in the spec, so no
 torch is needed.
+
+Once a step has settled, each further group of micro-batches adds the same seconds, and the same bytes to the same
+peaks: its inputs, which wait. It has settled where one more group adds as many seconds as where all work that does
+not grow takes no time: then nothing hides behind that work, which more groups would bring to light. A step that has
+not, or whose micro-batches pass in one group, is simulated in full. Nothing here knows what the operations do.
+
+The invariant: the result is that of the full simulation, memory to the byte, and time within `CLOSE`.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
 from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory
+from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory, persistent_bytes
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.settings import StepSettings
@@ -27,6 +35,9 @@ from zfunc.core.verifier import plan_with
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes
 
+FEW = (3, 6)  # groups of micro-batches after which a step may have settled
+MANY = 3  # times as many micro-batches as a few: fewer are simulated in full
+CLOSE = 1e-5  # of a step's time
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
 
@@ -62,75 +73,93 @@ class Repetition:
     small: "PlannedStep"
     large: "PlannedStep"
     more: int
+    seconds: float
+
+    def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
+        """What `measure` sums over the operations."""
+        return extrapolate_linearly(measure(self.small), measure(self.large), self.more)
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class PlannedStep:
-    """The step of `settings` on `hardware`, and its simulated time; with the plan, or what it repeats."""
+    """The step of a spec on `hardware`. What is asked of it is found out then.
 
-    settings: StepSettings
+    `graphs` are its operations by the number of micro-batches. They do not depend on the schedule, so steps that
+    differ in nothing else may share them. Raises PlanError for a schedule whose plan is wrong, when asked.
+    """
+
     spec: StepSpec
     hardware: Hardware
-    seconds: float
-    _peaks: dict[Tier, Peak] | None = None
-    _simulated: tuple[Plan, Timeline] | None = None
-    _repetition: Repetition | None = None
-    _work: dict[Kind, float] | None = None
+    graphs: dict[int, Graph] = field(factory=dict[int, Graph])
 
     def __repr__(self) -> str:
         return brief(self, "settings", "seconds", "fits")
 
     @property
-    def plan(self) -> Plan:
-        """The plan; made now, if the step was not simulated in full."""
-        return self._full[0]
+    def settings(self) -> StepSettings:
+        """The settings of the spec."""
+        return self.spec.settings
+
+    # --- by arithmetic alone -----------------------------------------------------------------------------
 
     @property
-    def timeline(self) -> Timeline:
-        """When each operation would run."""
-        return self._full[1]
+    def graph(self) -> Graph:
+        """The operations."""
+        count = self.settings.micro_batches
+        if count not in self.graphs:
+            self.graphs[count] = operations_of(self.spec)
+        return self.graphs[count]
 
     @cached_property
-    def _full(self) -> tuple[Plan, Timeline]:
-        if self._simulated is not None:
-            return self._simulated
-        full = simulate_operations(operations_of(self.spec), self.spec, self.settings, self.hardware)
-        return full.plan, full.timeline
-
-    @cached_property
-    def peaks(self) -> dict[Tier, Peak]:
-        """The peak of every tier."""
-        return peak_memory(self.plan) if self._peaks is None else self._peaks
-
-    @cached_property
-    def held(self) -> dict[Tier, dict[str, int]]:
-        """Bytes of each tier's peak by buffer, the largest first."""
-        if (of := self._repetition) is not None:
-            parts = {x: extrapolate_linearly(of.small.held[x], of.large.held[x], of.more) for x in TIERS}
-            return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
-        known = {tier: peak.moment for tier, peak in self.peaks.items()} if self._simulated else None
-        return peak_breakdown(self.plan, known)
-
-    @property
-    def of_few(self) -> "PlannedStep | None":
-        """The step of a few micro-batches that this one was made from, if it was."""
-        return self._repetition and self._repetition.small
-
-    def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """What `measure` sums over the operations of a step that was simulated, or over their seconds."""
-        if (of := self._repetition) is None:
-            return measure(self)
-        return extrapolate_linearly(measure(of.small), measure(of.large), of.more)
+    def kept(self) -> dict[Tier, int]:
+        """The bytes of the kept regions by tier, whatever the schedule."""
+        return self._sum(persistent_bytes)
 
     @cached_property
     def work(self) -> dict[Kind, float]:
-        """The seconds of all operations of each kind."""
-        return self._work or self.total(lambda step: work_of(step.plan.graph, step.hardware))
+        """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
+
+        def of(graph: Graph) -> dict[Kind, float]:
+            seconds = dict.fromkeys(KINDS, 0.0)
+            for op, alone in zip(graph, seconds_alone(graph, self.hardware), strict=True):
+                seconds[op.kind] += alone
+            return seconds
+
+        return self._sum(of)
+
+    def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
+        """What `measure` sums over the operations of all micro-batches."""
+        for small, large, more in self._few():
+            return extrapolate_linearly(measure(small.graph), measure(large.graph), more)
+        return measure(self.graph)
+
+    # --- simulated ---------------------------------------------------------------------------------------
 
     @property
-    def summary(self) -> "PlannedStep":
-        """The same without the operations: these are made again where they are asked for."""
-        return PlannedStep(self.settings, self.spec, self.hardware, self.seconds, self.peaks)
+    def seconds(self) -> float:
+        """Simulated time of the step."""
+        return self._figures[0]
+
+    @property
+    def peaks(self) -> dict[Tier, Peak]:
+        """The peak of every tier."""
+        return self._figures[1]
+
+    @cached_property
+    def _figures(self) -> tuple[float, dict[Tier, Peak]]:
+        if (of := self.repetition) is None:
+            return self.timeline.seconds, peak_memory(self.plan)
+        nbytes = of.total(lambda step: step.memory)
+        peaks = of.small.peaks.items()
+        return of.seconds, {
+            tier: evolve(peak, kept=self.kept[tier], transient=nbytes[tier] - self.kept[tier])
+            for tier, peak in peaks
+        }
+
+    @property
+    def memory(self) -> dict[Tier, int]:
+        """Bytes needed on each tier."""
+        return {tier: peak.nbytes for tier, peak in self.peaks.items()}
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
@@ -143,43 +172,96 @@ class PlannedStep:
         return not self.lacking
 
     @cached_property
-    def memory(self) -> dict[Tier, int]:
-        """Bytes needed on each tier."""
-        return {tier: peak.nbytes for tier, peak in self.peaks.items()}
+    def held(self) -> dict[Tier, dict[str, int]]:
+        """Bytes of each tier's peak by buffer, the largest first."""
+        if (of := self.repetition) is not None:
+            parts = {x: extrapolate_linearly(of.small.held[x], of.large.held[x], of.more) for x in TIERS}
+            return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
+        return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
+
+    def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
+        """What `measure` sums over the operations, or over their seconds."""
+        return measure(self) if self.repetition is None else self.repetition.total(measure)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, of all micro-batches."""
+        return self._full[0]
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each operation would run."""
+        return self._full[1]
+
+    @cached_property
+    def _full(self) -> tuple[Plan, Timeline]:
+        plan = plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
+        return plan, simulate(plan, self.hardware)
+
+    def without_operations(self) -> "PlannedStep":
+        """The step, simulated, whose operations are made again if asked for: those of many are too many to keep."""
+        _ = self._figures, self.work
+        for name in ("_full", "_from_few"):
+            self.__dict__.pop(name, None)
+        return self
+
+    # --- many micro-batches from a few -------------------------------------------------------------------
+
+    @property
+    def repetition(self) -> Repetition | None:
+        """The few micro-batches that the step repeats, if it has settled after them."""
+        return self._from_few[0]
+
+    @property
+    def unsettled_seconds(self) -> float:
+        """The least that a step takes that does not settle, if it goes on as a few micro-batches do; else 0."""
+        return self._from_few[1]
+
+    @cached_property
+    def _from_few(self) -> tuple[Repetition | None, float]:
+        least: list[float] = []
+        for small, large, more in self._few():
+            grown, most = large.seconds - small.seconds, _longest_period(small, large)
+            least.append(small.seconds + more * grown)
+            same = [x.op for x in small.peaks.values()] == [x.op for x in large.peaks.values()]
+            if same and abs(most - grown) <= 2 * CLOSE * most:
+                return Repetition(small, large, more, small.seconds + more * (grown + most) / 2), 0.0
+        return None, min(least, default=0.0)
+
+    def _few(self) -> Iterator[tuple["PlannedStep", "PlannedStep", int]]:
+        """Steps of a few micro-batches, and of a group more, and how many groups are left."""
+        total, group = self.settings.micro_batches, self.settings.group_size
+        for few in FEW:
+            if total >= MANY * few * group:
+                counts = few * group + total % group, (few + 1) * group + total % group
+                specs = [evolve(self.spec, settings=evolve(self.settings, micro_batches=n)) for n in counts]
+                small, large = (evolve(self, spec=spec) for spec in specs)
+                yield small, large, (total - counts[0]) // group
 
 
-def with_settings(spec: StepSpec, settings: StepSettings) -> StepSpec:
-    """`spec` with these settings, in their buckets. Its costs stay those of their micro-batches."""
-    layout = lay_out(spec.layout.parameters, settings, spec.world)
-    return evolve(spec, **in_buckets(layout, settings))
+def _longest_period(small: PlannedStep, large: PlannedStep) -> float:
+    """The seconds that one more group adds to a step of many: only what grows takes time."""
+    grows = {*(Counter(op.verb for op in large.graph) - Counter(op.verb for op in small.graph))}
+
+    def seconds(step: PlannedStep) -> float:
+        alone = seconds_alone(step.graph, step.hardware)
+        growing = [x if op.verb in grows else 0.0 for x, op in zip(alone, step.graph, strict=True)]
+        return simulate(step.plan, step.hardware, growing).seconds
+
+    return seconds(large) - seconds(small)
+
+
+def step_of(
+    spec: StepSpec, settings: StepSettings, hardware: Hardware, graphs: dict[int, Graph] | None = None
+) -> PlannedStep:
+    """The step of `spec` with these settings, in their buckets. Its costs stay those of their micro-batches."""
+    laid_out = in_buckets(lay_out(spec.layout.parameters, settings, spec.world), settings)
+    return PlannedStep(evolve(spec, **laid_out), hardware, {} if graphs is None else graphs)
 
 
 def operations_of(spec: StepSpec) -> Graph:
     """The operations of the step of a spec with its settings in it."""
     return Graph(recipe_of(spec)(spec))
-
-
-def work_of(graph: Graph, hardware: Hardware) -> dict[Kind, float]:
-    """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
-    seconds = dict.fromkeys(KINDS, 0.0)
-    for op, alone in zip(graph, seconds_alone(graph, hardware), strict=True):
-        seconds[op.kind] += alone
-    return seconds
-
-
-def simulate_choice(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> PlannedStep:
-    """The step of `spec` with `settings` on `hardware`. Raises PlanError for a schedule whose plan is wrong."""
-    spec = with_settings(spec, settings)
-    return simulate_operations(operations_of(spec), spec, settings, hardware)
-
-
-def simulate_operations(
-    graph: Graph, spec: StepSpec, settings: StepSettings, hardware: Hardware
-) -> PlannedStep:
-    """The same of these operations, which are those of `spec`."""
-    plan = plan_with(make_schedule(settings.schedule, hardware), graph)
-    timeline = simulate(plan, hardware)
-    return PlannedStep(settings, spec, hardware, timeline.seconds, simulated=(plan, timeline))
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:

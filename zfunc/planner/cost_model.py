@@ -6,33 +6,31 @@ of a GPT without torch.
 """
 
 import os
+from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
+from zfunc.checkpoint.strict_json import Count, Text
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
+from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.step_spec import passes_key
+from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
+from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
-from zfunc.planner.candidate import PlannedStep
-from zfunc.planner.moves import Space
-from zfunc.planner.profile import Profile
-from zfunc.planner.profile_toml import load_profile
-from zfunc.planner.search import SearchResult, search
-from zfunc.planner.steady_state import Estimate
+from zfunc.planner.candidate import PlannedStep, step_of
+from zfunc.planner.profile import Profile, load_profile
 
 
 def resolve_hardware(hardware: Any) -> Profile | Hardware:
     """The profile of that name or file; a Profile or a Hardware as it is."""
     if isinstance(hardware, Profile | Hardware):
         return hardware
-    if isinstance(hardware, str):
-        return load_profile(hardware)
-    if isinstance(hardware, PathLike):
+    if isinstance(hardware, str | PathLike):
         return load_profile(os.fspath(hardware))  # pyright: ignore
     raise TypeError(
         f"hardware: got a {type(hardware).__name__}, expected a name, a path, a Profile or a Hardware"
@@ -49,31 +47,49 @@ def precision_for(machine: Profile | Hardware, precision: str) -> str:
     return next(p for p in order if p in machine.precisions)
 
 
-class SegmentCosts(Protocol):
-    """Segments, a batch and an optimizer, by their costs."""
+@frozen
+class StepCosts:
+    """What a trace says of a micro-batch, of each segment: what of it a `StepSpec` has."""
 
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        ...
+    costs: tuple[SegmentCost, ...] = field(converter=tuple[SegmentCost, ...])
+    target_bytes: Count
+    aux: tuple[Text, ...] = ()
 
-    @property
-    def rows(self) -> int:
-        """The size of a rank's batch."""
-        ...
 
-    @property
-    def tokens(self) -> int:
-        """The elements of its targets."""
-        ...
+# The costs under settings, with the spec of these, for an accelerator or not, which has grouped kernels or not.
+Tracer: TypeAlias = Callable[[StepSettings, StepSpec, bool, bool], StepCosts]
+
+
+@frozen(eq=False)
+class SegmentCosts:
+    """Segments by their `parameters`, an optimizer, and one rank's batch of so many `rows`; `tokens` are the
+    elements of its targets. `trace` is asked for the costs; the bytes are as in `make_spec`."""
+
+    parameters: Sequence[Sequence[Parameter]]
+    optimizer: Optimizer
+    rows: int
+    tokens: int
+    trace: Tracer
+    world: int = 1
+    constant_bytes: int = 0
+    buffer_bytes: Sequence[int] = ()
 
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The spec of these settings, with costs of 0."""
-        ...
+        return make_spec(
+            self.parameters,
+            with_moments(self.optimizer, settings),
+            settings,
+            world=self.world,
+            on_gpu=on_gpu,
+            constant_bytes=self.constant_bytes,
+            buffer_bytes=self.buffer_bytes,
+        )
 
-    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool) -> StepSpec:
+    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
         """The same with the costs of a micro-batch, on `grouped` Hardware or not. Segments recompute alike."""
-        ...
+        spec = self.untraced(settings, on_gpu=on_gpu)
+        return evolve(spec, **asdict(self.trace(settings, spec, on_gpu, grouped), recurse=False))
 
 
 @frozen(eq=False)
@@ -83,7 +99,7 @@ class CostModel:
     segments: SegmentCosts
     machine: Profile | Hardware
     _costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
-    _estimates: dict[StepSettings, Estimate] = field(factory=dict[StepSettings, Estimate])
+    _steps: dict[StepSettings, PlannedStep] = field(factory=dict[StepSettings, PlannedStep])
     _graphs: dict[StepSettings, dict[int, Graph]] = field(factory=dict[StepSettings, dict[int, Graph]])
 
     def hardware(self, settings: StepSettings) -> Hardware:
@@ -93,27 +109,17 @@ class CostModel:
         return self.machine.hardware(settings.precision, self.segments.world)
 
     def step(self, settings: StepSettings) -> PlannedStep:
-        """The step of these settings. Raises ValueError for settings that cannot work."""
-        return self.estimate(settings).exact_step
-
-    def estimate(self, settings: StepSettings) -> Estimate:
-        """The same, of many micro-batches from a few; kept, for who asks again."""
-        if settings not in self._estimates:
+        """The step of these settings; kept, for who asks again. Raises ValueError for settings that cannot work."""
+        if settings not in self._steps:
             graphs = self._graphs_of(evolve(settings, schedule=""))
-            self._estimates[settings] = Estimate(
-                self.spec(settings), settings, self.hardware(settings), graphs
-            )
-        return self._estimates[settings]
+            self._steps[settings] = step_of(self.spec(settings), settings, self.hardware(settings), graphs)
+        return self._steps[settings]
 
     def _graphs_of(self, unscheduled: StepSettings) -> dict[int, Graph]:
-        """Where an estimate keeps its operations: until the next one with others, but for the first one's."""
+        """Where a step keeps its operations: until the next one with others, but for the first one's."""
         for other in [] if unscheduled in self._graphs else [*self._graphs][1:]:
             self._graphs.pop(other).clear()
         return self._graphs.setdefault(unscheduled, {})
-
-    def search(self, settings: StepSettings, space: Space) -> SearchResult:
-        """The best settings in `space`, from these on."""
-        return search(self.spec, self.hardware(settings), settings, space)
 
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""

@@ -52,7 +52,7 @@ def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | No
     def bytes_of(graph: Graph) -> dict[Kind, int]:
         return {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
 
-    planned = bytes_of(operations_of(step.spec))
+    planned = bytes_of(step.graph)
     commits = bytes_of(operations_of(evolve(step.spec, commit=step.spec.swaps)))
     busiest = max(seconds for kind, seconds in step.work.items() if kind not in DRIVES)
     every = step.settings.commit_every

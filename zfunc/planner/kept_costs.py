@@ -16,17 +16,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from attrs import asdict, evolve, field, frozen
+from attrs import field, frozen
 
 from zfunc.checkpoint.durable_files import atomic_replace, read_small
 from zfunc.checkpoint.strict_json import Count, Text, Within, parse_json, render, to_plain
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
+from zfunc.core.spec import StepSpec
+from zfunc.engine.compile.step_spec import passes_key
 from zfunc.errors import CheckpointError
-from zfunc.optim.base import Optimizer
-from zfunc.planner.cost_model import SegmentCosts
+from zfunc.planner.cost_model import StepCosts, Tracer
 
 VARIABLE, OFF = "ZFUNC_CACHE", "off"
 MOST, LIMIT = 256, 4 << 20  # files, and bytes of one
@@ -99,49 +98,11 @@ class ModelFacts:
         return [*{p.name: p for own in reversed(self.parameters) for p in own}.values()]
 
 
-@frozen
-class StepCosts:
-    """What a trace says of a micro-batch, of each segment: what of it a `StepSpec` has."""
+def kept_trace(asked: Sequence[Any], trace: Tracer) -> Tracer:
+    """`trace`, where its costs of this batch and model, `asked` of it before, are not kept."""
 
-    costs: tuple[SegmentCost, ...]
-    target_bytes: Count
-    aux: tuple[Text, ...]
-
-
-@frozen(eq=False)
-class KeptCosts:
-    """`zfunc.planner.cost_model.SegmentCosts` of a model, `asked` of `opened()` where they were not before.
-
-    A rank's batch has so many `rows`, each of as many tokens.
-    """
-
-    model: ModelFacts
-    asked: Sequence[Any]
-    opened: Callable[[], SegmentCosts]
-    rows: int
-    seq_length: int
-    optimizer: Optimizer
-    world: int
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of a rank's batch."""
-        return self.rows * self.seq_length
-
-    def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
-        """The spec of these settings, with costs of 0."""
-        optimizer = with_moments(self.optimizer, settings)
-        spec = make_spec(self.model.parameters, optimizer, settings, world=self.world, on_gpu=on_gpu)
-        return evolve(spec, constant_bytes=self.model.constant_bytes, buffer_bytes=self.model.buffer_bytes)
-
-    def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
-        """The same with the costs of a micro-batch."""
-        spec = self.untraced(settings, on_gpu=on_gpu)
+    def costs(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kinds = settings.precision, settings.micro_batches, *passes_key(settings), on_gpu, grouped
-        question = [*self.asked, self.rows, self.seq_length, *kinds]
+        return kept([*asked, *kinds], lambda: trace(settings, spec, on_gpu, grouped), StepCosts)
 
-        def answer() -> StepCosts:
-            x = self.opened().traced(settings, on_gpu=on_gpu, grouped=grouped)
-            return StepCosts(x.costs, x.target_bytes, x.aux)
-
-        return evolve(spec, **asdict(kept(question, answer, StepCosts), recurse=False))
+    return costs

@@ -18,7 +18,7 @@ def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
     known: dict[int, PlannedStep] = {}
 
     def fits(count: int) -> bool:
-        known[count] = step_of(count)
+        known[count] = step_of(count).without_operations()
         return known[count].fits
 
     if not fits(1):

@@ -9,15 +9,14 @@ from typing import Any
 from attrs import evolve
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.settings import StepSettings
 from zfunc.engine.compile.fit_to_memory import share_on_host
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.specialize import specialize
 from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel
-from zfunc.planner.suggestions import Suggestion, suggest
-from zfunc.planner.traced_costs import TracedCosts
+from zfunc.planner.suggestions import suggest
+from zfunc.planner.traced_costs import traced_costs
 from zfunc.runtime.accelerator import available_bytes, on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
@@ -42,32 +41,21 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
     `settable` are the names of the settings that the error may suggest to change.
     """
     hardware, peaks = local_hardware(program), specialize(program, example).memory
-    if hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
-        costs = TracedCosts(program.segments, example, program.optimizer, program.ranks.world)
-        raise OutOfMemory(_shortage(CostModel(costs, hardware), _settings(program), settable))
-
-
-def _settings(program: Program) -> StepSettings:
-    """The settings of a program, with the offload ratio that was chosen."""
-    ratio = share_on_host(program.spec) if program.spec.resident else 1.0
-    return evolve(program.settings, schedule=program.schedule, offload_ratio=ratio)
-
-
-def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str]) -> str:
-    """What does not fit, and what would help: each change planned."""
-    step = model.step(settings)
-    tier = max(step.lacking, key=lambda name: step.lacking[name])
-    peak = [*step.held[tier].items()][:LARGEST]
+    if not hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
+        return
+    costs = traced_costs(program.segments, example, program.optimizer, program.ranks.world)
+    model, ratio = CostModel(costs, hardware), share_on_host(program.spec) if program.spec.resident else 1.0
+    step = model.step(evolve(program.settings, schedule=program.schedule, offload_ratio=ratio))
+    peak = [*step.held[max(step.lacking, key=lambda tier: step.lacking[tier])].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
-    suggestions = suggest(settings, step, rows=model.segments.rows, replan=model.estimate, settable=settable)
-    effects = "; ".join(map(_effect, suggestions)) or "no single change that was tried helps"
-    return (
+    effects = [
+        f"{x.arguments} would fit"
+        if x.step.fits
+        else f"with {x.arguments} it would still be {shortage_text(x.step.lacking)}"
+        for x in suggest(model.step, step, rows=costs.rows, settable=settable)
+    ]
+    raise OutOfMemory(
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
-        f"{parts}; nothing was allocated. {effects}; or make the model smaller (num_layers, hidden_size)"
+        f"{parts}; nothing was allocated. {'; '.join(effects) or 'no single change that was tried helps'}; or make "
+        "the model smaller (num_layers, hidden_size)"
     )
-
-
-def _effect(suggestion: Suggestion) -> str:
-    if suggestion.step.fits:
-        return f"{suggestion.arguments} would fit"
-    return f"with {suggestion.arguments} it would still be {shortage_text(suggestion.step.lacking)}"

@@ -16,8 +16,7 @@ from zfunc.core.bucketing import lay_out
 from zfunc.core.graph import Tier
 from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings, in_equal_shares
 from zfunc.options import AUTO
-from zfunc.planner.candidate import PlannedStep
-from zfunc.planner.steady_state import Estimate
+from zfunc.planner.candidate import PlannedStep, step_of
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ALMOST = 1e-9  # a share of the state in which there is no bucket
@@ -236,7 +235,7 @@ def shares_that_fit(best: PlannedStep, name: str) -> tuple[float, ...]:
     plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
 
     def kept(ratio: float) -> int:
-        other = Estimate(plain, evolve(best.settings, **{name: ratio}), best.hardware)
+        other = step_of(plain, evolve(best.settings, **{name: ratio}), best.hardware)
         return sum(other.kept[tier] for tier in tiers)
 
     # Between the ends, where buckets may be smaller and no slot is left out.
@@ -290,13 +289,13 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values(
         "stage", lambda x: x.spec.world > 1 and x.settings.stage > 1 and x.settings.params_on == "device", 2
     ),
-    _values("accumulate", lambda x: x.spec.settings.micro_batches > 1),
+    _values("accumulate", lambda x: x.settings.micro_batches > 1),
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
     _buckets,
     _values("host_slots"),
-    _values("grad_slots", lambda x: x.spec.settings.stage > 1),  # in stage 1 every bucket has a slot
+    _values("grad_slots", lambda x: x.settings.stage > 1),  # in stage 1 every bucket has a slot
     _values("weight_slots", lambda x: x.settings.streams),
     _persistent,
     _shares("disk_ratio"),

@@ -17,13 +17,12 @@ from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_se
 from zfunc.engine.compile.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep, garbage_collection_paused
+from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, step_of
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.moves import SPACE, Space
 from zfunc.planner.planned import Planned
-from zfunc.planner.profile import Profile
-from zfunc.planner.profile_toml import load_profile, profile_names
-from zfunc.planner.steady_state import Estimate
+from zfunc.planner.profile import Profile, load_profile, profile_names
+from zfunc.planner.search import search
 from zfunc.planner.suggestions import WORTH_SAYING, Suggestion, effect, suggest
 from zfunc.schedules import __all__ as SCHEDULES
 
@@ -66,7 +65,7 @@ def plan(
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
     """
     from zfunc.engine.step.batches import unpacked
-    from zfunc.planner.traced_costs import TracedCosts
+    from zfunc.planner.traced_costs import traced_costs
 
     segments = tuple(segments)
     example = unpacked(example, segments[-1]) if segments else example
@@ -76,7 +75,7 @@ def plan(
     if "precision" in changes:
         changes["precision"] = precision_for(machine, changes["precision"])
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
-    model = CostModel(TracedCosts(segments, example, optimizer, world), machine)
+    model = CostModel(traced_costs(segments, example, optimizer, world), machine)
     if isinstance(settings.schedule, str):
         one_of((BY_DEVICE, *SCHEDULES, AUTO))("schedule", settings.schedule)
     return plan_settings(model, settings, advice=advice)
@@ -90,7 +89,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     size = settings.bucket_size or default_bucket_size(model.segments.world)
     settings = evolve(search_start(settings).scheduled(on_cpu=model.machine.unified), bucket_size=size)
     if space is not None:
-        result = model.search(settings, space)
+        result = search(model.step, settings, space)
         settings = result.step.settings
     settings = evolve(settings, swap=given.swap if settings.needs_folders else ())
     step = model.step(settings)
@@ -98,7 +97,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     suggestions: list[Suggestion] = []
     if advice:
         rows = model.segments.rows
-        suggestions += suggest(settings, step, rows=rows, replan=model.estimate, settable=settable)
+        suggestions += suggest(model.step, step, rows=rows, settable=settable)
         suggestions += _beyond_settings(model, step)
     return Planned(
         step.hardware,
@@ -116,7 +115,7 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
     """What a person would do beside changing settings: a larger batch where the device waits, or another card."""
     if step.fits and step.work["compute"] < step.seconds * (1 - WORTH_SAYING):
         count = 2 * step.settings.micro_batches
-        new = Estimate(step.spec, evolve(step.settings, micro_batches=count), step.hardware).step
+        new = step_of(step.spec, evolve(step.settings, micro_batches=count), step.hardware)
         if new.fits and (gain := 2 * step.seconds / new.seconds) > 1 + WORTH_SAYING:
             changes = {"batch_size": 2 * model.segments.rows * step.spec.world, "micro_batches": count}
             yield Suggestion(changes, new, f"{gain:.3g} times the tokens/s")
@@ -126,7 +125,7 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
             with suppress(ValueError):  # a precision or a network that it does not have
                 hardware = profile.hardware(step.settings.precision, step.spec.world)
                 if not profile.unified and not hardware.lacking(step.memory):
-                    new = Estimate(step.spec, step.settings, hardware).step
+                    new = evolve(step, hardware=hardware)
                     yield Suggestion({"hardware": profile.name}, new, effect({}, new, step))
                     return
 

@@ -20,7 +20,6 @@ from zfunc.core.timeline import Timeline
 from zfunc.planner.candidate import PlannedStep, shortage_text
 from zfunc.planner.disk_traffic import DRIVES, DiskTraffic, disk_traffic
 from zfunc.planner.profile import Profile
-from zfunc.planner.search import TriedChoice
 from zfunc.planner.suggestions import Suggestion
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes, format_seconds
@@ -52,7 +51,7 @@ class Planned:
     world: int
     suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...] = ()
-    tried: tuple[TriedChoice, ...] = ()
+    tried: tuple[PlannedStep, ...] = ()
 
     def __str__(self) -> str:
         return report(self)
@@ -173,7 +172,7 @@ class Planned:
             *(("could be faster" if self.fits else "could fit", advice) for advice in self.advice),
         ]
         table = html_table([head, ""], rows)
-        if self.step.of_few is not None:  # its operations would have to be made first
+        if self.step.repetition is not None:  # its operations would have to be made first
             return table
         return table + timeline_html(self.timeline, self.plan, f"One step, on {self.hardware.name}")
 
@@ -222,7 +221,7 @@ def report_html(p: Planned, text: str = "") -> str:
     """The report, or this text of it, as one HTML page with the picture of the step, if that is not too large."""
     title = f"A step in {p.step.settings.schedule_name} on {p.hardware.name}"
     # The operations of a step that was made from a few micro-batches would have to be made first.
-    drawn = p.step.of_few is None and len(p.plan.graph.ops) <= MOST_DRAWN
+    drawn = p.step.repetition is None and len(p.plan.graph.ops) <= MOST_DRAWN
     picture = svg(p.timeline, plan=p.plan, title="One simulated step") if drawn else ""
     return web_page(
         "plan.html",

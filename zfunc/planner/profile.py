@@ -1,27 +1,38 @@
-"""A machine as figures, each with its origin, and the Hardware that a rank on it gets.
+"""A machine as figures, each with its origin; as a TOML file; and the Hardware that a rank on it gets.
 
 A figure is a peak from a data sheet, an assumption with its reason, or a measurement. The table `reached` has the
 share of each peak that is counted on, so what is assumed is in the profile, in words, and not in this code.
+`profiles/` has those that come with zfunc, `zfunc calibrate` writes others.
 
-The invariant: a Profile has every figure it needs, each of a plausible size in its table's unit, with its origin.
+The invariant: a Profile has every figure it needs, each of a plausible size in its table's unit, with its origin;
+one that is written reads back as the same.
 """
 
+import json
 import math
+import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, get_args
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
+from zfunc.checkpoint.strict_json import Refusal, decoded
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import KINDS, Kind, Tier
 from zfunc.core.hardware import Hardware, Measured
 from zfunc.errors import did_you_mean
 
-Origin = Literal["source", "assumed", "measured"]
-ORIGINS: tuple[Origin, ...] = get_args(Origin)
+FOLDER = Path(__file__).parent / "profiles"
 
 RATES = ("device_memory", "host_memory", "d2h", "h2d", "read", "write")
+# The rates of kinds of operations that have another name than these, and those that the ranks of a node share.
+NAMED: dict[Kind, str] = {"compute": "device_memory", "host": "host_memory"}
+OF_NODE: tuple[Kind, ...] = ("host", "read", "write")
 NETWORKS = ("network_in_node", "network_between_nodes")
 LL128 = ("ll128", "ll128_in_node", "ll128_between_nodes")  # a protocol of NCCL's rings
 PAT = ("pat", "pat_rank", "pat_level")  # NCCL's algorithm of Parallel Aggregated Trees
@@ -48,10 +59,13 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # the share of the figure of that name that is counted on: of FLOP/s, what large products reach, and what fused
     # attention does of them; of LL128 and trees, the share of the network's rate
     "reached": (
-        ("device_bytes", "host_bytes", "disk_bytes", *RATES),
-        (*PRECISIONS, FP16_ACCUMULATE, "attention", *NETWORKS, LL128[0], PAT[0]),
+        ("device_bytes", "host_bytes", "disk_bytes", "attention", *RATES),
+        (*PRECISIONS, FP16_ACCUMULATE, *NETWORKS, LL128[0], PAT[0]),
     ),
 }
+SHARED = (
+    "shared."  # begins the name of the table of a resource: the shares that kinds of operations take of it
+)
 # A figure outside has the wrong unit: GB/s instead of B/s, microseconds instead of seconds.
 BOUNDS: dict[str, tuple[float, float]] = {
     "count": (1, 1e6),
@@ -67,12 +81,17 @@ NONE_SENT = 1.0  # B/s of the network of a single rank, which sends nothing
 
 @frozen
 class Figure:
-    """A number and its origin: the key of a source, the reason for an assumption, or how it was measured."""
+    """A number and its origin: the key of a `source`, the reason why it is `assumed`, or how it was `measured`."""
 
     value: float
-    origin: Origin
-    words: str
+    source: str = ""
+    assumed: str = ""
+    measured: str = ""
     note: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if sum(bool(x.strip()) for x in (self.source, self.assumed, self.measured)) != 1:
+            raise ValueError("no origin, or several: give it one, source, assumed or measured")
 
 
 def _figures(given: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, Figure]]:
@@ -84,10 +103,10 @@ class Profile:
     """A machine: `figures[table][key]`, in the unit that the table is named after (see TABLES).
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
-    device is the host; `grouped` is the Hardware's. `shared` are the resources that kinds of operations compete for
-    (see `Hardware`); where it is empty and the device is not the host, copies compete with the host's work for host
-    memory. Drives that read and write at once are shared in proportion, unless `shared` has a "disk". `measured`
-    are operations timed on the machine.
+    device is the host; `grouped` is the Hardware's. Tables "shared.RESOURCE" are what kinds of operations compete
+    for (see `Hardware`); where there is none and the device is not the host, copies compete with the host's work
+    for host memory. Drives that read and write at once are shared in proportion, unless there is a "shared.disk".
+    `measured` are operations timed on the machine.
 
     Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.
     """
@@ -98,42 +117,29 @@ class Profile:
     sources: Mapping[str, str] = field(factory=dict[str, str], converter=dict[str, str], hash=False)
     unified: bool = False
     grouped: bool = True
-    shared: Mapping[str, Mapping[str, Figure]] = field(
-        factory=dict[str, dict[str, Figure]], converter=_figures, hash=False
-    )
     measured: tuple[Measured, ...] = field(default=(), converter=tuple)
 
     def __repr__(self) -> str:
         return brief(self, "name", "title")
 
     def __attrs_post_init__(self) -> None:
-        check_names(self.name, "", self.figures, tuple(TABLES))
-        for table, (needed, optional) in TABLES.items():
-            figures = self.figures.get(table, {})
-            check_names(self.name, table, figures, (*needed, *optional))
-            for key in needed:
-                self._figure(table, key)
-            for key, figure in figures.items():
-                self._check(table, table, key, figure)
-        for resource, shares in self.shared.items():
-            check_names(self.name, f"shared.{resource}", shares, KINDS)
-            for kind, figure in shares.items():
-                self._check(f"shared.{resource}", "shared", kind, figure)
+        for table in {**TABLES, **self.figures}:
+            needed, optional = self._names(table)
+            found = self.figures.get(table, {})
+            self._check_names(table, found, (*needed, *optional))
+            for key in (*needed, *found):
+                self._check(table, key, self._figure(table, key))
         if not self.precisions:
-            self._refuse("flops_per_s", "", "nothing", f"at least one of {', '.join(PRECISIONS)}: add it")
-        for key in (*self.figures["flops_per_s"], *self.figures["bytes_per_s"]):
+            self._refuse("flops_per_s", "nothing", f"at least one of {', '.join(PRECISIONS)}: add it")
+        rates, seconds = self.figures["bytes_per_s"], self.figures["seconds"]
+        algorithms = [keys for keys in (LL128, PAT) if keys[0] in seconds]
+        for key in (*self.figures["flops_per_s"], *rates, *(keys[0] for keys in algorithms)):
             self._figure("reached", key)
-        for key in NETWORKS:
-            if key in self.figures["bytes_per_s"]:
-                self._figure("seconds", key)
-        for keys in (LL128, PAT):
-            if keys[0] in self.figures["seconds"]:
-                self._figure("reached", keys[0])
-                for key in keys:
-                    self._figure("seconds", key)
+        for key in (*(x for x in NETWORKS if x in rates), *(x for keys in algorithms for x in keys)):
+            self._figure("seconds", key)
         if self.device_bytes <= 0:
             got = f"{self.value('bytes', 'context'):g}"
-            self._refuse("bytes", "context", got, "less than the device has: lower it")
+            self._refuse("bytes.context", got, "less than the device has: lower it")
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -175,39 +181,38 @@ class Profile:
         Raises ValueError for a precision or a network whose figures are unknown, and for a `world` below 1.
         """
         if precision not in self.precisions:
-            raise ValueError(
-                f"{self.name}: got precision {precision!r}, expected one it has: use {', '.join(self.precisions)}, "
-                "or calibrate with it"
-            )
+            has = f"one it has: use {', '.join(self.precisions)}, or calibrate with it"
+            raise ValueError(f"{self.name}: got precision {precision!r}, expected {has}")
         if world < 1:
             raise ValueError(f"{self.name}: got a world of {world}, expected at least 1 rank: give a count")
-        local = self._local(world)
-        rates, latencies = self._rates(local), self._latencies()
+        local, seconds = self._local(world), self.figures["seconds"]
+        rates: dict[Kind, float] = {
+            kind: NONE_SENT
+            if kind == "network"
+            else self.reached("bytes_per_s", NAMED.get(kind, kind)) / (local if kind in OF_NODE else 1)
+            for kind in KINDS
+        }
+        latencies = {kind: seconds[kind].value for kind in KINDS if kind in seconds}
         collectives = [*self._collectives(world, local)] if world > 1 else []
         for latency, rate in collectives[:1]:
             latencies["network"], rates["network"] = latency, rate
+        memory: dict[Tier, int] = {x: int(self.reached("bytes", x) / local) for x in ("host", "disk")}
         of = f", one of {world} ranks" if world > 1 else ""
         return Hardware(
             f"{self.title}, {precision}{of}",
             flops=self.reached("flops_per_s", precision),
-            attention=self._attention(precision),
+            attention=self.value("flops_per_s", precision) * self.value("reached", "attention"),
             rates=rates,
-            handoff=self.value("seconds", "handoff"),
-            launch=self.value("seconds", "launch") if "launch" in self.figures["seconds"] else 0.0,
+            handoff=seconds["handoff"].value,
+            launch=seconds["launch"].value if "launch" in seconds else 0.0,
             latencies=latencies,
-            memory=self._memory(local),
+            memory=memory if self.unified else {"device": int(self.device_bytes), **memory},
             unified=self.unified,
             grouped=self.grouped,
             shared=self._shared(rates),
             collectives=collectives[1:],
             measured=self.measured,
         )
-
-    def _attention(self, precision: str) -> float:
-        """FLOP/s of fused attention; 0, as of products, where a file is older than that: its one share was of
-        whole steps."""
-        share = self.figures["reached"].get("attention")
-        return self.value("flops_per_s", precision) * share.value if share else 0.0
 
     def _collectives(self, world: int, local: int) -> Iterator[tuple[float, float]]:
         """Latency and rate of an all-gather or a reduce-scatter by each algorithm, the plain ring first.
@@ -232,59 +237,50 @@ class Profile:
             trees = start + nodes * rank + math.floor(math.log2(nodes)) * level
             yield trees, rate * self.value("reached", PAT[0])
 
-    def _rates(self, local: int) -> dict[Kind, float]:
-        return {
-            "compute": self.reached("bytes_per_s", "device_memory"),
-            "host": self.reached("bytes_per_s", "host_memory") / local,
-            "d2h": self.reached("bytes_per_s", "d2h"),
-            "h2d": self.reached("bytes_per_s", "h2d"),
-            "read": self.reached("bytes_per_s", "read") / local,
-            "write": self.reached("bytes_per_s", "write") / local,
-            "network": NONE_SENT,
-        }
-
-    def _latencies(self) -> dict[Kind, float]:
-        return {kind: self.value("seconds", kind) for kind in KINDS if kind in self.figures["seconds"]}
-
-    def _memory(self, local: int) -> dict[Tier, int]:
-        memory: dict[Tier, int] = {
-            tier: int(self.reached("bytes", tier) / local) for tier in ("host", "disk")
-        }
-        return memory if self.unified else {"device": int(self.device_bytes), **memory}
-
     def _shared(self, rates: Mapping[Kind, float]) -> dict[str, dict[Kind, float]]:
+        own = {x.removeprefix(SHARED): of for x, of in self.figures.items() if x.startswith(SHARED)}
         shared: dict[str, dict[Kind, float]] = {"disk": {"read": 1.0, "write": 1.0}}
-        if not self.shared and not self.unified:
+        if not own and not self.unified:
             crossing: tuple[Kind, ...] = ("host", "d2h", "h2d", "read", "write")
             shared["host memory"] = {kind: min(1.0, rates[kind] / rates["host"]) for kind in crossing}
-        for resource, of in self.shared.items():
-            shared[resource] = {k: of[k].value for k in KINDS if k in of}
-        return shared
+        return shared | {x: {k: of[k].value for k in KINDS if k in of} for x, of in own.items()}
+
+    # --- checks ----------------------------------------------------------------------------------------------
 
     def _figure(self, table: str, key: str) -> Figure:
-        try:
-            return self.figures[table][key]
-        except KeyError:
-            self._refuse(table, key, "no figure", "one: add it, with its source or the reason it is assumed")
-            raise
+        figure = self.figures.get(table, {}).get(key)
+        if figure is None:
+            expected = "one: add it, with its source or the reason it is assumed"
+            self._refuse(f"{table}.{key}", "no figure", expected)
+        return figure
 
-    def _check(self, where: str, unit: str, key: str, figure: Figure) -> None:
+    def _names(self, table: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The required and the optional figures of a table. Raises ValueError for one that is not known."""
+        if table.startswith(SHARED):
+            return (), KINDS
+        self._check_names("", [table], tuple(TABLES))
+        return TABLES[table]
+
+    def _check_names(self, table: str, names: Iterable[str], known: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in known:
+                hint = did_you_mean(name, list(known)) or ": leave it out"
+                expected = f"one of {', '.join(known)}{hint}"
+                self._refuse(f"{table}.{name}".lstrip("."), "an unknown name", expected)
+
+    def _check(self, table: str, key: str, figure: Figure) -> None:
+        place, unit = f"{table}.{key}", table.partition(".")[0]
         low, high = BOUNDS[unit]
         if not low <= figure.value <= high:
             expected = f"between {low:g} and {high:g} ({unit}): write it in that unit"
-            self._refuse(where, key, f"{figure.value:g}", expected)
+            self._refuse(place, f"{figure.value:g}", expected)
         if unit == "count" and figure.value != int(figure.value):
-            self._refuse(where, key, f"{figure.value:g}", "a whole number: round it")
-        if not figure.words.strip():
-            self._refuse(where, key, f"nothing for {figure.origin!r}", "the origin of the figure: add it")
-        if figure.origin == "source" and figure.words not in self.sources:
-            hint = (
-                did_you_mean(figure.words, list(self.sources)) or ": add it to [sources], title and address"
-            )
-            self._refuse(where, key, f"the source {figure.words!r}", f"one of [sources]{hint}")
+            self._refuse(place, f"{figure.value:g}", "a whole number: round it")
+        if figure.source and figure.source not in self.sources:
+            hint = did_you_mean(figure.source, list(self.sources)) or ": add it there, title and address"
+            self._refuse(place, f"the source {figure.source!r}", f"one of `sources`{hint}")
 
-    def _refuse(self, table: str, key: str, got: str, expected: str) -> None:
-        place = " ".join([*([f"[{table}]"] if table else []), *([key] if key else [])])
+    def _refuse(self, place: str, got: str, expected: str) -> NoReturn:
         raise ValueError(f"{self.name}: {place}: got {got}, expected {expected}")
 
 
@@ -293,28 +289,133 @@ def replace_figures(profile: Profile, values: Mapping[str, float]) -> Profile:
 
     Raises ValueError for a table or a key that is not known, and for an implausible value.
 
-    >>> from zfunc.planner.profile_toml import load_profile
     >>> replace_figures(load_profile("h100"), {"bytes.host": 1.28e11}).value("bytes", "host")
     128000000000.0
     """
-    figures, shared = _figures(profile.figures), _figures(profile.shared)
-    tables = {table: figures.setdefault(table, {}) for table in TABLES}
-    tables |= {f"shared.{resource}": of for resource, of in shared.items()}
+    figures = _figures(profile.figures)
     for place, value in values.items():
         table, _, key = place.rpartition(".")
-        check_names(profile.name, "", [table], tuple(tables))
-        check_names(profile.name, table, [key], sum(TABLES[table], ()) if table in TABLES else KINDS)
-        if key not in tables[table] or tables[table][key].value != value:
-            tables[table][key] = Figure(value, "assumed", "given with the command")
-    return evolve(profile, figures=figures, shared=shared)
+        now = figures.setdefault(table, {})
+        if key not in now or now[key].value != value:
+            now[key] = Figure(value, assumed="given with the command")
+    return evolve(profile, figures=figures)
 
 
-def check_names(profile: str, table: str, names: Iterable[str], known: tuple[str, ...]) -> None:
-    """Raise ValueError for a name in a table of a profile, or at its top (""), that is not known."""
-    for name in names:
-        if name not in known:
-            hint = did_you_mean(name, list(known)) or ": leave it out"
-            place = f"[{table}] {name}" if table else name
-            raise ValueError(
-                f"{profile}: {place}: got an unknown name, expected one of {', '.join(known)}{hint}"
-            )
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def profile_names() -> tuple[str, ...]:
+    """The profiles that come with zfunc.
+
+    >>> "v100-32gb" in profile_names()
+    True
+    """
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load_profile(name: str | Path) -> Profile:
+    """The profile of that name, or in a file of that path.
+
+    Raises FileNotFoundError where there is neither, and ValueError for a file that is not a profile.
+
+    >>> load_profile("h100").value("count", "devices")
+    8
+    """
+    if name in profile_names():
+        return parse_profile((FOLDER / f"{name}.toml").read_text(), str(name))
+    if not (path := Path(name)).is_file():
+        similar = [known for known in profile_names() if name and known.startswith(str(name).lower())]
+        hint = did_you_mean(str(name), similar or list(profile_names()))
+        raise FileNotFoundError(
+            f"hardware: got {str(name)!r}, which is no profile and no file, expected one of "
+            f"{', '.join(profile_names())}, or a path{hint or ': zfunc calibrate writes one of this machine'}"
+        )
+    return parse_profile(path.read_text(), str(path))
+
+
+Table: TypeAlias = Mapping[str, Figure]
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@frozen
+class _File:
+    """What a file may have."""
+
+    title: str = ""
+    unified: bool = False
+    grouped: bool = True
+    sources: Mapping[str, str] = _NONE
+    count: Table = _NONE
+    bytes: Table = _NONE
+    flops_per_s: Table = _NONE
+    bytes_per_s: Table = _NONE
+    seconds: Table = _NONE
+    reached: Table = _NONE
+    shared: Mapping[str, Table] = _NONE
+    measured: tuple[Measured, ...] = ()
+
+
+def parse_profile(text: str, name: str) -> Profile:
+    """The profile that `profile_text` wrote; `name` is its name, also in errors. Raises ValueError.
+
+    >>> parse_profile("titel = 'mine'", "mine.toml")
+    Traceback (most recent call last):
+    ValueError: mine.toml: got a field 'titel' (did you mean 'title'?), expected only title, ...: mend that line
+    """
+    try:
+        found: _File = decoded(tomllib.loads(text), _File)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: got {error}, expected TOML: mend that place") from error
+    except Refusal as error:
+        place = f"{error.place.lstrip('.')}: " if error.place else ""
+        raise ValueError(
+            f"{name}: {place}got {error.got}, expected {error.expected}: mend that line"
+        ) from error
+    figures: dict[str, Table] = {table: of for table in TABLES if (of := getattr(found, table))}
+    figures |= {f"{SHARED}{resource}": of for resource, of in found.shared.items()}
+    more = found.sources, found.unified, found.grouped, found.measured
+    return Profile(name, found.title or name, figures, *more)
+
+
+def profile_text(profile: Profile) -> str:
+    """The file of a profile; `parse_profile` reads it back."""
+    return "\n".join(_lines(profile)) + "\n"
+
+
+def _lines(profile: Profile) -> Iterator[str]:
+    yield "# A machine's figures. A table's name is the unit of what is in it."
+    yield f"title = {_plain(profile.title)}"
+    if profile.unified:
+        yield "unified = true  # the device is the host"
+    if not profile.grouped:
+        yield "grouped = false  # keys and values are repeated for grouped queries, every expert sees every token"
+    if profile.sources:
+        yield from [
+            "",
+            "[sources]",
+            *(f"{_key(x)} = {_plain(value)}" for x, value in profile.sources.items()),
+        ]
+    for table, figures in profile.figures.items():
+        resource = table.removeprefix(SHARED)
+        yield ""
+        yield f"[{table}]" if resource == table else f"[{SHARED}{_key(resource)}]"
+        for key, f in figures.items():
+            known = ", ".join(f"{x} = {_plain(value)}" for x, value in asdict(f).items() if value != "")
+            yield f"{_key(key)} = {{ {known} }}"
+    for entry in profile.measured:
+        yield from ["", "[[measured]]", *(f"{x} = {_plain(value)}" for x, value in asdict(entry).items())]
+
+
+def _plain(value: str | float) -> str:
+    """A value as TOML: a number in as few digits as are exact."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    short = f"{value:g}"
+    return short if isinstance(value, float) and "e" in short and float(short) == value else repr(value)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _plain(key)

@@ -12,74 +12,40 @@ every rank: no clock is read.
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
-from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.display import brief
-from zfunc.core.graph import Graph, Kind, Tier
-from zfunc.core.hardware import Hardware
+from zfunc.core.graph import Kind
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.disk_traffic import DRIVES
 from zfunc.planner.moves import COORDINATES, SPACE, WORTH, Space, differing, giving_way, may_give_way, moved
-from zfunc.planner.steady_state import Estimate
-from zfunc.units import format_seconds
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
 ROUNDS = 8  # over all settings; the last mostly changes nothing
 
 
 @frozen(eq=False)
-class TriedChoice:
-    """Settings that were tried, and the outcome in words. `seconds` is None where nothing was simulated."""
-
-    settings: StepSettings
-    seconds: float | None
-    lacking: dict[Tier, int]
-    outcome: str
-
-    def __repr__(self) -> str:
-        return brief(self)
-
-
-@frozen(eq=False)
 class SearchResult:
-    """The best step, why each setting differs from the start's, and all that was tried."""
+    """The best step, why each setting differs from the start's, and all steps that were simulated."""
 
     step: PlannedStep
     reasons: tuple[str, ...]
-    tried: tuple[TriedChoice, ...]
+    tried: tuple[PlannedStep, ...]
 
     def __repr__(self) -> str:
         return brief(self, "step", "reasons")
 
 
 def search(
-    spec_of: Callable[[StepSettings], StepSpec],
-    hardware: Hardware,
-    start: StepSettings | None = None,
-    space: Space = SPACE,
+    step_of: Callable[[StepSettings], PlannedStep], start: StepSettings, space: Space = SPACE
 ) -> SearchResult:
-    """The fastest step on `hardware` that fits its memory; if none does, the one that lacks least.
+    """The fastest step that fits its hardware's memory; if none does, the one that lacks least.
 
-    `spec_of` is the spec of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
+    `step_of` is the step of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
     Takes seconds for 50 layers.
-
-    >>> from zfunc.core.spec import SegmentCost
-    >>> from zfunc.core.hardware import ROUND
-    >>> from zfunc.core.layout import Parameter, make_layout
-    >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
-    >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
-    >>> start = StepSettings(bucket_size=1 << 20, clip_norm=1.0)
-    >>> search(lambda x: StepSpec(layout, costs, x), ROUND, start, SPACE | {"offload_ratio": (1.0,)}).reasons
-    ('defer True instead of False: 9 % faster',)
     """
-    start = start or StepSettings()
-    if start.bucket_size is None:
-        start = evolve(start, bucket_size=default_bucket_size(spec_of(start).world))
-    first = Estimate(spec_of(start), start, hardware).step
-    walk = _Walk(spec_of, hardware, space, first)
+    walk = _Walk(step_of, space, step_of(start).without_operations())
     for number in range(ROUNDS):
         before = walk.best
         for coordinate in COORDINATES:
@@ -90,27 +56,24 @@ def search(
         if walk.best is before and (number or before.fits):
             break  # the first round looks at the disk only for what the host lacks
     walk.undo_idle_changes()
-    return SearchResult(walk.best, tuple(_reasons(walk)), tuple(walk.tried))
+    return SearchResult(walk.best, tuple(walk.reasons()), tuple(x for x in walk.seen.values() if x))
 
 
 @define(eq=False)
 class _Walk:
-    """A search in progress: the best step so far, the time of the fastest that fits, and what was tried."""
+    """A search in progress: the best step so far, the time of the fastest that fits, and the steps that were seen,
+    None where arithmetic excluded one."""
 
-    spec_of: Callable[[StepSettings], StepSpec]
-    hardware: Hardware
+    step_of: Callable[[StepSettings], PlannedStep]
     space: Space
     first: PlannedStep
     best: PlannedStep = field(init=False)
     fastest: float = field(init=False)
-    seen: dict[StepSettings, PlannedStep | None] = field(factory=dict[StepSettings, PlannedStep | None])
-    tried: list[TriedChoice] = field(factory=list[TriedChoice])
-    last: tuple[StepSettings, dict[int, Graph]] | None = None  # the last graphs, and their settings
+    seen: dict[StepSettings, PlannedStep | None] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.best, self.fastest = self.first, self.first.seconds
-        self.seen[self.first.settings] = self.first
-        self._record(self.first, "the start")
+        self.seen = {self.first.settings: self.first}
 
     def weigh(self, settings: StepSettings) -> None:
         """Try `settings`, unless arithmetic says that it cannot win. The better one stays best.
@@ -127,63 +90,51 @@ class _Walk:
         if settings in self.seen:
             return None
         self.seen[settings] = None
-        estimate = self._estimate(settings)
-        lacking = self.hardware.lacking(estimate.kept)
-        lane, least = max(estimate.work.items(), key=lambda item: item[1])
-        change = _change(settings, self.best.settings)
-        gains = not self.best.fits or _spares_drives(estimate.work, self.best.work)
+        step = self.step_of(settings)
+        lacking = step.hardware.lacking(step.kept)
+        gains = not self.best.fits or _spares_drives(step.work, self.best.work)
         enough = math.inf if gains else self.best.seconds * (1 - WORTH)
         short = sum(lacking.values()) > sum(self.best.lacking.values())
-        if least > enough:
-            outcome, lacking = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}", {}
-        elif short and not may_give_way(settings, lacking, self.space):
-            outcome = f"{change}: cannot fit, {shortage_text(lacking)} for what is kept from step to step"
-        elif (unsettled := estimate.unsettled_seconds) > enough:
-            outcome = f"{change}: not faster, {format_seconds(unsettled)} as a few micro-batches go"
-            lacking = {}
-        else:
-            return self._simulate(estimate)
-        self.tried.append(TriedChoice(settings, None, lacking, outcome))
-        return None
+        if (
+            max(step.work.values()) > enough
+            or (short and not may_give_way(settings, lacking, self.space))
+            or step.unsettled_seconds > enough
+        ):
+            return None
+        return self._simulated(step)
 
-    def _simulate(self, estimate: Estimate) -> PlannedStep:
-        settings, step = estimate.settings, estimate.step
-        self.seen[settings] = step
-        self._record(step, f"{_change(settings, self.best.settings)}: {gains_and_costs(step, self.best)}")
+    def _simulated(self, step: PlannedStep) -> PlannedStep:
+        self.seen[step.settings] = step.without_operations()
+        if step.fits:
+            self.fastest = min(self.fastest, step.seconds) if self.best.fits else step.seconds
         if _better(step, self.best):
             self.best = step
         return step
 
-    def _record(self, step: PlannedStep, outcome: str) -> None:
-        if step.fits:
-            self.fastest = min(self.fastest, step.seconds) if self.best.fits else step.seconds
-        shortage = f"; {shortage_text(step.lacking)}" if step.lacking else ""
-        self.tried.append(TriedChoice(step.settings, step.seconds, step.lacking, outcome + shortage))
-
-    def _estimate(self, settings: StepSettings) -> Estimate:
-        """The estimate of `settings`, with the operations of the last one if only their schedules differ."""
-        plain = evolve(settings, schedule="")
-        if self.last is None or self.last[0] != plain:
-            self.last = plain, {}
-        return Estimate(self.spec_of(settings), settings, self.hardware, self.last[1])
-
-    def simulated(self, settings: StepSettings) -> PlannedStep:
-        """The step of `settings`, simulated even where it cannot win."""
-        return self.seen.get(settings) or self._simulate(self._estimate(settings))
-
     def undo_idle_changes(self) -> None:
         """Restore the start's value of every setting whose change gains next to nothing."""
-        for name in differing(self.best.settings, self.first.settings):
-            settings = _back(self, name)
-            if settings is None:
-                continue
-            back = self.simulated(settings)
+        for _, back in self._backs():
             equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
-            as_good = back.seconds <= self.fastest * (1 + WORTH) and not _spares_drives(
-                self.best.work, back.work
-            )
-            if equal and (not back.fits or as_good):
+            as_fast = back.seconds <= self.fastest * (1 + WORTH)
+            if equal and (not back.fits or (as_fast and not _spares_drives(self.best.work, back.work))):
                 self.best = back
+
+    def reasons(self) -> Iterator[str]:
+        """For each setting that differs from the start's, what the start's value would cost."""
+        for name, back in self._backs():
+            change = f"{name} {_value(name, self.best)} instead of {_value(name, back)}"
+            shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and self.best.fits else ""
+            yield f"{change}: {gains_and_costs(self.best, back)}{shortage}"
+
+    def _backs(self) -> Iterator[tuple[str, PlannedStep]]:
+        """The best step with the start's value of each setting that differs, unless what else has changed since
+        excludes that; simulated even where it cannot win."""
+        for name in differing(self.best.settings, self.first.settings):
+            settings = moved(
+                self.best.settings, self.best.spec.world, **{name: getattr(self.first.settings, name)}
+            )
+            if settings is not None:
+                yield name, self.seen.get(settings) or self._simulated(self.step_of(settings))
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
@@ -201,34 +152,6 @@ def _spares_drives(new: Mapping[Kind, float], old: Mapping[Kind, float]) -> bool
     return now < before * (1 - WORTH)
 
 
-# --- in words --------------------------------------------------------------------------------------------
-
-
-def _reasons(walk: _Walk) -> Iterator[str]:
-    """For each setting that differs from the start's, what the start's value would cost."""
-    for name in differing(walk.best.settings, walk.first.settings):
-        settings = _back(walk, name)
-        if settings is None:
-            continue
-        back = walk.simulated(settings)
-        change = f"{_named(name, walk.best.settings)} instead of {_value(name, back.settings)}"
-        shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and walk.best.fits else ""
-        yield f"{change}: {gains_and_costs(walk.best, back)}{shortage}"
-
-
-def _back(walk: _Walk, name: str) -> StepSettings | None:
-    """The best settings with the start's value, unless what else has changed since excludes that."""
-    return moved(walk.best.settings, walk.best.spec.world, **{name: getattr(walk.first.settings, name)})
-
-
-def _change(new: StepSettings, old: StepSettings) -> str:
-    return ", ".join(_named(name, new) for name in differing(new, old)) or "nothing new"
-
-
-def _named(name: str, settings: StepSettings) -> str:
-    return f"{name} {_value(name, settings)}"
-
-
-def _value(name: str, settings: StepSettings) -> str:
-    value = settings.schedule_name if name == "schedule" else getattr(settings, name)
+def _value(name: str, step: PlannedStep) -> str:
+    value = step.settings.schedule_name if name == "schedule" else getattr(step.settings, name)
     return f"{value:,}" if type(value) is int else f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.graph import Tier
@@ -26,7 +26,6 @@ from zfunc.planner.moves import (
     share_of_state,
     shares_that_fit,
 )
-from zfunc.planner.steady_state import Estimate
 
 WORTH_SAYING = 0.02  # of a step's time: a change that gains less is not suggested
 MOST = 5  # suggestions
@@ -45,8 +44,6 @@ SAVING: dict[Tier, tuple[str, ...]] = {
     ),
     "disk": ("moments", "bucket_size"),
 }
-
-Replan = Callable[[StepSettings], Estimate]
 
 
 @frozen(eq=False)
@@ -71,92 +68,95 @@ class Suggestion:
 
 
 def suggest(
-    settings: StepSettings,
+    step_of: Callable[[StepSettings], PlannedStep],
     step: PlannedStep,
     *,
     rows: int,
-    replan: Replan,
     settable: Collection[str] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """Changes that help `step`, the best first. `rows` is the size of a rank's batch; `replan` plans others.
+    """Changes that help `step`, the best first. `rows` is the size of a rank's batch; `step_of` plans others.
 
     Where `step` does not fit: every setting that alone makes it fit, changed as little as that takes, the fastest
     first; if there is none, a combination of which none can be left out; if all of them together are not enough,
     those. Where it fits: changes that make it faster and still fit. Only settings in `settable` change, if it is
     given.
     """
-    advisor = _Advisor(settings, step, rows, replan, settable)
+    advisor = _Advisor(step_of, step, rows, settable)
     return tuple([*(advisor.faster() if step.fits else advisor.fitting())][:MOST])
 
 
 @frozen(eq=False)
 class _Advisor:
-    """A step with its settings, and how others are planned."""
+    """A step, and how others are planned."""
 
-    settings: StepSettings
+    step_of: Callable[[StepSettings], PlannedStep]
     step: PlannedStep
     rows: int
-    replan: Replan
     settable: Collection[str] | None
 
-    def values(self, name: str) -> Sequence[Any]:
-        """The values of a setting, those that take most memory of the device first."""
-        if name == "micro_batches":
-            return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
-        if name in ("offload_ratio", "disk_ratio"):
-            shares = shares_that_fit(self.step, name) if self.step.fits else (1.0,)
-            return sorted({*shares, getattr(self.settings, name)})
-        if name == "moments":
-            return self._moments()
-        if name == "stage" and self.step.spec.world == 1:
-            return (1, 2)
-        return [x for x in VALUES[name] if str(x).count(",") < self.step.spec.num_segments]
+    @property
+    def settings(self) -> StepSettings:
+        return self.step.settings
 
-    def _moments(self) -> list[Any]:
-        """Without those that have the buffers of others, as Adafactor's of 8 bits have those of 16."""
-        formats = {b.state_format for b in self.step.spec.layout.buckets}
-        now, first = VALUES["moments"].index(self.settings.moments), dict[tuple[Any, ...], Any]()
-        for moments in VALUES["moments"][now:]:
-            first.setdefault(tuple(STATE_FORMATS.get(format_with(x, moments)) for x in formats), moments)
-        return [*first.values()]
+    @property
+    def _enough(self) -> float:
+        return self.step.seconds * (1 - WORTH_SAYING)
 
     def above(self, name: str) -> Sequence[Any]:
-        """The values that take more memory than the present one."""
-        values, now = self.values(name), getattr(self.settings, name)
+        """The values of a setting that take more memory of the device than the present one."""
+        values, now = self._values(name), getattr(self.settings, name)
         return values[: values.index(now)] if now in values else ()
 
     def below(self, name: str) -> Sequence[Any]:
-        """The values that take less memory than the present one."""
-        values, now = self.values(name), getattr(self.settings, name)
-        if name == "bucket_size":
-            return [x for x in values if x < now]
+        """The values that take less."""
+        values, now = self._values(name), getattr(self.settings, name)
         return values[values.index(now) + 1 :] if now in values else ()
 
-    def with_changes(self, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The changes with all that they need, if they are possible, and settable."""
-        new = moved(self.settings, self.step.spec.world, **changes)
-        found = differing(new, self.settings) if new is not None else {}
-        return found if found and (self.settable is None or found.keys() <= {*self.settable}) else None
+    def _values(self, name: str) -> list[Any]:
+        """The values of a setting, those that take most memory of the device first."""
+        now, spec = getattr(self.settings, name), self.step.spec
+        match name:
+            case "micro_batches":
+                return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+            case "offload_ratio" | "disk_ratio":
+                return sorted({*(shares_that_fit(self.step, name) if self.step.fits else (1.0,)), now})
+            case "bucket_size":
+                return sorted({*VALUES[name], now}, reverse=True)
+            case "moments":  # without those that have the buffers of others, as Adafactor's of 8 bits have
+                formats, first = {b.state_format for b in spec.layout.buckets}, dict[tuple[Any, ...], Any]()
+                for x in VALUES[name][VALUES[name].index(now) :]:
+                    first.setdefault(tuple(STATE_FORMATS.get(format_with(y, x)) for y in formats), x)
+                return [*first.values()]
+            case _:
+                one_rank = name == "stage" and spec.world == 1  # which has no slices
+                return [
+                    x
+                    for x in VALUES[name][: 2 if one_rank else None]
+                    if str(x).count(",") < spec.num_segments
+                ]
 
     def planned(self, changes: Mapping[str, Any] | None) -> Suggestion | None:
-        """The step with these changes; None where that is not possible, or by arithmetic not faster than one that
-        fits."""
-        if not changes:
+        """The step with these changes and all that they need; None where they are not possible or not settable, or
+        where it is by arithmetic not faster than one that fits."""
+        new = moved(self.settings, self.step.spec.world, **changes) if changes else None
+        found = differing(new, self.settings) if new is not None else {}
+        if new is None or not found or not (self.settable is None or found.keys() <= {*self.settable}):
             return None
         with suppress(ValueError):
-            estimate = self.replan(evolve(self.settings, **changes))
-            if not self.step.fits or max(*estimate.work.values(), estimate.unsettled_seconds) < self._enough:
-                return Suggestion(changes, estimate.step, effect(changes, estimate.step, self.step))
+            step = self.step_of(new)
+            if not self.step.fits or max(*step.work.values(), step.unsettled_seconds) < self._enough:
+                step = step.without_operations()
+                return Suggestion(found, step, effect(found, step, self.step))
         return None
 
     # --- to make it faster ---------------------------------------------------------------------------------
 
     def faster(self) -> list[Suggestion]:
-        """Of each setting the fastest value that fits, if it is faster than the step is."""
+        """Of each setting the first value that fits and is faster than the step is."""
         found: dict[str, Suggestion] = {}
         for name, values in self._alternatives():
             for value in values:
-                new = self.planned(self.with_changes({name: value}))
+                new = self.planned({name: value})
                 if new is None or not new.step.fits or new.step.seconds >= self._enough:
                     continue
                 if name not in found or new.step.seconds < found[name].step.seconds:
@@ -164,10 +164,6 @@ class _Advisor:
                 break
         # The deferred update first: it changes no number and takes no memory.
         return sorted(found.values(), key=lambda x: ("defer" not in x.changes, x.step.seconds))
-
-    @property
-    def _enough(self) -> float:
-        return self.step.seconds * (1 - WORTH_SAYING)
 
     def _alternatives(self) -> Iterator[tuple[str, Sequence[Any]]]:
         """Settings with values that may be faster, the fastest first: the first that fits is enough."""
@@ -205,9 +201,10 @@ class _Advisor:
     def fitting(self) -> list[Suggestion]:
         """Single changes after which it fits, or as few together as can be, or all of them."""
         smaller = self._smaller(self.step)
-        singles = {name: self._least({}, name, values) for name, values in smaller.items()}
-        known = {name: found for name, found in singles.items() if found is not None}
-        fitting = [self._needed(found) for found in known.values() if found.step.fits]
+        known = {
+            name: x for name, values in smaller.items() if (x := self._least({}, name, values)) is not None
+        }
+        fitting = [self._needed(x) for x in known.values() if x.step.fits]
         if fitting or len(known) < 2:
             once = {frozenset(x.changes): x for x in sorted(fitting, key=lambda x: -x.step.seconds)}
             return [*reversed(once.values())] or [*known.values()]
@@ -215,7 +212,7 @@ class _Advisor:
         while options and not together.step.fits:  # what has moved may be too much for its new tier
             more = {x: values[-1] for x, values in self._smaller(together.step).items()}
             names = more.keys() - together.changes.keys()
-            tried = (self.planned(self.with_changes({**together.changes, x: more[x]})) for x in sorted(names))
+            tried = (self.planned({**together.changes, x: more[x]}) for x in sorted(names))
             options = [x for x in tried if x is not None and _shortage(x)[0] <= _shortage(together)[0]]
             together = min(options, key=_shortage, default=together)
         if not together.step.fits:
@@ -241,10 +238,10 @@ class _Advisor:
 
     def _least(self, others: Mapping[str, Any], name: str, values: Sequence[Any]) -> Suggestion | None:
         """Beside `others` the least of the changes after which it fits; else the strongest."""
-        strongest = self.planned(self.with_changes({**others, name: values[-1]}))
+        strongest = self.planned({**others, name: values[-1]})
         if strongest is None or not strongest.step.fits:
             return strongest
-        tried = (self.planned(self.with_changes({**others, name: value})) for value in values[:-1])
+        tried = (self.planned({**others, name: value}) for value in values[:-1])
         return next((x for x in tried if x is not None and x.step.fits), strongest)
 
     def _needed(self, found: Suggestion, order: Sequence[str] = ()) -> Suggestion:

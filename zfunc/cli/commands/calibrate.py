@@ -65,7 +65,7 @@ class CalibrateSettings(MeasuredStepFlags):
 
 def run_calibrate(settings: CalibrateSettings) -> int:
     """`zfunc calibrate`: all ranks measure, rank 0 writes."""
-    from zfunc.planner.profile_toml import profile_text
+    from zfunc.planner.profile import profile_text
     from zfunc.runtime.launch import process_group
 
     with process_group() as ranks, logged(COMMAND.options):

@@ -188,7 +188,7 @@ def _most(
             given = evolve(settings, **{name: count * unit})
             of_layers = simulated_model(given) if name == "num_layers" else model
             costs[count] = _costs(of_layers, given, hardware)
-        return costs[count].estimate(way).step
+        return costs[count].step(way)
 
     found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
     if found < most:
