@@ -119,11 +119,11 @@ def zfunc_step(
     out = memory.out if moments == "fp32" else None
     adam = AdamW(LR, weight_decay=DECAY, split_master=moments == "fp32-split")
     adam = adam.with_moments(moments.removesuffix("-split"), split_master=False)  # pyright: ignore
-    arguments = adam.arguments(StepDecision(False, SCALE, STEP, adam.factors(STEP)), 0)
+    step = adam.rule_step(StepDecision(False, SCALE, STEP, adam.factors(STEP)), 0)
     names = [x.name for x in STATE_FORMATS[moments]]
     old, new = (None if x is None else dict(zip(names, x, strict=True)) for x in (state, into))
     assert old is not None
-    return lambda: host_update_(old, grad, out=out, into=new, threads=threads, isa=isa, **arguments)
+    return lambda: host_update_(step, old, grad, out=out, into=new, threads=threads, isa=isa)
 
 
 def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[], None]:
@@ -135,9 +135,9 @@ def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[]
     weights = (m.master,) if moments == "fp32" else m.halves
     names = (x.name for x in STATE_FORMATS[optimizer.state_format()])
     state = dict(zip(names, (*weights, *buffers), strict=True))
-    arguments = optimizer.arguments(StepDecision(False, SCALE, STEP, optimizer.factors(STEP)), 0)
+    step = optimizer.rule_step(StepDecision(False, SCALE, STEP, optimizer.factors(STEP)), 0)
     out = m.out if moments == "fp32" else None
-    return lambda: host_update_(state, m.grad, out=out, threads=threads, **arguments)
+    return lambda: host_update_(step, state, m.grad, out=out, threads=threads)
 
 
 def direction_step(memory: Memory, muon: Muon, threads: int) -> Callable[[], None]:
@@ -146,8 +146,8 @@ def direction_step(memory: Memory, muon: Muon, threads: int) -> Callable[[], Non
     kinds = moment_buffers(muon.state_format())
     buffers = {"fp32": (m.exp_avg,), "16bit": (m.bf16[0],), "8bit": (m.codes[0], m.codes[2])}
     state = dict(zip((x.name for x in kinds), buffers[muon.moments], strict=True))
-    arguments = muon.direction_arguments(StepDecision(False, SCALE, STEP, muon.factors(STEP)))
-    return lambda: host_update_(state, m.grad, out=m.out, threads=threads, **arguments)
+    step = muon.direction_step(StepDecision(False, SCALE, STEP, muon.factors(STEP)))
+    return lambda: host_update_(step, state, m.grad, out=m.out, threads=threads)
 
 
 def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callable[[], None]:

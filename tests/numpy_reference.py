@@ -14,7 +14,7 @@ from zfunc.checkpoint.export import Array, round_to, to_float32
 from zfunc.core.dtypes import Dtype
 from zfunc.core.regions import SUM_PARTS
 from zfunc.optim import formats
-from zfunc.optim.rules import Decay, Factors, Rule, step
+from zfunc.optim.rules import Factors, RuleStep, apply_step
 
 # ---- arrays and tensors ------------------------------------------------------------------------------
 
@@ -77,28 +77,21 @@ NUMPY = Numpy()
 
 
 def reference_update(
-    state: Mapping[str, Array],
-    grad: Array,
-    *,
-    rule: Rule,
-    state_format: str,
-    factors: Factors,
-    number: int,
-    decay: Decay,
-    out: Dtype | None = None,
+    step: RuleStep, state: Mapping[str, Array], grad: Array, *, out: Dtype | None = None
 ) -> tuple[dict[str, Array], Array | None]:
-    """Update `number` over the buffers of `state_format`, by name; they are not changed.
+    """A step over the buffers of its format, by name; they are not changed.
 
     Returns the new state, and with `out` the new weights rounded to that dtype, or the result of a rule without
-    weights. The arguments are those of `Elementwise.arguments`.
+    weights.
     """
+    rule, state_format = step.rule, step.state_format
     with np.errstate(all="ignore"):  # inf and NaN propagate
-        k = Factors._make(np.float32(x) for x in factors)
+        step = step._replace(factors=Factors._make(np.float32(x) for x in step.factors))
         p = unpack_weights(state) if rule.weights else None
         moments = unpack_moments(state, state_format)
-        p, *new = step(NUMPY, rule, k, decay, to_float32(grad), p, *moments)
+        p, *new = apply_step(NUMPY, step, to_float32(grad), p, *moments)
         copy = None if out is None else round_to(p, out)
-        return pack(p if rule.weights else None, new[: len(moments)], state_format, number), copy
+        return pack(p if rule.weights else None, new[: len(moments)], state_format, step.number), copy
 
 
 def reference_square_sum(x: Array) -> Array:

@@ -247,8 +247,8 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
     for span, _, compact in _kept(program, state):
         kept = _joined(compact)
         decision = StepDecision(False, 1.0, metrics.step, optimizer.factors(metrics.step))
-        arguments = {**optimizer.arguments(decision, span.group), "state_format": "fp32"}
-        result, _ = reference_update(_joined(before[span.name]), kept["exp_avg"], **arguments)
+        how = optimizer.rule_step(decision, span.group)._replace(state_format="fp32")
+        result, _ = reference_update(how, _joined(before[span.name]), kept["exp_avg"])
         for kind in ("master", "exp_avg_sq"):
             assert (kept[kind] == result[kind]).all(), f"{kind} of {span.name}"
     # What reached it is what was measured.

@@ -145,14 +145,14 @@ def fresh(n: int, state_format: str, seed: int = 0) -> State:
 
 def check(
     optimizer: Elementwise, state: State, grad: Tensor, *, step: int = 3, scale: float = 0.3,
-    group: int = 0, out: torch.dtype | None = None, **how: Any,
+    group: int = 0, out: torch.dtype | None = None, **given: Any,
 ) -> State:  # fmt: skip
     """One step in every way has the bits of the reference; returns the new state."""
     decision = StepDecision(False, scale, step, optimizer.factors(step))
-    arguments = optimizer.arguments(decision, group)
-    new, copy = reference_update(clone(state, array), array(grad), out=out and NAMES[out], **arguments)
-    expected = tensors(new, arguments["state_format"])
-    check_update(optimizer, state, grad, expected, copy, decision, out=out, group=group, **how)
+    how = optimizer.rule_step(decision, group)
+    new, copy = reference_update(how, clone(state, array), array(grad), out=out and NAMES[out])
+    expected = tensors(new, how.state_format)
+    check_update(optimizer, state, grad, expected, copy, decision, out=out, group=group, **given)
     return expected
 
 

@@ -29,8 +29,8 @@ def reference_adafactor_update(
         g = (NUMPY.flush(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
         squares = g.astype(np.float64) ** 2
         sums = [exact_sum(squares, axis).reshape(-1) for axis in (2, 1)]
-        both = zip(sums, (matrices.columns, matrices.rows), matrices.kept, strict=True)
-        mean = np.concatenate([x / n for x, n, kept in both if kept]).astype(np.float32)
+        means = [x / n for x, n in zip(sums, (matrices.columns, matrices.rows), strict=True)]
+        mean = np.concatenate(means).astype(np.float32)[matrices.kept]
         variance = NUMPY.flush(k.keep * variance + k.add * mean, EXP_AVG_SQ_FLOOR)
         left, right = roots(variance, matrices, k)
         u = (g * np.minimum(left[..., None] * right[:, None], k.limit)).reshape(-1)
@@ -55,7 +55,7 @@ def exact_sum(terms: Array, axis: int) -> Array:
 def roots(variance: Array, matrices: Matrices, k: AdafactorFactors) -> tuple[Array, Array]:
     """What a gradient is multiplied by for its row [count, rows] and for its column [count, columns]."""
     count, rows, columns, factored = matrices
-    kept, _ = matrices.kept
+    kept = max(0, matrices.num_rows - matrices.kept.start)
     if not factored:
         return np.ones((1, 1), np.float32), _inverse_root(variance.reshape(1, -1))
     row, column = variance[:kept].reshape(count, -1), variance[kept:].reshape(count, -1)

@@ -85,33 +85,33 @@ def update_case(
     )
     decision = StepDecision(False, scale, step, optimizer.factors(step) | ({} if lr is None else {"lr": lr}))
     if name == "direction":
-        how = optimizer.direction_arguments(decision)
+        how = optimizer.direction_step(decision)
     else:
-        how = optimizer.arguments(decision, 0, ParameterPart.whole((1, 1)))
+        how = optimizer.rule_step(decision, 0, ParameterPart.whole((1, 1)))
     weight_decay, decoupled = DECAYS[decay]
     shrink = weight_decay * (decision.factors["lr"] if decoupled else 1.0)
-    how |= {"decay": decay, "factors": how["factors"]._replace(decay=shrink)}
-    own, weights = moment_buffers(how["state_format"]), how["rule"].weights
+    how = how._replace(decay=decay, factors=how.factors._replace(decay=shrink))
+    own, weights = moment_buffers(how.state_format), how.rule.weights
     with np.errstate(all="ignore"):
         before = state
         if not isinstance(before, dict):
             moments = state[1 : 1 + sum(x.shared == 1 for x in own)]
-            before = pack(state[0] if weights else None, moments, how["state_format"], step - 1)
-        after, copy = reference_update(before, grad, out=None if out == "none" else out, **how)
-    names, kept = kernel_layout(how["state_format"], weights=weights)
+            before = pack(state[0] if weights else None, moments, how.state_format, step - 1)
+        after, copy = reference_update(how, before, grad, out=None if out == "none" else out)
+    names, kept = kernel_layout(how.state_format, weights=weights)
     roles = dict(zip(names, ROLES, strict=True))
     buffers = [
         Buffer(roles[x], before[x], new, BLOCK if x.endswith("scale") else 1) for x, new in after.items()
     ]
     copies = () if copy is None else (Buffer("out", stale(grad.size, out), copy),)
     return Case(
-        f"{name}, {how['state_format']}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
+        f"{name}, {how.state_format}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
         "update",
         grad.size,
         (*(apart(buffers) if into else buffers), Buffer("grad", grad, grad), *copies),
-        (how["rule"].name, kind, out, DECAY_NAMES[decay], *kept),
+        (how.rule.name, kind, out, DECAY_NAMES[decay], *kept),
         sizes=(first_dither(step, 0), first_dither(step, 1)),
-        factors=tuple(how["factors"]),
+        factors=tuple(how.factors),
     )
 
 
@@ -130,7 +130,7 @@ def factored_cases(
     squares, largest = g.astype(np.float64) ** 2, [np.abs(g).max(2), np.abs(g).max(1)]
     units = [unit_of(x.astype(np.float64) ** 2, y) for x, y in zip(largest, (columns, rows), strict=True)]
     sums = [((squares + x) - x).sum(axis) for x, axis in ((units[0][:, :, None], 2), (units[1][:, None], 1))]
-    variance = np.random.default_rng(2).random(sum(matrices.kept), dtype=np.float32)
+    variance = np.random.default_rng(2).random(matrices.num_kept, dtype=np.float32)
     scales = roots(variance, matrices, k)
     u = (g * np.minimum(scales[0][..., None] * scales[1][:, None], k.limit)).reshape(-1)
     new = p - (k.rate * u + k.decay * p if factors.decay else k.rate * u)

@@ -56,8 +56,8 @@ def updated(state, grad, moments, step, **settings):
     adam = zfunc.AdamW(**{"lr": 1e-3, "weight_decay": 0.0, **settings}).with_moments(
         moments.removesuffix("-split"), split_master=split_master
     )
-    how = adam.arguments(StepDecision(False, 1.0, step, adam.factors(step)), 0)
-    return reference_update(state, grad, **how)[0]
+    how = adam.rule_step(StepDecision(False, 1.0, step, adam.factors(step)), 0)
+    return reference_update(how, state, grad)[0]
 
 
 def of_floats(p, m, v):

@@ -255,7 +255,7 @@ def test_the_callers_mode_for_denormal_numbers_changes_no_bit() -> None:
     p, m, v, g = np.full((4, n), 1e-36, np.float32)
     m[::3], v[::3], g[::3] = 1.1 * 2.0**-100, 1.1 * 2.0**-120, 0.0  # about to decay below
     state, decision = packed("fp32", p, m, v), step_of(adam, 3, 0.3)
-    expected, copy = reference_update(clone(state, array), g, out="fp16", **adam.arguments(decision, 0))  # pyright: ignore
+    expected, copy = reference_update(adam.rule_step(decision, 0), clone(state, array), g, out="fp16")  # pyright: ignore
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU has no flush mode")
     try:
@@ -415,7 +415,7 @@ def test_adam_is_within_two_ulp_of_float64(before: Any, weight_decay: float, dec
     for step in (1, 2, 10, 1000):
         given_state = before(50_000, step)
         state = dict(zip(("master", "exp_avg", "exp_avg_sq"), given_state, strict=False))
-        got, _ = reference_update(state, given_state[3], **adam.arguments(step_of(adam, step), 0))
+        got, _ = reference_update(adam.rule_step(step_of(adam, step), 0), state, given_state[3])
         p, m, v, g = (x.astype(np.float64) for x in given_state)
         l2 = 0.0 if decoupled else weight_decay * p
         m1 = b1 * m + (1 - b1) * (g + l2)

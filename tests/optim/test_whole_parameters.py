@@ -68,7 +68,7 @@ def fresh(optimizer: Any, shape: Shape, seed: int = 0) -> State:
     kinds = STATE_FORMATS[state_format]
     p = rng.standard_normal(n).astype(np.float32)
     variance = np.exp2(rng.uniform(-40, 0, kinds[-1].numel(n))).astype(np.float32)
-    variance[sum(Matrices.of(shape).kept) :] = 0
+    variance[Matrices.of(shape).num_kept :] = 0
     values = *([p] if len(kinds) == 2 else split(p)), variance
     return tensors({x.name: y for x, y in zip(kinds, values, strict=True)}, state_format)
 
@@ -90,7 +90,7 @@ def check(
         decided(optimizer, step, scale),
     )
     *weights, variance = (array(x) for x in state.values())
-    kept = sum((matrices := Matrices.of(shape)).kept)
+    kept = (matrices := Matrices.of(shape)).num_kept
     of = weights, variance[:kept], array(grad), matrices, optimizer.checked_factors(decision, group)
     *new, after, copy = reference_adafactor_update(*of, out=out and NAMES[out])
     values = zip(state, (*new, np.concatenate([after, variance[kept:]])), strict=True)
@@ -169,7 +169,7 @@ def test_any_finite_bits(
     n, state = prod(shape), fresh(optimizer, tuple(dims))
     *weights, variance = state
     state |= {name: random_bytes(state[name], seed).nan_to_num(0.0, 1.0, -1.0) for name in weights}
-    kept = state[variance][: sum(Matrices.of(shape).kept)]
+    kept = state[variance][: Matrices.of(shape).num_kept]
     kept.copy_(random_bytes(kept, seed).abs().nan_to_num(0.0, 1.0))
     sizes = torch.exp2(-spread * torch.rand(n, generator=torch.Generator().manual_seed(seed)))
     grad = random_bytes(torch.empty(n, dtype=dtype), seed).nan_to_num(0.0, 0.0, 0.0)
@@ -223,7 +223,7 @@ def test_the_means_have_room_where_they_are_kept() -> None:
     optimizer = Adafactor(moments="16bit")
     for shape in [*SHAPES, (768, 3072), (50257, 768), (128, 128), (64, 4096), (512, 512, 3, 3)]:
         buffer = STATE_FORMATS[optimizer.state_format(optimizer.group("", shape))][-1]
-        assert sum(Matrices.of(shape).kept) <= buffer.numel(prod(shape))
+        assert Matrices.of(shape).num_kept <= buffer.numel(prod(shape))
     assert optimizer.state_format(optimizer.group("", (768, 3072))) == "adafactor-16bit"
     assert sum(x.nbytes(1 << 20) for x in STATE_FORMATS["adafactor-16bit"]) / (1 << 20) == 4.0625
 
@@ -255,19 +255,19 @@ def test_the_momentum_has_the_bits_of_its_reference_and_leaves_the_weights(
     for n, grad_type in itertools.product([0, 1, 63, 65, 129, 40_001], TYPES):
         p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
         state, grad = packed(state_format, p, m), gradient(n, grad_type)
-        arguments = muon.direction_arguments(decided(muon))
+        how = muon.direction_step(decided(muon))
         arrays = {name: array(x) for name, x in state.items()}
-        new, out = reference_update(arrays, array(grad), out="bf16", **arguments)
+        new, out = reference_update(how, arrays, array(grad), out="bf16")
         expected = arrays | new
         assert not new.keys() & {*weight_buffers(state_format)}
         for isa, threads in itertools.product(range(len(cpu_adam.instruction_sets())), (1, 2)):
             mine = {name: x.clone() for name, x in state.items()}
             direction = torch.zeros(n, dtype=torch.bfloat16)
-            host_update_(mine, grad, out=direction, threads=threads, isa=isa, **arguments)
+            host_update_(how, mine, grad, out=direction, threads=threads, isa=isa)
             assert_same(mine.values(), [tensor(expected[name]) for name in mine])
             assert_same([direction], [tensor(out)])
         there = torch.zeros(n, dtype=torch.bfloat16)
-        device_update_(state, grad, out=there, **arguments)
+        device_update_(how, state, grad, out=there)
         assert_same([*state.values(), there], [*mine.values(), direction])
 
 
@@ -331,7 +331,7 @@ def test_a_hundred_steps_of_torchs_muon(shape: tuple[int, int], settings: dict[s
         (lambda: Muon(adjust_lr_fn="rms"), "adjust_lr_fn: got 'rms', expected one of original, match_rms_adamw"),  # pyright: ignore
         (lambda: Muon(eps=-1), "eps: got -1, expected a finite number of at least 0"),
         (
-            lambda: (muon := Muon(3e38)).arguments(decided(muon), 0, ParameterPart.whole((9, 1))),
+            lambda: (muon := Muon(3e38)).rule_step(decided(muon), 0, ParameterPart.whole((9, 1))),
             "lr of a matrix",
         ),
     ],

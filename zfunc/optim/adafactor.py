@@ -28,7 +28,7 @@ torch is imported where an update needs it: settings, formats and plans need non
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
 from math import inf, lcm, prod
@@ -48,8 +48,6 @@ from zfunc.values import FLOAT32_MAX, number
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Lines = tuple[Tensor, Tensor]  # what there is of all rows, and of all columns, of a parameter's matrices
-
 FP32_EPS, FP64 = 2.0**-23, 8  # bytes
 PIECE = 1 << 20  # elements whose temporaries are there at a time, on a device
 SUMMED = 64  # elements whose squares have a sum in a fixed order
@@ -67,7 +65,7 @@ for _moments in MOMENTS:
 
 
 class Matrices(NamedTuple):
-    """`count` matrices of a parameter's last two dimensions; a vector is one row."""
+    """`count` matrices of a parameter's last two dimensions; a vector is one row. Lines are rows, then columns."""
 
     count: int
     rows: int
@@ -79,7 +77,7 @@ class Matrices(NamedTuple):
         """Those that `torch.optim.Adafactor` takes.
 
         >>> Matrices.of((8, 4, 3, 3)), Matrices.of((8,)).kept, Matrices.of((8, 4)).kept
-        (Matrices(count=32, rows=3, columns=3, factored=True), (0, 8), (8, 4))
+        (Matrices(count=32, rows=3, columns=3, factored=True), slice(1, 9, None), slice(0, 12, None))
         """
         return cls(prod(shape[:-2]), *shape[-2:], True) if len(shape) > 1 else cls(1, 1, prod(shape), False)
 
@@ -88,30 +86,31 @@ class Matrices(NamedTuple):
         """The rows of all matrices."""
         return self.count * self.rows
 
-    def split(self, lines: Tensor) -> Lines:
-        """What there is of every row, and of every column, side by side in `lines`."""
-        return lines[: self.num_rows], lines[self.num_rows :]
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """The elements of a row, and of a column."""
-        return self.columns, self.rows
-
     @property
     def num_lines(self) -> int:
         """The rows and the columns of all matrices."""
         return self.count * (self.rows + self.columns)
 
+    def split(self, lines: Tensor) -> tuple[Tensor, Tensor]:
+        """What there is of every row, and of every column."""
+        return lines[: self.num_rows], lines[self.num_rows :]
+
     @property
-    def kept(self) -> tuple[int, int]:
-        """The numbers of row and of column means that are kept.
+    def kept(self) -> slice:
+        """The lines whose means are kept.
 
         Of a single row, or column, they would be as many as its elements and one more: that one is their mean.
         """
-        if not self.num_rows * self.columns:
-            return 0, 0
-        rows = self.num_rows if self.factored and self.rows > 1 else 0
-        return rows, self.count * self.columns if self.columns > 1 or not rows else 0
+        if not prod(self[:3]):
+            return slice(0, 0)
+        rows = self.factored and self.rows > 1
+        columns = self.columns > 1 or not rows
+        return slice(0 if rows else self.num_rows, self.num_lines if columns else self.num_rows)
+
+    @property
+    def num_kept(self) -> int:
+        """How many these are."""
+        return self.kept.stop - self.kept.start
 
     def rectangles(self, start: int, stop: int, first: int = 0) -> Iterator[Rectangle]:
         """Elements `start` to `stop` of the parameter, at most five, numbered from `first`.
@@ -129,24 +128,24 @@ class Matrices(NamedTuple):
                 shape = 1, min(left // self.columns, self.rows - row % self.rows), self.columns
             else:
                 shape = left // (self.rows * self.columns), self.rows, self.columns
-            begin = matrix * self.columns + column
-            lines = slice(row, row + shape[0] * shape[1]), slice(begin, begin + shape[0] * shape[2])
+            below = self.num_rows + matrix * self.columns + column
+            lines = slice(row, row + shape[0] * shape[1]), slice(below, below + shape[0] * shape[2])
             yield Rectangle(slice(at - first, at - first + prod(shape)), shape, *lines)
             at += prod(shape)
 
 
 class Rectangle(NamedTuple):
-    """Whole matrices, whole rows of one, or a part of a row; which rows and columns those are of all."""
+    """Whole matrices, whole rows of one, or a part of a row."""
 
     elements: slice
     shape: tuple[int, int, int]  # matrices, rows and columns
-    rows: slice
+    rows: slice  # of the lines
     columns: slice
 
-    def of(self, lines: Lines) -> Lines:
+    def of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
         """What there is of its rows [matrices, rows, 1] and columns [matrices, 1, columns]."""
         count = self.shape[0]
-        return lines[0][self.rows].view(count, -1, 1), lines[1][self.columns].view(count, 1, -1)
+        return lines[self.rows].view(count, -1, 1), lines[self.columns].view(count, 1, -1)
 
 
 # ---- the optimizer ----------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class AdafactorFactors(NamedTuple):
 
 def _eps(value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        settings.refuse("eps", value, "two numbers", "pass such as (1e-7, 1e-3)")
+        settings.refuse("eps", repr(value), "two numbers", "pass such as (1e-7, 1e-3)")
     first = FP32_EPS if value[0] is None else value[0]
     return number("eps[0]", first, least=0), number("eps[1]", value[1], least=0)
 
@@ -207,7 +206,7 @@ class Adafactor(KernelOptimizer):
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
         matrices = Matrices.of(shape)
-        small = not matrices.factored or sum(matrices.kept) > -(-prod(shape) // ALIGNMENT)
+        small = not matrices.factored or matrices.num_kept > -(-prod(shape) // ALIGNMENT)
         return super().group(name, shape) + 2 * small
 
     def state_format(self, group: int = 0) -> str:
@@ -229,7 +228,7 @@ class Adafactor(KernelOptimizer):
         """
         del group
         matrices = Matrices.of(shape)
-        lines, kept = (matrices.num_lines, sum(matrices.kept)) if matrices.factored else (0, 0)
+        lines, kept = (matrices.num_lines, matrices.num_kept) if matrices.factored else (0, 0)
         return UpdateWork(measured=tuple(FP64 * x for x in (lines + kept, lines, 2, 2)))
 
     def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
@@ -309,12 +308,11 @@ class Update:
         whole, n = Matrices.of(part.shape), grad.numel()
         # Of a vector, the variances of a part are there with it.
         self.matrices = whole if whole.factored else Matrices(1, 1, n, factored=False)
-        self.first = part.start if whole.factored else 0
-        self.numel, num_kept = prod(part.shape), sum(self.matrices.kept)
+        self.first, self.numel = part.start if whole.factored else 0, prod(part.shape)
         kind = STATE_FORMATS[state_format][-1]
         self.variance, self.new_variance = state[kind.name], self.into[kind.name]
         # Of the variances, which its buffer begins with
-        self.kept = slice(*(min(kind.numel(x), num_kept) for x in (self.first, self.first + n)))
+        self.own = slice(*(min(kind.numel(x), self.matrices.num_kept) for x in (self.first, self.first + n)))
         self.measures = [*part.measures]  # of all ranks together, a tensor for each round
         room = self._zeros(2 * -(-n // SUMMED)) if part.room is None else part.room
         self.blocks = room.view(2, -1)  # sums of squares of every SUMMED elements: direction, weights
@@ -329,7 +327,7 @@ class Update:
             return
         while len(self.measures) < NUM_ROUNDS:
             self.measures.append(self.measure())
-        own = self._means[self.kept]
+        own = self._means[self.own]
         self.new_variance[: own.numel()].copy_(own)
         self.new_variance[own.numel() :].zero_()
         self._move(self._rate)
@@ -342,25 +340,21 @@ class Update:
     def _largest(self) -> Tensor:
         if not self.matrices.factored:
             return self._zeros(0)
-        n, kept = self.matrices.num_lines, sum(self.matrices.kept)
+        n, kept = self.matrices.num_lines, self.matrices.num_kept
         largest, measured = self._zeros(n).float(), self._zeros(n + kept)
         for at in self._rectangles():
-            self._largest_in(at, self.matrices.split(largest))
+            self._largest_in(at, largest)
         measured[:n] = largest
-        measured[n:][self.kept] = self.variance[: self.kept.stop - self.kept.start]
+        measured[n:][self.own] = self.variance[: self.own.stop - self.own.start]
         return measured
 
     def _sums(self) -> Tensor:
         if not self.matrices.factored:
             return self._zeros(0)
         largest, sums = self.measures[0][: self.matrices.num_lines], self._zeros(self.matrices.num_lines)
-        units = self._zeros(self.matrices.num_lines)
-        for into, x, n in zip(
-            *map(self.matrices.split, (units, largest)), self.matrices.lengths, strict=True
-        ):
-            into.copy_(_unit_of(x.square(), n).where(x.isfinite(), x))
+        units = _unit_of(largest.square(), self._counts.frexp().exponent).where(largest.isfinite(), largest)
         for at in self._rectangles():
-            self._sums_in(at, self.matrices.split(units), self.matrices.split(sums))
+            self._sums_in(at, units, sums)
         return sums.where(units.isfinite(), units)  # infinite or NaN as the largest
 
     def _largest_blocks(self) -> Tensor:
@@ -368,40 +362,47 @@ class Update:
         return self.blocks.amax(1)
 
     def _block_sums(self) -> Tensor:
-        units = _unit_of(self.measures[2], -(-self.numel // SUMMED))[:, None]
+        units = _unit_of(self.measures[2], (-(-self.numel // SUMMED)).bit_length())[:, None]
         # In place, for nobody reads them again: new memory would take most of the time.
         return self.blocks.add_(units).sub_(units).sum(1)
 
     # What follows from them
 
     @cached_property
+    def _counts(self) -> Tensor:
+        """The elements of each line: fp64."""
+        counts = self._zeros(self.matrices.num_lines)
+        counts[: self.matrices.num_rows], counts[self.matrices.num_rows :] = (
+            self.matrices.columns,
+            self.matrices.rows,
+        )
+        return counts
+
+    @cached_property
     def _means(self) -> Tensor:
-        """The new variances, of all rows and columns that are kept."""
-        matrices, k = self.matrices, self.k
-        if matrices.factored:
-            old = self.measures[0][matrices.num_lines :].float()
-            mean = self._zeros(sum(matrices.kept)).float()
-            each = zip(
-                mean.split([*matrices.kept]), matrices.split(self.measures[1]), matrices.lengths, strict=True
-            )
-            for into, sums, n in each:
-                into.copy_(_over(sums[: into.numel()], n))
+        """The new variances, of all lines that are kept."""
+        if self.matrices.factored:
+            old = self.measures[0][self.matrices.num_lines :].float()
+            mean = _over(self.measures[1], self._counts)[self.matrices.kept]
         else:
             old, mean = self.variance.clone(), self._loaded.square()
-        new = old.mul_(k.keep).add_(mean.mul_(k.add))
+        new = old.mul_(self.k.keep).add_(mean.mul_(self.k.add))
         return new.masked_fill_(new.abs() < EXP_AVG_SQ_FLOOR, 0.0)
 
     @cached_property
-    def _lines(self) -> Lines:
-        """What a gradient is multiplied by for its row, and for its column: fp32."""
-        matrices, variance, k = self.matrices, self._means, self.k
-        if not matrices.factored:
-            return variance.new_ones(1), _inverse_root(variance)
-        row, column = (x.view(matrices.count, -1) for x in variance.split([*matrices.kept]))
-        row = row if row.numel() else _mean(column)
-        column = column if column.numel() else _mean(row)
-        row = row / _mean(row).clamp_(min=k.least_mean)
-        return _inverse_root(row).view(-1), _inverse_root(column).view(-1)
+    def _lines(self) -> Tensor:
+        """What a gradient is multiplied by for each line: fp32."""
+        kept, lines = self.matrices.kept, self._zeros(self.matrices.num_lines).float()
+        lines[kept] = self._means
+        row, column = (x.view(self.matrices.count, -1) for x in self.matrices.split(lines))
+        if self.matrices.factored:
+            # The mean that is not kept is that of the others.
+            row.copy_(row if kept.start == 0 else _mean(column))
+            column.copy_(column if kept.stop > self.matrices.num_rows else _mean(row))
+            row.div_(_mean(row).clamp_(min=self.k.least_mean))
+        else:
+            row.fill_(1.0)
+        return _inverse_root(lines)
 
     @property
     def _rate(self) -> Tensor:
@@ -422,12 +423,12 @@ class Update:
         for piece in self._pieces():
             yield from self.matrices.rectangles(self.first + piece.start, self.first + piece.stop, self.first)
 
-    def _largest_in(self, at: Rectangle, largest: Lines) -> None:
+    def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
         size = self._loaded[at.elements].abs().view(at.shape)
         for line, along in zip(at.of(largest), (2, 1), strict=True):
             line.copy_(line.maximum(size.amax(along, keepdim=True)))
 
-    def _sums_in(self, at: Rectangle, units: Lines, sums: Lines) -> None:
+    def _sums_in(self, at: Rectangle, units: Tensor, sums: Tensor) -> None:
         square = self._loaded[at.elements].double().square_().view(at.shape)
         for total, unit, along in zip(at.of(sums), at.of(units), (2, 1), strict=True):
             total.add_((square + unit).sub_(unit).sum(along, keepdim=True))
@@ -495,48 +496,42 @@ class KernelUpdate(Update):
     def _rectangles(self) -> Iterator[Rectangle]:
         return self.matrices.rectangles(self.first, self.first + self.grad.numel(), self.first)
 
-    def _largest_in(self, at: Rectangle, largest: Lines) -> None:
-        self._sweep("LARGEST", zip(("row_largest", "column_largest"), at.of(largest), strict=True), at)
+    def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
+        row, column = at.of(largest)
+        self._sweep("LARGEST", at, row_largest=row, column_largest=column)
 
-    def _sums_in(self, at: Rectangle, units: Lines, sums: Lines) -> None:
-        names = "row_unit", "column_unit", "row_sum", "column_sum"
-        self._sweep("FACTOR_SUMS", zip(names, (*at.of(units), *at.of(sums)), strict=True), at)
+    def _sums_in(self, at: Rectangle, units: Tensor, sums: Tensor) -> None:
+        (row, column), (row_unit, column_unit) = at.of(sums), at.of(units)
+        given = {"row_sum": row, "column_sum": column, "row_unit": row_unit, "column_unit": column_unit}
+        self._sweep("FACTOR_SUMS", at, **given)
 
     def _fill_blocks(self) -> None:
-        names = "left", "right", "direction_squares", "weight_squares", "master", "low"
-        weights = (self.state[x] for x in self.masters)
-        self._sweep("FACTOR_SQUARES", zip(names, (*self._lines, *self.blocks, *weights), strict=False))
-
-    def _move(self, rate: Tensor) -> None:
-        halves = zip(("master", "low"), self.masters, strict=False)
-        moved = [
-            (f"{new}{role}", x[name])
-            for role, name in halves
-            for new, x in (("", self.state), ("into_", self.into))
-        ]
         self._sweep(
-            "FACTORED",
-            (*zip(("left", "right"), self._lines, strict=True), *moved, ("out", self.out)),
-            rate=rate.item(),
+            "FACTOR_SQUARES", **dict(zip(("direction_squares", "weight_squares"), self.blocks, strict=True))
         )
 
-    def _sweep(
-        self, sweep: str, given: Iterable[Any], at: Rectangle | None = None, rate: float = 0.0
-    ) -> None:
+    def _move(self, rate: Tensor) -> None:
+        self._sweep("FACTORED", rate=rate.item())
+
+    def _sweep(self, sweep: str, at: Rectangle | None = None, *, rate: float = 0.0, **known: Tensor) -> None:
         """One of the kernel's over matrices of their own, or over the whole part, with these tensors by name."""
         from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
-        k, grad = self.k, self.grad if at is None else self.grad[at.elements]
-        tensors = {"grad": grad, **dict(given)}
-        types = (cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, tensors.get("out")))
+        k, known["grad"] = self.k, self.grad if at is None else self.grad[at.elements]
+        if at is None:
+            known["left"], known["right"] = self.matrices.split(self._lines)
+            for role, name in zip(("master", "low"), self.masters, strict=False):
+                known[role], known[f"into_{role}"] = self.state[name], self.into[name]
+            known |= {} if self.out is None else {"out": self.out}
         _, rows, columns = self.matrices[:3] if at is None else at.shape
+        types = (KERNEL_DTYPES[known[x].dtype] if x in known else cpu_adam.NONE for x in ("grad", "out"))
         cpu_adam.factor(
             getattr(cpu_adam, sweep),
-            [0 if tensors.get(x) is None else tensors[x].data_ptr() for x in POINTERS],
+            [known[x].data_ptr() if x in known else 0 for x in POINTERS],
             (rows, columns, self.first if at is None else 0),
             (*types, bool(k.decay)),
             (k.grad_scale, k.grad_floor, k.limit, rate, k.decay),
-            grad.numel(),
+            known["grad"].numel(),
             *self.team,
         )
 
@@ -544,20 +539,21 @@ class KernelUpdate(Update):
 # ---- arithmetic -------------------------------------------------------------------------------------------
 
 
-def _unit_of(largest: Tensor, count: int) -> Tensor:
-    """What a term of an exact sum of `count` is added to and freed of again, the `largest` [n] fp64 being such.
+def _unit_of(largest: Tensor, bits: int | Tensor) -> Tensor:
+    """What a term of an exact sum is added to and freed of again: of the `largest` term [n] fp64, and the bits of
+    how many there are.
 
     >>> import torch
-    >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 3)
+    >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 2)
     >>> unit.item(), ((0.1 + unit) - unit).item()
     (8.0, 0.09999999999999964)
     """
-    return largest.new_ones(largest.shape).ldexp(largest.frexp().exponent + count.bit_length())
+    return largest.new_ones(largest.shape).ldexp(largest.frexp().exponent + bits)
 
 
 def exact_sum(terms: Tensor) -> Tensor:
     """Sums of float64 along the last dimension, from 0 up, which no order changes."""
-    unit = _unit_of(terms.amax(-1, keepdim=True), terms.shape[-1])
+    unit = _unit_of(terms.amax(-1, keepdim=True), terms.shape[-1].bit_length())
     return ((terms + unit) - unit).sum(-1)
 
 
@@ -573,9 +569,9 @@ def _square_sums(x: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-def _over(sums: Tensor, count: int) -> Tensor:
+def _over(sums: Tensor, count: int | Tensor) -> Tensor:
     """Means in float32."""
-    return sums.div(sums.new_full((), count)).float()  # by a tensor: a device may multiply by 1 / count
+    return (sums / (sums.new_ones(()) * count)).float()  # by a tensor: a device may multiply by 1 / count
 
 
 def _mean(x: Tensor) -> Tensor:

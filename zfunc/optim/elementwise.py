@@ -21,7 +21,7 @@ from zfunc.core.optimizer_state import STATE_FORMATS, Moments, formats_of, owner
 from zfunc.errors import CheckpointError
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.rules import PIECE, Decay, Factors, Operations, Rule, grad_floor_of
+from zfunc.optim.rules import PIECE, Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.values import number
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Elementwise(KernelOptimizer):
         """The update of state, gradient and decision by the compiled kernel: `updates.host_update_`."""
         from zfunc.optim.updates import host_update_
 
-        host_update_(state, grad, **how, **self.arguments(decision, group, part))
+        host_update_(self.rule_step(decision, group, part), state, grad, **how)
 
     def device_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, part: Any = None, **how: Any
@@ -173,22 +173,14 @@ class Elementwise(KernelOptimizer):
         """The same update, to the bit, in torch operations on the tensors' device: `updates.device_update_`."""
         from zfunc.optim.updates import device_update_
 
-        device_update_(state, grad, **how, **self.arguments(decision, group, part))
+        device_update_(self.rule_step(decision, group, part), state, grad, **how)
 
-    def arguments(
-        self, decision: StepDecision, group: int, part: ParameterPart | None = None
-    ) -> dict[str, Any]:
-        """What an update takes besides tensors."""
+    def rule_step(self, decision: StepDecision, group: int, part: ParameterPart | None = None) -> RuleStep:
+        """What an update computes."""
         del part
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
-        return {
-            "rule": self.rule,
-            "state_format": self.state_format(group),
-            "factors": factors,
-            "number": decision.number,
-            "decay": decay,
-        }
+        return RuleStep(self.rule, self.state_format(group), factors, decision.number, decay)
 
     @property
     def rule(self) -> Rule:

@@ -17,6 +17,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.optim.base import HasMoments, Optimizer
+from zfunc.optim.optimizer_settings import refuse
 
 Rule = str | Callable[[str, tuple[int, ...]], bool]
 
@@ -37,44 +38,28 @@ def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> GroupedOptimizer:
     [0, 1, 2]
     """
     if not members or isinstance(members[-1], tuple):
-        raise ValueError(
-            "groups: got no optimizer for the parameters that no rule matches, expected one at the end: pass "
-            "groups((rule, optimizer), ..., default)"
-        )
-    pairs = [*members[:-1], (_others, members[-1])]
+        got = "no optimizer for the parameters that no rule matches"
+        refuse("groups", got, "one at the end", "pass groups((rule, optimizer), ..., default)")
+    pairs: list[Any] = [*members[:-1], ("*", members[-1])]
     for n, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(
-                f"groups: got {type(pair).__name__} in place {n + 1}, expected (rule, optimizer), and a default at "
-                "the end: pass a pair"
-            )
-        _check_member(*pair)
-    return GroupedOptimizer(tuple(rule for rule, _ in pairs[:-1]), tuple(x for _, x in pairs))  # pyright: ignore
-
-
-def _others(name: str, shape: tuple[int, ...]) -> bool:
-    del name, shape
-    return True
-
-
-def _check_member(rule: Any, optimizer: Any) -> None:
-    if not isinstance(rule, str) and (not callable(rule) or isinstance(rule, type)):
-        raise TypeError(
-            f"groups: got the rule {rule!r}, expected a glob over names such as 'head.*', or a function "
-            "(name, shape) -> bool: pass one of them"
-        )
-    if isinstance(optimizer, type | GroupedOptimizer) or not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"groups: got {optimizer!r}, expected an optimizer of zfunc's, or one of your own: pass such as "
-            "zfunc.AdamW(lr=...)"
-        )
+            got = f"{type(pair).__name__} in place {n + 1}"
+            refuse("groups", got, "(rule, optimizer), and a default at the end", "pass a pair", TypeError)
+        rule, optimizer = pair
+        if not isinstance(rule, str) and (not callable(rule) or isinstance(rule, type)):
+            expected = "a glob over names such as 'head.*', or a function (name, shape) -> bool"
+            refuse("groups", f"the rule {rule!r}", expected, "pass one of them", TypeError)
+        if isinstance(optimizer, type | GroupedOptimizer) or not isinstance(optimizer, Optimizer):
+            expected = "an optimizer of zfunc's, or one of your own"
+            refuse("groups", repr(optimizer), expected, "pass such as zfunc.AdamW(lr=...)", TypeError)
+    return GroupedOptimizer(*zip(*pairs, strict=True))
 
 
 def _of_member(method: str) -> Any:
-    """A method of `zfunc.optim.base`'s protocols, which the group's optimizer has."""
+    """A method of `zfunc.optim.base`'s protocol, which the group's optimizer has."""
 
     def call(self: GroupedOptimizer, *args: Any, group: int, **given: Any) -> Any:
-        n, own = self._of(group)
+        own, n = divmod(group, len(self.optimizers))
         args = tuple(_decision(x, n) if isinstance(x, StepDecision) else x for x in args)
         return getattr(self.optimizers[n], method)(*args, group=own, **given)
 
@@ -83,7 +68,7 @@ def _of_member(method: str) -> Any:
 
 @frozen
 class GroupedOptimizer:
-    """The optimizers of `groups`; the last one is the default. Group numbers count them, then their own groups."""
+    """The optimizers of `groups`, the default last, by the rule "*". Group numbers count them, then their own."""
 
     rules: tuple[Rule, ...]
     optimizers: tuple[Optimizer, ...] = field()
@@ -93,42 +78,38 @@ class GroupedOptimizer:
         formats = {x.moments: type(x).__name__ for x in optimizers if isinstance(x, HasMoments)}
         if len(formats) > 1:
             got = " and ".join(f"{name}(moments={moments!r})" for moments, name in formats.items())
-            raise ValueError(
-                f"groups: got {got}, expected one format: leave them out, and pass moments= to zfunc.compile"
-            )
+            refuse("groups", got, "one format", "leave them out, and pass moments= to zfunc.compile")
 
     def check_parameters(self, parameters: Iterable[Parameter]) -> None:
         """Raise ValueError unless every rule matches a parameter, and every group has one that is trained."""
         known = {p.name: p for p in parameters}.values()
         found = Counter(self._member(p.name, p.shape) for p in known if p.trainable)
-        for n, rule in enumerate(self.rules):
+        for n, rule in enumerate(self.rules[:-1]):
             matched = [p for p in known if _matches(rule, p.name, p.shape)]
+            got = f"the rule {rule!r}, "
             if not matched:
                 names = ", ".join(repr(p.name) for p in [*known][:3])
-                raise ValueError(
-                    f"groups: got the rule {rule!r}, which matches no parameter, expected one that does: names are "
-                    f"such as {names}"
+                refuse(
+                    "groups",
+                    got + "which matches no parameter",
+                    "one that does",
+                    f"names are such as {names}",
                 )
             if not found[n]:
                 taken = any(p.trainable for p in matched)
-                why = "match an earlier rule" if taken else "are frozen"
-                raise ValueError(
-                    f"groups: got the rule {rule!r}, whose parameters, such as {matched[0].name!r}, all {why}, "
-                    f"expected one for its optimizer: {'move it to the front' if taken else 'leave it out'}"
+                why, do = (
+                    ("match an earlier rule", "move it to the front")
+                    if taken
+                    else ("are frozen", "leave it out")
                 )
-        if not found[len(self.rules)]:
-            raise ValueError(
-                "groups: got rules that match every parameter, expected one for the default: pass the last rule's "
-                "optimizer as the default"
-            )
+                got += f"whose parameters, such as {matched[0].name!r}, all {why}"
+                refuse("groups", got, "one for its optimizer", do)
+        if not found[len(self.rules) - 1]:
+            do = "pass the last rule's optimizer as the default"
+            refuse("groups", "rules that match every parameter", "one for the default", do)
 
     def _member(self, name: str, shape: tuple[int, ...]) -> int:
-        return next((n for n, x in enumerate(self.rules) if _matches(x, name, shape)), len(self.rules))
-
-    def _of(self, group: int) -> tuple[int, int]:
-        """The number of an optimizer, and of its own group."""
-        own, n = divmod(group, len(self.optimizers))
-        return n, own
+        return next(n for n, rule in enumerate(self.rules) if _matches(rule, name, shape))
 
     @property
     def moments(self) -> Moments:
@@ -137,16 +118,14 @@ class GroupedOptimizer:
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> GroupedOptimizer:
         """All of them with another format. Raises ValueError if one has no choice."""
+        changed: list[Optimizer] = []
         for x in self.optimizers:
             if moments != "fp32" and not isinstance(x, HasMoments):
-                raise ValueError(
-                    f"moments: got {moments!r} with {type(x).__name__}, which has no choice, expected zfunc's own "
-                    "optimizers: leave it out"
-                )
-        changed = (
-            x.with_moments(moments, split_master=split_master) if isinstance(x, HasMoments) else x
-            for x in self.optimizers
-        )
+                got = f"{moments!r} with {type(x).__name__}, which has no choice"
+                refuse("moments", got, "zfunc's own optimizers", "leave it out")
+            changed.append(
+                x.with_moments(moments, split_master=split_master) if isinstance(x, HasMoments) else x
+            )
         return evolve(self, optimizers=tuple(changed))
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
@@ -156,7 +135,7 @@ class GroupedOptimizer:
 
     def state_format(self, group: int) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
-        n, own = self._of(group)
+        own, n = divmod(group, len(self.optimizers))
         return self.optimizers[n].state_format(own)
 
     def factors(self, step: int) -> dict[str, Any]:
@@ -167,16 +146,9 @@ class GroupedOptimizer:
 
     def describe(self) -> dict[str, Any]:
         """The settings that are constant over all steps, of each."""
-        rules = (
-            *(x if isinstance(x, str) else getattr(x, "__name__", "a function") for x in self.rules),
-            "default",
-        )
-        return {
-            "groups": [
-                {"rule": rule, "optimizer": type(x).__name__, **x.describe()}
-                for rule, x in zip(rules, self.optimizers, strict=True)
-            ]
-        }
+        shown = [x if isinstance(x, str) else getattr(x, "__name__", "a function") for x in self.rules]
+        each = zip([*shown[:-1], "default"], self.optimizers, strict=True)
+        return {"groups": [{"rule": rule, "optimizer": type(x).__name__, **x.describe()} for rule, x in each]}
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""

@@ -26,21 +26,6 @@ def _total(instance: Any, attribute: Any, value: Any) -> None:
 
 
 @frozen
-class Constant:
-    """The same learning rate at every step.
-
-    >>> constant(1e-3)(7)
-    0.001
-    """
-
-    lr: float = field(validator=_rate)
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        return _ramp(step, 0) * self.lr
-
-
-@frozen
 class LinearWarmup:
     """Rises linearly, reaches `lr` at step `warmup` and stays there. The first step already moves.
 
@@ -54,22 +39,20 @@ class LinearWarmup:
 
     def __call__(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
-        return _ramp(step, self.warmup) * self.lr
+        if step < 1:
+            raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
+        return self.lr * (min(1.0, step / self.warmup) if self.warmup else 1.0)
 
 
 @frozen
-class _Decaying:
-    """Rises to `lr` at step `warmup`, then falls to `final` at step `total` and stays there."""
-
-    lr: float = field(validator=_rate)
-    warmup: int = field(validator=_warmup)
+class _Decaying(LinearWarmup):
     total: int = field(validator=_total)
     final: float = field(default=0.0, validator=_rate)
 
     def __call__(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
         if step <= self.warmup:
-            return _ramp(step, self.warmup) * self.lr
+            return super().__call__(step)
         gone = min(1.0, (step - self.warmup) / (self.total - self.warmup))
         return self.final + (self.lr - self.final) * self.left(gone)
 
@@ -127,11 +110,13 @@ class Scaled:
         return self.rate(step) * self.factor
 
 
-constant, linear_warmup, warmup_cosine, warmup_linear = Constant, LinearWarmup, WarmupCosine, WarmupLinear
-scaled = Scaled
+def constant(lr: float) -> LinearWarmup:
+    """The same learning rate at every step: without a warmup.
+
+    >>> constant(1e-3)(7)
+    0.001
+    """
+    return LinearWarmup(lr, 0)
 
 
-def _ramp(step: int, warmup: int) -> float:
-    if step < 1:
-        raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
-    return min(1.0, step / warmup) if warmup else 1.0
+linear_warmup, warmup_cosine, warmup_linear, scaled = LinearWarmup, WarmupCosine, WarmupLinear, Scaled

@@ -21,7 +21,7 @@ from zfunc.core.spec import ALLOCATION
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, grad_floor_of
+from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, RuleStep
 from zfunc.values import number, whole
 
 if TYPE_CHECKING:
@@ -99,9 +99,11 @@ class Muon(Elementwise):
         return k.look_keep * m + k.look_add * g, m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """Of step `step`."""
+        """Of both rules in step `step`."""
         del step
-        return {"rate": lr}
+        mean = {"keep": self.momentum, "add": 1.0 - self.momentum}
+        look = mean if self.nesterov else {"keep": 1.0, "add": 0.0}
+        return {"rate": lr, **mean, "look_keep": look["keep"], "look_add": look["add"]}
 
     def lr_ratio(self, shape: tuple[int, ...]) -> float:
         """What the learning rate of a matrix is multiplied by."""
@@ -110,20 +112,16 @@ class Muon(Elementwise):
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
-    def arguments(
-        self, decision: StepDecision, group: int, part: ParameterPart | None = None
-    ) -> dict[str, Any]:
-        """What both kernels take besides tensors to move the weights of a matrix along a direction."""
+    def rule_step(self, decision: StepDecision, group: int, part: ParameterPart | None = None) -> RuleStep:
+        """What an update computes that moves the weights of a matrix along a direction, which has been scaled."""
         assert part is not None  # by the format of its state
-        # The direction has been scaled.
-        arguments = super().arguments(evolve(decision, grad_scale=1.0), group)
-        factors: Factors = arguments["factors"]
-        rate = number("lr of a matrix", factors.rate * self.lr_ratio(part.shape))
-        return {
-            **arguments,
-            "state_format": f"weights-{self.moments}",
-            "factors": factors._replace(rate=rate),
-        }
+        step = super().rule_step(evolve(decision, grad_scale=1.0), group)
+        rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(part.shape))
+        return step._replace(state_format=f"weights-{self.moments}", factors=step.factors._replace(rate=rate))
+
+    def direction_step(self, decision: StepDecision) -> RuleStep:
+        """What an update computes that makes a direction."""
+        return super().rule_step(decision, 1)._replace(rule=self.look_ahead_rule)
 
     def direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
@@ -134,7 +132,7 @@ class Muon(Elementwise):
 
         del group
         update = device_update_ if on_accelerator(grad.device) else host_update_
-        update(state, grad, out=out, **self.direction_arguments(decision))
+        update(self.direction_step(decision), state, grad, out=out)
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
         """The whole matrix [rows, columns] bf16 with its singular values near 1: Newton-Schulz, by products alone.
@@ -165,17 +163,3 @@ class Muon(Elementwise):
         two_wide, two_square = (2 * round_up(2 * x, ALLOCATION) for x in (m * n, m * m))
         workspace = two_wide + two_square + 3 * ALLOCATION
         return UpdateWork(self.ns_steps * (4 * m * m * n + 2 * m**3), workspace, 3 * self.ns_steps + 3)
-
-    def direction_arguments(self, decision: StepDecision) -> dict[str, Any]:
-        """What both kernels take besides tensors to make a direction."""
-        scale = number("grad_scale", decision.grad_scale)
-        keep, add = self.momentum, 1.0 - self.momentum
-        look_keep, look_add = (keep, add) if self.nesterov else (1.0, 0.0)
-        look = {"keep": keep, "add": add, "look_keep": look_keep, "look_add": look_add}
-        return {
-            "rule": self.look_ahead_rule,
-            "state_format": self.state_format(),
-            "factors": Factors(scale, grad_floor_of(scale), 0.0, **look),
-            "number": decision.number,
-            "decay": "none",
-        }

@@ -5,13 +5,14 @@ schedule, a pure function of the step counted from 1, is checked at each step.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from attrs import field
 
 from zfunc.core.optimizer_state import MOMENTS
 from zfunc.optim.rules import SMALLEST_NORMAL
-from zfunc.values import number, whole
+from zfunc.values import FLOAT32_MAX, number, whole
 
 MAX_STEP = 2**53  # the largest float64 up to which every integer is exact
 Betas = tuple[float, float]
@@ -49,36 +50,30 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 def lr_field(default: float) -> Any:
     """A learning rate of at least 0, or a schedule."""
-    return _schedule_or(lambda x: number("lr", x, least=0), default, kw_only=False)
+    return field(default=default, converter=_schedule_or(partial(number, "lr", least=0)))
 
 
 def betas_field(default: Betas) -> Any:
     """Two decay rates in [0, 1), or a schedule of them."""
-    return _schedule_or(checked_betas, default, kw_only=True)
+    return field(default=default, kw_only=True, converter=_schedule_or(partial(_betas, "betas")))
 
 
-def _schedule_or(check: Callable[[Any], Any], default: Any, *, kw_only: bool) -> Any:
+def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A schedule is a function of the step: neither a tensor nor a class."""
-
-    def converted(x: Any) -> Any:
-        return x if callable(x) and not isinstance(x, type) else check(x)
-
-    return field(default=default, converter=converted, kw_only=kw_only)
+    return lambda x: x if callable(x) and not isinstance(x, type) else check(x)
 
 
-def number_field(name: str, default: float, *, least: float = 0.0, most: float | None = None) -> Any:
+def number_field(name: str, default: float, *, least: float = 0.0, most: float = FLOAT32_MAX) -> Any:
     """A finite number of at least `least`, and at most `most`."""
-    bounds = {"least": least} if most is None else {"least": least, "most": most}
-    return field(default=default, kw_only=True, converter=lambda x: number(name, x, **bounds))
+    return field(default=default, kw_only=True, converter=partial(number, name, least=least, most=most))
 
 
 def eps_field(default: float) -> Any:
     """0 or a normal float32: the kernel flushes subnormal values to 0."""
 
     def converted(value: Any) -> float:
-        eps = number("eps", value, least=0)
-        if 0.0 < eps < SMALLEST_NORMAL:
-            refuse("eps", value, "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
+        if 0.0 < (eps := number("eps", value, least=0)) < SMALLEST_NORMAL:
+            refuse("eps", repr(value), "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
         return eps
 
     return field(default=default, kw_only=True, converter=converted)
@@ -89,7 +84,7 @@ def decay_field() -> Any:
 
     def check(_: object, __: object, value: Any) -> None:
         if not callable(value):
-            refuse("decay", value, "(name, shape) -> bool", "pass such as matrices_only", TypeError)
+            refuse("decay", repr(value), "(name, shape) -> bool", "pass such as matrices_only", TypeError)
 
     return field(default=decay_all, kw_only=True, validator=check)
 
@@ -99,7 +94,7 @@ def choice_field(name: str, default: str, choices: tuple[str, ...]) -> Any:
 
     def check(_: object, __: object, value: Any) -> None:
         if not isinstance(value, str) or value not in choices:
-            refuse(name, value, f"one of {', '.join(choices)}", "choose one")
+            refuse(name, repr(value), f"one of {', '.join(choices)}", "choose one")
 
     return field(default=default, kw_only=True, validator=check)
 
@@ -119,18 +114,17 @@ def lr_at_step(lr: LearningRate, step: int) -> float:
 
 def betas_at_step(betas: Betas | Callable[[int], Betas], step: int) -> Betas:
     """The betas of a step; ValueError where one is not in [0, 1)."""
-    return checked_betas(betas(step), f"betas at step {step}") if callable(betas) else betas
+    return _betas(f"betas at step {step}", betas(step)) if callable(betas) else betas
 
 
-def checked_betas(betas: Any, name: str = "betas") -> Betas:
-    """Two decay rates in [0, 1)."""
+def _betas(name: str, betas: Any) -> Betas:
     try:
         beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
         if max(beta1, beta2) < 1.0:
             return beta1, beta2
     except (TypeError, ValueError, RuntimeError):
         pass
-    refuse(name, betas, "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+    refuse(name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
 
 
 def checked_step(step: Any) -> int:
@@ -139,6 +133,6 @@ def checked_step(step: Any) -> int:
     return whole("step", plain, 1, MAX_STEP)
 
 
-def refuse(name: str, got: Any, expected: str, do: str, kind: type[Exception] = ValueError) -> NoReturn:
+def refuse(name: str, got: str, expected: str, do: str, kind: type[Exception] = ValueError) -> NoReturn:
     """Raise `kind` with what was got, what was expected, and what to do."""
-    raise kind(f"{name}: got {got!r}, expected {expected}: {do}")
+    raise kind(f"{name}: got {got}, expected {expected}: {do}")

@@ -67,8 +67,18 @@ class Rule(NamedTuple):
     weights: bool = True  # False: the change is the result, and there are no weights
 
 
-def step(o: Operations, rule: Rule, k: Factors, decay: Decay, grad: Any, p: Any, *moments: Any) -> list[Any]:
-    """One step of any of them, each operation rounded once to float32: the new weights, then the new moments.
+class RuleStep(NamedTuple):
+    """What an update of a state computes, beside its tensors: step `number` of a rule."""
+
+    rule: Rule
+    state_format: str
+    factors: Factors
+    number: int
+    decay: Decay
+
+
+def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) -> list[Any]:
+    """The new weights, then the new moments, of factors in float32; each operation is rounded once to float32.
 
         g = grad * grad_scale                 0 where |grad * grad_scale| < 2^-56
         g = g + decay * p                     only with weight decay that is not decoupled; floored again
@@ -78,13 +88,14 @@ def step(o: Operations, rule: Rule, k: Factors, decay: Decay, grad: Any, p: Any,
 
     Of a rule without weights the first result is c.
     """
+    k = step.factors
     g = scaled(o, k, grad)
-    if decay == "l2":
+    if step.decay == "l2":
         g = with_l2(o, k, g, p)
-    change, *new = rule.update(o, k, g, *moments)
-    if decay == "decoupled":
+    change, *new = step.rule.update(o, k, g, *moments)
+    if step.decay == "decoupled":
         change = change + k.decay * p
-    return [p - change if rule.weights else change, *new]
+    return [p - change if step.rule.weights else change, *new]
 
 
 def scaled(o: Operations, k: Factors, grad: Any) -> Any:

@@ -43,8 +43,8 @@ class SGD(Elementwise):
     def _check_nesterov(self, _: object, value: Any) -> None:
         if value and not (self.momentum and not self.dampening):
             got = f"momentum={self.momentum} and dampening={self.dampening}"
-            raise ValueError(
-                f"nesterov: got {got}, expected a momentum above 0 and no dampening: pass such as momentum=0.9"
+            settings.refuse(
+                "nesterov", got, "a momentum above 0 and no dampening", "pass such as momentum=0.9"
             )
 
     @property

@@ -16,7 +16,7 @@ The payload of a NaN is not promised. On a device elements go through in pieces,
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.compiled_rules import compiled
 from zfunc.optim.formats import first_dither, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
-from zfunc.optim.optimizer_settings import checked_step
-from zfunc.optim.rules import EMA_PIECE, PIECE, Decay, Factors, Rule, as_float32, step
+from zfunc.optim.optimizer_settings import checked_step, refuse
+from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import whole
@@ -54,20 +54,16 @@ class _Torch:
 
 
 def host_update_(
+    step: RuleStep,
     state: Mapping[str, Tensor],
     grad: Tensor,
     *,
-    rule: Rule,
-    state_format: str,
-    factors: Factors,
-    number: int,
-    decay: Decay,
     out: Tensor | None = None,
     into: Mapping[str, Tensor] | None = None,
     threads: int | None = None,
     isa: int = -1,
 ) -> None:
-    """Update `number` over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
+    """A step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
     result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
@@ -76,33 +72,23 @@ def host_update_(
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
     """
-    spans = update_spans(state_format, state, grad, out, into, weights=rule.weights)
-    number = checked_step(number)
-    team = checked_threads(threads)
+    rule, number, team = step.rule, checked_step(step.number), checked_threads(threads)
+    spans = update_spans(step.state_format, state, grad, out, into, weights=rule.weights)
     kernel = cpu_adam if rule.name else compiled(rule)
     if kernel is None:
         for name in into or ():
             into[name].copy_(state[name])  # pyright: ignore
-        device_update_(
-            into or state,
-            grad,
-            rule=rule,
-            state_format=state_format,
-            factors=factors,
-            number=number,
-            decay=decay,
-            out=out,
-        )
+        device_update_(step, into or state, grad, out=out)
         return
     room = cpu_adam.MOMENTS if rule.name else kernel.num_moments
-    names, kept = kernel_layout(state_format, room, weights=rule.weights)
+    names, kept = kernel_layout(step.state_format, room, weights=rule.weights)
     new = INTO if into is not None else ""
     addresses = [spans[x][0] if x in spans else 0 for x in ("grad", "out", *names, *(new + x for x in names))]
     types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
     which = cpu_adam.RULES[rule.name] if rule.name else 0
+    how = [which, *types, DECAYS[step.decay], *(getattr(cpu_adam, x) for x in kept)]
     dithers = [first_dither(number, moment) for moment in range(room)]
-    how = [which, *types, DECAYS[decay], *(getattr(cpu_adam, x) for x in kept)]
-    kernel.update(addresses, how, dithers, factors, grad.numel(), team, cpu_adam.checked(isa))
+    kernel.update(addresses, how, dithers, step.factors, grad.numel(), team, cpu_adam.checked(isa))
 
 
 def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
@@ -129,41 +115,34 @@ def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> 
 
 
 def device_update_(
-    state: Mapping[str, Tensor],
-    grad: Tensor,
-    *,
-    rule: Rule,
-    state_format: str,
-    factors: Factors,
-    number: int,
-    decay: Decay,
-    out: Tensor | None = None,
+    step: RuleStep, state: Mapping[str, Tensor], grad: Tensor, *, out: Tensor | None = None
 ) -> None:
-    """Update `number` over 1-D contiguous buffers of one device, in place, with the bits of `host_update_`.
+    """A step over 1-D contiguous buffers of one device, in place, with the bits of `host_update_`.
 
     On CUDA the operations are queued on the current stream. Raises TypeError or ValueError, with every buffer
     unchanged, for a wrong dtype, shape, device or layout, and buffers that overlap.
     """
-    update_spans(state_format, state, grad, out, device=None, weights=rule.weights)
-    checked_step(number)
-    k = as_float32(factors)
-    count = sum(x.shared == 1 for x in moment_buffers(state_format))
+    update_spans(step.state_format, state, grad, out, device=None, weights=step.rule.weights)
+    checked_step(step.number)
+    step = step._replace(factors=as_float32(step.factors))
+    count = sum(x.shared == 1 for x in moment_buffers(step.state_format))
 
     def update(parts: Mapping[str, Tensor], grad: Tensor, out: Tensor | None) -> None:
-        p = unpack_weights(parts) if rule.weights else None
+        p = unpack_weights(parts) if step.rule.weights else None
         grad = grad.to(torch.float32, copy=True)
-        p, *moments = step(_Torch(), rule, k, decay, grad, p, *unpack_moments(parts, state_format))
+        p, *moments = apply_step(_Torch(), step, grad, p, *unpack_moments(parts, step.state_format))
         del grad  # a device has no room for it beside what packing takes
         if out is not None:
             out.copy_(p)
-        for name, x in pack(p if rule.weights else None, moments[:count], state_format, number).items():
+        weights = p if step.rule.weights else None
+        for name, x in pack(weights, moments[:count], step.state_format, step.number).items():
             parts[name].copy_(x)
 
     with torch.no_grad():
         for start in range(0, grad.numel(), PIECE):
             stop = min(grad.numel(), start + PIECE)
             part = None if out is None else out[start:stop]
-            update(state_slice(state_format, state, start, stop), grad[start:stop], part)
+            update(state_slice(step.state_format, state, start, stop), grad[start:stop], part)
 
 
 def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
@@ -295,45 +274,37 @@ def checked_span(
 ) -> Span:
     """The memory of a 1-D contiguous tensor of `n` elements on `device`; raises for anything else."""
     if not isinstance(tensor, Tensor):
-        got = type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, expected a torch.Tensor: pass torch.from_numpy(array)")
+        got, do = type(tensor).__name__, "pass torch.from_numpy(array)"
+        refuse(name, got, "a torch.Tensor", do, TypeError)
     if tensor.dtype not in dtypes:
         got, *expected = (str(x).removeprefix("torch.") for x in (tensor.dtype, *dtypes))
-        raise TypeError(f"{name}: got {got}, expected {' or '.join(expected)}: convert it first")
+        refuse(name, got, " or ".join(expected), "convert it first", TypeError)
     if tensor.device != device:
-        refuse_buffer(
-            name,
-            f"a tensor on {tensor.device}",
-            f"a tensor on {device}",
-            f"copy it with .to({str(device)!r})",
-        )
+        do = f"copy it with .to({str(device)!r})"
+        refuse(name, f"a tensor on {tensor.device}", f"a tensor on {device}", do)
     if tensor.layout is not torch.strided or tensor.is_neg():
-        refuse_buffer(name, "a lazy or sparse view", "plain memory", "pass .to_dense() or .resolve_neg()")
+        refuse(name, "a lazy or sparse view", "plain memory", "pass .to_dense() or .resolve_neg()")
     if tensor.dim() != 1 or tensor.numel() != n:
         expected = f"shape [{n}], as the first buffer" if tensor.dim() == 1 else "one dimension"
-        refuse_buffer(name, f"shape {list(tensor.shape)}", expected, "pass a flat view")
+        refuse(name, f"shape {list(tensor.shape)}", expected, "pass a flat view")
     if not tensor.is_contiguous():
-        refuse_buffer(name, f"stride {tensor.stride()[0]}", "a contiguous buffer", "pass .contiguous()")
+        refuse(name, f"stride {tensor.stride()[0]}", "a contiguous buffer", "pass .contiguous()")
     try:
         address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
-    except RuntimeError as error:  # a wrapper of torch.func
-        raise TypeError(
-            f"{name}: got {type(tensor).__name__} without memory of its own, expected a plain tensor: "
-            "call this outside torch.func transforms and torch.compile"
-        ) from error
+    except RuntimeError:  # a wrapper of torch.func
+        got, do = (
+            f"{type(tensor).__name__} without memory",
+            "call this outside torch.func transforms and torch.compile",
+        )
+        refuse(name, f"{type(tensor).__name__} without memory", "a plain tensor", do, TypeError)
     end = address + n * tensor.element_size()
     first = tensor.storage_offset() * tensor.element_size()  # a storage can be resized under a tensor
     if n and (not address or tensor.untyped_storage().nbytes() - first < end - address):
-        refuse_buffer(name, "a tensor whose memory is not allocated", "a plain tensor", "allocate it again")
+        refuse(name, "a tensor whose memory is not allocated", "a plain tensor", "allocate it again")
     on_cpu = device.type == "cpu"
     if written and n and on_cpu and not (cpu_adam.writable(address) and cpu_adam.writable(end - 1)):
-        refuse_buffer(name, "read-only memory", "memory that can be written", "clone it first")
+        refuse(name, "read-only memory", "memory that can be written", "clone it first")
     return address, end, name
-
-
-def refuse_buffer(name: str, got: str, expected: str, do: str) -> NoReturn:
-    """Raise ValueError for what lies where it cannot be used."""
-    raise ValueError(f"{name}: got {got}, expected {expected}: {do}")
 
 
 def check_disjoint(spans: Collection[Span]) -> None:
@@ -342,5 +313,5 @@ def check_disjoint(spans: Collection[Span]) -> None:
     for start, stop, name in sorted(spans):
         if start < end:
             got = f"memory that overlaps by {end - start} bytes"
-            refuse_buffer(f"{last} and {name}", got, "separate buffers", "clone one of them")
+            refuse(f"{last} and {name}", got, "separate buffers", "clone one of them")
         end, last = stop, name
