@@ -11,7 +11,7 @@ from attrs import frozen
 from update_law import ROWS, check, fresh, gradient
 
 import zfunc
-from zfunc.optim import by_name, compiled_rules, rules_in_c
+from zfunc.optim import by_name, rules_in_c
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.rules import Factors, Rule
 
@@ -80,16 +80,16 @@ OWN = {name: x for name, x in ROWS.items() if name.startswith("one's")} | {
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
     """A cache folder of a test's own, and what is said of rules."""
-    caplog.set_level(logging.INFO, compiled_rules.__name__)
+    caplog.set_level(logging.INFO, rules_in_c.__name__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for kept in (compiled_rules._of, compiled_rules._library, compiled_rules._in_torch):
+    for kept in (rules_in_c._of, rules_in_c._library, rules_in_c._in_torch):
         kept.cache_clear()
     return tmp_path
 
 
 @pytest.mark.parametrize("row", OWN)
 def test_a_rule_of_ones_own_has_its_bits_in_the_kernel(row: str) -> None:
-    assert (compiled_rules.compiled(OWN[row].rule) is None) == row.startswith("Branching")
+    assert (rules_in_c.compiled(OWN[row].rule) is None) == row.startswith("Branching")
     for n, decay in ((0, 0), (1, 1), (63, 0), (129, 1), (300_001, 0)):
         how: dict[str, Any] = {"out": torch.float16, "threads": (1, 2), "group": decay, "offset": n % 3}
         check(OWN[row], fresh(n, OWN[row].state_format()), gradient(n, torch.bfloat16), **how)
@@ -97,11 +97,11 @@ def test_a_rule_of_ones_own_has_its_bits_in_the_kernel(row: str) -> None:
 
 def test_it_is_compiled_once_and_brings_no_openmp(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     rule = ROWS["one's own, fp32"].rule
-    assert compiled_rules.compiled(rule) is compiled_rules.compiled(rule)
+    assert rules_in_c.compiled(rule) is rules_in_c.compiled(rule)
     (library,) = cache.rglob("*.so")
-    compiled_rules._of.cache_clear()
-    compiled_rules._library.cache_clear()
-    assert compiled_rules.compiled(rule)
+    rules_in_c._of.cache_clear()
+    rules_in_c._library.cache_clear()
+    assert rules_in_c.compiled(rule)
     assert "".join(caplog.messages).count("Compiling an optimizer's own rule") == 1
     mapped = {x.split()[-1] for x in Path("/proc/self/maps").read_text().splitlines()}
     assert sum("gomp" in x or "libomp" in x for x in mapped) == 1
@@ -131,5 +131,5 @@ def test_without_a_compiler_torch_makes_the_update(
     for _ in range(2):
         check(row, fresh(129, row.state_format()), gradient(129, torch.float32), isas=[0])
     assert "".join(caplog.messages).count(words) == 1
-    for kept in (compiled_rules._of, compiled_rules._library):
+    for kept in (rules_in_c._of, rules_in_c._library):
         kept.cache_clear()

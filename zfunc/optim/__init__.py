@@ -3,8 +3,7 @@
     base                  the `Optimizer` protocol: state by name, factors of a step, an update
     elementwise           what zfunc's own have in common; `Elementwise`: an optimizer that is its state and a rule
     rules                 the frame of an element-wise step, its scalars and floors
-    rules_in_c            the C of the rules, printed from them
-    compiled_rules        a kernel for a rule of one's own, where there is a compiler
+    rules_in_c            the C of the rules, printed from them, and compiled for a rule of one's own
     adamw                 `AdamW`
     sgd                   `SGD`
     lion                  `Lion`

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from attrs import frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import Moments
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    State = Mapping[str, Tensor]
 
 
 @frozen(eq=False)
@@ -54,6 +55,10 @@ class Optimizer(Protocol):
       group=, out=)` updates the momentum and writes a direction in bf16, with the same bits anywhere;
       `orthogonalize(direction, group=)` makes of a whole matrix of it [rows, columns] what the weights move along;
       an update has that as its gradient, whatever the `grad_scale`.
+
+    One with a choice of the format that its state has between steps says which by `moments`, and has
+    `with_moments(moments, split_master=)`: the same optimizer with another; with `split_master`, on two halves if
+    that changes no bit.
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
@@ -70,13 +75,13 @@ class Optimizer(Protocol):
 
     def host_update(
         self,
-        state: Mapping[str, Tensor],
+        state: State,
         grad: Tensor,
         decision: StepDecision,
         *,
         group: int,
         out: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
+        into: State | None = None,
     ) -> None:
         """Update parameters of a group in host memory, in place or `into` other buffers.
 
@@ -85,22 +90,14 @@ class Optimizer(Protocol):
         """
 
     def device_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        out: Tensor | None = None,
+        self, state: State, grad: Tensor, decision: StepDecision, *, group: int, out: Tensor | None = None
     ) -> None:
         """The same update, to the bit, in torch operations on the tensors' device."""
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
 
-    def convert_state(
-        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
-    ) -> Mapping[str, Tensor]:
+    def convert_state(self, state: State, state_format: str, step: int, *, group: int) -> State:
         """A checkpoint's state of another format, as it was after update `step`, in the format of `group`.
 
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
@@ -108,13 +105,6 @@ class Optimizer(Protocol):
         """
 
 
-@runtime_checkable
-class HasMoments(Protocol):
-    """An optimizer with a choice of the format that its state has between steps."""
-
-    @property
-    def moments(self) -> Moments:
-        """That format."""
-
-    def with_moments(self, moments: Moments, *, split_master: bool) -> Optimizer:
-        """The same optimizer with another format; with `split_master`, on two halves if that changes no bit."""
+def has_moments(optimizer: Any) -> bool:
+    """Whether an optimizer has a choice of the format of its state."""
+    return hasattr(optimizer, "with_moments")

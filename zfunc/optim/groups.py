@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.base import HasMoments, Optimizer
+from zfunc.optim.base import Optimizer, has_moments
 from zfunc.optim.optimizer_settings import refuse
 
 Rule = str | Callable[[str, tuple[int, ...]], bool]
@@ -75,7 +75,7 @@ class GroupedOptimizer:
 
     @optimizers.validator  # pyright: ignore
     def _check_moments(self, _: object, optimizers: tuple[Optimizer, ...]) -> None:
-        formats = {x.moments: type(x).__name__ for x in optimizers if isinstance(x, HasMoments)}
+        formats = {x.moments: type(x).__name__ for x in optimizers if has_moments(x)}
         if len(formats) > 1:
             got = " and ".join(f"{name}(moments={moments!r})" for moments, name in formats.items())
             refuse("groups", got, "one format", "leave them out, and pass moments= to zfunc.compile")
@@ -114,18 +114,18 @@ class GroupedOptimizer:
     @property
     def moments(self) -> Moments:
         """The format of the states of all optimizers that have a choice."""
-        return next((x.moments for x in self.optimizers if isinstance(x, HasMoments)), "fp32")
+        return next((x.moments for x in self.optimizers if has_moments(x)), "fp32")
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> GroupedOptimizer:
         """All of them with another format. Raises ValueError if one has no choice."""
-        changed: list[Optimizer] = []
-        for x in self.optimizers:
-            if moments != "fp32" and not isinstance(x, HasMoments):
-                got = f"{moments!r} with {type(x).__name__}, which has no choice"
-                refuse("moments", got, "zfunc's own optimizers", "leave it out")
-            changed.append(
-                x.with_moments(moments, split_master=split_master) if isinstance(x, HasMoments) else x
-            )
+        without = [type(x).__name__ for x in self.optimizers if not has_moments(x)]
+        if moments != "fp32" and without:
+            got = f"{moments!r} with {without[0]}, which has no choice"
+            refuse("moments", got, "zfunc's own optimizers", "leave it out")
+        changed = (
+            x.with_moments(moments, split_master=split_master) if has_moments(x) else x
+            for x in self.optimizers
+        )
         return evolve(self, optimizers=tuple(changed))
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:

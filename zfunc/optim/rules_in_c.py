@@ -1,19 +1,32 @@
-"""The C of element-wise rules, printed from the rules themselves.
+"""The C of element-wise rules, printed from the rules themselves, and compiled for those of a reader's own.
 
 A rule runs once on names instead of numbers, and what it does to them is written down. A C expression rounds each
-operation once to float, as NumPy and torch do, where neither products are contracted nor extra precision is kept
+operation once to float, as torch does, where neither products are contracted nor extra precision is kept
 (`-ffp-contract=off`, SSE and later). `csrc/_rules.h` has all that zfunc comes with, as plain loops, and AdamW's
 once more for vectors, in stages.
 
     python -m zfunc.optim.by_name    # writes csrc/_rules.h; a test holds that it is current
+
+The C of a rule of one's own is compiled once, with the kernel of zfunc's rules (all formats, instruction sets and
+threads), and kept in the user's cache. Its library shares torch's OpenMP runtime as the extension does: it is
+compiled for OpenMP and linked to none. Where the rule does what C cannot be printed for, or where there is no
+compiler, it runs in torch operations instead, to the same bits; one line of the log says why.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import logging
 import math
+import os
+import shutil
 import struct
+import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +40,18 @@ FLOORS = {
     rules.EXP_AVG_FLOOR: "exp_avg",
     rules.EXP_AVG_SQ_FLOOR: "exp_avg_sq",
 }
+# As setup.py compiles the extension.
+FLAGS = "-O3", "-std=gnu11", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w"
+ENTRY = """
+void zf_own(const uintptr_t *addresses, const int *how, const uint32_t *dither, const float *factors, size_t n,
+            int threads, int isa) {
+    zf_update_from(addresses, how, dither, factors, n, threads, isa);
+}
+"""
+log = logging.getLogger(__name__)
+
+
+# ---- a rule as values -----------------------------------------------------------------------------------
 
 
 def _operator(op: str) -> tuple[Any, Any]:
@@ -58,34 +83,41 @@ def value_of(x: Any) -> Value:
     if isinstance(x, Value):
         return x
     rounded = struct.unpack("f", struct.pack("f", x))[0]
-    return name(
-        f"{rounded!r}f"
-        if math.isfinite(rounded)
-        else f"(float){'-' * (rounded < 0)}{SPECIAL[rounded == rounded]}"
-    )
+    special = f"(float){'-' * (rounded < 0)}{SPECIAL[rounded == rounded]}"
+    return name(f"{rounded!r}f" if math.isfinite(rounded) else special)
 
 
-class Names:
+class _Names:
     """`rules.Operations` on values."""
 
     def flush(self, x: Value, floor: Any, /) -> Value:
-        """x, and 0 where its size is below the floor."""
         return Value("flush", x, floor if isinstance(floor, Value) else Value("floor", text=repr(floor)))
 
     def sqrt(self, x: Value, /) -> Value:
-        """The nearest float."""
         return Value("sqrt", x)
 
     def signed(self, x: Value, size: Any, /) -> Value:
-        """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
         return Value("signed", x, value_of(size))
+
+
+def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> dict[Value, None]:
+    """All values that results are made of, operands first."""
+    seen = {} if seen is None else seen
+    for x in results:
+        if x not in seen:
+            unique(x.args, seen)
+            seen[x] = None
+    return seen
+
+
+# ---- values as text -------------------------------------------------------------------------------------
 
 
 class Printer:
     """Values as text: `vector` of csrc/_vectors.h, or one float."""
 
     def __init__(self, *, vector: bool = False) -> None:
-        self.kind, self.vector = "vf" if vector else "float", vector
+        self.vector = vector
         self.names: dict[Value, str] = {}
 
     def text(self, x: Value) -> str:
@@ -104,10 +136,8 @@ class Printer:
             return f"{'v_sqrt' if self.vector else 'sqrtf'}({args[0]})"
         if x.op == "signed":
             return f"zf_signed({args[0]}, {args[1]})"
-        left, right = (
-            f"({t})" if y.op in "+-*/" and y not in self.names else t
-            for y, t in zip(x.args, args, strict=True)
-        )
+        pairs = zip(x.args, args, strict=True)
+        left, right = (f"({t})" if y.op in "+-*/" and y not in self.names else t for y, t in pairs)
         if (x.op == "+" and x.args[0].op in "+-*") or (x.op in "+-" and x.args[0].op == "*"):
             left = args[0]  # as C groups them
         if x.op in "+-" and x.args[1].op == "*":
@@ -128,17 +158,7 @@ class Printer:
             if x in results[1:] or (x.op not in ("name", "floor") and uses[x] > 1):
                 text = self.text(x)
                 self.names[x] = f"t{len(self.names)}"
-                yield f"const {self.kind} {self.names[x]} = {text};"
-
-
-def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> dict[Value, None]:
-    """All values that results are made of, operands first."""
-    seen = {} if seen is None else seen
-    for x in results:
-        if x not in seen:
-            unique(x.args, seen)
-            seen[x] = None
-    return seen
+                yield f"const float {self.names[x]} = {text};"
 
 
 def bits_of(x: float) -> int:
@@ -149,42 +169,34 @@ def bits_of(x: float) -> int:
 def plain(rule: Rule) -> str:
     """The loop of a rule over some elements, whose moments are float arrays."""
     k: Any = Factors._make(name(f"k.{x}") for x in Factors._fields)
-    o, printer, g, p = Names(), Printer(), name("g"), name("p[i]")
+    o, printer, g, p = _Names(), Printer(), name("g"), name("p[i]")
     change, *new = rule.update(o, k, g, *(name(f"{x}[i]") for x in rule.state))
     names, moved = printer.text, name("change")
     body = [
         f"float g = {names(rules.scaled(o, k, name('grad[i]')))};",
-        f"if (decay == ZF_L2) g = {names(rules.with_l2(o, k, g, p))};",
+        *([f"if (decay == ZF_L2) g = {names(rules.with_l2(o, k, g, p))};"] if rule.weights else ()),
         *printer.lines([change, *new]),
         f"float change = {names(change)};",
-        f"if (decay == ZF_DECOUPLED) change = {names(moved + k.decay * p)};",
+        *([f"if (decay == ZF_DECOUPLED) change = {names(moved + k.decay * p)};"] if rule.weights else ()),
         *(f"{x}[i] = {names(y)};" for x, y in zip(rule.state, new, strict=False)),
         f"p[i] = {names(p - moved if rule.weights else moved)};",
     ]
-    if not rule.weights:
-        body = [x for x in body if not x.startswith("if (decay")]
     arrays = ", ".join(f"float *restrict {x}" for x in ("p", *rule.state))
-    return "\n".join(
-        [
-            f"ZF_INLINE void zf_rule_{rule.name}(const zf_factors k, int decay, size_t n,\n"
-            f"    const float *restrict grad, {arrays}) {{",
-            "    for (size_t i = 0; i < n; i++) {",
-            *(f"        {x}" for x in body),
-            "    }",
-            "}",
-        ]
-    )
+    head = f"ZF_INLINE void zf_rule_{rule.name}(const zf_factors k, int decay, size_t n,\n"
+    head += f"    const float *restrict grad, {arrays}) {{\n    for (size_t i = 0; i < n; i++) {{\n"
+    return head + "\n".join(f"        {x}" for x in body) + "\n    }\n}"
 
 
 def staged(rule: Rule) -> str:
     """A rule with one root for vectors, in stages of which none waits for another: `keep`, what is a product of old
     moments alone; the new `moments`; after their root the `change`."""
     k: Any = Factors._make(name(f"k->{x}") for x in Factors._fields)
-    o, g, old = Names(), name("g"), [name(f"*{x}") for x in rule.state]
+    o, g, p, old = _Names(), name("g"), name("p"), [name(f"*{x}") for x in rule.state]
     change, *new = rule.update(o, k, g, *old)
     kept = [y for x in new for y in unique([x]) if y.op == "*" and y.args[1] in old]
     (root,) = [x for x in unique([change]) if x.op == "sqrt"]
     pointers = ", ".join(f"vf *{x}" for x in rule.state)
+    values = ", ".join(f"vf {x}" for x in rule.state)
     start, finish = Printer(vector=True), Printer(vector=True)
     start.names = dict(zip(kept, (f"*{x}" for x in rule.state), strict=True))
     finish.names = {root: "root", **dict(zip(new, rule.state, strict=True))}
@@ -194,44 +206,141 @@ def staged(rule: Rule) -> str:
         # 8-bit codes need the range of the last moment, and flush it only where that is below the floor.
         moments.append(f"{'if (!codes) ' if y is new[-1] else ''}*{x} = {start.text(y)};")
     keep = [f"*{x} = {Printer(vector=True).text(y)};" for x, y in zip(rule.state, kept, strict=True)]
-    values = ", ".join(f"vf {x}" for x in rule.state)
-    p = name("p")
     parts = [
         (f"void v_{rule.name}_keep(const v_call *k, {pointers})", keep),
         (f"void v_{rule.name}_moments(const v_call *k, int codes, vf g, {pointers})", moments),
-        (f"vf v_{rule.name}_root({values})", [f"return {finish.text(root.args[0]).join(('v_sqrt(', ')'))};"]),
+        (f"vf v_{rule.name}_root({values})", [f"return v_sqrt({finish.text(root.args[0])});"]),
         (f"vf v_{rule.name}_change(const v_call *k, {values}, vf root)", [f"return {finish.text(change)};"]),
         ("vf v_with_l2(const v_call *k, vf g, vf p)", [f"return {start.text(rules.with_l2(o, k, g, p))};"]),
     ]
-    return "\n".join(
-        f"ZF_V_INLINE {head} {{\n" + "\n".join(f"    {x}" for x in body) + "\n}" for head, body in parts
-    )
+    lines = ("\n".join([f"ZF_V_INLINE {head} {{", *(f"    {x}" for x in body), "}"]) for head, body in parts)
+    return "\n".join(lines)
 
 
 def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
     """A header with some rules: their numbers, factors, floors, loops, and the choice of one."""
-    floors = [
-        f"#define ZF_FLOOR_{x.upper()} {bits_of(floor):#010x} /* bits of {floor!r} */"
-        for floor, x in FLOORS.items()
-    ]
+    names = [str(x.name) for x in printed]
+    floors = (
+        f"#define ZF_FLOOR_{x.upper()} {bits_of(y):#010x} /* bits of {y!r} */" for y, x in FLOORS.items()
+    )
     calls = [
-        f"    {'else ' if i else ''}if (a->rule == ZF_{x.name.upper()}) ZF_BY_DECAY(zf_rule_{x.name}, "  # pyright: ignore
-        + ", ".join(["p", *(f"m[{j}]" for j in range(len(x.state)))])
+        f"{'else ' * (i > 0)}if (a->rule == ZF_{x.upper()}) ZF_BY_DECAY(zf_rule_{x}, "
+        + ", ".join(["p", *(f"m[{j}]" for j in range(len(rule.state)))])
         + ");"
-        for i, x in enumerate(printed)
+        for i, (x, rule) in enumerate(zip(names, printed, strict=True))
     ]
     parts = [
         "/* Printed by `python -m zfunc.optim.by_name` from the rules of the optimizers: not to be edited. */",
         "#ifndef ZF_RULES_H\n#define ZF_RULES_H",
-        "enum { " + ", ".join(f"ZF_{x.name.upper()} = {i}" for i, x in enumerate(printed)) + " };",  # pyright: ignore
+        "enum { " + ", ".join(f"ZF_{x.upper()} = {i}" for i, x in enumerate(names)) + " };",
         "#define ZF_FACTORS(each) \\\n    " + " \\\n    ".join(f"each({x})" for x in Factors._fields),
         "#define ZF_AS_FLOAT(name) float name;\ntypedef struct { ZF_FACTORS(ZF_AS_FLOAT) } zf_factors;",
         "\n".join(floors),
         *(plain(x) for x in printed),
         "/* The rule of a call, over the elements of a block: of p and moments m, with gradients g. */\n"
-        "#define ZF_APPLY(a, p, m, g, n) \\\n" + " \\\n".join(calls),
+        "#define ZF_APPLY(a, p, m, g, n) \\\n    " + " \\\n    ".join(calls),
         "#endif",
     ]
     if vectors:
         parts.append("#ifdef ZF_RULES_OF_VECTORS\n" + staged(vectors) + "\n#endif")
     return "\n\n".join(parts) + "\n"
+
+
+# ---- a rule of one's own, compiled ----------------------------------------------------------------------
+
+
+class CompiledRule:
+    """A library's update of one rule, in a kernel with room for `num_moments` moments."""
+
+    def __init__(self, library: Path, num_moments: int) -> None:
+        self.num_moments = num_moments
+        self._call = ctypes.CDLL(str(library)).zf_own
+        self._call.restype = None
+
+    def update(self, *args: Any) -> None:
+        """As `_cpu_adam.update`, and as little checked. ctypes releases the GIL."""
+        *arrays, n, threads, isa = args  # addresses, how, dithers and factors first
+        kinds = zip((ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_float), arrays, strict=True)
+        self._call(*((kind * len(x))(*x) for kind, x in kinds), ctypes.c_size_t(n), threads, isa)
+
+
+def compiled(rule: Rule) -> CompiledRule | None:
+    """The kernel of a rule that zfunc's has not; None where torch operations have to do. A rule is pure, so it is
+    printed once."""
+    try:
+        return _of(rule)
+    except TypeError:  # it has no hash
+        return _of.__wrapped__(rule)
+
+
+@lru_cache(64)
+def _of(rule: Rule) -> CompiledRule | None:
+    moments = tuple(f"m{j}" for j in range(len(rule.state)))
+    try:
+        text = header([rule._replace(state=moments, name="own")])
+    except Exception as error:  # whatever it does with what are not arrays
+        return _in_torch(f"no C can be printed for {getattr(rule.update, '__qualname__', 'it')}: {error!r}")
+    return _library(text, max(1, len(moments)))
+
+
+@cache
+def _library(text: str, num_moments: int) -> CompiledRule | None:
+    """Of the same text by the same compiler there is one library for all processes."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        return _in_torch("there is no C compiler: apt install gcc, or name one in CC")
+    sources = b"".join(x.read_bytes() for x in sorted(RULES_H.parent.glob("_*.h")))
+    of = [text, *FLAGS, compiler, str(os.stat(compiler).st_mtime_ns), str(num_moments)]
+    digest = hashlib.sha256(sources + "\0".join(of).encode()).hexdigest()[:24]
+    try:
+        library = _folder() / f"{digest}.so"
+        if not library.exists():
+            _compile(compiler, text, num_moments, library)
+        return CompiledRule(library, num_moments)
+    except subprocess.SubprocessError as error:
+        return _in_torch(f"{compiler} did not compile it: {getattr(error, 'stderr', None) or error}")
+    except (OSError, RuntimeError) as error:
+        return _in_torch(f"its library cannot be made or loaded ({error})")
+
+
+def _folder() -> Path:
+    """The user's cache, which nobody else may write to: what is there gets loaded."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zfunc" / "rules"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not yours alone: chmod 700 it, or set XDG_CACHE_HOME")
+    return folder
+
+
+def _compile(compiler: str, text: str, num_moments: int, library: Path) -> None:
+    log.info("Compiling an optimizer's own rule with %s, once: %s", compiler, library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        source, built = Path(work, "own.c"), Path(work, "own.so")
+        Path(work, "own_rules.h").write_text(text)
+        source.write_text(f'#include "_update_kernel.h"\n{ENTRY}')
+        rules_h, folders = '-DZF_RULES="own_rules.h"', (f"-I{work}", f"-I{RULES_H.parent}")
+        # In two steps: linking with -fopenmp would bring a second OpenMP runtime.
+        for words in (
+            [
+                *FLAGS,
+                rules_h,
+                f"-DZF_MOMENTS={num_moments}",
+                *folders,
+                "-c",
+                str(source),
+                "-o",
+                f"{work}/own.o",
+            ],
+            ["-shared", f"{work}/own.o", "-o", str(built), "-Wl,-z,now", "-lm"],
+        ):
+            subprocess.run([compiler, *words], check=True, capture_output=True, text=True, timeout=120)
+        if b"GOMP_parallel" not in built.read_bytes():
+            raise OSError(f"{compiler} compiles for another OpenMP runtime than torch's")
+        built.replace(library)  # another process may have been faster: the same bytes
+
+
+@cache
+def _in_torch(why: str) -> Any:
+    """Said once."""
+    log.info("An optimizer's own rule runs in torch operations on the host: %s", why)

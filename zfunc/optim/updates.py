@@ -24,11 +24,11 @@ from torch._subclasses import FakeTensor
 
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice, weight_buffers
 from zfunc.core.regions import SUM_PARTS
-from zfunc.optim.compiled_rules import compiled
 from zfunc.optim.formats import first_dither, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.optimizer_settings import checked_step, refuse
 from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32
+from zfunc.optim.rules_in_c import compiled
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import whole
@@ -67,7 +67,7 @@ def host_update_(
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
     result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
-    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`compiled_rules`).
+    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`rules_in_c`).
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
@@ -173,13 +173,10 @@ def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None =
     >>> math.fsum(accumulate_(acc, torch.tensor([1.0, 2.0]), first=True))
     5.0
     """
-    n = numel_of(acc)
-    spans = [
-        checked_span("acc", acc, n, [torch.float32]),
-        checked_span("grad", grad, n, KERNEL_DTYPES, written=False),
-    ]
-    check_disjoint(spans)
-    return _sum(spans[0][0], spans[1][0], grad, first, threads)
+    into = checked_span("acc", acc, None, [torch.float32])
+    given = checked_span("grad", grad, acc.numel(), KERNEL_DTYPES, written=False)
+    check_disjoint((into, given))
+    return _sum(into[0], given[0], grad, first, threads)
 
 
 def square_sum(grad: Tensor, *, threads: int | None = None) -> Tensor:
@@ -188,7 +185,7 @@ def square_sum(grad: Tensor, *, threads: int | None = None) -> Tensor:
     >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)).sum().item()
     25.0
     """
-    address = checked_span("grad", grad, numel_of(grad), KERNEL_DTYPES, written=False)[0]
+    address = checked_span("grad", grad, None, KERNEL_DTYPES, written=False)[0]
     return _sum(0, address, grad, False, threads)
 
 
@@ -200,7 +197,7 @@ def _sum(acc: int, address: int, grad: Tensor, first: bool, threads: int | None)
 
 
 def exact_parts(sums: Tensor) -> Tensor:
-    """Sums of squares [..., n] fp64, added up without rounding, in the parts of `host_update.square_sum`.
+    """Sums of squares [..., n] fp64, added up without rounding, in the parts of `square_sum`.
 
     >>> exact_parts(torch.tensor([9.0, 16.0], dtype=torch.float64)).shape == (SUM_PARTS,)
     True
@@ -242,7 +239,7 @@ def update_spans(
     """
     formats = STATE_FORMATS[state_format] if weights else moment_buffers(state_format)
     first = state[formats[0].name]
-    n = numel_of(first)
+    n = first.numel() if isinstance(first, Tensor) else 0
     device = device or getattr(first, "device", CPU)
     spans: dict[str, Span] = {}
     for prefix, buffers, written in (("", state, into is None), (INTO, into or {}, True)):
@@ -258,24 +255,19 @@ def update_spans(
     return spans
 
 
-def numel_of(tensor: Any) -> int:
-    """The number of elements of a tensor; 0 for anything else, which `checked_span` refuses."""
-    return tensor.numel() if isinstance(tensor, Tensor) else 0
-
-
 def checked_span(
     name: str,
     tensor: Any,
-    n: int,
+    n: int | None,
     dtypes: Collection[torch.dtype],
     *,
     device: torch.device = CPU,
     written: bool = True,
 ) -> Span:
-    """The memory of a 1-D contiguous tensor of `n` elements on `device`; raises for anything else."""
+    """The memory of a 1-D contiguous tensor of `n` elements (None: any) on `device`; raises for anything else."""
     if not isinstance(tensor, Tensor):
-        got, do = type(tensor).__name__, "pass torch.from_numpy(array)"
-        refuse(name, got, "a torch.Tensor", do, TypeError)
+        refuse(name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)", TypeError)
+    n = tensor.numel() if n is None else n
     if tensor.dtype not in dtypes:
         got, *expected = (str(x).removeprefix("torch.") for x in (tensor.dtype, *dtypes))
         refuse(name, got, " or ".join(expected), "convert it first", TypeError)
@@ -292,10 +284,7 @@ def checked_span(
     try:
         address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
     except RuntimeError:  # a wrapper of torch.func
-        got, do = (
-            f"{type(tensor).__name__} without memory",
-            "call this outside torch.func transforms and torch.compile",
-        )
+        do = "call this outside torch.func transforms and torch.compile"
         refuse(name, f"{type(tensor).__name__} without memory", "a plain tensor", do, TypeError)
     end = address + n * tensor.element_size()
     first = tensor.storage_offset() * tensor.element_size()  # a storage can be resized under a tensor

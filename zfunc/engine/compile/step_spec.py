@@ -16,7 +16,7 @@ from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.base import HasMoments, Optimizer
+from zfunc.optim.base import Optimizer, has_moments
 from zfunc.optim.by_name import CLASSES
 from zfunc.optim.groups import GroupedOptimizer
 from zfunc.optim.rules import EMA_PIECE
@@ -97,9 +97,9 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
             f"optimizer: got {'the class' if kind is optimizer else 'a'} {of_torch}{kind.__name__}, expected the "
             f"methods of zfunc.optim.base.Optimizer: pass zfunc.{nearest}(lr=...), or an optimizer that has them"
         )
-    if isinstance(optimizer, HasMoments) and settings.moments == DEFAULT_MOMENTS:
+    if has_moments(optimizer) and settings.moments == DEFAULT_MOMENTS:
         settings = evolve(settings, moments=optimizer.moments)
-    if isinstance(optimizer, HasMoments) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
+    if has_moments(optimizer) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
         raise ValueError(
             f"moments: got {settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r}), "
             "expected one of them: leave one out"
@@ -114,7 +114,7 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
     Raises ValueError for an optimizer that has no choice of moments.
     """
     moments = settings.moments
-    if isinstance(optimizer, HasMoments):
+    if has_moments(optimizer):
         split = settings.params_on in ("host", DISK) and settings.precision == "bf16"
         return optimizer.with_moments(moments, split_master=split)
     if moments != DEFAULT_MOMENTS:
