@@ -109,19 +109,19 @@ def make_vjp(
     function that share `joints` are cut from the same graphs.
     """
     pull = _pull(function, wrt_input, last)
-    traced = partial(_traced, partial(_joint, pull, joints), compiled)
+    traced = partial(_Traced, partial(_joint, pull, joints), compiled)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
     if recompute == "none":
-        passes = traced(keeping, f"{runs}out being traced", _cut_as_autograd)
+        graphs = traced(keeping, f"{runs}out being traced", _cut_as_autograd)
     elif recompute == "min-cut" and last:
-        passes = traced(keeping, f"{runs} recompute='none'", _min_cut)
+        graphs = traced(keeping, f"{runs} recompute='none'", _min_cut)
     else:
-        passes = traced(again, f"{runs}out being traced", _split, keeps=False)
+        graphs = traced(again, f"{runs}out being traced", _split, keeps=False)
     if recompute == "min-cut" and not last:
-        passes = traced(passes, f"{runs} recompute='all'", _sized_cut if moving else _min_cut)
-    return _moving(passes) if moving else passes
+        graphs = traced(graphs.passes, f"{runs} recompute='all'", _sized_cut if moving else _min_cut)
+    return _moving(graphs.passes) if moving else graphs.passes
 
 
 # --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
@@ -228,66 +228,53 @@ Joints = dict[Any, _Joint]
 Cut = Callable[[_Joint], tuple[GraphModule, GraphModule]]
 
 
-def _traced(
-    joint_of: Callable[..., _Joint],
-    compiled: Compiled,
-    fallback: SegmentVJP,
-    fallback_note: str,
-    cut: Cut,
-    *,
-    keeps: bool = True,
-) -> SegmentVJP:
-    """Forward and backward as two graphs, `cut` from the joint one: `forward(*leaves) -> (*outputs, *residuals)`
-    and `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
-
-    Traced once for each set of shapes. `fallback` runs where tracing fails.
-    """
-    graphs = _Graphs(joint_of, compiled, cut, fallback_note)
-
-    def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-        leaves, found = graphs.of(weights, inputs)
-        if found is None:
-            return fallback.forward(weights, inputs)
-        joint, run, _ = found
-        with torch.enable_grad():  # grad mode as in the trace
-            flat, num = run(*leaves), len(joint.results)
-        residuals = list(flat[num:]) if keeps else None
-        return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
-
-    def backward(
-        weights: SegmentWeights,
-        inputs: tuple[Any, ...],
-        residuals: Any,
-        cotangents: Sequence[Tensor],
-    ) -> Grads:
-        leaves, found = graphs.of(weights, inputs)
-        if found is None:
-            return fallback.backward(weights, inputs, residuals, cotangents)
-        joint, _, run = found
-        laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
-        with torch.enable_grad():
-            grads = run(*(residuals if keeps else leaves), *laid_out)
-        num = len(weights.trained)
-        return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
-
-    def prepare(weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
-        if graphs.of(weights, inputs, y)[1] is None:
-            fallback.prepare(weights, inputs, y)
-
-    return SegmentVJP(forward, backward, keeps, prepare)
-
-
 @define(eq=False)
-class _Graphs:
-    """The traced passes of a segment for the last MAX_TRACES sets of shapes; None for shapes whose trace failed."""
+class _Traced:
+    """The passes as two graphs, `cut` from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
+    `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless it `keeps`
+    some. Traced for the last MAX_TRACES sets of shapes; where that fails, `fallback` runs, which is logged.
+    """
 
     joint_of: Callable[..., _Joint]
     compiled: Compiled
-    cut: Cut
+    fallback: SegmentVJP
     note: str  # what is logged of a failure, before its reason
-    known: dict[Any, tuple[_Joint, Any, Any] | None] = field(factory=dict)
+    cut: Cut
+    keeps: bool = True
+    known: dict[Any, tuple[_Joint, Any, Any] | None] = field(factory=dict)  # None: the trace failed
 
-    def of(
+    @property
+    def passes(self) -> SegmentVJP:
+        return SegmentVJP(self._forward, self._backward, self.keeps, self._prepare)
+
+    def _forward(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None:
+            return self.fallback.forward(weights, inputs)
+        joint, run, _ = found
+        with torch.enable_grad():  # grad mode as in the trace
+            flat, num = run(*leaves), len(joint.results)
+        residuals = list(flat[num:]) if self.keeps else None
+        return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
+
+    def _backward(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+    ) -> Grads:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None:
+            return self.fallback.backward(weights, inputs, residuals, cotangents)
+        joint, _, run = found
+        laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
+        with torch.enable_grad():
+            grads = run(*(residuals if self.keeps else leaves), *laid_out)
+        num = len(weights.trained)
+        return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
+
+    def _prepare(self, weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
+        if self._graphs(weights, inputs, y)[1] is None:
+            self.fallback.prepare(weights, inputs, y)
+
+    def _graphs(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
         """The leaves that the passes take, and `(joint, forward, backward)`, traced at first use."""
@@ -310,7 +297,7 @@ class _Graphs:
             try:
                 joint = self.joint_of(leaves, spec, _cotangents_of(guess))
             except _OtherOutputError as error:
-                joint = self.joint_of(leaves, spec, error.cotangents)
+                joint = self.joint_of(leaves, spec, error.args[0])
             forward, backward = self.cut(joint)
             return joint, _runnable(forward, self.compiled), _runnable(backward, self.compiled)
         except (torch.OutOfMemoryError, _NoGradientError):
@@ -353,10 +340,7 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
         return _apart_from(held, y), residuals
 
     def backward(
-        weights: SegmentWeights,
-        inputs: tuple[Any, ...],
-        residuals: Any,
-        cotangents: Sequence[Tensor],
+        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
     ) -> Grads:
         leaves = _leaves(weights, inputs)
         if isinstance(residuals, list):
@@ -410,11 +394,7 @@ class _NoGradientError(ValueError):
 
 
 class _OtherOutputError(Exception):
-    """A segment's output has other `cotangents` than it was traced with."""
-
-    def __init__(self, cotangents: list[tuple[Any, ...]]) -> None:
-        super().__init__("got another output than expected")
-        self.cotangents = cotangents
+    """A segment's output has other cotangents than it was traced with: these."""
 
 
 def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
@@ -432,14 +412,11 @@ def _joint(
     num_forward = forward_draws = num_out = 0
     out_spec: Any = None
 
-    def run(primals: list[Any]) -> tuple[Any, Callable[..., Grads]]:
-        trained, fixed, inputs = tree_unflatten(primals, spec)
-        return pull(SegmentWeights(trained, fixed), inputs)
-
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
         nonlocal num_forward, forward_draws, num_out, out_spec
         # 1. Forward, and whether its output is the one that the cotangents are for.
-        y, pullback = run(primals)
+        trained, fixed, inputs = tree_unflatten(primals, spec)
+        y, pullback = pull(SegmentWeights(trained, fixed), inputs)
         with disable_proxy_modes_tracing():
             if (actual := _cotangents_of(y)) != cotangents:
                 raise _OtherOutputError(actual)
