@@ -63,6 +63,13 @@ def draws_of_all_kinds(params: Params, x: Tensor) -> Tensor:
     return F.dropout(x.relu_(), 0.5) + torch.normal(0.0, 1.0, (8,))
 
 
+def noise_beside_the_result(params: Params, x: Tensor) -> Tensor:
+    y = x @ params["w"]
+    leak, noise = torch.empty(y.shape), torch.empty(y.shape)
+    torch.ops.aten.rrelu_with_noise.out(y.detach(), noise, 0.1, 0.3, True, out=leak)
+    return y * leak
+
+
 FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "unused parameter, in place": lambda p, x: torch.tanh(x @ p["w"]).clone().mul_(p["unused"].sum() * 0 + 2),
     "unused parameter": lambda p, x: torch.tanh(x @ p["w"]),
@@ -81,6 +88,7 @@ FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "branch on data": branching,
     "rows of a cast": rows_of_a_cast,
     "draws": draws_of_all_kinds,
+    "noise beside the result": noise_beside_the_result,
     "draws in backward": lambda p, x: Noisy.apply(F.dropout(x @ p["w"], 0.5))[0],
 }
 
@@ -115,6 +123,7 @@ NOT_TRACED = {
     "rows of a cast": IN_PLACE,
     "RReLU": IN_PLACE,
     "mask by halves": IN_PLACE,
+    "noise beside the result": IN_PLACE,
     "fourier": IN_PLACE,
     "LSTM": UNSIZED,
 }

@@ -22,7 +22,7 @@ from zfunc.core.layout import Parameter
 from zfunc.engine.compile.cost_trace import nbytes
 from zfunc.engine.compile.purity import Facts, first_change, held
 from zfunc.engine.compile.tensor_memory import byte_range, storage_of
-from zfunc.engine.state.module_buffers import buffers_nbytes, changed_by_forward, computed_in_type_of
+from zfunc.engine.state.module_buffers import buffers_nbytes, changed_by_forward
 from zfunc.engine.state.state import refuse_inference_mode
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
@@ -224,7 +224,7 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
             "build it under one `with torch.device(...)`"
         )
     try:
-        changing, types = changed_by_forward(module), computed_in_type_of(module)
+        changing, types = changed_by_forward(module)
     except ValueError as error:
         raise ValueError(f"segment {name!r}: {error}") from error
     skeleton = _skeleton(module)

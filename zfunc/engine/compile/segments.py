@@ -4,7 +4,7 @@ An `nn.Sequential` becomes one for each child that has parameters, with those af
 """
 
 import inspect
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -93,22 +93,15 @@ def _owned(segment: Segment) -> dict[str, Parameter]:
     return {p.name: p for p in segment.parameters if p.name not in segment.shared}
 
 
-class InOrder(nn.Module):
-    """Modules that run one after the other; if the last is a loss, it gets the targets."""
-
-    def __init__(self, children: dict[str, nn.Module], *, loss: bool) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-        self.order = tuple(children)
-        self.loss = loss
+class EndsInLoss(nn.Sequential):
+    """Modules that run one after the other, of which the last gets the targets."""
 
     def forward(self, x: Any, *targets: Any) -> Any:
         """The loss with targets; without, what it would get."""
-        *before, last = (getattr(self, name) for name in self.order)
+        *before, loss = self
         for child in before:
             x = child(x)
-        return x if self.loss and not targets else last(x, *targets)
+        return loss(x, *targets) if targets else x
 
 
 def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
@@ -116,8 +109,7 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
 
     Raises ValueError unless the last child is a loss of (x, targets).
     """
-    children = dict(module._modules)
-    if not children:
+    if not len(module):
         return ()
     loss = module[-1]
     try:
@@ -127,24 +119,23 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
             f"segments: got an nn.Sequential that ends in a {type(loss).__name__}, expected a loss of (x, targets) "
             "as the last: append such as nn.CrossEntropyLoss()"
         ) from error
-    groups: list[dict[str, Any]] = [{}]
-    for name, child in children.items():
+    groups: list[OrderedDict[str, nn.Module]] = [OrderedDict()]
+    for name, child in module._modules.items():
         if _has_parameters(child) and any(map(_has_parameters, groups[-1].values())):
-            groups.append({})
+            groups.append(OrderedDict())
         groups[-1][name] = child
     known: dict[int, str] = {}  # the name of each parameter so far
-    return tuple(_segment(InOrder(group, loss=group is groups[-1]), known) for group in groups)
+    made: list[Segment] = []
+    for group in groups:
+        name = next((x for x, child in group.items() if _has_parameters(child)), next(iter(group)))
+        part = EndsInLoss(group) if group is groups[-1] else nn.Sequential(group)
+        named = part.named_parameters(remove_duplicate=False)
+        share = {short: known[id(p)] for short, p in named if id(p) in known}
+        made.append(make_segment(name, part, share, ""))
+        for full, p in made[-1].origins.items():
+            known.setdefault(id(p), full)
+    return tuple(made)
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-def _segment(module: InOrder, known: dict[int, str]) -> Segment:
-    name = next((x for x in module.order if _has_parameters(getattr(module, x))), module.order[0])
-    named = dict(module.named_parameters(remove_duplicate=False))
-    share = {short: known[id(p)] for short, p in named.items() if id(p) in known}
-    made = make_segment(name, module, share, "")
-    for full, p in made.origins.items():
-        known.setdefault(id(p), full)
-    return made

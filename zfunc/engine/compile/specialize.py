@@ -74,7 +74,7 @@ def specialize(
             "(docs/quickstart.md)",
             SHAPES,
         )
-    spec, random = _cached(costs, key, lambda: _traced_alike(program, micro), most=SHAPES)
+    spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
     return _cached(
         program.cache.specialized,
         (key, save, commit),
@@ -124,14 +124,6 @@ def _check_values(program: Program) -> None:
             )
 
 
-def _traced_alike(program: Program, micro: Batch) -> tuple[StepSpec, frozenset[int]]:
-    """`traced_spec`. Raises ValueError for other auxiliary outputs than with the shapes before."""
-    spec, random = traced_spec(program, micro)
-    for before, _ in program.cache.costs.values():
-        check_aux_names(program.segments[-1].name, spec.aux, before.aux)
-    return spec, random
-
-
 def traced_spec(
     program: Program, micro: Batch, *, of_accelerator: bool | None = None
 ) -> tuple[StepSpec, frozenset[int]]:
@@ -150,6 +142,8 @@ def traced_spec(
         for x, size, returned in zip((t.cost for t in traces), inputs, results, strict=True)
     )
     aux = aux_names(traces[-1].out)
+    for before, _ in program.cache.costs.values():
+        check_aux_names(program.segments[-1].name, aux, before.aux)
     return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux), random
 
 

@@ -166,7 +166,8 @@ def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
                 call({}, [])
                 return output, lambda _: ({}, [])
             _, pullback, tensors = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
-        y = _with_tensors(output, tensors)
+        outer = iter(tensors)  # of `vjp`, in place of its inner ones
+        y = tree_map_only(Tensor, lambda _: next(outer), output)
 
         def pull_back(cotangents: Sequence[Tensor]) -> Grads:
             enter_backward()
@@ -179,12 +180,6 @@ def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
         return y, pull_back
 
     return pull
-
-
-def _with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
-    """`tree` with other tensors: the next of `tensors` for each of its own."""
-    following = iter(tensors)
-    return tree_map_only(Tensor, lambda _: next(following), tree)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:

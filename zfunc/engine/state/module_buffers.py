@@ -16,39 +16,31 @@ from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
 
 
-def changed_by_forward(module: nn.Module) -> tuple[str, ...]:
-    """The names of the buffers that forward changes, of submodules in training mode.
-
-    Raises ValueError for a SyncBatchNorm, and for a BatchNorm with momentum=None.
-    """
-    names: list[str] = []
-    for path, m in module.named_modules():
-        if _tracks(m) and m.training:
-            _check_norm(path, m)
-            names += [_joined(path, x) for x, t in m._buffers.items() if t is not None]
-        elif isinstance(m, parametrizations._SpectralNorm) and m.training:
-            names += [_joined(path, x) for x in m._buffers]
-        elif m.training:
-            names += [_joined(path, f"{x.name}_{part}") for x in _hooks(m) for part in "uv"]
-    return tuple(names)
-
-
-def computed_in_type_of(module: nn.Module) -> dict[str, str]:
-    """Tensors that have to have the type of another, by name.
+def changed_by_forward(module: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names of the buffers that forward changes, of submodules in training mode; and by name which tensors
+    need the type of which.
 
     Statistics stay in fp32 where the step computes in 16 bits, so the weight and bias beside them are widened, as
-    PyTorch's kernels expect. Vectors that are multiplied with a matrix have its type.
+    PyTorch's kernels expect. Vectors that are multiplied with a matrix have its type. Raises ValueError for a
+    SyncBatchNorm, and for a BatchNorm with momentum=None.
     """
-    types: dict[str, str] = {}
+    names, types = list[str](), dict[str, str]()
     for path, m in module.named_modules():
+        own: list[str] = []
         if _tracks(m):
+            if m.training:
+                _check_norm(path, m)
+            own = [x for x, t in m._buffers.items() if t is not None]
             types |= {_joined(path, x): _joined(path, "running_mean") for x in ("weight", "bias")}
         elif isinstance(m, parametrizations._SpectralNorm):
-            original = _joined(path.rpartition(".")[0], "original")
-            types |= {_joined(path, x): original for x in m._buffers}
-        for x in _hooks(m):
-            types |= {_joined(path, f"{x.name}_{part}"): _joined(path, f"{x.name}_orig") for part in "uv"}
-    return types
+            own, original = [*m._buffers], _joined(path.rpartition(".")[0], "original")
+            types |= {_joined(path, x): original for x in own}
+        else:
+            for x in _hooks(m):
+                own += (vectors := [f"{x.name}_u", f"{x.name}_v"])
+                types |= {_joined(path, vector): _joined(path, f"{x.name}_orig") for vector in vectors}
+        names += [_joined(path, x) for x in own if m.training]
+    return tuple(names), types
 
 
 def _tracks(m: nn.Module) -> bool:
