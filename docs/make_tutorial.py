@@ -53,18 +53,12 @@ OUTPUTS = {
     "plan-parts": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
     "draw": None,
     "doctor": r"^  (processor|threads|memory|bandwidth|this folder|devices) |^!",
-    "plan-here": f"^hardware|^plan |^it |{_TIME}",
     "train": r"json:|^host Adam|^precision|^data|held out|^model|^plan:|most:|^run|^step|^all|^  [a-z]",
-    "resume": r"^resum|^run|^step|^all",
     "row": None,
     "compare": r"^predicted|^ +ops|^the step|^(h2d|compute|d2h|host) |bound by|^written",
-    "export": None,
-    "ranks": r"ranks$|^step|^all",
     "plan-40b-device": f"^GPT|{_FITS}|needed|{_ADVICE}",
-    "plan-40b": None,
-    "train-40b": r"^plan:|most:|^step +\d*0/|^all|^  (loss|held out  |speed)",
+    "plan-40b": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
     "plan-desktop": f"{_FITS}|needed|^  disk .* GiB|{_TIME}|^the disk|^  (commits|space|wear)",
-    "train-desktop": r"^plan:|most:|^step +\d*0/|^all",
 }
 """The lines of an output that the page shows: those with a match, or all."""
 

@@ -36,7 +36,7 @@ from zfunc.runtime.host_memory import available_host_bytes  # noqa: E402
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = blocks(PAGE)
 COMMANDS = [shlex.join(words) for b in BLOCKS if b.language == "sh" for words in commands(b.body)]
-PLANNED = [name for name in OUTPUTS if name.startswith(("draw", "plan-")) and name != "plan-here"]
+PLANNED = [name for name in OUTPUTS if name.startswith(("draw", "plan-"))]
 
 
 @frozen
