@@ -146,7 +146,7 @@ def anything(_name: str, _value: Any) -> None:
 
 
 def option(
-    default: Any, group: str, help: str, check: Check = anything, metavar: str = "", **more: Any
+    default: Any, help: str, check: Check = anything, metavar: str = "", *, group: str, **more: Any
 ) -> Any:
     """A field of a command's settings, with its Option, which checks it; `more` goes to that, and a `converter` to
     the field."""

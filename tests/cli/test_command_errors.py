@@ -201,7 +201,6 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("draw --format svg", "'--format', which is gone: the suffix of --out says it: .svg, .html, .json for"),
     ("draw --out x.png", "expected a name that ends in .svg or .html or .json or .txt"),
     ("draw --out no/x.svg", "--out: got no/x.svg, expected a file in a folder that exists"),
-    ("draw --host-gbs 9", "which is gone: name a profile with --hardware"),
     ("draw --out empty", "--out: got empty, expected a file"),
     ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that exists"),
     ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
@@ -224,7 +223,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
     ("export empty --out a.safetensors", "empty: got no checkpoint in it"),
     ("export empty --hf used --out new", "empty: got no checkpoint in it"),
-    ("doctor --jsn", "did you mean '--json'?"),
+    ("doctor --foldr x", "did you mean '--folder'?"),
     ("completion csh", "did you mean 'zsh'?"),
     ("completion", "got no bash|zsh|fish, expected one"),
 ]

@@ -50,7 +50,10 @@ LAST = row(9, held_out_bits_per_byte=4.25, saved="step-00000009")
 def test_the_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path, [*STEPS, LAST], step=True, ended="steps", peak_bytes={"process": 9, "host": 4})
     assert main(["report", str(run)]) == 0
-    assert capsys.readouterr().out == f"written: {run / 'report.html'}\n"
+    line, headline = capsys.readouterr().out.splitlines()
+    assert line == f"written: {run / 'report.html'}"
+    assert headline.startswith("steps: 9 of 9; ")
+    assert headline.endswith("; all steps done")
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
     assert out.read_text() == (run / "report.html").read_text()
@@ -169,7 +172,7 @@ def test_text_and_curves_can_be_seen_in_light_and_in_dark() -> None:
     light, dark = (dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", p)) for p in css.split("@media")[:2])
     assert light.keys() == dark.keys()
     for theme in (light, dark):
-        for name in ("--ink", "--dim", "--good", "--bad", "--curve", "--dots", "--limit"):
+        for name in ("--ink", "--dim", "--good", "--bad", "--curve", "--dots", "--mark"):
             assert contrast(theme[name], theme["--page"]) >= 4.5
         assert contrast(theme["--curve"], theme["--spread"]) >= 3
 

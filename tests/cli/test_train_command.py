@@ -171,35 +171,28 @@ def test_the_bar_leaves_room_for_two_ctrl_c_and_the_terminal_as_it_was(
     """The terminal echoes ^C behind the last line; one that wraps would leave a piece of the bar behind."""
     for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": str(columns), "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
+    run: Any = None
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
-    figures = {
-        "loss": 2.5,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "skipped": True,
-        "loss_scale": 4.0,
-        "held_out": None,
-    }
-    sizes = {"tokens_per_second": 1e6, "seconds": 0.1, "host_seconds": 0.05, "seconds_left": 4000.0}
-    step = Stepped(step=7, device_bytes=1 << 34, host_bytes=1 << 35, **figures, **sizes)
-    run: Any = None
-    with (
-        pytest.raises(failure) if failure else nullcontext(),
-        progress(TrainingOutput(run, "byte", stopping=lambda: INTERRUPT)) as output,
-    ):
-        output.total = 100_000
+    figures = dict.fromkeys(("lr", "grad_norm", "loss_scale", "seconds", "host_seconds", "seconds_left"), 4.0)
+    sizes = {"device_bytes": 1 << 34, "host_bytes": 1 << 35, "tokens_per_second": 1e6}
+    step = Stepped(step=7, loss=2.5, skipped=True, held_out=None, **figures, **sizes)
+    output = TrainingOutput(run, "byte", stopping=lambda: INTERRUPT)
+    output.total = 100_000
+    with pytest.raises(failure) if failure else nullcontext(), progress(output):
         for event in (step, Working("evaluation", 0.25), Sampled((), "a \x1b[2J line")):
             output.show(event)
-            time.sleep(0.3)  # it is drawn 5 times a second
+            time.sleep(0.25)  # it is drawn 5 times a second
         if failure:
             raise failure
     text = screen.getvalue()
     drawn = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", text)]
     assert any("evaluation: 25%; Ctrl-C again: at once" in line for line in drawn)
-    for words in ("loss 2.5000", "1,000,000 tokens/s", "device 16.0 GiB", "skipped: overflow"):
+    for words in ("loss 2.5000", "1,000,000 tokens/s", "device 16.0 GiB", "skipped: overflow", "0:04 left"):
         assert words in " ".join(" ".join(drawn).split())
-    assert max(map(len, drawn)) <= columns - 5
+    bars = [line for line in drawn if "━" in line]
+    assert bars
+    assert max(map(len, bars)) <= columns - 5
     assert "a \\x1b[2J line" in text
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
 

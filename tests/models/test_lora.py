@@ -256,7 +256,7 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     assert main(["report", "run"]) == 0
     assert both in Path("run/report.html").read_text()
     assert main(["plan", "--hf", "model", "--lora", "4", "--hardware", "h100", "--json", *tiny[:4]]) == 0
-    planned = json.loads(capsys.readouterr().out.partition("\n")[2])
+    planned = json.loads(re.sub(r"(?s)^.*?(?=^{)", "", capsys.readouterr().out, flags=re.MULTILINE))
     for counts in (planned, json.loads(Path("run/config.json").read_text())):
         assert (counts["parameters"], counts["trained"]) == (28_512, 1_344)
     rows = measured("run")

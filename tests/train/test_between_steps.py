@@ -10,7 +10,6 @@ from attrs import evolve
 from small_trainings import TEXT, summary, train
 
 import zfunc
-from zfunc.cli.train_lines import TrainingOutput
 from zfunc.train.events import (
     INTERRUPT,
     TERMINATED,
@@ -147,15 +146,3 @@ def test_the_summary_is_written_before_the_sample(
     assert summary("run") == before[0]
     assert before[0]["ended"] == "steps"
     assert "all steps done: 1 steps" in capsys.readouterr().out
-
-
-def test_a_pipe_gets_progress_of_long_work_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.0, 20.0, 21.0])
-    monkeypatch.setattr("zfunc.cli.train_lines.time.monotonic", lambda: next(now))
-    plain: Any = TrainingOutput(None, "byte")  # type: ignore[arg-type]
-    for what, parts in (("evaluation", 6), ("sample", 2)):
-        for n in range(parts):
-            plain.show(Working(what, n / parts))
-    assert capsys.readouterr().out == "evaluation: 50%\nevaluation: 83%\n"

@@ -20,7 +20,12 @@ class CompletionSettings:
     """A shell to print a script for."""
 
     shell: str = option(
-        NOTHING, "shell", "shell to print a script for", one_of(SHELLS), "|".join(SHELLS), positional=True
+        NOTHING,
+        "shell to print a script for",
+        one_of(SHELLS),
+        "|".join(SHELLS),
+        group="shell",
+        positional=True,
     )
 
 
@@ -74,10 +79,6 @@ COMMANDS: dict[str, Command] = {
 
 GONE = {
     "top": "watch a running folder with zfunc report RUN --follow",
-    **dict.fromkeys(
-        ("--compute-tflops", "--device-gbs", "--d2h-gbs", "--h2d-gbs", "--host-gbs"),
-        "name a profile with --hardware, and replace its figures by --with TABLE.KEY=VALUE",
-    ),
     **{flag(name): instead for name, instead in GONE_SETTINGS.items()},
     "--log-style": "metrics.jsonl in the run folder has every step, and zfunc report RUN shows it",
     "--format": "the suffix of --out says it: .svg, .html, .json for a Chrome trace, .txt",

@@ -24,7 +24,6 @@ from zfunc.cli.parser import (
     Command,
     UsageError,
     as_typed,
-    given_fields,
     make_parser,
 )
 from zfunc.cli.terminal import printable
@@ -60,11 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except TrainingFailed as error:
         return _print_error(args, str(error), EXIT_FAILED)
-    except MemoryError as error:
-        return _print_error(
-            args, str(error) or "out of host memory: use a smaller model or batch", EXIT_USAGE
-        )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         args.prog = error.prog if isinstance(error, UsageError) else args.prog
         return _print_error(args, _message(error), EXIT_FAILED if _without_path(error) else EXIT_USAGE)
     except Exception as error:
@@ -107,7 +102,7 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
     """The settings of the given flags."""
-    given = given_fields(command.settings, args)
+    given = {name: getattr(args, name) for name in command.options if name in args}
     if "config" in given:
         from zfunc.train.deepspeed.mapping import with_config
 
@@ -169,7 +164,10 @@ def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
         traceback.print_exc()
     if "command" in args:
         message = as_typed(message, COMMANDS[args.command].options)
-    lines = [printable(line) for line in (message.strip() or "no more is known; see --debug").splitlines()]
+    lines = [
+        printable(line)
+        for line in (message.strip() or "out of memory, or no more is known: see --debug").splitlines()
+    ]
     if not args.debug:
         lines = [line if len(line) <= MAX_LETTERS else f"{line[:MAX_LETTERS]}..." for line in lines]
         if len(lines) > MAX_LINES:

@@ -26,21 +26,14 @@ WIDEST = 120  # columns of help; longer lines are hard to read
 LONGEST = 72  # characters of a clause in --help
 EXPERTS = "for experts: zfunc plan --schedule auto chooses these sizes"
 
-REWORDED = (  # argparse's errors, as got, expected, next action
-    (r"argument (\S+): expected one argument", r"\1: got no value, expected one: write \1=VALUE"),
-    (
-        r"argument (\S+): ignored explicit argument (.+)",
-        r"\1: got the value \2, expected none: it is a switch",
-    ),
-    (r"argument (\S+): invalid int value: (.+)", r"\1: got \2, expected a whole number: pass such as 8"),
-    (
-        r"argument (\S+): invalid float value: (.+)",
-        r"\1: got \2, expected a number: pass such as 0.1 or 1e-3",
-    ),
-    (r"the following arguments are required: (.+)", r"got no \1, expected one: name it after the command"),
-    (r"argument (\S+): (.+)", r"\1: \2"),
-)
-
+REWORDED = {  # argparse's errors, as got, expected, next action
+    r"argument (\S+): expected one argument": r"\1: got no value, expected one: write \1=VALUE",
+    r"argument (\S+): ignored explicit argument (.+)": r"\1: got the value \2, expected none of a switch",
+    r"argument (\S+): invalid int value: (.+)": r"\1: got \2, expected a whole number: pass such as 8",
+    r"argument (\S+): invalid float value: (.+)": r"\1: got \2, expected a number: pass such as 0.1",
+    r"the following arguments are required: (.+)": r"got no \1, expected one: name it after the command",
+    r"argument (\S+): (.+)": r"\1: \2",
+}
 NAMED = re.compile(
     r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|'(\w[\w.-]*)'(?=[\s:,.)]|$)|(?=[\d'\"])(?!\S*[/:]))"
 )
@@ -53,10 +46,9 @@ QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
 
 @frozen
 class Command:
-    """A command: a line of help and more of it, its settings, whose fields are its options, and what runs it.
+    """A line of help and more of it, settings, whose fields are the options, and what runs it for an exit code.
 
-    `examples` are lines to type, each below a comment; `ending` says how the command ends. `run` returns its exit
-    code.
+    `examples` are lines to type, each below a comment; `ending` says how the command ends.
     """
 
     summary: str
@@ -70,11 +62,6 @@ class Command:
     def options(self) -> dict[str, Option]:
         """The options of its settings, by the names of the fields."""
         return options_of(self.settings)
-
-    def epilog(self, *, everything: bool) -> str:
-        """The end of its help."""
-        examples = f"examples:\n{indent(cleandoc(self.examples), '  ')}"
-        return f"{examples}\n\n{self.ending}" if self.ending and everything else examples
 
 
 def write_file(path: Path, text: str) -> None:
@@ -120,7 +107,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        for pattern, reworded in REWORDED:
+        for pattern, reworded in REWORDED.items():
             message, matches = re.subn(f"^{pattern}$", reworded, message, flags=re.DOTALL)
             if matches:
                 break
@@ -163,7 +150,7 @@ def make_parser(
 
 def _add_command(subparsers: Any, name: str, command: Command, everything: bool) -> Parser:
     """With an argument for every field of its settings, in its group; last --help and --debug."""
-    options, fields = command.options, attrs.fields_dict(command.settings)
+    options, fields = command.options, attrs.fields(command.settings)
     common = {name for name, option in options.items() if option.common}
     everything |= not common
     parser = subparsers.add_parser(
@@ -171,13 +158,15 @@ def _add_command(subparsers: Any, name: str, command: Command, everything: bool)
         help=command.summary,
         description=f"{command.summary[0].upper()}{command.summary[1:]}.\n\n{command.details}",
         usage=" ".join(["zfunc", name, *(o.metavar for o in options.values() if o.positional), "[options]"]),
-        epilog=command.epilog(everything=everything),
+        epilog=f"examples:\n{indent(cleandoc(command.examples), '  ')}",
         formatter_class=Help,
         allow_abbrev=False,
         add_help=False,
     )
+    if everything and command.ending:
+        parser.epilog = f"{parser.epilog}\n\n{command.ending}"
     groups: dict[str, Any] = {}
-    for field in sorted(fields.values(), key=lambda f: GROUPS.index(options[f.name].group)):
+    for field in sorted(fields, key=lambda f: GROUPS.index(options[f.name].group)):
         option = options[field.name]
         title = option.group if everything else "options"
         if title not in groups:
@@ -234,15 +223,9 @@ def first_clause(help: str) -> str:
 
 def _default(field: "attrs.Attribute[Any]") -> str:
     """The default as help shows it; the help of an option itself explains None, and one that depends."""
-    if field.default in (None, (), attrs.NOTHING) or field.type is bool or hasattr(field.default, "factory"):
+    if field.type is bool or not isinstance(field.default, str | int | float | Path):
         return ""
-    text = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-    return f" (default: {text})"
-
-
-def given_fields(settings: type[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `settings` that the command line has a value for."""
-    return {f.name: getattr(args, f.name) for f in attrs.fields(settings) if hasattr(args, f.name)}
+    return f" (default: {f'{field.default:g}' if isinstance(field.default, float) else field.default})"
 
 
 # --- errors ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ curves show is in tables too. The page of 100,000 steps is as small as that of a
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from math import log
 from statistics import fmean, median
@@ -15,19 +15,12 @@ from typing import Any, cast
 import attrs
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.display import html_table
 from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.core.timeline import Timeline
-from zfunc.train.run_folder import (
-    METRICS,
-    TRACE,
-    Row,
-    RunHistory,
-    finite_number,
-    numbers,
-    read_recorded_step,
-)
+from zfunc.train.events import ENDINGS
+from zfunc.train.run_folder import METRICS, TRACE, Row, RunHistory, finite_number, numbers, read_recorded_step
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_clock, format_seconds
 from zfunc.viz.charts import Chart, Curve, chart_figure
@@ -76,7 +69,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
         charts="".join(chart_figure(chart, span) for chart in _charts(run)),
         step=picture,
-        tables="".join(_tables(run, step)),
+        tables="".join(f"<div>{table}</div>" for table in _tables(run, step) if table),
         sample=f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else "",
     )
     return page.encode(errors="replace").decode()  # JSON may have half a surrogate pair
@@ -136,21 +129,16 @@ def _charts(run: RunHistory) -> Iterator[Chart]:
     skipped = tuple(row["step"] for row in run.skipped)
     for title, (name, figure, text) in (CHARTS if steps else {}).items():
         points = tuple((row["step"], finite_number(row.get(figure))) for row in steps)
-        curves, unit = [Curve(name, "line", points)], 1.0
-        if text is format_bytes:  # round numbers of the largest unit; 0 is what was not measured
-            points = tuple((x, y or None) for x, y in points)
-            highest = max(numbers(points), default=0.0)
-            unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
-            curves = [Curve(name, "line", points)] if highest or figure == "host_bytes" else []
-        if figure == "loss_scale" and all(y == 1 for y in numbers(points)):
-            curves = []
+        usual = {"device_bytes": 0, "loss_scale": 1}.get(
+            figure, ""
+        )  # where it is always that, it says nothing
+        curves = [] if usual != "" and {*numbers(points)} <= {usual} else [Curve(name, "line", points)]
         if figure == "loss" and (held_out := run.of(run.held_out)):
             points = tuple((x, None if y is None else y * log(2)) for x, y in held_out)
             curves.append(Curve("held out, in the unit of the loss", "dots", points))
         marks = skipped if figure in ("loss", "loss_scale") else ()
         if curves:
-            from_zero = figure != "loss"
-            yield Chart(title, tuple(curves), text, unit, from_zero, marks, "skipped" * bool(marks))
+            yield Chart(title, tuple(curves), text, figure != "loss", marks, "skipped" * bool(marks))
 
 
 def _host_share(row: Row) -> float | None:
@@ -186,20 +174,19 @@ def _tables(run: RunHistory, step: Timeline | None) -> Iterator[str]:
     for name, by in (("lane", by_lane), ("verb", by_verb)) if step is not None else ():
         rows = ((s, s.seconds[0] / (step.seconds or 1)) for s in sums(step, by))
         cells = ((s.name, f"{s.ops:,}", format_seconds(s.seconds[0]), f"{share:.0%}") for s, share in rows)
-        yield _table(f"The step by {name}", cells, (name, "operations", "busy", "of the step"))
-    yield _table("Memory against the plan", _memory_rows(run), ("", "planned", "measured"))
+        yield html_table((name, "operations", "busy", "of the step"), cells, f"The step by {name}")
+    yield html_table(("", "planned", "measured"), _memory_rows(run), "Memory against the plan")
     heads = ("step", *(head for head, _ in FIGURES.values()), "memory")
-    yield _listed("Steps", [_figures_of(row) for row in run.steps], heads)
-    yield _listed("Events", [*_events(run)], ("step", ""), prose=True)
+    yield _listed(heads, [_figures_of(row) for row in run.steps], "Steps")
+    yield _listed(("step", ""), [*_events(run)], "Events", "words")
     settings = {k: _plain(v) for k, v in run.settings.items()}
     defaults = {name: _plain(value) for name, value in attrs.asdict(TrainSettings()).items()}
     defaults["schedule"] = str(schedule_for(BY_DEVICE, on_cpu=settings.get("device") == "cpu"))
-    bold = frozenset(k for k, v in settings.items() if v != defaults.get(k))
-    yield _table("Settings (bold: not the default)", settings.items(), prose=True, bold=bold)
-    environment = {**run.config["machine"], "data": "\n".join(run.config.get("data", ())) or None}
-    plan = {k: v for k, v in run.config["plan"].items() if k != "planned_bytes"}
-    for caption, values in (("Environment", environment), ("Plan", plan)):
-        yield _table(caption, ((k, _plain(v)) for k, v in values.items()), prose=True)
+    changed = {k for k, v in settings.items() if v != defaults.get(k)}
+    yield html_table((), settings.items(), "Settings (bold: not the default)", "words", changed)
+    plan = {f"plan: {k}": v for k, v in run.config["plan"].items() if k != "planned_bytes"}
+    environment = {**run.config["machine"], "data": "\n".join(run.config.get("data", ())) or None, **plan}
+    yield html_table((), ((k, _plain(v)) for k, v in environment.items()), "Environment", "words")
 
 
 def _memory_rows(run: RunHistory) -> Iterator[Cells]:
@@ -246,30 +233,8 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
 
 
-def _listed(caption: str, rows: Sequence[Cells], heads: Cells, *, prose: bool = False) -> str:
+def _listed(heads: Cells, rows: Sequence[Cells], caption: str, kind: str = "") -> str:
     """A table of `rows`, if there are any: of many LISTED, evenly, the first and the last among them."""
     listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
     of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
-    return _table(caption + of_all, [rows[n] for n in listed], heads, prose=prose) if rows else ""
-
-
-def _table(
-    caption: str,
-    rows: Iterable[Cells],
-    heads: Cells = (),
-    *,
-    prose: bool = False,
-    bold: frozenset[str] = frozenset(),
-) -> str:
-    """Rows under a caption; the first column is a heading. `prose`: text, not numbers. `bold`: names of rows."""
-    strong, words = ' class="set"', ' class="words"'
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join(
-        f'<tr{strong * (name in bold)}><th scope="row">{escape(name)}</th>'
-        f"{''.join(f'<td>{escape(text)}</td>' for text in cells)}</tr>"
-        for name, *cells in rows
-    )
-    return (
-        f"<div><table{words * prose}><caption>{escape(caption)}</caption>"
-        f"{f'<thead><tr>{head}</tr></thead>' * bool(head)}<tbody>{body}</tbody></table></div>"
-    )
+    return html_table(heads, [rows[n] for n in listed], caption + of_all, kind) if rows else ""

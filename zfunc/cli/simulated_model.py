@@ -5,23 +5,24 @@ A GPT needs no torch; any other model is traced on the meta device, once: its co
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
 from zfunc.errors import CheckpointError
 from zfunc.models.config_file import check_config_file, check_flags
-from zfunc.options import AUTO, option
+from zfunc.options import option
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
 from zfunc.train.settings import HF_CONFIG, GPTFlags
 from zfunc.units import format_parameters
 
 if TYPE_CHECKING:
     from zfunc.planner.cost_model import CostModel, SegmentCosts
-    from zfunc.train.pretrained import PretrainedModel
+
+_hardware = partial(option, group="hardware")
 
 
 @frozen(kw_only=True)
@@ -31,18 +32,16 @@ class SimulatedFlags(GPTFlags):
     UNNAMED: ClassVar[str | None] = None
 
     hf_config: Path | None = HF_CONFIG
-    hardware: str | None = option(
+    hardware: str | None = _hardware(
         None,
-        "hardware",
         f"{', '.join(profile_names())}, or a file that zfunc calibrate wrote (default: v100-32gb; zfunc "
         "draw: round figures)",
         metavar="NAME|FILE",
         words=profile_names(),
         common=True,
     )
-    with_: tuple[str, ...] = option(
+    with_: tuple[str, ...] = _hardware(
         (),
-        "hardware",
         "replace a figure of that profile, as bytes.host=1.28e11 does, once for each (default: none)",
         metavar="TABLE.KEY=VALUE",
         converter=tuple,
@@ -53,9 +52,7 @@ class SimulatedFlags(GPTFlags):
         """The profile with the figures of `with_`."""
         if (name := self.hardware or self.UNNAMED) is None:
             if self.with_:
-                raise ValueError(
-                    "with_: got it without `hardware`, expected the profile of a figure: name one"
-                )
+                raise ValueError("with_: got it without `hardware`, expected a profile: name one")
             return None
         try:
             figures = (text.rpartition("=") for text in self.with_)
@@ -67,22 +64,12 @@ class SimulatedFlags(GPTFlags):
             expected = "a profile that zfunc calibrate wrote, and figures such as bytes.host=1.28e11"
             raise ValueError(f"hardware, with_: got {got}, expected {expected}: {error}") from error
 
-    def check_simulated(self) -> None:
-        """Raise ValueError for a profile, a precision of it, or data that is not there."""
-        if self.data is not None and not self.data.exists():
-            raise ValueError(
-                f"data: got {self.data}, which does not exist, expected what is to be trained on"
-            )
-        if (profile := self.profile) and (precision := getattr(self, "precision", AUTO)) != AUTO:
-            profile.hardware(precision)
-
 
 @frozen(eq=False)
 class SimulatedModel:
     """Sizes of a model, and its costs for so many rows, tokens of each, and ranks.
 
-    Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that. `quantized`
-    is how its config stores the weights, "" for as they are trained.
+    Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that.
     """
 
     architecture: str
@@ -92,7 +79,6 @@ class SimulatedModel:
     trained: int
     costs: "Callable[[int, int, int], SegmentCosts]"
     longest: int | None = None
-    quantized: str = ""
 
     @property
     def name(self) -> str:
@@ -110,7 +96,11 @@ class SimulatedModel:
 
 
 def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
-    """The model of the settings. Raises ValueError for a config that is not supported."""
+    """The model of the settings. Raises ValueError for an unsupported config, and for data that is not there."""
+    if settings.data is not None and not settings.data.exists():
+        raise ValueError(
+            f"data: got {settings.data}, which does not exist, expected what is to be trained on"
+        )
     if settings.hf is not None or settings.hf_config is not None:
         return _described(settings)
     from zfunc.models.gpt_config import num_parameters
@@ -143,27 +133,20 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
     optimizer = planned_optimizer(settings)
 
     @cache
-    def opened() -> "PretrainedModel":
+    def opened() -> Any:
         from zfunc.train.pretrained import described_model
 
         if sys.stderr.isatty():
-            print(
-                "the model is traced, once: its costs are kept for the next plan", file=sys.stderr, flush=True
-            )
-        model = described_model(settings)
-        assert model is not None
-        return model
+            print("tracing the model once: its costs are kept for the next plan", file=sys.stderr)
+        return described_model(settings)
 
     def facts() -> ModelFacts:
-        from zfunc.models.hf.families import kind_of_quantization
-
         model = opened()
         return ModelFacts(
             model.architecture,
             model.sizes["num_layers"],
             model.sizes["hidden_size"],
             model.vocab_size,
-            kind_of_quantization(model.config),
             sum(s.constant_bytes for s in model.segments),
             [s.buffer_bytes for s in model.segments],
             [s.parameters for s in model.segments],
@@ -188,4 +171,4 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
     check_flags(settings, place, known.longest, known.vocab_size)
     count, trained = (sum(p.numel for p in known.owned if p.trainable >= only) for only in (False, True))
     sizes = known.architecture, known.num_layers, known.hidden_size
-    return SimulatedModel(*sizes, count, trained, costs, known.longest, known.quantized)
+    return SimulatedModel(*sizes, count, trained, costs, known.longest)

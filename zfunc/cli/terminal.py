@@ -37,8 +37,7 @@ def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
 
     The request is "", INTERRUPT or TERMINATED, which is the stronger. With `tell`, the first of each is answered on
     stderr. Earlier handlers are restored after the context. An ignored SIGHUP, as under nohup, stays ignored; where
-    it comes because the terminal is gone, later output is discarded. In a thread other than the main one, which
-    gets no signals, nothing changes.
+    it comes because the terminal is gone, later output is discarded. A thread that gets no signals has no requests.
     """
     taken: list[int] = []
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -63,9 +62,8 @@ def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    numbers = (signal.SIGINT, signal.SIGTERM, *hung_up)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request

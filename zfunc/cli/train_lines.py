@@ -1,25 +1,23 @@
-"""A training on stdout: lines of text, and on a terminal that can redraw a progress bar below them.
+"""A training on stdout: lines of text, and on a terminal that can redraw a progress bar below them."""
 
-A pipe, a file, Jupyter and a dumb terminal get a line for a step every few seconds instead of the bar.
-"""
-
-import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 import attrs
 from attrs import define
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from zfunc.checkpoint.directory import FOLDER
 from zfunc.cli.terminal import printable
+from zfunc.core.display import counted
 from zfunc.train.events import (
+    ENDINGS,
     INTERRUPT,
     TEMPERATURE,
     TERMINATED,
@@ -35,38 +33,26 @@ from zfunc.train.events import (
 from zfunc.train.run_folder import RunFolder
 from zfunc.units import format_bytes, format_clock, format_parameters
 
-INTERVAL = 5.0  # seconds between two lines of steps, or of the progress of an evaluation
-ENDINGS = {
-    "steps": "all steps done",
-    "seconds": "the time was up",
-    "interrupt": "stopped as asked",
-    "terminated": "terminated",
-    "failed": "failed",
-    "stopped at once": "stopped at once, in the middle of a step",
-}
+INTERVAL = 5.0  # seconds between two lines of steps
 
 
 @define
 class TrainingOutput:
-    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else.
-
-    `render` is what a terminal shows below the lines: how far it is, the newest step, and what goes on.
-    """
+    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else."""
 
     run: RunFolder
     unit: str
     steps: int | None = None
-    interval: float = INTERVAL
     stopping: Callable[[], str] = lambda: ""
     step: int = 0
     total: int | None = None
-    newest: Stepped | None = None
-    working: Working | None = None  # if that is the newest event
-    told_at: float = 0.0  # when a step was printed, or an evaluation or the sample began, or its progress was
+    left: str = "measuring"  # the time, after the newest step
+    working: str = ""  # what goes on beside steps
+    told_at: float = 0.0  # when a step was printed
 
     def show(self, event: Event) -> None:
         """Print the lines of an event, and flush: the reader of a pipe waits for them."""
-        self.working = event if isinstance(event, Working) else None
+        self.working = f"{event.activity}: {event.fraction:.0%}" if isinstance(event, Working) else ""
         for text in self._lines(event):
             print(printable(text), flush=True)
 
@@ -78,21 +64,20 @@ class TrainingOutput:
             case Stepped() | Evaluated():
                 self.step = event.step
                 if isinstance(event, Stepped):
-                    self.newest = event
-                    due = self._due() if self.steps is None else event.step % self.steps == 0
+                    now, left = time.monotonic(), event.seconds_left
+                    self.left = "" if left is None else f"{format_clock(left)} left"
+                    due = (
+                        now - self.told_at >= INTERVAL if self.steps is None else event.step % self.steps == 0
+                    )
                     if due or event.step == self.total or event.held_out is not None:
-                        epoch = f"  epoch {event.epoch:.2f}" if event.epoch is not None else ""
-                        yield f"{self._count(event.step)}{epoch}  {step_figures(event)}{time_left(event)}"
+                        self.told_at = now
+                        yield f"{self.counted_step(event.step)}  {step_figures(event)}  {self.left}".rstrip()
                 if event.held_out is not None:
-                    yield f"{self._count(event.step)}  held out {event.held_out:.4f} bits per {self.unit}"
+                    held_out = f"held out {event.held_out:.4f} bits per {self.unit}"
+                    yield f"{self.counted_step(event.step)}  {held_out}"
             case Saved(path=path) if path is not None:  # else the failure is in the log
-                own = self.run.path / FOLDER / path.name
-                where = own if path.parent == own.parent.absolute() else path  # a swap space
                 took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
-                yield f"{self._count(event.step)}  saved {where}{took}"
-            case Working():
-                if self._due(restart=not event.fraction):
-                    yield f"{event.activity}: {event.fraction:.0%}"
+                yield f"{self.counted_step(event.step)}  saved {os.path.relpath(path)}{took}"
             case Finished():
                 yield ""
                 yield f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
@@ -105,51 +90,34 @@ class TrainingOutput:
             case _:
                 pass
 
-    def _due(self, *, restart: bool = False) -> bool:
-        """Whether it is time for a line; not where what it tells of only begins."""
-        now = time.monotonic()
-        due = not restart and now - self.told_at >= self.interval
-        self.told_at = now if due or restart else self.told_at
-        return due
-
-    def _count(self, step: int) -> str:
+    def counted_step(self, step: int) -> str:
+        """The number of a step, and of how many."""
         return f"step {step:>{len(str(self.total))}}/{self.total}" if self.total else f"step {step:>5}"
 
-    def render(self) -> RenderableType:
-        """What is drawn now."""
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True, justify="right")
-        share = min(1.0, self.step / self.total) if self.total else 0.0
-        bar = ProgressBar(total=1.0, completed=share, complete_style="cyan")
-        row.add_row(self._count(self.step), bar, self._status())
-        return Group(row, Text("" if self.newest is None else step_figures(self.newest), "dim"))
-
-    def _status(self) -> Text:
-        """What the training does."""
-        working = f"{self.working.activity}: {self.working.fraction:.0%}" if self.working else ""
-        if (how := self.stopping()) == TERMINATED:
-            return Text("terminated: stopping", "yellow")
-        if how:
-            return Text(f"{working or 'stopping'}; Ctrl-C again: at once", "yellow")
-        return Text(working or (time_left(self.newest).strip() if self.newest else "") or "measuring")
+    def status(self) -> Text:
+        """What goes on, for the end of the progress bar."""
+        if how := self.stopping():
+            asked = f"{self.working or 'stopping'}; Ctrl-C again: at once"
+            return Text("terminated: stopping" if how == TERMINATED else asked, "yellow")
+        return Text(self.working or self.left)
 
 
 @contextmanager
-def progress(output: TrainingOutput) -> Generator[TrainingOutput]:
-    """Lines on stdout, a terminal, with a progress bar below them until the context ends.
-
-    Steps get no line of their own then, but for those with an evaluation, and the last.
-    """
-    output.steps, output.interval = None, math.inf
+def progress(output: TrainingOutput) -> Generator[None]:
+    """Below the lines on stdout, a terminal, a progress bar, until the context ends."""
     console = Console(highlight=False)
 
-    def drawn() -> RenderableType:  # the terminal echoes ^C behind the last line: two of them have to fit
-        return Constrain(output.render(), console.width - 5)
+    def drawn() -> RenderableType:
+        row = Table.grid(
+            Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 2), expand=True
+        )
+        share = min(1.0, output.step / output.total) if output.total else 0.0
+        bar = ProgressBar(total=1.0, completed=share, complete_style="cyan")
+        row.add_row(output.counted_step(output.step), bar, output.status())
+        return Constrain(row, console.width - 5)  # the terminal echoes ^C behind it: two of them have to fit
 
     with Live(get_renderable=drawn, console=console, refresh_per_second=5, transient=True):
-        yield output
+        yield
 
 
 def introduction(event: Started, run: RunFolder) -> Iterator[str]:
@@ -166,8 +134,8 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
         f"{format_parameters(event.parameters, event.trained)}"
     )
     planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
-    lanes = f"{len(plan.lanes)} lane{'s' * (len(plan.lanes) != 1)}"
-    yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {lanes} ({plan.digest})"
+    what = f"{counted(len(plan.graph), 'operation')} on {counted(len(plan.lanes), 'lane')}"
+    yield f"plan: {s.schedule}, {what} ({plan.digest})"
     yield f"  memory at most: {planned}"
     yield f"run folder: {run.path}"
     if event.checkpoint is not None:
@@ -176,21 +144,17 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
 
 
 def step_figures(event: Stepped) -> str:
-    """Loss, learning rate, gradient norm, speed and memory."""
+    """Epoch, loss, learning rate, gradient norm, speed and memory."""
+    epoch = f"epoch {event.epoch:.2f}  " if event.epoch is not None else ""
     scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
     adam = event.host_seconds / event.seconds if event.seconds else 0.0  # most of what the host does is Adam
     device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
     skipped = "  skipped: overflow" if event.skipped else ""
     return (
-        f"loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}{scale}"
+        f"{epoch}loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}{scale}"
         f"  {event.tokens_per_second:,.0f} tokens/s  Adam {adam:.1%}{device}"
         f"  host {format_bytes(event.host_bytes)}{skipped}"
     )
-
-
-def time_left(event: Stepped) -> str:
-    """The time that is left, where that is known."""
-    return "" if event.seconds_left is None else f"  {format_clock(event.seconds_left)} left"
 
 
 def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[str, str]]:
@@ -199,12 +163,11 @@ def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[
     if event.held_out is not None:
         yield "held out", f"{event.held_out:.4f} bits per {unit}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
-    peaks, planned = event.peak_bytes, event.planned_bytes
-    on_host = (
-        ("host", "pinned") if "device" in peaks else ("host", "pinned", "device")
-    )  # a CPU is its own device
+    peaks, planned, on_host = event.peak_bytes, event.planned_bytes, ["host", "pinned"]
     if "device" in peaks:
         yield "device peak", f"{format_bytes(peaks['device'])}; planned {format_bytes(planned['device'])}"
+    else:
+        on_host.append("device")  # a CPU is its own device
     process, before = format_bytes(peaks["process"]), format_bytes(peaks["process"] - peaks["host"])
     tensors = format_bytes(sum(planned[tier] for tier in on_host))
     yield (

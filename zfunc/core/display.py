@@ -3,7 +3,7 @@
 Pictures belong to packages above those of the values that they show: `zfunc` itself says who draws them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 from typing import Any, cast
 
@@ -43,21 +43,28 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def html_table(head: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
-    """A table, whatever text is in it.
+def html_table(
+    head: Sequence[Any],
+    rows: Iterable[Sequence[Any]],
+    caption: str = "",
+    kind: str = "",
+    marked: Collection[str] = (),
+) -> str:
+    """A table of a class `kind`, whatever text is in it. A row begins with its name; some are `marked`, as set.
 
-    >>> html_table(["a"], [["<b>"]])
-    '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    >>> html_table([], [["<b>", 1]])
+    '<table><tbody><tr><th scope="row">&lt;b&gt;</th><td>1</td></tr></tbody></table>'
     """
-    line = "<tr>{}</tr>".format
-    title = (
-        f'<caption style="white-space: nowrap; text-align: left">{escape(caption)}</caption>'
-        if caption
-        else ""
+    mark, of = ' class="set"', f' class="{kind}"' * bool(kind)
+    title = f"<caption>{escape(caption)}</caption>" * bool(caption)
+    top = "".join(f"<th>{escape(str(x))}</th>" for x in head)
+    lines = "".join(
+        f'<tr{mark * (name in marked)}><th scope="row">{escape(str(name))}</th>'
+        f"{''.join(f'<td>{escape(str(x))}</td>' for x in cells)}</tr>"
+        for name, *cells in rows
     )
-    first = line("".join(f"<th>{escape(str(x))}</th>" for x in head))
-    body = "".join(line("".join(f"<td>{escape(str(x))}</td>" for x in row)) for row in rows)
-    return f"<table>{title}<thead>{first}</thead><tbody>{body}</tbody></table>"
+    first = f"<thead><tr>{top}</tr></thead>" * bool(head)
+    return f"<table{of}>{title}{first}<tbody>{lines}</tbody></table>"
 
 
 PICTURES: list[Callable[[], Any]] = []

@@ -14,12 +14,12 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from attrs import field, frozen
 
 from zfunc.checkpoint.durable_files import atomic_replace, read_small
-from zfunc.checkpoint.strict_json import Count, Text, Within, parse_json, render, to_plain
+from zfunc.checkpoint.strict_json import Count, Text, parse_json, render, to_plain
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
@@ -79,14 +79,13 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
 class ModelFacts:
     """What a plan reads of a model beside its costs; the parameters and buffer bytes are of each segment.
 
-    `longest` and `quantized` are as in `zfunc.cli.simulated_model.SimulatedModel`.
+    `longest` is as in `zfunc.cli.simulated_model.SimulatedModel`.
     """
 
     architecture: Text
     num_layers: Count
     hidden_size: Count
     vocab_size: Count
-    quantized: Annotated[str, Within(str, 0, 1000)]
     constant_bytes: Count
     buffer_bytes: tuple[Count, ...] = field(converter=tuple[int, ...])
     parameters: tuple[tuple[Parameter, ...], ...] = field(converter=tuple[tuple[Parameter, ...], ...])

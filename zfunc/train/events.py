@@ -13,6 +13,14 @@ from zfunc.train.settings import TrainSettings
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
 TEMPERATURE = 0.8  # of the sample
+ENDINGS = {  # how a training may end, in words
+    "steps": "all steps done",
+    "seconds": "the time was up",
+    "interrupt": "stopped as asked",
+    "terminated": "terminated",
+    "failed": "failed",
+    "stopped at once": "stopped at once, in the middle of a step",
+}
 
 
 @frozen

@@ -4,7 +4,7 @@ The fields' defaults are the command line's. A value that exists can be run, as 
 the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from zfunc.errors import did_you_mean
 from zfunc.optim.by_name import CLASSES
 from zfunc.options import (
     AUTO,
-    Check,
-    anything,
     count,
     flag_fields,
     multiple,
@@ -94,17 +92,9 @@ def _usual_decay(settings: "TrainSettings") -> float:
     return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[1]
 
 
-def _in(group: str) -> Callable[..., Any]:
-    """What makes the fields of a group of options, which help shows together."""
-
-    def field(default: Any, help: str, check: Check = anything, metavar: str = "", **more: Any) -> Any:
-        return option(default, group, help, check, metavar, **more)
-
-    return field
-
-
-_data, _model, _step = _in("data"), _in("model"), _in("step")
-_length, _folder, _how, _log = _in("how long"), _in("run folder"), _in("how it runs"), _in("log")
+_data, _model, _step = (partial(option, group=name) for name in ("data", "model", "step"))
+_length, _folder = (partial(option, group=name) for name in ("how long", "run folder"))
+_how, _log = (partial(option, group=name) for name in ("how it runs", "log"))
 
 DEVICE = _how(
     "auto", f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one", _device, words=DEVICES, common=True
@@ -219,7 +209,8 @@ CHOSEN = {
 """Options of a step that commands know more of than `zfunc.compile`: `DRAWN` in any of them, `CHOSEN` where "auto"
 is chosen for the machine."""
 
-StepFlags = flag_fields(StepSettings, GPTFlags, CHOSEN, precision=AUTO, clip=1.0)
+step_flags = partial(flag_fields, StepSettings, precision=AUTO, clip=1.0)
+StepFlags = step_flags(GPTFlags, CHOSEN)
 
 
 @frozen(kw_only=True)
@@ -232,11 +223,11 @@ class TrainSettings(StepFlags):
 
     config: Path | None = option(
         None,
-        "configuration",
         f"a DeepSpeed configuration, JSON. It decides; flags set what it leaves out or has as {AUTO} "
         "(default: none)",
         path,
         "FILE",
+        group="configuration",
         common=True,
     )
     eval_data: Path | None = _data(
@@ -253,9 +244,7 @@ class TrainSettings(StepFlags):
         "the rest of the sequence is padding",
         one_of(PACKINGS),
     )
-    dtype: str = option(
-        "uint16", "data", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)
-    )
+    dtype: str = _data("uint16", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES))
     dropout: float = _model(0.0, "probability of dropping an activation", probability)
     lr: float = _step(
         attrs.Factory(_usual_lr, takes_self=True),

@@ -12,6 +12,7 @@ from typing import Literal
 
 from attrs import frozen
 
+from zfunc.units import format_bytes
 from zfunc.viz.legend import axis_ticks
 
 Points = tuple[tuple[int, float | None], ...]
@@ -21,21 +22,20 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 546.0, 10.0, 184.0  # edges of the plot in 
 
 @frozen
 class Curve:
-    """Points by step. A "line" runs through the mean of each place, "dots" are single, a "limit" is dashed."""
+    """Points by step. A "line" runs through the mean of each place, "dots" are single."""
 
     name: str
-    form: Literal["line", "dots", "limit"]
+    form: Literal["line", "dots"]
     points: Points
 
 
 @frozen
 class Chart:
-    """Curves on one pair of axes. `text` formats a value; round values are multiples of `unit`."""
+    """Curves on one pair of axes. `text` formats a value."""
 
     title: str
     curves: tuple[Curve, ...]
     text: Callable[[float], str]
-    unit: float = 1.0
     from_zero: bool = False
     marks: tuple[int, ...] = ()  # steps with a tick on the axis
     mark_name: str = ""
@@ -123,7 +123,9 @@ class _Frame:
 
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
-    for value in axis_ticks(frame.low, frame.high, 4, chart.unit):
+    units = (1 << 30, 1 << 20, 1 << 10) if chart.text is format_bytes else ()  # of round numbers
+    unit = next((float(u) for u in units if frame.high >= u), 1.0)
+    for value in axis_ticks(frame.low, frame.high, 4, unit):
         y = frame.y(value)
         yield f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_RIGHT:g}"/>'
         label = escape(chart.text(value))

@@ -9,6 +9,7 @@ from colorsys import hls_to_rgb
 from math import floor, log10
 from zlib import crc32
 
+from zfunc.core.display import counted
 from zfunc.core.moves import MOVES
 from zfunc.core.ops import VERBS
 from zfunc.core.plan import Plan
@@ -71,11 +72,8 @@ def verbs_of(timelines: Sequence[Timeline], plan: Plan | None = None) -> dict[st
 
 def legend_summary(timeline: Timeline) -> str:
     """Source, duration and size of a timeline, as a heading."""
-    ops, lanes = len(timeline.events), len(timeline.lanes)
-    return (
-        f"{timeline.source}: {format_seconds(timeline.seconds)}, {ops:,} operation{'s' * (ops != 1)} "
-        f"on {lanes} lane{'s' * (lanes != 1)}"
-    )
+    ops, lanes = counted(len(timeline.events), "operation"), counted(len(timeline.lanes), "lane")
+    return f"{timeline.source}: {format_seconds(timeline.seconds)}, {ops} on {lanes}"
 
 
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:

@@ -11,6 +11,7 @@ from math import floor, log10
 from typing import Any
 
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by, last_of
+from zfunc.core.display import html_table
 from zfunc.core.graph import KINDS
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
@@ -104,22 +105,16 @@ def _in_order(shown: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
 
 
 def _table(what: str, shown: tuple[Timeline, ...], rows: Iterable[Sum]) -> str:
-    heads = [what, "operations"]
-    for t in shown:
-        heads += [escape(t.source), "of the step"]
-    heads += ["ratio"] if len(shown) > 1 else []
-    body = "".join(f"<tr>{_cells(row, shown)}</tr>" for row in rows)
-    head = "".join(f"<th>{cell}</th>" for cell in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    heads = [what, "operations", *(head for t in shown for head in (t.source, "of the step"))]
+    ratio = ["ratio"] if len(shown) > 1 else []
+    return html_table([*heads, *ratio], (_cells(row, shown) for row in rows))
 
 
-def _cells(row: Sum, shown: tuple[Timeline, ...]) -> str:
-    cells = [f"{row.ops:,}"]
+def _cells(row: Sum, shown: tuple[Timeline, ...]) -> list[str]:
+    cells = [row.name, f"{row.ops:,}"]
     for seconds, t in zip(row.seconds, shown, strict=True):
         cells += [format_seconds(seconds), f"{seconds / (t.seconds or 1.0):.0%}"]
-    if len(shown) > 1:
-        cells.append("" if row.ratio is None else f"{row.ratio:.2f}")
-    return f'<th scope="row">{escape(row.name)}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
+    return [*cells, "" if row.ratio is None else f"{row.ratio:.2f}"] if len(shown) > 1 else cells
 
 
 def _json(value: Any) -> str:

@@ -1,5 +1,6 @@
 """`zfunc calibrate`: measure this machine into a hardware profile, by training a few steps."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,8 +9,7 @@ from attrs import frozen
 
 from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.terminal import logged
-from zfunc.core.settings import StepSettings
-from zfunc.options import AUTO, count, file_to_write, flag_fields, option
+from zfunc.options import count, file_to_write, option
 from zfunc.train.settings import (
     CHOSEN,
     DEVICE,
@@ -18,6 +18,7 @@ from zfunc.train.settings import (
     TrainSettings,
     check_rows,
     check_together,
+    step_flags,
 )
 
 if TYPE_CHECKING:
@@ -25,11 +26,9 @@ if TYPE_CHECKING:
 
 # Settings that change nothing of what is measured
 UNMEASURED = ("schedule", "compile_segments", "grad_slots", "host_slots", "offload_ratio", "defer")
-VOCABULARY_SIZE = 256  # of a GPT, where none is given
+_measured = partial(option, group="measurement", common=True)
 
-MeasuredStepFlags = flag_fields(
-    StepSettings, ModelFlags, CHOSEN, without=UNMEASURED, clip=1.0, precision=AUTO
-)
+MeasuredStepFlags = step_flags(ModelFlags, CHOSEN, without=UNMEASURED)
 
 
 @frozen(kw_only=True)
@@ -38,24 +37,11 @@ class CalibrateSettings(MeasuredStepFlags):
 
     hf_config: Path | None = HF_CONFIG
     device: str = DEVICE
-    turns: int = option(
-        20, "measurement", "steps that are measured, after 3 that are not", count, common=True
+    turns: int = _measured(20, "steps that are measured, after 3 that are not", count)
+    folder: Path = _measured(
+        Path("."), "folder on the drive that is measured; 512 MiB of room", metavar="FOLDER"
     )
-    folder: Path = option(
-        Path("."),
-        "measurement",
-        "folder on the drive that is measured, with 512 MiB of room",
-        metavar="FOLDER",
-        common=True,
-    )
-    out: Path = option(
-        Path("machine.toml"),
-        "measurement",
-        "file to write, or to write anew, that ends in .toml",
-        file_to_write(".toml"),
-        "FILE",
-        common=True,
-    )
+    out: Path = _measured(Path("machine.toml"), "file to write, or to replace, .toml", file_to_write(".toml"))
 
     def __attrs_post_init__(self) -> None:
         check_together(self)
@@ -86,6 +72,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
 
     from zfunc.planner.calibrate import calibrate
     from zfunc.runtime.collectives import RankGroup
+    from zfunc.train.data.tokenizer import BYTES
     from zfunc.train.pretrained import described_model
     from zfunc.train.setup import check_size, compile_job, resolve_settings
 
@@ -98,7 +85,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     check_rows(resolved.batch_size, ranks.world, resolved.micro_batches)
     if model is None:
         check_size(resolved, ranks)
-    vocab_size = (settings.vocab_size or VOCABULARY_SIZE) if model is None else model.vocab_size
+    vocab_size = (settings.vocab_size or BYTES.vocab_size) if model is None else model.vocab_size
     shape = resolved.batch_size // ranks.world, resolved.seq_length
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens

@@ -6,6 +6,7 @@ run, the plan that ran is simulated beside the measured step, on the hardware of
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -18,14 +19,14 @@ from zfunc.cli.terminal import printable
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
-from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
+from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
-from zfunc.options import AUTO, file_to_write, flag_fields, option, path
+from zfunc.options import file_to_write, option, path
 from zfunc.schedules import make_schedule
 from zfunc.train.run_folder import read_recorded_step
-from zfunc.train.settings import DRAWN, STEP, check_together, step_settings
+from zfunc.train.settings import DRAWN, STEP, check_together, step_flags, step_settings
 from zfunc.units import format_bytes
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.compare import table
@@ -33,17 +34,15 @@ from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.timeline_text import text
 
-# Settings without a flag here.
-UNDRAWN = ("compile_segments", "deterministic", "offload_ratio")
+UNDRAWN = ("compile_segments", "deterministic", "offload_ratio")  # settings without a flag here
 OF_STEP = ("data", "model", "step", "how it runs", "offload", "buffers")  # groups that a run has decided
 
-DrawnStepFlags = flag_fields(
-    StepSettings,
+_picture = partial(option, group="picture", common=True)
+
+DrawnStepFlags = step_flags(
     SimulatedFlags,
     {**DRAWN, "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__, "all"))},
     without=UNDRAWN,
-    precision=AUTO,
-    clip=1.0,
 )
 
 
@@ -51,34 +50,26 @@ DrawnStepFlags = flag_fields(
 class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
-    compare: Path | None = option(
+    compare: Path | None = _picture(
         None,
-        "picture",
         "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
         "(default: draw a step that was not run)",
         path,
         "RUN",
-        common=True,
     )
-    out: Path | None = option(
+    out: Path | None = _picture(
         None,
-        "picture",
-        "file to write, or to write anew: .svg, .html, .json for a Chrome trace, else text; one for each of "
-        "several schedules (default: print text; of `compare`: RUN/compare.html)",
+        "file to write, or to replace: .svg, .html, .json for a Chrome trace, else text; one for each of several "
+        "schedules (default: print text; of `compare`: RUN/compare.html)",
         file_to_write(".svg", ".html", ".json", ".txt", ""),
-        "FILE",
-        common=True,
     )
 
     def __attrs_post_init__(self) -> None:
         check_together(self)
-        self.check_simulated()
         for f in attrs.fields(DrawSettings) if self.compare is not None else ():
             if f.metadata["option"].group in OF_STEP and getattr(self, f.name) != f.default:
-                raise ValueError(
-                    f"{f.name}: got it with `compare`, which draws the run's own plan, expected one of them: "
-                    "leave one out"
-                )
+                own = "which draws the run's own plan, expected one of them: leave one out"
+                raise ValueError(f"{f.name}: got it with `compare`, {own}")
 
 
 def run_draw(settings: DrawSettings) -> int:
@@ -123,13 +114,14 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     from zfunc.planner.candidate import operations_of
     from zfunc.planner.cost_model import precision_for
 
-    precision = precision_for(settings.profile or ROUND, settings.precision)
+    profile = settings.profile
+    precision = precision_for(profile or ROUND, settings.precision)
     step = step_settings(settings, precision=precision, schedule="Serial")
     step.check_folders()
     model = simulated_model(settings)
     costs = model.cost_model(evolve(ROUND, unified=True), settings.batch_size, settings.seq_length)
     graph = operations_of(evolve(costs.spec(step), commit=False))  # of a CPU: every schedule takes them
-    on = _hardware(settings, precision)
+    on = profile.hardware(precision) if profile else ROUND
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)
     names = schedules.__all__ if chosen == "all" else [chosen]
     job = f"one step of a {model.name}, batch {settings.batch_size} x {settings.seq_length}"
@@ -141,20 +133,15 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 
 
 def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
+    profile = settings.profile
     try:
         step = read_recorded_step(run)
-        on = _hardware(settings, step.precision, step.world)
+        on = profile.hardware(step.precision, step.world) if profile else ROUND
         simulated = simulate(step.plan, on)
     except ValueError as error:
         raise ValueError(f"compare: {error}") from error
     heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}"
     return DrawnStep(heading, step.plan, on, (simulated, step.timeline))
-
-
-def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardware:
-    """That of the profile, or round numbers."""
-    profile = settings.profile
-    return ROUND if profile is None else profile.hardware(precision, world)
 
 
 # --- the picture -----------------------------------------------------------------------------------------

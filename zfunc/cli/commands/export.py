@@ -1,5 +1,6 @@
 """`zfunc export`."""
 
+from functools import partial
 from pathlib import Path
 
 from attrs import NOTHING, frozen
@@ -10,44 +11,39 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import one_of, option, path
 from zfunc.units import format_bytes
 
+_file = partial(option, group="file")
+
 
 @frozen(kw_only=True)
 class ExportSettings:
     """A checkpoint, and what to write of it."""
 
-    checkpoint: Path = option(
+    checkpoint: Path = _file(
         NOTHING,
-        "file",
         "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
         metavar="CHECKPOINT",
         positional=True,
     )
-    out: Path = option(
-        NOTHING,
-        "file",
-        "new file to write, which ends in .safetensors; with `hf` a new folder; to be given",
-        path,
+    out: Path = _file(
+        NOTHING, "new file to write, which ends in .safetensors; with `hf` a new folder; to be given", path
     )
-    hf: Path | None = option(
+    hf: Path | None = _file(
         None,
-        "file",
         "folder of the Hugging Face model that training began with: write one like it (default: one file)",
         path,
         "FOLDER",
     )
-    adapter_only: bool = option(
-        False, "file", "of a run with --lora write the adapters alone, as peft does, and do not merge them"
+    adapter_only: bool = _file(
+        False, "of a run with --lora write the adapters alone, as peft does, and do not merge them"
     )
-    ema: bool = option(False, "file", "the moving average of the weights, of a training with --ema")
-    dtype: str = option(
-        "fp32", "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
+    ema: bool = _file(False, "the moving average of the weights, of a training with --ema")
+    dtype: str = _file(
+        "fp32", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
     )
 
     def __attrs_post_init__(self) -> None:
         if self.adapter_only and self.hf is None:
-            raise ValueError(
-                "adapter_only: got it without `hf`, expected the model that the adapters are for: add `hf`"
-            )
+            raise ValueError("adapter_only: got it without `hf`, expected the adapters' model: add `hf`")
 
 
 def run_export(settings: ExportSettings) -> int:

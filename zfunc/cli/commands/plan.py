@@ -15,12 +15,13 @@ from attrs import asdict, evolve, fields, frozen
 from zfunc import schedules
 from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
+from zfunc.core.display import counted
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import BY_DEVICE, StepSettings
-from zfunc.options import AUTO, as_flag, count, file_to_write, flag_fields, multiple, one_of, option
+from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused
 from zfunc.planner.profile import Profile
-from zfunc.train.settings import CHOSEN, STEP, check_pretrained, check_rows, step_settings
+from zfunc.train.settings import CHOSEN, STEP, check_rows, check_together, step_flags, step_settings
 
 if TYPE_CHECKING:
     from zfunc.cli.simulated_model import SimulatedModel
@@ -31,41 +32,24 @@ if TYPE_CHECKING:
 
 UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
 MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of `max`
+COUNTED = {"layers": "layers", "batch": "sequences", "length": "tokens"}
 MOST_LAYERS = 400  # that are tried; each adds operations and time
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
 LENGTH_UNIT = 128  # tokens
-ALWAYS_TYPED = (
-    "schedule",
-    "bucket_size",
-    "grad_slots",
-    "host_slots",
-)  # others where they are not the default
+# Settings that a search's answer always has; others where they are not the default.
+ALWAYS_TYPED = ("schedule", "bucket_size", "grad_slots", "host_slots")
 FIGURES = (
-    "fits",
-    "step_seconds",
-    "tflops",
-    "tokens_per_second",
-    "memory",
-    "bus_bytes",
-    "lanes",
-    "bound",
-    "lacking",
+    *("fits", "step_seconds", "tflops", "tokens_per_second", "memory", "bus_bytes", "lanes", "bound"),
+    *("lacking", "world", "reasons"),
 )
 
-PlannedStepFlags = flag_fields(
-    StepSettings,
-    SimulatedFlags,
-    {
-        **CHOSEN,
-        "schedule": STEP["schedule"].offering(
-            (BY_DEVICE, *schedules.__all__, AUTO),
-            f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
-        ),
-    },
-    without=UNPLANNED,
-    precision=AUTO,
-    clip=1.0,
+_output = partial(option, group="output")
+
+SCHEDULE = STEP["schedule"].offering(
+    (BY_DEVICE, *schedules.__all__, AUTO),
+    f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
 )
+PlannedStepFlags = step_flags(SimulatedFlags, {**CHOSEN, "schedule": SCHEDULE}, without=UNPLANNED)
 
 
 @frozen(kw_only=True)
@@ -76,37 +60,30 @@ class PlanSettings(PlannedStepFlags):
 
     max: str | None = option(
         None,
-        "model",
         "find the most that fits, whatever its flag says: layers, as `max` alone does, sequences of a batch, or "
-        f"the length of a sequence, in steps of {LENGTH_UNIT} tokens, up to the positions of a Hugging Face "
-        "config (default: nothing)",
+        f"tokens of a sequence, in steps of {LENGTH_UNIT}, up to the positions of its config (default: nothing)",
         one_of(MAXIMA),
         "|".join(MAXIMA),
+        group="model",
         alone="layers",
         common=True,
     )
-    world: int = option(1, "hardware", "ranks that train together, one on a device", count, common=True)
-    out: Path | None = option(
+    world: int = option(1, "ranks that train together, one on a device", count, group="hardware", common=True)
+    out: Path | None = _output(
         None,
-        "output",
-        "write the answer to a file, or anew: .html with a picture of the step, or .txt (default: print it)",
+        "file to write the answer to: .html with a picture of the step, or .txt (default: print it)",
         file_to_write(".html", ".txt"),
-        "FILE",
         common=True,
     )
-    json: bool = option(False, "output", "print one JSON object, for programs")
+    json: bool = _output(False, "print one JSON object, for programs")
 
     def __attrs_post_init__(self) -> None:
-        check_pretrained(self)
+        check_together(self)
         if self.max == "layers" and (self.hf or self.hf_config):
             raise ValueError(
                 "max: got layers with a Hugging Face model, whose config says how many, expected batch or length: "
                 "pass max='batch'"
             )
-        self.check_simulated()
-        multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
-        if self.world == 1:
-            multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
         check_rows(self.batch_size, self.world, self.micro_batches)
 
 
@@ -175,29 +152,26 @@ def _most(
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
     ]
-    name, longest = MAXIMA[settings.max or ""], model.longest or MOST_TOKENS
-    unit, most, larger = {
-        "num_layers": (1, MOST_LAYERS, "a larger hidden_size"),
-        "batch_size": (settings.world * settings.micro_batches, MOST_ROWS, "longer ones"),
-        "seq_length": (min(LENGTH_UNIT, longest), max(1, longest // LENGTH_UNIT), ""),
-    }[name]
+    what, longest = settings.max or "", model.longest or MOST_TOKENS
+    unit, most = {
+        "layers": (1, MOST_LAYERS),
+        "batch": (settings.world * settings.micro_batches, MOST_ROWS),
+        "length": (min(LENGTH_UNIT, longest), max(1, longest // LENGTH_UNIT)),
+    }[what]
     costs: dict[int, CostModel] = {}
 
     def step_of(count: int, way: StepSettings) -> "PlannedStep":
         if count not in costs:
-            given = evolve(settings, **{name: count * unit})
-            of_layers = simulated_model(given) if name == "num_layers" else model
-            costs[count] = _costs(of_layers, given, hardware)
+            given = evolve(settings, **{MAXIMA[what]: count * unit})
+            costs[count] = _costs(simulated_model(given) if what == "layers" else model, given, hardware)
         return costs[count].step(way)
 
     found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
     if found < most:
         return max(1, found) * unit, ""
-    if larger:
-        what = {"num_layers": "layers"}.get(name, "sequences")
-        raise ValueError(f"max: {most * unit:,} {what} fit, and more are not tried: pass {larger}")
-    of_config = "the positions of its config (max_position_embeddings)"
-    return most * unit, of_config if model.longest else f"{longest:,} tokens, beyond which none are tried"
+    if what == "length" and model.longest:
+        return most * unit, "the positions of its config (max_position_embeddings)"
+    return most * unit, f"{most * unit:,} {COUNTED[what]}, beyond which none are tried"
 
 
 # --- the answer ------------------------------------------------------------------------------------------
@@ -215,9 +189,7 @@ def as_json(answer: PlannedModel) -> str:
         **{name: getattr(answer.settings, name) for name in ("batch_size", "seq_length")},
         "limit": answer.limit,
         "hardware": p.hardware.name,
-        "world": p.world,
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
-        "reasons": list(p.reasons),
     }
     return json.dumps(content, indent=2)
 
@@ -229,23 +201,15 @@ def plan_text(answer: PlannedModel) -> str:
     flags, model, p = answer.settings, answer.model, answer.planned
     lines: list[str] = []
     if flags.max:
-        found = {
-            "layers": f"{flags.num_layers} layers",
-            "batch": f"a batch of {flags.batch_size:,} sequences",
-            "length": f"sequences of {flags.seq_length:,} tokens",
-        }[flags.max]
+        found = f"{getattr(flags, MAXIMA[flags.max]):,} {COUNTED[flags.max]}"
         bounded = f", bounded by {answer.limit} and not by memory" * bool(answer.limit)
         lines.append(f"the most that fits with these settings: {found}{bounded}")
-    if model.quantized:
-        stored = f"its weights are stored quantized ({model.quantized})"
-        lines.append(f"{stored}, and planned as they are trained: {p.step.settings.precision}")
-    ranks = f"{p.world} rank{'s' * (p.world != 1)}"
-    lines.append(f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {ranks}")
+    lines.append(
+        f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {counted(p.world, 'rank')}"
+    )
     found = _found(p) if flags.schedule == AUTO else []
     if not p.fits and model.trained == model.parameters and (flags.hf or flags.hf_config):
-        found.append(
-            "or train adapters alone (--lora 16): weights in 16 bits, and no optimizer state of them"
-        )
+        found.append("or train adapters alone (--lora 16): weights in 16 bits, no optimizer state of them")
     told = report(p, chosen_precision=flags.precision == AUTO, found=found, written=_typed)
     return "\n".join([*lines, told])
 

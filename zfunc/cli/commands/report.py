@@ -2,6 +2,7 @@
 
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from attrs import NOTHING, frozen
@@ -13,6 +14,7 @@ from zfunc.options import file_to_write, option
 
 EVERY = 5.0  # seconds from one page to the next
 REST = 20.0  # times as long as it took to write a page: a training needs the cores
+_page = partial(option, group="page")
 
 
 @frozen(kw_only=True)
@@ -20,12 +22,10 @@ class ReportSettings:
     """A run to show."""
 
     run: Path = option(
-        NOTHING, "run", "folder of the run, such as runs/DATE-TIME", metavar="RUN", positional=True
+        NOTHING, "folder of the run, such as runs/DATE-TIME", metavar="RUN", group="run", positional=True
     )
-    out: Path | None = option(
-        None, "page", "file to write, or to write anew (default: RUN/report.html)", file_to_write(), "FILE"
-    )
-    follow: bool = option(False, "page", "write it anew until the run ends; a browser that shows it follows")
+    out: Path | None = _page(None, "file to write, or to replace (default: RUN/report.html)", file_to_write())
+    follow: bool = _page(False, "write it anew until the run ends; a browser that shows it follows")
 
 
 def run_report(settings: ReportSettings) -> int:
@@ -34,16 +34,15 @@ def run_report(settings: ReportSettings) -> int:
     from zfunc.train.run_folder import read_history
 
     out = settings.out or settings.run / "report.html"
-    run, began = read_history(settings.run), time.monotonic()
+    began, run = time.monotonic(), read_history(settings.run)
     with suppress(*([KeyboardInterrupt] if settings.follow else [])):
         while settings.follow and not run.summary:
             replace_text(out, report_page(run, refresh=EVERY))
             print(printable(headline(run)), flush=True)
             time.sleep(max(EVERY, REST * (time.monotonic() - began)))
-            run, began = read_history(settings.run), time.monotonic()
+            began, run = time.monotonic(), read_history(settings.run)
         write_file(out, report_page(run))
-        if settings.follow:
-            print(printable(headline(run)), flush=True)
+        print(printable(headline(run)), flush=True)
     return EXIT_OK
 
 

@@ -64,7 +64,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
             readers: list[Callable[[Event], None]] = []
             if run is not None:
                 steps = config_extras(job.settings).values["steps_per_print"]
-                lines = TrainingOutput(run, job.corpus.unit, steps, stopping=stop)
+                lines = TrainingOutput(run, job.corpus.unit, steps, stop)
                 stack.enter_context(progress(lines) if can_redraw() else ExitStack())
                 track = stack.enter_context(tracking(job.settings, run.path))
                 readers += [run.record, lines.show, track]
