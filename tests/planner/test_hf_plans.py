@@ -205,8 +205,10 @@ def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch
     write("model/config.json", TINY | {"tie_word_embeddings": True})
     given = ["plan", "--hf", "model", *SHORT, "--hardware", "h100", "--lora", "4"]
     opened: list[Any] = []
-    described = zfunc.train.pretrained.described_model
-    monkeypatch.setattr("zfunc.train.pretrained.described_model", lambda x: opened.append(x) or described(x))
+    read = zfunc.train.pretrained.pretrained_model
+    monkeypatch.setattr(
+        "zfunc.train.pretrained.pretrained_model", lambda x, **more: opened.append(x) or read(x, **more)
+    )
 
     def answer(*more: str) -> tuple[str, int]:
         assert main([*given, *more]) == 0

@@ -418,7 +418,7 @@ REFUSED: dict[
         ({"input_ids": [[1, 2]], "labels": [1]}, "row 0: got labels 1, expected a list of whole"),
         ({"input_ids": [[1, None]]}, "row 0: got input_ids .*None.*, expected a list of whole"),
         ({"input_ids": [["a"]]}, "row 0: got input_ids .*, expected a list of whole"),
-        ({"input_ids": [[1], None]}, "row 1: got input_ids None, expected a list of whole"),
+        ({"input_ids": [[1], None]}, "row 1: got an object with nothing, expected"),
         ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [4, -100]]}, "row 1: got the label 4 for the"),
         ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]}, "row 1: got 1 labels for 2 input_ids"),
         ({"input_ids": [[1], [99_999]]}, "row 1: got tokens from 99999 to 99999, expected .* below 50257"),

@@ -134,11 +134,11 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
 
     @cache
     def opened() -> Any:
-        from zfunc.train.pretrained import described_model
+        from zfunc.train.pretrained import pretrained_model
 
         if sys.stderr.isatty():
             print("tracing the model once: its costs are kept for the next plan", file=sys.stderr)
-        return described_model(settings)
+        return pretrained_model(settings, weights=False)
 
     def facts() -> ModelFacts:
         model = opened()

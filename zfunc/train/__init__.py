@@ -13,5 +13,6 @@
     deepspeed    DeepSpeed's configuration files (public as `zfunc.from_deepspeed`)
 
 A new setting: a field of `TrainSettings`, and its use. A new tracker: `log`, `close`, and its row in `tracking`.
-A new DeepSpeed key: a row in `deepspeed/keys.toml`; a supported one is also translated, in `deepspeed/mapping.py`.
+A new DeepSpeed key: a row in `deepspeed/keys.toml`, with the setting that it `sets`; what several keys decide is in
+`deepspeed/mapping.py`.
 """

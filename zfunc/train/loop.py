@@ -55,6 +55,8 @@ from zfunc.train.setup import Batch, TrainingJob, machine_record
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
 WARM_STEPS = 3  # of a session, which trace and compile and say nothing about its pace
 SAMPLE_TOKENS = 320
+# What a step itself measures, by its names in `Metrics` and `Stepped`.
+MEASURED = "loss", "lr", "grad_norm", "skipped", "loss_scale", "seconds", "host_seconds", "aux", "norms"
 Stop = Callable[[], str]  # INTERRUPT or TERMINATED to end, "" to continue
 FROM_THE_BEGINNING = ResumePoint()
 log = logging.getLogger("zfunc")
@@ -129,7 +131,7 @@ class _Loop:
         self.began = time.perf_counter() - self.progress.elapsed
         self.ended = self.progress.end_reason(at)
         if not at or (self._due_to_evaluate(at) and not self.ended):
-            yield from self._evaluate(at)
+            yield from self._evaluate_apart()
         signal = self._elapsed_and_signal()[1]
         self.ended = signal if signal == TERMINATED else self.ended or signal
 
@@ -148,21 +150,13 @@ class _Loop:
         yield from self._settle(number)
         yield Stepped(
             step=number,
-            loss=metrics.loss,
-            lr=metrics.lr,
-            grad_norm=metrics.grad_norm,
-            skipped=metrics.skipped,
-            loss_scale=metrics.loss_scale,
             tokens_per_second=settings.batch_size * settings.seq_length / seconds,
-            seconds=metrics.seconds,
-            host_seconds=metrics.host_seconds,
             device_bytes=allocated_bytes(self.program.device),
             host_bytes=host_bytes(),
             seconds_left=self._seconds_left(number),
             held_out=self.held_out,
             epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
-            aux=metrics.aux,
-            norms=metrics.norms,
+            **{name: getattr(metrics, name) for name in MEASURED},
         )
         if traced and metrics.timeline is not None and metrics.plan is not None:
             yield Traced(number, metrics.timeline, metrics.plan)
@@ -172,8 +166,7 @@ class _Loop:
         self._stepped(number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
-            self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
-            self.cut = self.held_out is None
+            yield from self._evaluate()
             self._stepped(number)  # again: the evaluation's time belongs to this step
         if number == self.first + WARM_STEPS:
             self.warm_since = self.progress.elapsed
@@ -201,7 +194,7 @@ class _Loop:
             yield self._save(folder)
         if self.ended != TERMINATED:
             if self.held_out is None and not self.cut:
-                yield from self._evaluate(at)
+                yield from self._evaluate_apart()
             if self._elapsed_and_signal()[1] == TERMINATED:  # agreed on by all ranks
                 self.ended = TERMINATED
         yield Finished(
@@ -226,13 +219,17 @@ class _Loop:
         every = self.job.settings.eval_every
         return every > 0 and step % every == 0
 
-    def _evaluate(self, at: int) -> Iterator[Event]:
-        """Before the first step, or after the last."""
+    def _evaluate(self) -> Iterator[Event]:
+        """Set `held_out`, to None if a signal interrupted the evaluation."""
+        self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
+        self.cut = self.held_out is None
+
+    def _evaluate_apart(self) -> Iterator[Event]:
+        """Before the first step, or after the last, where evaluations are asked for."""
         if self.job.settings.eval_every:
-            self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
-            self.cut = self.held_out is None
+            yield from self._evaluate()
         if self.held_out is not None:
-            yield Evaluated(self.held_out, at)
+            yield Evaluated(self.held_out, self.state.batches)
 
     def _load(self) -> Path | None:
         """Set state and progress. Returns the checkpoint that was loaded, if any."""
@@ -295,9 +292,8 @@ class _Loop:
     def _due(self) -> Save | None:
         """The checkpoint that the next step writes, if one is due."""
         settings, at = self.job.settings, self.state.batches
-        if self.start.folder is None or not settings.save_every or at in (self.first, self.saved_step):
-            return None
-        if at % settings.save_every:
+        no_time = not settings.save_every or at in (self.first, self.saved_step) or at % settings.save_every
+        if self.start.folder is None or no_time:
             return None
         return Save(self.start.folder, keep=settings.keep, extra=self._extra())
 

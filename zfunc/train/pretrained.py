@@ -3,7 +3,6 @@
 A setting that does not go with the model (vocabulary, length, tokenizer) is refused before the data is read.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +50,18 @@ class PretrainedModel:
         return getattr(self.config, "max_position_embeddings", None)
 
 
-def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
-    """The model of `settings.hf`. Raises ValueError for settings that it cannot be trained with, and for a folder
-    that `zfunc.hf.load` refuses.
+def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | None:
+    """The model of the flag `hf`, or without its `weights`, to be planned, of `hf_config` too.
+
+    Raises ValueError for flags that do not go with it, and for a folder that `zfunc.hf.load` refuses.
     """
-    return None if settings.hf is None else _opened(settings, "hf", hf.load)
-
-
-def described_model(flags: Any) -> PretrainedModel | None:
-    """The same for a step that is not trained: of the config alone, which may be `flags.hf_config`.
-
-    Raises ValueError as `pretrained_model` does.
-    """
-    name = "hf_config" if flags.hf_config is not None else "hf"
-    return None if getattr(flags, name) is None else _opened(flags, name, hf.describe)
-
-
-def _opened(
-    flags: Any, name: str, open_model: Callable[..., tuple[Any, tuple[Segment, ...]]]
-) -> PretrainedModel:
-    place: Path = getattr(flags, name)
+    name = "hf" if flags.hf is not None else "hf_config"
+    place: Path | None = getattr(flags, name, None)
+    if place is None:
+        return None
     try:
-        config, segments = open_model(place, lora=_adapters(flags))
+        lora = _adapters(flags.lora, flags.lora_alpha, flags.lora_targets, flags.hf)
+        config, segments = (hf.load if weights else hf.describe)(place, lora=lora)
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
             raise ValueError(f"lora_targets: {str(error).removeprefix('lora: ')}") from error
@@ -82,24 +71,17 @@ def _opened(
     return model
 
 
-def _adapters(settings: Any) -> Any:
-    """The `peft.LoraConfig` of the settings, or None."""
-    if settings.lora is None:
-        return None
-    return lora_config(
-        settings.lora, alpha=settings.lora_alpha, targets=settings.lora_targets, base=settings.hf
-    )
+def _adapters(rank: int | None, alpha: float | None, targets: str | None, base: Any) -> Any:
+    return None if rank is None else lora_config(rank, alpha=alpha, targets=targets, base=base)
 
 
 def adapters_of_run(source: Path) -> Any:
     """The `peft.LoraConfig` of a run, or of the one that a checkpoint is in; None if it has no adapters."""
     for folder in (source, *source.absolute().parents[:2]):
-        if not (folder / CONFIG).is_file():
-            continue
-        settings = read_json_object(folder / CONFIG).get("settings") or {}
-        if settings.get("lora") is not None:
-            alpha, targets = settings["lora_alpha"], settings["lora_targets"]
-            return lora_config(settings["lora"], alpha=alpha, targets=targets, base=settings["hf"])
+        if (folder / CONFIG).is_file():
+            settings = read_json_object(folder / CONFIG).get("settings") or {}
+            if settings.get("lora") is not None:
+                return _adapters(*(settings[x] for x in ("lora", "lora_alpha", "lora_targets", "hf")))
     return None
 
 
@@ -110,9 +92,15 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
     """
     path, end = settings.tokenizer, None
     if model is not None:
-        end = _end_token(model.config)
-        if path is None:
-            path = _own_tokenizer(settings, model)
+        end = getattr(model.config, "eos_token_id", None)
+        end = next(iter(end), None) if isinstance(end, list) else end  # of several, the first
+        if path is None and not (settings.data is not None and holds_tokens(settings.data)):
+            path = model.folder / TOKENIZER
+            if not path.is_file():
+                raise ValueError(
+                    f"tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one for text: name one, "
+                    "or pass a .bin of its tokens"
+                )
     if path is None:
         return None
     opened = open_tokenizer(path, end=end)
@@ -122,22 +110,3 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
             f"of {model.folder}: name the one the model was trained with"
         )
     return opened
-
-
-def _own_tokenizer(settings: TrainSettings, model: PretrainedModel) -> Path | None:
-    if settings.data is not None and holds_tokens(settings.data):
-        return None
-    if not (model.folder / TOKENIZER).is_file():
-        raise ValueError(
-            f"tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one for text: name one, or "
-            "pass a .bin of its tokens"
-        )
-    return model.folder / TOKENIZER
-
-
-def _end_token(config: Any) -> int | None:
-    """The end token of a config; of several, the first."""
-    end = getattr(config, "eos_token_id", None)
-    if isinstance(end, list) and end:
-        return end[0]
-    return end if isinstance(end, int) else None

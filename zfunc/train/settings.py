@@ -15,7 +15,6 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
-from zfunc.errors import did_you_mean
 from zfunc.optim.by_name import CLASSES
 from zfunc.options import (
     AUTO,
@@ -38,39 +37,16 @@ DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
 FINAL_LR = 0.1  # of the peak, after a decay
-LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
 PACKINGS = ("stream", "documents")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of `hf` has
 
 
-def _device(name: str, value: Any) -> None:
-    kind, colon, index = value.partition(":")
-    hint = "" if kind in DEVICES else did_you_mean(kind, list(DEVICES))
-    if hint or not kind.isidentifier() or (colon and (kind in ("auto", "cpu") or not index.isdecimal())):
-        raise ValueError(
-            f"{name}: got {value!r}, expected {', '.join(DEVICES)}, another device of torch, or cuda:N for one of "
-            f"several{hint or ': choose one of them'}"
-        )
-
-
-def _seed(name: str, value: Any) -> None:
-    zero_or_more(name, value)
-    if value > LARGEST_SEED:
-        raise ValueError(f"{name}: got {value}, expected at most {LARGEST_SEED}: pass a smaller one")
-
-
-def _resume(name: str, value: Any) -> None:
-    if not value:
-        raise ValueError(
-            f"{name}: got nothing, expected a checkpoint, a folder of them, a run, or {AUTO}: name it"
-        )
-
-
 _names = ", ".join
 # Arithmetic alone refuses what would take for ever to plan.
 _layers, _size = (partial(whole, least=1, most=most) for most in (10_000, 1 << 24))
+_seed = partial(whole, least=0, most=2**63 - 1)  # a checkpoint holds no larger one
 
 OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {
     name: x.usual for name, x in CLASSES.items()
@@ -82,14 +58,15 @@ def _by_optimizer(n: int) -> str:
     return _names(f"{x[n]:g} with {kind}" for kind, x in OPTIMIZERS.items())
 
 
-def _usual_lr(settings: "TrainSettings") -> float:
-    if settings.hf is not None:
-        return FINE_TUNING_LR if settings.lora is None else LORA_LR
-    return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[0]
+def _usual(n: int) -> Any:
+    """The default of the learning rate (0) or the weight decay (1), of the optimizer and the model."""
 
+    def default(settings: "TrainSettings") -> float:
+        if n == 0 and settings.hf is not None:
+            return FINE_TUNING_LR if settings.lora is None else LORA_LR
+        return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[n]  # an unknown one is refused later
 
-def _usual_decay(settings: "TrainSettings") -> float:
-    return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[1]
+    return attrs.Factory(default, takes_self=True)
 
 
 _data, _model, _step = (partial(option, group=name) for name in ("data", "model", "step"))
@@ -97,7 +74,7 @@ _length, _folder = (partial(option, group=name) for name in ("how long", "run fo
 _how, _log = (partial(option, group=name) for name in ("how it runs", "log"))
 
 DEVICE = _how(
-    "auto", f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one", _device, words=DEVICES, common=True
+    "auto", f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one", words=DEVICES, common=True
 )
 HF_CONFIG = _model(
     None,
@@ -247,7 +224,7 @@ class TrainSettings(StepFlags):
     dtype: str = _data("uint16", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES))
     dropout: float = _model(0.0, "probability of dropping an activation", probability)
     lr: float = _step(
-        attrs.Factory(_usual_lr, takes_self=True),
+        _usual(0),
         f"peak learning rate (default: {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else "
         f"{_by_optimizer(0)})",
         positive,
@@ -265,7 +242,7 @@ class TrainSettings(StepFlags):
         zero_or_more,
     )
     weight_decay: float = _step(
-        attrs.Factory(_usual_decay, takes_self=True),
+        _usual(1),
         f"weight decay of matrices and embeddings, not of norms and biases (default: {_by_optimizer(1)})",
         not_negative,
     )
@@ -314,8 +291,7 @@ class TrainSettings(StepFlags):
         None,
         f"continue from a checkpoint, or from the newest in a folder of them or in a run; {AUTO}: from the newest "
         "in `out`, or from the beginning if it has none (default: from the beginning)",
-        _resume,
-        f"PATH|{AUTO}",
+        metavar=f"PATH|{AUTO}",
         common=True,
     )
     device: str = DEVICE
@@ -343,10 +319,8 @@ class TrainSettings(StepFlags):
                 f"save_every: got {self.save_every} with `state_on=disk`, whose swap space is the checkpoint, "
                 "expected `commit_every`: pass that instead"
             )
-        if self.steps is None and self.epochs is None and self.seconds is None:
-            raise ValueError(
-                "steps, epochs, seconds: got none, expected one at least: pass such as `steps=1000`"
-            )
+        if self.steps is self.epochs is self.seconds is None:
+            raise ValueError("steps, epochs, seconds: got none, expected one: pass such as `steps=1000`")
         if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(
                 f"warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise `steps`"

@@ -19,8 +19,6 @@ from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
-from zfunc.core.layout import ALIGNMENT
-from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.settings import schedule_for
 from zfunc.engine.compile.compile import compile
 from zfunc.engine.compile.program import Program
@@ -36,7 +34,7 @@ from zfunc.planner.memory_check import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import available_host_bytes
-from zfunc.runtime.thread_budget import cpu_model, local_ranks
+from zfunc.runtime.thread_budget import cpu_model
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
@@ -48,7 +46,7 @@ from zfunc.train.settings import CPU_BUCKET_SIZE, FINAL_LR, TrainSettings, check
 
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
-FAR_TOO_LARGE = 100  # times the host's free memory: no suggestion would help
+FAR_TOO_LARGE = 100  # times the host's free memory, even with 8 bits a moment: no suggestion would help
 REASONS = {  # for the precision of "auto"
     "fp32": "a CPU computes fastest in it",
     "bf16": "a GPU computes fastest in it",
@@ -110,7 +108,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     settings = _settled(settings, model, tokenizer, corpus, say)
     # Whether it can be, before anything is compiled
     if model is None:
-        check_size(settings, ranks)
+        check_size(settings)
     _say_rate(settings, ranks, say)
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = rank_batch(settings, corpus, 0, ranks)
@@ -157,11 +155,9 @@ def _settled(
     """The settings with the steps and the vocabulary that follow from the data and the model."""
     own, found = settings.vocab_size, corpus.vocab_size
     if own is not None and (own < found if tokenizer is not None else own != found):
-        bytes_ = (
-            f"{corpus.name}, which is read as bytes, expected {found}: leave it out, or give a .bin of tokens"
-        )
-        of = bytes_ if tokenizer is None else f"{tokenizer.name}, expected its {found} or more: leave it out"
-        raise ValueError(f"vocab_size: got {own} for {of}")
+        of = f"{corpus.name}, which is read as bytes, expected {found}"
+        of = of if tokenizer is None else f"{tokenizer.name}, expected its {found} or more"
+        raise ValueError(f"vocab_size: got {own} for {of}: leave it out")
     if settings.epochs is not None:
         sequences = corpus.train.num_sequences(settings.seq_length)
         settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
@@ -182,27 +178,23 @@ def _say_rate(settings: TrainSettings, ranks: RankGroup, say: Callable[..., None
         )
 
 
-def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
-    """Raise OutOfMemory for a model or batch too large to be worth planning, before it is built."""
+def check_size(settings: TrainSettings) -> None:
+    """Raise OutOfMemory for a model or batch too large to be worth planning, by arithmetic alone."""
     parameters, available = num_parameters(gpt_config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
-    share = min(local_ranks(), ranks.world) / ranks.world  # of the state on this machine
-    optimizer = optimizer_of(settings, settings.lr).with_moments(settings.moments, split_master=False)
-    buffers = STATE_FORMATS[optimizer.state_format(0)]
-    state_bytes = share * sum(x.nbytes(ALIGNMENT) for x in buffers) / ALIGNMENT
-    limit = available if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE * available
+    worth_planning = available * (1 if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE)
     for subject, needed, most in (
         (
             f"a model of {parameters:,} parameters (`num_layers`, `hidden_size`)",
-            parameters * state_bytes,
-            limit,
+            6 * parameters,
+            worth_planning,
         ),
-        (f"a batch of {tokens:,} tokens (`batch_size`, `seq_length`)", tokens * 8, available),
+        (f"a batch of {tokens:,} tokens (`batch_size`, `seq_length`)", 8 * tokens, available),
     ):
         if needed > most:
             raise OutOfMemory(
-                f"{subject} needs {needed:,.0f} bytes of host memory, {available:,} are available; nothing was "
-                "allocated. Make it smaller"
+                f"{subject} needs {needed:,} bytes of host memory at least, {available:,} are available; nothing "
+                "was allocated. Make it smaller"
             )
 
 

@@ -73,10 +73,10 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     from zfunc.planner.calibrate import calibrate
     from zfunc.runtime.collectives import RankGroup
     from zfunc.train.data.tokenizer import BYTES
-    from zfunc.train.pretrained import described_model
+    from zfunc.train.pretrained import pretrained_model
     from zfunc.train.setup import check_size, compile_job, resolve_settings
 
-    model, ranks = described_model(settings), RankGroup.of()
+    model, ranks = pretrained_model(settings, weights=False), RankGroup.of()
     own = {"out", "hf", "lora", "lora_alpha", "lora_targets"}
     names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - own
     trained = {name: getattr(settings, name) for name in names}
@@ -84,7 +84,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     resolved = resolve_settings(TrainSettings(**trained, schedule="Serial", lr=1e-5, warmup=0))
     check_rows(resolved.batch_size, ranks.world, resolved.micro_batches)
     if model is None:
-        check_size(resolved, ranks)
+        check_size(resolved)
     vocab_size = (settings.vocab_size or BYTES.vocab_size) if model is None else model.vocab_size
     shape = resolved.batch_size // ranks.world, resolved.seq_length
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))

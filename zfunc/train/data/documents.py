@@ -17,12 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from attrs import frozen
 
 from zfunc.checkpoint.strict_json import unique_keys
-from zfunc.models.loss_pieces import IGNORE_INDEX
-from zfunc.train.data.chat import Chat, chat_of
 
 File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
 PARQUET, LINES = ".parquet", (".jsonl", ".ndjson")
@@ -45,26 +42,17 @@ _NOT_IN_STDLIB = frozenset(
 )
 
 
-@frozen
-class Document:
-    """A text to learn, after a `prompt` that is not learned."""
-
-    text: str
-    prompt: str = ""
-
-
 @frozen(eq=False)
-class Tokens:
-    """A document that is tokenized already: `ids` [tokens], and `loss_mask`, false where no loss counts."""
+class Document:
+    """A document as the data has it: the values of the keys that are read; of the kind "bytes", a text file's."""
 
-    ids: np.ndarray
-    loss_mask: np.ndarray | None
-    where: str
+    kind: str  # the first key in RECORDS that it has, or "bytes"
+    values: Any
+    where: str = ""
 
 
-AnyDocument = Document | Chat | Tokens | bytes  # bytes: a text file that is trained on as it is
 # Whether they are held out, and the documents of a file or split.
-Parts = Iterator[tuple[bool, Iterator[AnyDocument]]]
+Parts = Iterator[tuple[bool, Iterator[Document]]]
 
 
 @frozen(eq=False)
@@ -125,7 +113,7 @@ def text_files(files: list[File], *, text: bool) -> DocumentSource:
         for name, path in sorted(files, key=lambda x: is_held_out(x[0])):
             yield is_held_out(name), documents(path, counts)
 
-    def documents(path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
+    def documents(path: Path, counts: Counter[str]) -> Iterator[Document]:
         if not path.stat().st_size:
             counts["empty"] += 1
         elif path.suffix.lower() in LINES:
@@ -133,10 +121,10 @@ def text_files(files: list[File], *, text: bool) -> DocumentSource:
         elif b"\0" in (content := path.read_bytes()):
             counts["binary"] += 1
         elif not text:
-            yield content + b"\0"
+            yield Document("bytes", content + b"\0")
         else:
             try:
-                yield Document(content.decode())
+                yield Document("text", {"text": content.decode()})
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"got {path}, which is not UTF-8 at byte {error.start:,}, expected text for a tokenizer: "
@@ -146,7 +134,7 @@ def text_files(files: list[File], *, text: bool) -> DocumentSource:
     return DocumentSource(files, parts)
 
 
-def _records(path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
+def _records(path: Path, counts: Counter[str]) -> Iterator[Document]:
     """The document of each line. Raises ValueError with the line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -167,36 +155,28 @@ def _records(path: Path, counts: Counter[str]) -> Iterator[AnyDocument]:
 # --- records ----------------------------------------------------------------------------------------------
 
 
-def read_keys(names: Collection[str]) -> tuple[str, ...]:
-    """The keys of a record, or columns of a table, that are read; none if it is no document.
+def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
+    """The keys of a record, or columns of a table, that are read; none if it is no document of these kinds.
 
     >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
     (('text',), ('messages',), ())
     """
-    kinds = ((*keys, *(x for x in more if x in names)) for keys, more in RECORDS if {*keys} <= {*names})
-    return next(kinds, ())
+    found = ((*keys, *(x for x in more if x in names)) for keys, more in kinds if {*keys} <= {*names})
+    return next(found, ())
 
 
-def document_of(record: Any, where: str, counts: Counter[str]) -> Document | Chat:
+def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
     """The document of a record, of which keys that are not read are counted as `unused`.
 
     Raises ValueError, with `where` it is, for anything else.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
-    read = read_keys(record)
-    if not read or IDS in read:
+    if not (read := read_keys(record, kinds)):
         names = ", ".join(sorted(record)) or "nothing"
         raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
     counts["unused"] += len(record.keys() - set(read))
-    if "messages" in read:
-        return chat_of(record, where)
-    for name in read:
-        if not isinstance(record[name], str):
-            raise ValueError(
-                f"{where}, {name!r}: got {record[name]!r:.60}, expected a string: put the text in quotes"
-            )
-    return Document(record[read[-1]], record["prompt"] if "prompt" in read else "")
+    return Document(read[0], {name: record[name] for name in read}, where)
 
 
 # --- datasets ---------------------------------------------------------------------------------------------
@@ -244,13 +224,12 @@ def open_saved(path: Path) -> DocumentSource:
     }
     notes = tuple(f"left out: the {kind} {', '.join(names)}" for kind, names in left_out.items() if names)
 
-    def rows(name: str) -> Iterator[AnyDocument]:
+    def rows(name: str) -> Iterator[Document]:
         with _reading(path):
             selected = splits[name].with_format(None).select_columns([*columns])
         for number, row in enumerate(_each(path, selected)):
-            where = f"{path}, row {number}"
             given = {k: v for k, v in row.items() if v is not None}
-            yield _tokens(row, where) if IDS in columns else document_of(given, where, Counter())
+            yield document_of(given, f"{path}, row {number}", Counter(), RECORDS)
 
     def parts(_: Counter[str]) -> Parts:
         yield from ((name == held_out, rows(name)) for name in (train, held_out) if name is not None)
@@ -289,24 +268,3 @@ def _reading(path: Path) -> Generator[None]:
             f"got {path}, which datasets cannot read ({type(error).__name__}: {error!s:.300}), expected "
             "Parquet files or what save_to_disk writes: copy or save it again"
         ) from error
-
-
-def _tokens(row: dict[str, Any], where: str) -> Tokens:
-    for name, value in row.items():
-        if not isinstance(value, list) or any(type(x) is not int for x in value):
-            raise ValueError(
-                f"{where}: got {name} {value!r:.60}, expected a list of whole numbers: tokenize it again"
-            )
-    columns = {name: np.array(value, np.int64) for name, value in row.items()}
-    ids = columns[IDS]
-    for name, numbers in columns.items():
-        if len(numbers) != len(ids):
-            raise ValueError(f"{where}: got {len(numbers)} {name} for {len(ids)} {IDS}, expected as many")
-    loss_mask = columns[LABELS] != IGNORE_INDEX if LABELS in columns else None
-    if loss_mask is not None and (bad := np.flatnonzero(loss_mask & (columns[LABELS] != ids))).size:
-        raise ValueError(
-            f"{where}: got the label {columns[LABELS][bad[0]]} for the token {ids[bad[0]]}, expected the token "
-            f"itself, or {IGNORE_INDEX} where no loss counts: do not shift labels"
-        )
-    kept = columns[MASK] != 0 if MASK in columns else slice(None)  # padding is dropped
-    return Tokens(ids[kept], None if loss_mask is None else loss_mask[kept], where)

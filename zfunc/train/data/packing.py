@@ -21,14 +21,16 @@ from typing import Any
 import numpy as np
 
 from zfunc.checkpoint.durable_files import sync
-from zfunc.train.data.chat import Chat
+from zfunc.models.loss_pieces import IGNORE_INDEX
+from zfunc.train.data.chat import chat_of
 from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.documents import (
+    IDS,
+    LABELS,
     LINES,
-    AnyDocument,
+    MASK,
     Document,
     DocumentSource,
-    Tokens,
     holds_tokens,
     is_saved_dataset,
     open_saved,
@@ -199,9 +201,9 @@ def _write(
                 tokens.append(ids)
                 mask.append(learned)
                 offsets.append(np.array([tokens.count]))
-                of_bytes &= kind is bytes
+                of_bytes &= kind == "bytes"
                 known = int(np.count_nonzero(learned))
-                pair = kind is Chat or known < len(ids)
+                pair = kind == "messages" or known < len(ids)
                 counts.update(documents=1, pairs=pair, learned=known)
             train = train if held_out else tokens.count
     total = tokens.count
@@ -270,47 +272,73 @@ class _NpyFile:
 # --- documents as tokens ----------------------------------------------------------------------------------
 
 
-def _encoded(documents: Iterable[AnyDocument], vocabulary: Vocabulary) -> Iterator[tuple[type, Encoded]]:
+def _encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[tuple[str, Encoded]]:
     """The kind and the tokens of each document that has some; those of one kind are tokenized together."""
     rest = iter(documents)
     while some := list(_some(rest)):
-        for kind, group in groupby(some, type):
+        for kind, group in groupby(some, lambda x: x.kind):
             for encoded in _TOKENS_OF[kind](list(group), vocabulary):
                 if len(encoded[0]):
                     yield kind, encoded
 
 
-def _some(documents: Iterator[AnyDocument]) -> Iterator[AnyDocument]:
+def _some(documents: Iterator[Document]) -> Iterator[Document]:
     for document in islice(documents, _DOCUMENTS):
         yield document
-        if isinstance(document, Document | bytes) and len(getattr(document, "text", document)) > _LONG:
+        text = document.values.get("text") if document.kind == "text" else document.values
+        if isinstance(text, str | bytes) and len(text) > _LONG:
             break
 
 
-def _bytes(documents: list[bytes], _: Vocabulary) -> Iterator[Encoded]:
-    yield from ((np.frombuffer(x, np.uint8), None) for x in documents)
+def _bytes(documents: list[Document], _: Vocabulary) -> Iterator[Encoded]:
+    yield from ((np.frombuffer(x.values, np.uint8), None) for x in documents)
 
 
-def _tokens(documents: list[Tokens], vocabulary: Vocabulary) -> Iterator[Encoded]:
+def _tokens(documents: list[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
+    """Padding is dropped; labels are the tokens themselves, or say where no loss counts."""
     for document in documents:
-        ids, size = document.ids, vocabulary.vocab_size
-        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+        columns, where = document.values, document.where
+        for name, value in columns.items():
+            if not isinstance(value, list) or any(type(x) is not int for x in value):
+                raise ValueError(
+                    f"{where}: got {name} {value!r:.60}, expected a list of whole numbers: tokenize it again"
+                )
+            if len(value) != (length := len(columns[IDS])):
+                raise ValueError(f"{where}: got {len(value)} {name} for {length} {IDS}, expected as many")
+        ids, labels = (np.array(columns.get(x, columns[IDS]), np.int64) for x in (IDS, LABELS))
+        kept = np.array(columns[MASK], bool) if MASK in columns else slice(None)
+        learned = labels != IGNORE_INDEX
+        if (bad := np.flatnonzero(learned & (labels != ids))).size:
             raise ValueError(
-                f"{document.where}: got tokens from {ids.min()} to {ids.max()}, expected 0 or above and below "
-                f"{size}: pass the `vocab_size` of their tokenizer"
+                f"{where}: got the label {labels[bad[0]]} for the token {ids[bad[0]]}, expected the token itself, "
+                f"or {IGNORE_INDEX} where no loss counts: do not shift labels"
             )
-        yield ids, document.loss_mask
+        ids = ids[kept]
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary.vocab_size:
+            raise ValueError(
+                f"{where}: got tokens from {ids.min()} to {ids.max()}, expected 0 or above and below "
+                f"{vocabulary.vocab_size}: pass the `vocab_size` of their tokenizer"
+            )
+        yield ids, learned[kept]
 
 
 def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    documents = [x for x in documents if x.text or x.prompt]
-    prompts, texts = (tokenizer.encode([getattr(x, part) for x in documents]) for part in ("prompt", "text"))
+    for document in documents:
+        for name, value in document.values.items():
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"{document.where}, {name!r}: got {value!r:.60}, expected a string: put the text in quotes"
+                )
+    pairs = [("", *x.values.values())[-2:] for x in documents]  # a prompt, or none, and what follows it
+    pairs = [pair for pair in pairs if any(pair)]
+    prompts, texts = (tokenizer.encode([pair[n] for pair in pairs]) for n in (0, 1))
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = np.concatenate([prompt, text, [tokenizer.end]])
         yield tokens, np.arange(len(tokens)) >= len(prompt)
 
 
-def _chats(chats: list[Chat], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def _chats(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    chats = [chat_of(x.values, x.where) for x in documents]
     if (template := tokenizer.chat) is None:
         raise ValueError(
             f"{chats[0].where}: got a chat for {tokenizer.name}, without a chat template, expected a tokenizer "
@@ -325,4 +353,6 @@ def _chats(chats: list[Chat], tokenizer: Tokenizer) -> Iterator[Encoded]:
         yield tokens, learned
 
 
-_TOKENS_OF: dict[type, Any] = {bytes: _bytes, Tokens: _tokens, Document: _texts, Chat: _chats}
+_TOKENS_OF: dict[str, Any] = {
+    **{"bytes": _bytes, IDS: _tokens, "messages": _chats, "prompt": _texts, "text": _texts}
+}

@@ -31,6 +31,8 @@ class Key:
     default: Any  # DeepSpeed's
     fate: str  # one of FATES
     note: str  # how it is supported, why it is ignored, or what to do instead of an unsupported one
+    sets: str = ""  # the setting of a training that it alone decides
+    values: Mapping[str, Any] | None = None  # of that setting, by the key's; None: the same
 
     @property
     def block(self) -> str:
@@ -83,13 +85,20 @@ def read_value(kind: str | list[Any], value: Any) -> Any:
 def _key(name: str, row: dict[str, Any], notes: Mapping[str, str]) -> Key:
     (fate,) = (fate for fate in FATES if fate in row)
     default = None if (default := row.get("default")) is None else read_value(row["type"], default)
-    return Key(name, row["type"], default, fate, row[fate].format_map(notes))
+    return Key(
+        name, row["type"], default, fate, row[fate].format_map(notes), row.get("sets", ""), row.get("as")
+    )
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("keys.toml").read_text())
 KEYS = {name: _key(name, row, _TABLE["notes"]) for name, row in _TABLE["keys"].items()}
 OLD_NAMES: dict[str, str] = _TABLE["old"]
 """Names that older files have, each with the name of today."""
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    name: {x: tuple(y) if isinstance(y, list) else y for x, y in row.items()}
+    for name, row in _TABLE["optimizers"].items()
+}
+"""The defaults of DeepSpeed's optimizers, by the names of `by_name.CLASSES`."""
 _NAMES: dict[str, dict[str, None]] = {}  # that a block may have, in the table's order
 for _name in (*KEYS, *OLD_NAMES):
     while _name:

@@ -18,7 +18,7 @@ from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.loss_scale import LossScale
 from zfunc.optim.optimizer_settings import decay_all
 from zfunc.options import AUTO
-from zfunc.train.deepspeed.keys import KEYS, ConfigValues, Source, read_values
+from zfunc.train.deepspeed.keys import KEYS, OPTIMIZERS, ConfigValues, Source, read_values
 from zfunc.train.deepspeed.learning_rate_schedules import (
     PARAMS,
     LRSchedule,
@@ -35,29 +35,6 @@ STAGE, DEVICE, RATIO = f"{ZERO}stage", f"{ZERO}offload_optimizer.device", f"{ZER
 PARAM_DEVICE = f"{ZERO}offload_param.device"
 LR, WEIGHT_DECAY = f"{PARAM}lr", f"{PARAM}weight_decay"
 WARMUP, MAX_LR = f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
-Read = Callable[[Any], Any]
-SETTINGS: tuple[tuple[str, str, Read], ...] = (  # each with its key, and its value of the key's
-    ("batch_size", TRAIN, int),
-    ("micro_batches", ACCUMULATION, int),
-    ("clip", CLIPPING, float),
-    ("bucket_size", f"{ZERO}reduce_bucket_size", int),
-    ("stage", STAGE, lambda stage: stage or 1),
-    ("weight_slots", f"{ZERO}stage3_prefetch_bucket_size", {0: 1}.get),
-    ("persistent_params", f"{ZERO}stage3_param_persistence_threshold", int),
-    ("activations_on", "activation_checkpointing.cpu_checkpointing", {True: "host", False: "device"}.get),
-    ("moments", "bf16.bf16_optimizer_states", {True: "16bit"}.get),
-    ("moments", f"{PARAM}fp32_optimizer_states", {False: "16bit"}.get),
-)
-OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {  # by our names, with the defaults of DeepSpeed's classes
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
-    "adagrad": {"lr": 1e-2, "weight_decay": 0.0},
-    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
-    "muon": {
-        **{"lr": 1e-3, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
-        "adjust_lr_fn": "original",
-    },
-}
 log = logging.getLogger("zfunc")
 
 
@@ -194,9 +171,10 @@ def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float
 def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
     """The settings of a training that a file decides: name, value, and the key that says so."""
     # Those that one key says
-    for name, key, read in SETTINGS:
-        if values.sets(key) and (value := read(values[key])) is not None:
-            yield name, value, key
+    for key in (KEYS[x] for x in KEYS if KEYS[x].sets and values.sets(x)):
+        value = values[key.name] if key.values is None else key.values.get(str(values[key.name]))
+        if value is not None:
+            yield key.sets, value, key.name
     if values.has(ZERO[:-1]) and STAGE not in values.auto and not values.sets(STAGE):
         yield "stage", 1, STAGE
     # The precision, of two switches
