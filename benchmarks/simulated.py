@@ -33,13 +33,11 @@ from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.state import State
 from zfunc.planner.calibrate import (
     MeasuredStep,
-    clocks,
     handoff,
     make_profile,
     measure_beside,
     middle_half,
     operation_costs,
-    other_processes,
 )
 from zfunc.runtime.accelerator import (
     accelerator_type,
@@ -165,12 +163,9 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "steps": [],
         "order": {},
         "memory": [],
-        "others": {},
     }
     for model in args.models.split(","):
-        before = clocks()
         one = measured(args, model)
-        busy = other_processes(before, clocks())
         told = list(rows(one, calibrated(args, one)))
         for row in told:
             low, high = (f"{x * 1e3:.1f}" for x in row["quartiles"])
@@ -182,7 +177,6 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         results["steps"] += told
         results["order"][model] = order(one, told)
         results["memory"].append({"model": model, "planned": one.planned, "allocated": one.allocated})
-        results["others"][model] = busy
     return results
 
 
@@ -198,8 +192,6 @@ def judge(results: dict[str, Any]) -> None:
         f"order of pairs of schedules: {pairs['same']} as predicted, {pairs['other']} not, {pairs['tie']} tie"
         " (the quartiles of the ratio turn by turn lie on both sides of 1)"
     )
-    busy = [cores for cores in results["others"].values() if cores is not None]
-    print(f"meanwhile other processes kept up to {max(busy):.1f} cores busy" if busy else "")
     for row in results["memory"]:
         ratio = row["planned"] / row["allocated"]
         verdict = "within" if 1 <= ratio <= 1 + TARGET_MEMORY else "NOT within"

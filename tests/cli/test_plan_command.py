@@ -25,7 +25,7 @@ from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import gpt_costs, gpt_parameters
 from zfunc.options import options_of
-from zfunc.planner import memory_check as room
+from zfunc.planner import traced_costs as room
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.profile import load_profile, profile_text
@@ -127,7 +127,6 @@ def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
         "fp16 (chosen of fp32, fp16)",
         "it fits",
         f"bound by {as_json['bound']}",
-        "assumed of the profile's peaks: fp16 66%, attention 33%",
         "TFLOP/s counts forward with attention, and twice as much for backward",
     ):
         assert words in " ".join(result.split())

@@ -296,15 +296,6 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
         measure_disk(tmp_path / "none")
 
 
-def test_whoever_keeps_the_cores_busy_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zfunc.planner.calibrate.other_processes", lambda before, after: 64.0)
-    with caplog.at_level(logging.WARNING, "zfunc"):
-        measure_machine(CalibrateSettings(**SMALL, folder=tmp_path))
-    assert "other processes kept 64.0 of" in caplog.text
-
-
 def test_the_training_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Program] = []
     monkeypatch.setattr("zfunc.planner.calibrate.calibrate", lambda program, *_, **__: given.append(program))

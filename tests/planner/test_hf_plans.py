@@ -19,7 +19,7 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile.compile import compile
 from zfunc.planner.kept_costs import kept
-from zfunc.planner.largest import most_that_fit
+from zfunc.planner.plan_step import most_that_fit
 from zfunc.planner.traced_costs import traced_costs
 from zfunc.train.settings import step_settings
 
@@ -200,6 +200,7 @@ def test_quantized_weights_are_planned_as_they_are_trained(kind: str, capsys: Ou
     assert capsys.readouterr().out == answer
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZFUNC_CACHE", "on")
     write("model/config.json", TINY | {"tie_word_embeddings": True})
@@ -219,7 +220,6 @@ def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch
     first, asked = answer()
     assert asked == 1
     assert answer() == (first, 0)
-    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())
     assert answer("--moments", "8bit", "--world", "1")[1] == 0
     assert answer("--seq-length", "32")[1] == answer("--lora", "2")[1] == 1
     write("model/config.json", TINY | {"tie_word_embeddings": True, "rope_theta": 1.0})

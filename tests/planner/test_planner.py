@@ -17,11 +17,11 @@ from zfunc.engine.compile.program import Program
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.planner import memory_check as room
-from zfunc.planner.memory_check import check_fits
+from zfunc.planner import traced_costs as room
 from zfunc.planner.plan_step import plan
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile import load_profile, profile_text
+from zfunc.planner.traced_costs import check_fits
 
 CPU = evolve(ROUND, name="a CPU", memory={"host": 1 << 40}, unified=True)
 SMALL = {"bucket_size": 1 << 12, "precision": "fp32"}

@@ -22,10 +22,9 @@ from zfunc.core.recipes import Recipe, deferred, zero_offload
 from zfunc.core.settings import PLACES, TIERS_OF, StepSettings, in_equal_shares
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, step_of
-from zfunc.planner.largest import most_that_fit
-from zfunc.planner.moves import SPACE as EVERYTHING
-from zfunc.planner.moves import WORTH, Space, most_persistent, moved, shares_that_fit
-from zfunc.planner.search import search
+from zfunc.planner.plan_step import most_that_fit
+from zfunc.planner.search import SPACE as EVERYTHING
+from zfunc.planner.search import WORTH, Space, most_persistent, moved, search, shares_that_fit
 from zfunc.planner.suggestions import suggest
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward

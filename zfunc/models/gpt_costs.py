@@ -106,13 +106,18 @@ def _held(nbytes: int) -> int:
 
 
 _Part: TypeAlias = tuple[_Tensor, int]  # of a tensor, so many bytes
+_Read: TypeAlias = _Tensor | _Part
+
+
+def _parts(given: Iterable[_Read]) -> list[_Part]:
+    return [(t, t.nbytes) if isinstance(t, _Tensor) else t for t in given]
 
 
 @frozen(eq=False)
 class _Operation:
-    reads: list[_Part]
+    reads: list[_Part] = field(converter=_parts)
     makes: list[_Tensor]
-    changes: list[_Part]  # in place
+    changes: list[_Part] = field(default=(), converter=_parts)  # in place
     flops: int = 0
     attention_flops: int = 0  # of these
     launched: bool = True
@@ -141,45 +146,30 @@ class _Passes:
     output: _Tensor | None = None
     results: set[_Tensor] = field(init=False)
 
-    def run(
-        self,
-        reads: Iterable[_Tensor | _Part],
-        *sizes: int,
-        changes: Iterable[_Tensor | _Part] = (),
-        **of: Any,
-    ) -> list[_Tensor]:
+    def run(self, reads: Iterable[_Read], *sizes: int, **of: Any) -> list[_Tensor]:
         """An operation that allocates tensors of so many bytes; `of` are other fields of it."""
-
-        def parts(given: Iterable[_Tensor | _Part]) -> list[_Part]:
-            return [(t, t.nbytes) if isinstance(t, _Tensor) else t for t in given]
-
         made = [_Tensor(n) for n in sizes]
-        run = self.backward if self.output else self.forward
-        run.append(_Operation(parts(reads), made, parts(changes), **of))
+        (self.backward if self.output else self.forward).append(_Operation(reads, made, **of))
         return made
 
-    def one(self, reads: Iterable[_Tensor | _Part], size: int) -> _Tensor:
+    def one(self, reads: Iterable[_Read], size: int) -> _Tensor:
         """An operation that allocates one tensor."""
         return self.run(reads, size)[0]
 
     def product(
-        self,
-        sizes: tuple[int, int, int],
-        *reads: _Tensor | _Part,
-        transposed: bool = False,
-        into: _Part | None = None,
+        self, sizes: tuple[int, int, int], *reads: _Read, transposed: bool = False, into: _Part | None = None
     ) -> _Tensor:
         """The product of matrices [m, k] and [k, n], plus a bias among what it reads, added to `into` if given.
 
         The host's kernel of a transposed one sums in fp32 (`zfunc.engine.compile.cost_trace.cpu_kernel_bytes`).
         """
         m, k, n = sizes
-        own = FP32 * m * n * (transposed and m > 1 and self.size == 2 and not self.on_gpu)
-        of: Any = {"flops": 2 * m * k * n, "kernel_bytes": own}
-        if into is not None:
-            self.run((*reads, into), changes=(into,), **of)
-            return into[0]
-        return self.run(reads, m * n * self.size, **of)[0]
+        sums = FP32 * m * n * (transposed and m > 1 and self.size == 2 and not self.on_gpu)
+        own = {"flops": 2 * m * k * n, "kernel_bytes": sums}
+        if into is None:
+            return self.run(reads, m * n * self.size, **own)[0]
+        self.run((*reads, into), changes=(into,), **own)
+        return into[0]
 
     def cast(self, t: _Tensor, nbytes: int) -> _Tensor:
         """To fp32 or from it."""
@@ -219,11 +209,8 @@ class _Passes:
         assert self.output
         own = {t for operation in self.forward for t in operation.makes}
         read = {t for operation in self.backward for t, _ in operation.reads}
-        residuals = (
-            set[_Tensor]()
-            if repeats
-            else {t for t in read if t in own or t.given} - {self.grads[self.output]}
-        )
+        residuals = {t for t in read if t in own or t.given} - {self.grads[self.output]}
+        residuals = set[_Tensor]() if repeats else residuals
         kept = {t for t in residuals if not t.given}
         stashed = {t for t in residuals if not (moving and t.given)} | {self.input}
         backward = [*self._needed_of_forward(read), *self.backward] if repeats else self.backward
@@ -311,7 +298,7 @@ def _attention(p: _Passes, qkv: _Tensor) -> _Tensor:
     stream, heads = qkv.nbytes // 3, [(qkv, qkv.nbytes // 3)] * 3
     pairs = p.tokens * p.config.seq_length * p.config.hidden_size  # FLOPs of a causal product
 
-    def run(reads: Iterable[_Tensor | _Part], products: int, *sizes: int) -> list[_Tensor]:
+    def run(reads: Iterable[_Read], products: int, *sizes: int) -> list[_Tensor]:
         return p.run(reads, *sizes, flops=products * pairs, attention_flops=products * pairs)
 
     mixed, sums = run(heads, 2, stream, FP32 * p.tokens * p.config.num_attention_heads)

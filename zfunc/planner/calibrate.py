@@ -22,7 +22,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from attrs import frozen
 from torch import nn
@@ -66,7 +65,6 @@ Line = tuple[float, float]  # seconds to start, and bytes a second
 
 WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
-BUSY = 0.1  # share of the cores that other processes may use without a warning
 REPEATS = 5  # of a page, to time how long a drive takes to answer
 ENOUGH_SECONDS = 0.002  # of one product or one attention, to time its FLOP/s
 LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
@@ -106,11 +104,8 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     Raises ValueError for another schedule, and for steps without the operations that give a rate; OutOfMemory where
     the model does not fit; DiskError where `folder` cannot be written.
     """
-    machine, before = measure_beside(program, Path(folder)), clocks()
+    machine = measure_beside(program, Path(folder))
     serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
-    busy, cores = other_processes(before, clocks()), physical_cores(allowed_cpus())
-    if machine.world == 1 and busy > BUSY * cores:  # ranks are processes too
-        log.warning("other processes kept %.1f of %d cores busy: measure again when they do not", busy, cores)
     steps = middle_half(serial)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
     profile = make_profile(machine, operation_costs(steps), handoff(middle_half(overlapped)) or 0.0, how)
@@ -316,36 +311,32 @@ def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float,
 
     Sizes double from 512 until the work takes `ENOUGH_SECONDS`, beside which a launch is nothing."""
 
-    def seconds(call: Callable[[], Any]) -> float:
-        def run() -> None:
-            call()
-            if on_accelerator(device):
-                torch.accelerator.synchronize(device)
-
-        run()  # which loads the kernels
-        return _median_seconds(run)
-
-    def rate(flops: Callable[[int], float], work: Callable[[int], Callable[[], Any]]) -> float:
-        size, taken = 512, seconds(work(512))
-        while taken < ENOUGH_SECONDS:
-            size *= 2
-            taken = seconds(work(size))
-        return flops(size) / taken
-
-    def product(side: int) -> Callable[[], Any]:
+    def product(side: int) -> tuple[float, Callable[[], Any]]:
         a = torch.zeros(side, side, device=device, dtype=dtype)
-        return lambda: a @ a
+        return 2 * side**3, lambda: a @ a
 
-    def attention(row: int) -> Callable[[], Any]:
+    def attention(row: int) -> tuple[float, Callable[[], Any]]:
         q = torch.zeros(1, 16, row, 128, device=device, dtype=dtype)
 
         def both() -> None:
             y, pull, *_ = torch.func.vjp(lambda q: scaled_dot_product_attention(q, q, q, is_causal=True), q)
             pull(y)
 
-        return both
+        return 7 * 16 * 128 * row**2, both
 
-    return rate(lambda n: 2 * n**3, product), rate(lambda n: 7 * 16 * 128 * n**2, attention)
+    def rate(work: Callable[[int], tuple[float, Callable[[], Any]]], size: int = 512) -> float:
+        flops, call = work(size)
+
+        def run() -> None:
+            call()
+            if on_accelerator(device):
+                torch.accelerator.synchronize(device)
+
+        run()  # which loads the kernels
+        taken = _median_seconds(run)
+        return flops / taken if taken >= ENOUGH_SECONDS else rate(work, 2 * size)
+
+    return rate(product), rate(attention)
 
 
 def measure_launch(device: torch.device) -> float | None:
@@ -375,19 +366,6 @@ def measure_launch(device: torch.device) -> float | None:
     with AllocationTracker() as tracker:
         run()
     return median(seconds() for _ in range(LAUNCH_TURNS)) / (PASSES * tracker.launches)
-
-
-def clocks() -> tuple[float, float, float]:
-    """Wall-clock seconds, CPU seconds of this process, and busy seconds of the CPUs it may use."""
-    cpus = (x for n, x in enumerate(psutil.cpu_times(percpu=True)) if n in allowed_cpus())
-    busy = sum(x.user + x.nice + x.system + x.irq + x.softirq + x.steal for x in cpus)
-    return time.perf_counter(), time.process_time(), busy
-
-
-def other_processes(before: tuple[float, ...], after: tuple[float, ...]) -> float:
-    """How many CPUs other processes kept busy between two readings of `clocks`."""
-    wall, own, busy = (b - a for a, b in zip(before, after, strict=True))
-    return max(0.0, busy - own) / wall
 
 
 # --- the profile -----------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from zfunc.core.verifier import plan_with
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes
 
+DRIVES: tuple[Kind, ...] = ("read", "write")
 FEW = (3, 6)  # groups of micro-batches after which a step may have settled
 MANY = 3  # times as many micro-batches as a few: fewer are simulated in full
 CLOSE = 1e-5  # of a step's time

@@ -5,9 +5,7 @@ all else that settings change is arithmetic. `traced_costs` traces any segments;
 of a GPT without torch.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from os import PathLike
 from typing import Any, TypeAlias
 
 from attrs import asdict, evolve, field, frozen
@@ -23,18 +21,7 @@ from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep, step_of
-from zfunc.planner.profile import Profile, load_profile
-
-
-def resolve_hardware(hardware: Any) -> Profile | Hardware:
-    """The profile of that name or file; a Profile or a Hardware as it is."""
-    if isinstance(hardware, Profile | Hardware):
-        return hardware
-    if isinstance(hardware, str | PathLike):
-        return load_profile(os.fspath(hardware))  # pyright: ignore
-    raise TypeError(
-        f"hardware: got a {type(hardware).__name__}, expected a name, a path, a Profile or a Hardware"
-    )
+from zfunc.planner.profile import Profile
 
 
 def precision_for(machine: Profile | Hardware, precision: str) -> str:

@@ -4,7 +4,8 @@ The plan is the one that `zfunc.compile` makes of the same settings, traced with
 hardware. Nothing is allocated and no GPU is used, whatever the size of the model and the number of ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,18 @@ from zfunc.engine.compile.step_spec import choose_optimizer
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, step_of
-from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
-from zfunc.planner.moves import SPACE, Space
+from zfunc.planner.cost_model import CostModel, precision_for
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile import Profile, load_profile, profile_names
-from zfunc.planner.search import search
+from zfunc.planner.search import SPACE, Space, search
 from zfunc.planner.suggestions import WORTH_SAYING, Suggestion, effect, suggest
 from zfunc.schedules import __all__ as SCHEDULES
+from zfunc.values import of_type
 
 if TYPE_CHECKING:
     from zfunc.engine.compile.segment import Segment
 
+GUESSES = 6  # of the most that fits, along a line; then the range is halved
 # Settings that a search does not vary: only these are worth a suggestion after one.
 UNSEARCHED = ("precision", "micro_batches", "moments", "stage")
 
@@ -69,7 +71,10 @@ def plan(
 
     segments = tuple(segments)
     example = unpacked(example, segments[-1]) if segments else example
-    machine = resolve_hardware(hardware)
+    machine = hardware
+    if not isinstance(machine, Profile | Hardware):
+        of_type("hardware", machine, str | PathLike, "a name, a path, a Profile or a Hardware")
+        machine = load_profile(machine)
     if settings is None:
         changes = {"precision": AUTO, **changes}
     if "precision" in changes:
@@ -128,6 +133,40 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
                     new = evolve(step, hardware=hardware)
                     yield Suggestion({"hardware": profile.name}, new, effect({}, new, step))
                     return
+
+
+def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
+    """The largest count from 1 to `most`, of layers, sequences or tokens, whose step fits; 0 if not even that of 1.
+
+    The step of the result was planned and fits; that of one more was planned and does not, or is not asked for. A
+    step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count is
+    read off the line through two that are known.
+    """
+    known: dict[int, PlannedStep] = {}
+
+    def fits(count: int) -> bool:
+        known[count] = step_of(count).without_operations()
+        return known[count].fits
+
+    def too_much(count: int) -> bool:
+        """Whether it does not fit where memory is on the line through the nearest known steps."""
+        a, b = sorted((low, high if high in known else max(x for x in known if x < low)))
+        at_a, at_b = known[a].memory, known[b].memory
+        needed = {tier: n + (at_b[tier] - n) * (count - a) // (b - a) for tier, n in at_a.items()}
+        return bool(known[a].hardware.lacking(needed))
+
+    if not fits(1):
+        return 0
+    low, high = 1, most + 1  # fits, and does not
+    while high - low > 1:
+        count = (low + high) // 2
+        if len(known) < 2:
+            count = 2
+        elif len(known) <= GUESSES:
+            guess = low + bisect_left(range(low + 1, high), True, key=too_much)
+            count = max(low + 1, min(high - 1, guess))
+        low, high = (count, high) if fits(count) else (low, count)
+    return low
 
 
 def _space(settings: StepSettings) -> Space | None:

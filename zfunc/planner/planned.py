@@ -1,24 +1,22 @@
 """A planned step as figures, text and HTML: does it fit, how long does it take, what bounds it, what would help."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from textwrap import wrap
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critical_path_of, largest_shares
-from zfunc.core.display import html_table
 from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
 from zfunc.core.plan import Plan
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.settings import DISK
 from zfunc.core.timeline import Timeline
-from zfunc.planner.candidate import PlannedStep, shortage_text
-from zfunc.planner.disk_traffic import DRIVES, DiskTraffic, disk_traffic
+from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile
 from zfunc.planner.suggestions import Suggestion
 from zfunc.schedules import make_schedule
@@ -32,6 +30,54 @@ LARGEST = 3  # buffers of a peak that are named
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes
 SMALL = 0.01  # of a peak: not named
 WIDTH = 118  # columns of a sentence
+
+
+@frozen
+class DiskTraffic:
+    """What one rank's step moves between memory and its share of the drives. Bytes are by direction, "read" and
+    "write"; those of a second, too.
+
+    - `step_bytes`, `commit_bytes`: of the planned step, which commits if all do, and of one that commits, which
+      also writes what memory has of the state.
+    - `needed`, `available`: what hides the planned step's transfers behind the busiest other kind of work, and what
+      the hardware has. Directions share the drives, so a step whose `busy` is above 1 waits for them.
+    - `space`: bytes of two generations of the state, of frozen parameters, and of gradients and activations that
+      wait. `written`: bytes of an average step.
+    """
+
+    step_bytes: Mapping[Kind, int]
+    commit_bytes: Mapping[Kind, int]
+    commit_every: int
+    needed: Mapping[Kind, float]
+    available: Mapping[Kind, float]
+    space: int
+    written: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the drives in one of the busiest other kind of work."""
+        return sum(self.needed[kind] / self.available[kind] for kind in DRIVES)
+
+
+def disk_traffic(step: PlannedStep) -> DiskTraffic | None:
+    """The traffic of `step`; None where it uses no drive."""
+    if not step.spec.uses_disk:
+        return None
+    planned, commits = (
+        {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
+        for graph in (step.graph, operations_of(evolve(step.spec, commit=step.spec.swaps)))
+    )
+    busiest = max(seconds for kind, seconds in step.work.items() if kind not in DRIVES)
+    every = step.settings.commit_every
+    return DiskTraffic(
+        planned,
+        commits,
+        every,
+        {kind: planned[kind] / busiest for kind in DRIVES},
+        {kind: step.hardware.rates[kind] for kind in DRIVES},
+        step.memory["disk"],
+        planned["write"] + (commits["write"] - planned["write"]) / every,
+    )
 
 
 @frozen(eq=False, repr=False)
@@ -120,7 +166,7 @@ class Planned:
     @cached_property
     def disk(self) -> DiskTraffic | None:
         """What the step asks of the drives; None where nothing is there."""
-        return disk_traffic(self.step, self.profile.endurance(self.world) if self.profile else None)
+        return disk_traffic(self.step)
 
     @property
     def lanes(self) -> dict[str, float]:
@@ -163,18 +209,11 @@ class Planned:
         return self.step.timeline
 
     def _repr_html_(self) -> str:
-        head = f"{self.hardware.name}: {'fits' if self.fits else shortage_text(self.lacking)}"
-        rows: list[tuple[str, str]] = [
-            ("a step takes", format_seconds(self.step_seconds)),
-            ("tokens/s", f"{self.tokens_per_second:,.0f}"),
-            ("bound by", self.bound),
-            *((f"{tier} memory", format_bytes(nbytes)) for tier, nbytes in self.memory.items() if nbytes),
-            *(("could be faster" if self.fits else "could fit", advice) for advice in self.advice),
-        ]
-        table = html_table([head, ""], rows)
-        if self.step.repetition is not None:  # its operations would have to be made first
-            return table
-        return table + timeline_html(self.timeline, self.plan, f"One step, on {self.hardware.name}")
+        drawn = self.step.repetition is None  # else its operations would have to be made first
+        picture = (
+            timeline_html(self.timeline, self.plan, f"One step, on {self.hardware.name}") if drawn else ""
+        )
+        return f"<pre>{escape(str(self))}</pre>{picture}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -201,25 +240,25 @@ def report(
     With `chosen_precision` it says of which the precision was chosen; `found` are more lines on what a search
     found, and `written` is how a suggestion is.
     """
-    lines = [
-        f"hardware   {_hardware(p, chosen_precision)}",
-        *_plan(p),
-        "",
-        *_memory(p),
-        "",
-        *_time(p),
-        *_disk(p),
+    of = f" (chosen of {', '.join(p.profile.precisions)})" if p.profile and chosen_precision else ""
+    parts = [
+        [f"hardware   {p.hardware.name}{of}", *wrapped(f"plan       {', '.join(_plan(p))}", 11)],
+        [*_memory(p)],
+        [*_time(p), *_disk(p)],
+        ["found by search:", *(f"  {reason}" for reason in p.reasons)] if p.reasons else [],
+        found,
+        [*_suggestions(p, written)],
+        wrapped(
+            "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
+            "attention is one of them; TFLOP/s counts forward with attention, and twice as much for backward"
+            + (", but once for what is frozen" if p.step.spec.layout.frozen else "")
+        ),
     ]
-    if p.reasons:
-        lines += ["", "found by search:", *(f"  {reason}" for reason in p.reasons)]
-    lines += ["", *found] if found else []
-    lines += ["", *_suggestions(p, written), "", *_assumptions(p)]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
 def report_html(p: Planned, text: str = "") -> str:
     """The report, or this text of it, as one HTML page with the picture of the step, if that is not too large."""
-    title = f"A step in {p.step.settings.schedule_name} on {p.hardware.name}"
     # The operations of a step that was made from a few micro-batches would have to be made first.
     drawn = p.step.repetition is None and len(p.plan.graph.ops) <= MOST_DRAWN
     picture = svg(p.timeline, plan=p.plan, title="One simulated step") if drawn else ""
@@ -227,7 +266,7 @@ def report_html(p: Planned, text: str = "") -> str:
         "plan.html",
         style="report.css",
         styles=re.findall(r"<style>(.*?)</style>", picture, re.DOTALL),
-        title=title,
+        title=f"A step in {p.step.settings.schedule_name} on {p.hardware.name}",
         text=escape(text or report(p)),
         picture=picture,
     )
@@ -241,52 +280,48 @@ def wrapped(sentence: str, indent: int = 2) -> list[str]:
 
 
 def _plan(p: Planned) -> Iterator[str]:
-    settings, buckets = p.step.settings, p.step.spec.layout.buckets
-    parts = [
-        settings.schedule_name,
-        f"{len(buckets)} buckets",
-        f"the largest of {p.step.spec.slot_numel:,}; {settings.micro_batches} "
-        f"micro-batch{'es' * (settings.micro_batches != 1)}",
-        f"recompute {settings.recompute}",
-        f"moments {settings.moments}",
-        *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
-        *([f"ZeRO stage {settings.stage}"] if p.world > 1 and settings.stage != 2 else []),
-        *([f"parameters on the {settings.params_on}"] if settings.params_on != "device" else []),
-        *([_state(settings)] if settings.state_on == DISK else []),
-        *([f"activations on the {settings.activations_on}"] if settings.stashes else []),
-        *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
-        *(["updates deferred"] if p.step.spec.deferred else []),
-    ]
-    yield from wrapped(f"plan       {', '.join(parts)}", 11)
-
-
-def _hardware(p: Planned, chosen_precision: bool) -> str:
-    if p.profile is None or not chosen_precision:
-        return p.hardware.name
-    return f"{p.hardware.name} (chosen of {', '.join(p.profile.precisions)})"
+    """What is said of the settings, the unusual ones last."""
+    settings, spec = p.step.settings, p.step.spec
+    count = settings.micro_batches
+    share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
+    waiting = " with waiting gradients" if settings.grads_on == DISK else ""
+    yield settings.schedule_name
+    yield f"{len(spec.layout.buckets)} buckets"
+    yield f"the largest of {spec.slot_numel:,}; {count} micro-batch{'es' * (count != 1)}"
+    yield f"recompute {settings.recompute}"
+    yield f"moments {settings.moments}"
+    for said, unusual in (
+        (f"{settings.offload_ratio:.0%} of the state on the host", settings.offload_ratio != 1),
+        (f"ZeRO stage {settings.stage}", p.world > 1 and settings.stage != 2),
+        (f"parameters on the {settings.params_on}", settings.params_on != "device"),
+        (f"{share}{waiting} on the disk", settings.state_on == DISK),
+        (f"activations on the {settings.activations_on}", settings.stashes),
+        (f"{settings.group_size} micro-batches at a time", settings.group_size > 1),
+        ("updates deferred", spec.deferred),
+    ):
+        if unusual:
+            yield said
 
 
 def _memory(p: Planned) -> Iterator[str]:
     yield "it fits" if p.fits else f"it does not fit: {shortage_text(p.lacking)}"
     yield f"  {'':7}{'needed':>13}{'available':>14}{'':>8}  most of it, at the peak"
+    # Out of the host's capacity come pinned memory, and that of a unified device.
+    with_host: dict[Tier, bool] = {"pinned": True, "device": p.hardware.unified}
+    shared = sum(p.memory[tier] for tier, there in with_host.items() if there)
     for tier in TIERS:
-        capacity = p.hardware.memory.get("host" if tier == "pinned" else tier)
-        shared = (tier == "pinned" and capacity) or (tier == "device" and p.hardware.unified)
-        known = "with host" if shared else format_bytes(capacity) if capacity else "not known"
-        share = f"{_of_capacity(p, tier) / capacity:.0%}" if capacity and not shared else ""
-        large = [(name, n) for name, n in p.held[tier].items() if n > SMALL * p.memory[tier]]
+        capacity, nbytes = p.hardware.memory.get(tier), p.memory[tier]
+        known, share = format_bytes(capacity) if capacity else "not known", ""
+        if with_host.get(tier) and (tier == "device" or "host" in p.hardware.memory):
+            known = "with host"
+        elif capacity:
+            share = f"{(nbytes + (shared if tier == 'host' else 0)) / capacity:.0%}"
+        large = [(name, n) for name, n in p.held[tier].items() if n > SMALL * nbytes]
         parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in large[:LARGEST])
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
-        yield f"  {tier:7}{format_bytes(p.memory[tier]):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
+        yield f"  {tier:7}{format_bytes(nbytes):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
     if p.step.fits and not p.fits:
         yield f"  a step fits, init does not: it has {initial_memory(p.step.spec)['host'].op} beside the state"
-
-
-def _of_capacity(p: Planned, tier: Tier) -> int:
-    """The bytes that come out of a tier's capacity: pinned memory, and that of a unified device, is the host's."""
-    if tier != "host":
-        return p.memory[tier]
-    return p.memory["host"] + p.memory["pinned"] + (p.memory["device"] if p.hardware.unified else 0)
 
 
 def _time(p: Planned) -> Iterator[str]:
@@ -298,12 +333,6 @@ def _time(p: Planned) -> Iterator[str]:
     yield f"  busy     {', '.join(f'{lane} {share:.0%}' for lane, share in lanes)}"
 
 
-def _state(settings: StepSettings) -> str:
-    gradients = " with waiting gradients" if settings.grads_on == DISK else ""
-    share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
-    return f"{share}{gradients} on the disk"
-
-
 def _disk(p: Planned) -> Iterator[str]:
     """What the step asks of the drives, where something is there."""
     if (disk := p.disk) is None:
@@ -311,22 +340,18 @@ def _disk(p: Planned) -> Iterator[str]:
     read, write = (
         f"{disk.needed[kind] / 1e9:,.3g} of {disk.available[kind] / 1e9:,.3g} GB/s" for kind in DRIVES
     )
-    every = "every step"
-    if disk.commit_every > 1:
-        writes = f"{disk.commit_bytes['write'] / 1e9:,.4g} GB"
-        every = f"every {disk.commit_every:,} steps; such a step writes {writes}"
     reads, writes = (f"{kind}s {disk.step_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
+    committed, swaps = f"{disk.commit_bytes['write'] / 1e9:,.4g} GB", p.step.spec.swaps
+    every = (
+        f"{disk.commit_every:,} steps; such a step writes {committed}" if disk.commit_every > 1 else "step"
+    )
+    generations = ", with two generations of the state" if swaps else ""
     yield f"the disk: a step {reads} and {writes}"
-    if p.step.spec.swaps:
-        yield f"  commits  {every}"
+    if swaps:
+        yield f"  commits  every {every}"
     yield f"  needed   to hide them: read {read}, write {write}; both, {disk.busy:.0%} of the time"
-    of_size = "" if disk.drive_writes is None else f", {disk.drive_writes:.2g} of the disk's size"
-    wear = f"{disk.written / 1e12:,.3g} TB written a step{of_size}"
-    if disk.steps is not None:
-        wear += f"; the rated endurance is used up in {disk.steps:,} steps"
-    generations = ", with two generations of the state" if p.step.spec.swaps else ""
     yield f"  space    {disk.space / 1e9:,.4g} GB{generations}"
-    yield f"  wear     {wear}"
+    yield f"  wear     {disk.written / 1e12:,.3g} TB written a step"
 
 
 def _suggestions(p: Planned, written: Callable[[Suggestion], str]) -> Iterator[str]:
@@ -335,31 +360,3 @@ def _suggestions(p: Planned, written: Callable[[Suggestion], str]) -> Iterator[s
         return
     yield "to make it faster, each planned alone:" if p.step.fits else "to make it fit, each planned:"
     yield from (f"  {written(suggestion)}" for suggestion in p.suggestions)
-
-
-def _assumptions(p: Planned) -> Iterator[str]:
-    if p.profile is not None:
-        shares = p.profile.figures["reached"]
-        rates = p.step.settings.precision, "attention", "d2h", "h2d", "host_memory", "device_memory"
-        reached = ", ".join(f"{key} {shares[key].value:.0%}" for key in shares if key in rates)
-        yield from wrapped(
-            f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; why is "
-            "in the profile"
-        )
-    if p.step.settings.schedule_name == "SharedCores":
-        yield from wrapped(
-            "SharedCores is the default on a CPU: there all lanes share the cores, so one does all but to wait for "
-            "drives and other ranks"
-        )
-    yield from wrapped(
-        "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
-        "attention is one of them; TFLOP/s counts forward with attention, and twice as much for backward"
-        + (", but once for what is frozen" if p.step.spec.layout.frozen else "")
-    )
-
-
-def _device_bytes(profile: Profile) -> str:
-    """How much is counted on of the bytes that the driver reports."""
-    share, context = profile.figures["reached"]["device_bytes"], profile.figures["bytes"].get("context")
-    less = "" if context is None else f" less {format_bytes(context.value)} of context"
-    return f"{share.value:.0%}{less}"

@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
@@ -41,9 +42,8 @@ FP16_ACCUMULATE = "fp16_accumulate"
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of a node
     "count": (("devices", "cores"), ()),
-    # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor; of
-    # the node's drives, what they are rated to write in their life
-    "bytes": (("device", "host", "disk"), ("context", "endurance")),
+    # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor
+    "bytes": (("device", "host", "disk"), ("context",)),
     # the peak of one device, without sparsity; of fp16 with sums in fp16 too, which torch has to be asked for
     "flops_per_s": ((), (*PRECISIONS, FP16_ACCUMULATE)),
     # the peak, one way: host_memory, read and write (of its drives) of the node, all else of one device
@@ -161,11 +161,6 @@ class Profile:
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
-    def endurance(self, world: int = 1) -> float | None:
-        """The bytes that one rank's share of the node's drives may write in their life; None if it is unknown."""
-        rated = self.figures["bytes"].get("endurance")
-        return None if rated is None else rated.value / self._local(world)
-
     def _local(self, world: int) -> int:
         """The ranks that share a node."""
         return min(world, int(self.value("count", "devices")))
@@ -243,7 +238,9 @@ class Profile:
         if not own and not self.unified:
             crossing: tuple[Kind, ...] = ("host", "d2h", "h2d", "read", "write")
             shared["host memory"] = {kind: min(1.0, rates[kind] / rates["host"]) for kind in crossing}
-        return shared | {x: {k: of[k].value for k in KINDS if k in of} for x, of in own.items()}
+        for resource, of in own.items():
+            shared[resource] = {kind: of[kind].value for kind in KINDS if kind in of}
+        return shared
 
     # --- checks ----------------------------------------------------------------------------------------------
 
@@ -314,7 +311,7 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
-def load_profile(name: str | Path) -> Profile:
+def load_profile(name: str | PathLike[str]) -> Profile:
     """The profile of that name, or in a file of that path.
 
     Raises FileNotFoundError where there is neither, and ValueError for a file that is not a profile.

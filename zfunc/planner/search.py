@@ -3,6 +3,10 @@
 One setting is varied at a time, by simulation, until no single change helps. A choice that by arithmetic cannot fit
 or cannot be faster is not simulated.
 
+A move, of a search or of advice, is one setting changed, with what cannot stay as it is beside it. The values that
+are tried of a setting are its field's (`zfunc.core.settings`), those that take most memory of the device first;
+only what depends on the step is here: where things may be, the shares that fit, where buckets end.
+
 The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`, and neither is
 any with one thing in a nearer tier; where none fits, none lacks fewer bytes, and nothing that moves alone makes one
 fit. Delay, which changes numbers, is tried only if the space says so. The result is the same on
@@ -11,18 +15,307 @@ every rank: no clock is read.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import accumulate, product
+from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, fields, frozen
 
+from zfunc.core.bucketing import lay_out
 from zfunc.core.display import brief
-from zfunc.core.graph import Kind
-from zfunc.core.settings import StepSettings
-from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.disk_traffic import DRIVES
-from zfunc.planner.moves import COORDINATES, SPACE, WORTH, Space, differing, giving_way, may_give_way, moved
+from zfunc.core.graph import Kind, Tier
+from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings, in_equal_shares
+from zfunc.options import AUTO
+from zfunc.planner.candidate import DRIVES, PlannedStep, gains_and_costs, shortage_text, step_of
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
 ROUNDS = 8  # over all settings; the last mostly changes nothing
+WORTH = 0.01  # of a step's time: a change that gains less is not made
+ALMOST = 1e-9  # a share of the state in which there is no bucket
+QUARTERS = 4  # shares of the segments, in the first of which activations go further away
+NUMBERS = ("precision", "micro_batches", "moments")  # settings that change the result
+# By the share of the state that is further away: where the rest is, and the tiers that share that memory.
+NEARER: dict[str, tuple[Tier, tuple[Tier, ...]]] = {
+    "offload_ratio": ("device", ("device",)),
+    "disk_ratio": ("host", ("host", "pinned")),
+}
+
+Space = Mapping[str, tuple[Any, ...]]
+Changes = dict[str, Any]
+Coordinate = Callable[[PlannedStep, Space, bool], Iterator[Changes]]  # of the best step, in the first round
+VALUES: Space = {f.name: f.metadata[TRIES] for f in fields(StepSettings) if f.metadata[TRIES]}
+SPACE: Space = {name: values for name, values in VALUES.items() if name not in NUMBERS}
+"""What a search varies: the settings that change how a step runs and not its result, with the values to try."""
+
+
+def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | None:
+    """The settings with `changes`, and what cannot stay as it is beside them; None where they exclude each other.
+
+    Parameters that leave the devices of several ranks are in slices, stage 3; what is on the disk is beside the
+    state there.
+
+    >>> differing(moved(StepSettings(offload_ratio=0.5), 1, params_on="disk"), StepSettings())
+    {'params_on': 'disk', 'state_on': 'disk'}
+    """
+    needs: Changes = {}
+    if changes.get("state_on") == "host":
+        needs = {"grads_on": "host", "disk_ratio": 1.0}
+        needs |= {"params_on": "host"} if settings.params_on == DISK else {}
+    elif DISK in (changes.get(name) for name in ("state_on", "params_on", "grads_on")):
+        needs = {"state_on": DISK, "offload_ratio": 1.0}
+    if world > 1 and changes.get("params_on", "device") != "device":
+        needs["stage"] = 3
+    if world > 1 and changes.get("stage", 3) != 3 and settings.params_on != "device":
+        needs["params_on"] = "device"
+    with suppress(ValueError):
+        return evolve(settings, **{**needs, **changes})
+    return None
+
+
+def differing(new: StepSettings, old: StepSettings) -> Changes:
+    """The values of `new` that differ from those of `old`."""
+    return {
+        f.name: value for f in fields(StepSettings) if (value := getattr(new, f.name)) != getattr(old, f.name)
+    }
+
+
+def beside(values: tuple[int, ...], value: int) -> list[int]:
+    """The next smaller and the next larger of `values`."""
+    return [*sorted(v for v in values if v < value)[-1:], *sorted(v for v in values if v > value)[:1]]
+
+
+# --- where things are ----------------------------------------------------------------------------------------
+
+
+def may_gain(step: PlannedStep) -> bool:
+    """Whether a step may gain from anything in a nearer tier: its device waits, or its drives wear."""
+    return step.spec.uses_disk or step.work["compute"] < step.seconds * (1 - WORTH)
+
+
+def lacks_host(step: PlannedStep) -> bool:
+    """Whether a step does not fit the host, which may be the device."""
+    return "host" in step.lacking or (step.hardware.unified and "device" in step.lacking)
+
+
+def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> list[str]:
+    """The places that may be better than the present one: the disk where the host is full, where it is in use, or
+    where memory was not enough in the first round.
+
+    Where the device is the host, only the disk, and the way back from it.
+    """
+    now: str = getattr(best.settings, name)
+    there, elsewhere = DISK in now.split(","), name == "state_on" or not best.hardware.unified
+    on_disk = there or lacks_host(best) or not (first or best.fits)
+    places = dict.fromkeys((now, *space.get(name, ())))
+    return [x for x in places if x == now or (on_disk if DISK in x.split(",") else there or elsewhere)]
+
+
+def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+    """Parameters and activations on the device, on the host, or on the disk."""
+    names = ("params_on", "activations_on")
+    for places in product(*(_worth_trying(best, space, name, first) for name in names)):
+        if places[1].count(",") < best.spec.num_segments and (
+            places[0] != DISK or best.settings.state_on == DISK
+        ):
+            yield dict(zip(names, places, strict=True))
+
+
+def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+    """The state in memory, or on the disk with parameters that are streamed and gradients that wait."""
+    now = best.settings
+    waits = space.get("grads_on", ()) if best.spec.barrier else ()
+    for state_on in _worth_trying(best, space, "state_on", first):
+        if state_on == "host":
+            yield {"state_on": state_on}
+            continue
+        streamed = [x for x in space.get("params_on", ()) if x != "device"]
+        streamed = streamed if now.params_on != "device" else [x for x in streamed if x == DISK]
+        for params_on, grads_on in product(
+            dict.fromkeys((now.params_on, *streamed)), dict.fromkeys((now.grads_on, *waits))
+        ):
+            yield {"state_on": state_on, "params_on": params_on, "grads_on": grads_on}
+
+
+def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
+    """Activations of a quarter of the segments in the next tier: further away where the step does not fit."""
+    known = {place for places in space.get("activations_on", ()) for place in places.split(",")}
+    if len(known) > 1 and (not best.fits or may_gain(best)):
+        count = min(QUARTERS, best.spec.num_segments)
+        for places in moved_by_a_share(best.settings.activations_on, count, nearer=best.fits):
+            if known >= {*places.split(",")}:
+                yield {"activations_on": places}
+
+
+def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterator[str]:
+    """Places of activations with those of one of `count` shares in the next tier, and none nearer than a later one.
+
+    >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
+    ['disk,host,host,host', 'disk,disk,host,device']
+    """
+    tiers, now = TIERS_OF["activations_on"], activations_on.split(",")
+    shares = [tiers.index(in_equal_shares(now, s, count)) for s in range(count)]
+    for s, tier in enumerate(shares):
+        moved = [*shares[:s], tier - 1 if nearer else tier + 1, *shares[s + 1 :]]
+        if moved == sorted(moved, reverse=True) and {*moved} <= {*range(len(tiers))}:
+            yield _in_fewest_shares([tiers[x] for x in moved])
+
+
+def _in_fewest_shares(places: list[str]) -> str:
+    count = len(places)
+    shares = (places[:: count // n] for n in range(1, count + 1) if count % n == 0)
+    return ",".join(next(x for x in shares if places == [in_equal_shares(x, s, count) for s in range(count)]))
+
+
+def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+    """What is recomputed, with what is kept instead where activations are now, and in the first round elsewhere."""
+    now = best.settings.activations_on
+    everywhere = _worth_trying(best, space, "activations_on", first) if first else [now]
+    for activations_on, recompute in product(everywhere, space.get("recompute", ())):
+        if max(activations_on.count(","), recompute.count(",")) < best.spec.num_segments:
+            yield {"activations_on": activations_on, "recompute": recompute}
+
+
+def most_persistent(step: PlannedStep) -> int:
+    """The most elements of a parameter if those of no more stay on the device and fit it; 0 if all of them do."""
+    capacity = step.hardware.memory.get("device")
+    sizes = sorted({p.name: p.numel for own in step.spec.layout.parameters for p in own}.values())
+    if capacity is None:
+        return 0
+    free = (capacity - step.memory["device"]) // step.spec.element_bytes
+    if sum(sizes) <= free:
+        return 0  # without `params_on`, nothing has to be streamed
+    whole = [size for size, total in zip(sizes, accumulate(sizes), strict=True) if total <= free]
+    # Of equal sizes all stay, or none.
+    return max((x for x in whole if whole.count(x) == sizes.count(x)), default=0)
+
+
+def _persistent(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+    if best.settings.streams and first:
+        for most in space.get("persistent_params", ()):
+            yield {"persistent_params": most_persistent(best) if most == AUTO else most}
+
+
+# --- shares of the state -------------------------------------------------------------------------------------
+
+
+def share_of_state(settings: StepSettings) -> str:
+    """The setting for the share of the state that is further away."""
+    return "disk_ratio" if settings.state_on == DISK else "offload_ratio"
+
+
+def _shares(name: str) -> Coordinate:
+    """Each share in the space, or those that fit; after the first round, the least."""
+
+    def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+        given = space.get(name, ())
+        if AUTO in given:
+            fitting = shares_that_fit(best, name) if first or (best.fits and may_gain(best)) else ()
+            given = fitting if first else fitting[-2:-1]
+        yield from ({name: share} for share in given)
+
+    return shares
+
+
+def giving_way(step: PlannedStep, space: Space) -> Iterator[StepSettings]:
+    """The settings of a step that does not fit, with as much more of the state further away as makes it fit."""
+    name = share_of_state(step.settings)
+    if may_give_way(step.settings, step.lacking, space):
+        enough = shares_that_fit(step, name)[-2:][0]
+        if enough > getattr(step.settings, name):
+            yield evolve(step.settings, **{name: enough})
+
+
+def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Space) -> bool:
+    """Whether only that tier is full whose part of the state may be smaller."""
+    name = share_of_state(settings)
+    return lacking.keys() == {NEARER[name][0]} and AUTO in space.get(name, ()) and getattr(settings, name) < 1
+
+
+def shares_that_fit(best: PlannedStep, name: str) -> tuple[float, ...]:
+    """Values of the ratio `name` from 1 down to where the tier of the rest is full, and half way.
+
+    What is kept there grows linearly from a ratio of 1 to one of 0. The last value is the lowest by arithmetic: it
+    may be too low by a bucket, by which the one before is higher. 1 alone where the rest is nowhere nearer.
+    """
+    nearer, tiers = NEARER[name]
+    unified, capacity = best.hardware.unified, best.hardware.memory.get(nearer)
+    if name != share_of_state(best.settings) or (unified and nearer == "device"):
+        return (1.0,)
+    if capacity is None:
+        return (1.0, 0.5, 0.0)
+    tiers = (*tiers, "device") if unified else tiers
+    plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
+
+    def kept(ratio: float) -> int:
+        other = step_of(plain, evolve(best.settings, **{name: ratio}), best.hardware)
+        return sum(other.kept[tier] for tier in tiers)
+
+    # Between the ends, where buckets may be smaller and no slot is left out.
+    half, least = kept(0.5), kept(1 - ALMOST)
+    free = capacity - sum(best.memory[tier] - best.peaks[tier].kept for tier in tiers) - least
+    lowest = min(1.0, max(0.0, 1.0 - free / (half - least) / 2)) if half > least else 1.0
+    percent, sizes = math.ceil(lowest * 100), [b.numel for b in best.spec.layout.buckets]
+    bucket = math.ceil(max(sizes) / sum(sizes) * 100)
+    higher = min(100, percent + max(2, bucket))
+    return tuple(dict.fromkeys(n / 100 for n in (100, (100 + percent) // 2, higher, percent)))
+
+
+# --- buckets, slots, and what has a few values -----------------------------------------------------------------
+
+
+def _buckets(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+    sizes = space.get("bucket_size", ())
+    known = {cuts_of(best, best.settings.bucket_size)}
+    for size in sizes if first else beside(sizes, best.settings.bucket_size):
+        if (cuts := cuts_of(best, size)) not in known:
+            known.add(cuts)
+            yield {"bucket_size": size}
+
+
+def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
+    """Where buckets of that size end: two sizes with equal cuts are one choice."""
+    settings = evolve(best.settings, bucket_size=bucket_size, offload_ratio=1.0)
+    layout = lay_out(best.spec.layout.parameters, settings, best.spec.world)
+    return tuple(b.stop for b in layout.buckets)
+
+
+def _values(
+    name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
+) -> Coordinate:
+    """Each value in the space that is not below `least`; of slots, one fewer and one more."""
+
+    def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
+        if useful(best):
+            tried = space.get(name, ())
+            tried = beside(tried, getattr(best.settings, name)) if name.endswith("_slots") else tried
+            yield from ({name: x} for x in tried if least is None or x >= least)
+
+    return values
+
+
+COORDINATES: tuple[Coordinate, ...] = (
+    _values("schedule"),
+    _places,
+    _tiers,
+    _nearer,
+    _values(
+        "stage", lambda x: x.spec.world > 1 and x.settings.stage > 1 and x.settings.params_on == "device", 2
+    ),
+    _values("accumulate", lambda x: x.settings.micro_batches > 1),
+    _values("defer", lambda x: x.spec.barrier),
+    _recompute,
+    _shares("offload_ratio"),
+    _buckets,
+    _values("host_slots"),
+    _values("grad_slots", lambda x: x.settings.stage > 1),  # in stage 1 every bucket has a slot
+    _values("weight_slots", lambda x: x.settings.streams),
+    _persistent,
+    _shares("disk_ratio"),
+    _values("state_slots", lambda x: x.settings.state_on == DISK),
+)
+
+
+# --- the search ----------------------------------------------------------------------------------------------
 
 
 @frozen(eq=False)
@@ -38,14 +331,14 @@ class SearchResult:
 
 
 def search(
-    step_of: Callable[[StepSettings], PlannedStep], start: StepSettings, space: Space = SPACE
+    planned: Callable[[StepSettings], PlannedStep], start: StepSettings, space: Space = SPACE
 ) -> SearchResult:
     """The fastest step that fits its hardware's memory; if none does, the one that lacks least.
 
-    `step_of` is the step of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
+    `planned` is the step of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
     Takes seconds for 50 layers.
     """
-    walk = _Walk(step_of, space, step_of(start).without_operations())
+    walk = _Walk(planned, space, planned(start).without_operations())
     for number in range(ROUNDS):
         before = walk.best
         for coordinate in COORDINATES:
@@ -64,7 +357,7 @@ class _Walk:
     """A search in progress: the best step so far, the time of the fastest that fits, and the steps that were seen,
     None where arithmetic excluded one."""
 
-    step_of: Callable[[StepSettings], PlannedStep]
+    planned: Callable[[StepSettings], PlannedStep]
     space: Space
     first: PlannedStep
     best: PlannedStep = field(init=False)
@@ -90,7 +383,7 @@ class _Walk:
         if settings in self.seen:
             return None
         self.seen[settings] = None
-        step = self.step_of(settings)
+        step = self.planned(settings)
         lacking = step.hardware.lacking(step.kept)
         gains = not self.best.fits or _spares_drives(step.work, self.best.work)
         enough = math.inf if gains else self.best.seconds * (1 - WORTH)
@@ -134,7 +427,7 @@ class _Walk:
                 self.best.settings, self.best.spec.world, **{name: getattr(self.first.settings, name)}
             )
             if settings is not None:
-                yield name, self.seen.get(settings) or self._simulated(self.step_of(settings))
+                yield name, self.seen.get(settings) or self._simulated(self.planned(settings))
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:

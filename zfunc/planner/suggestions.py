@@ -1,6 +1,6 @@
 """Changes that make a step fit, or make it faster: each a step of the search from where it is, planned.
 
-A change is one move (`zfunc.planner.moves`) to another value of a setting, here also of those that change numbers.
+A change is one move (`zfunc.planner.search`) to another value of a setting, here also of those that change numbers.
 Where no single one is enough, the one that helps most is made, and so on, and what was not needed is taken back.
 """
 
@@ -15,7 +15,7 @@ from zfunc.core.graph import Tier
 from zfunc.core.optimizer_state import STATE_FORMATS, format_with
 from zfunc.core.settings import DISK, TIERS_OF, StepSettings
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.moves import (
+from zfunc.planner.search import (
     VALUES,
     beside,
     cuts_of,

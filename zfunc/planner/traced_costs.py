@@ -1,25 +1,37 @@
-"""The costs of any segments, traced without data as `zfunc.compile` traces them."""
+"""The costs of any segments, traced without data as `zfunc.compile` traces them; and by them, before anything is
+allocated, whether a step fits this machine: if not, the error says what would help, each change planned.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from attrs import evolve
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.compile import compile
+from zfunc.engine.compile.fit_to_memory import share_on_host
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.segments import checked_segments
-from zfunc.engine.compile.specialize import traced_spec
+from zfunc.engine.compile.specialize import specialize, traced_spec
 from zfunc.engine.compile.step_spec import passes_key
 from zfunc.engine.step.batches import Batch, split_batch
+from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
-from zfunc.planner.cost_model import SegmentCosts, StepCosts
-from zfunc.runtime.accelerator import modelled
+from zfunc.planner.candidate import shortage_text
+from zfunc.planner.cost_model import CostModel, SegmentCosts, StepCosts
+from zfunc.planner.suggestions import suggest
+from zfunc.runtime.accelerator import available_bytes, modelled, on_accelerator
+from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.thread_budget import local_ranks
+from zfunc.units import format_bytes
+
+LARGEST = 3  # buffers of a peak that an error names
 
 
 def traced_costs(
@@ -63,4 +75,40 @@ def traced_costs(
         world=world,
         constant_bytes=sum(s.constant_bytes for s in segments),
         buffer_bytes=[s.buffer_bytes for s in segments],
+    )
+
+
+def local_hardware(program: Program) -> Hardware:
+    """One rank's share of this machine's free memory. Its speed does not matter: those figures are round ones."""
+    ranks = min(local_ranks(), program.ranks.world)
+    free = {"host": max(1, available_host_bytes() // ranks)}
+    if not on_accelerator(program.device):
+        return evolve(ROUND, name="this machine", memory=free, unified=True)
+    device = max(1, available_bytes(program.device))
+    return evolve(ROUND, name="this machine", memory={**free, "device": device})
+
+
+def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collection[str]) -> None:
+    """Raise OutOfMemory unless a step of `program` on such a batch fits this machine.
+
+    `settable` are the names of the settings that the error may suggest to change.
+    """
+    hardware, peaks = local_hardware(program), specialize(program, example).memory
+    if not hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
+        return
+    costs = traced_costs(program.segments, example, program.optimizer, program.ranks.world)
+    model, ratio = CostModel(costs, hardware), share_on_host(program.spec) if program.spec.resident else 1.0
+    step = model.step(evolve(program.settings, schedule=program.schedule, offload_ratio=ratio))
+    peak = [*step.held[max(step.lacking, key=lambda tier: step.lacking[tier])].items()][:LARGEST]
+    parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
+    effects = [
+        f"{x.arguments} would fit"
+        if x.step.fits
+        else f"with {x.arguments} it would still be {shortage_text(x.step.lacking)}"
+        for x in suggest(model.step, step, rows=costs.rows, settable=settable)
+    ]
+    raise OutOfMemory(
+        f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
+        f"{parts}; nothing was allocated. {'; '.join(effects) or 'no single change that was tried helps'}; or make "
+        "the model smaller (num_layers, hidden_size)"
     )

@@ -30,7 +30,7 @@ from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.learning_rate_schedules import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
-from zfunc.planner.memory_check import check_fits
+from zfunc.planner.traced_costs import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import available_host_bytes

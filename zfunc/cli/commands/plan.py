@@ -146,8 +146,7 @@ def _most(
 ) -> tuple[int, str]:
     """The most of what `max` names that fits, however what is "auto" is placed; the least if nothing fits. And what
     else bounds it, if anything does."""
-    from zfunc.planner.largest import most_that_fit
-    from zfunc.planner.plan_step import search_start
+    from zfunc.planner.plan_step import most_that_fit, search_start
 
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
@@ -221,8 +220,8 @@ def _typed(suggestion: "Suggestion") -> str:
 
 def _found(p: "Planned") -> list[str]:
     """The result of a search as options of zfunc train, which makes a schedule by its name alone."""
-    from zfunc.planner.moves import SPACE
     from zfunc.planner.planned import wrapped
+    from zfunc.planner.search import SPACE
 
     settings = p.step.settings
     chosen = {
