@@ -7,18 +7,15 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve, frozen
-from run_folders import STEPS, written
 from small_models import MODELS
 
 import zfunc
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
-from zfunc.train.run_folder import read_history
 from zfunc.viz.notebook import curves
 
 
@@ -110,12 +107,11 @@ def test_a_long_step_has_no_picture_in_a_notebook() -> None:
     assert "too long" in shown_in_a_notebook(Timeline(timeline.events * 200, "simulated"))
 
 
-def test_metrics_and_runs_are_curves_in_a_notebook(tmp_path: Path) -> None:
+def test_metrics_are_curves_in_a_notebook() -> None:
     steps = [evolve(made().metrics, step=n, loss=1 / n) for n in range(1, 40)]
     html = shown_in_a_notebook(curves(steps))
     assert html.count("&lt;figure&gt;") == 3
     assert "gradient norm" in html
-    assert "<iframe" in shown_in_a_notebook(read_history(written(tmp_path, STEPS)))
 
 
 def test_in_jupyter_a_training_prints_lines_without_control_codes() -> None:

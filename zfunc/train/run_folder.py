@@ -34,7 +34,6 @@ from attrs import define, field, frozen, validators
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode, Text, parse_json
 from zfunc.core.bottleneck import events_of
-from zfunc.core.display import brief
 from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
 from zfunc.errors import CheckpointError
@@ -42,7 +41,6 @@ from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.units import format_parameters
 from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
-from zfunc.viz.notebook import curves_html
 from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 
@@ -280,13 +278,6 @@ class RunHistory:
     rows: tuple[Row, ...]  # in ascending order of steps
     summary: dict[str, Any]
     damage: str = ""
-
-    def __repr__(self) -> str:
-        return brief(self, "path", "model")
-
-    def _repr_html_(self) -> str:
-        names = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
-        return curves_html({title: self.of(name) for name, title in names.items()})
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -109,7 +109,14 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     # Whether it can be, before anything is compiled
     if model is None:
         check_size(settings)
-    _say_rate(settings, ranks, say)
+    rate = learning_rate(settings, settings.steps)
+    for line in startup_notes(settings, ranks.world, rate):
+        say("%s", line)
+    if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
+        say(
+            "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass "
+            "`steps` or `epochs` for `lr_schedule`"
+        )
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
@@ -164,18 +171,6 @@ def _settled(
         of, steps = f"{sequences:,} sequences each", f"{settings.steps:,} steps"
         say("epochs: %g of %s: %s", settings.epochs, of, steps)
     return evolve(settings, vocab_size=own or found if model is None else model.vocab_size)
-
-
-def _say_rate(settings: TrainSettings, ranks: RankGroup, say: Callable[..., None]) -> None:
-    """Say what the configuration has, and where the learning rate has no step to fall to."""
-    rate = learning_rate(settings, settings.steps)
-    for line in startup_notes(settings, ranks.world, rate):
-        say("%s", line)
-    if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
-        say(
-            "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass `steps` "
-            "or `epochs` for `lr_schedule`"
-        )
 
 
 def check_size(settings: TrainSettings) -> None:

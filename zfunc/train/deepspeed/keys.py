@@ -95,7 +95,7 @@ KEYS = {name: _key(name, row, _TABLE["notes"]) for name, row in _TABLE["keys"].i
 OLD_NAMES: dict[str, str] = _TABLE["old"]
 """Names that older files have, each with the name of today."""
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    name: {x: tuple(y) if isinstance(y, list) else y for x, y in row.items()}
+    name: {x: tuple(cast("list[Any]", y)) if isinstance(y, list) else y for x, y in row.items()}
     for name, row in _TABLE["optimizers"].items()
 }
 """The defaults of DeepSpeed's optimizers, by the names of `by_name.CLASSES`."""
