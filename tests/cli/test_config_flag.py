@@ -306,3 +306,9 @@ def test_a_flag_that_contradicts_the_file_is_an_error_that_names_both(
         ValueError, match=rf"^{flag}: got .*, and the dict says .*{key}.*expected one of them"
     ):
         merged({"train_batch_size": 8, **file}, **{flag: value})
+
+
+def test_settings_made_by_hand_may_not_contradict_their_file() -> None:
+    given = {"batch_size": 8, "precision": "fp16", "clip": 0.5, "bucket_size": 5000, "stage": 1}
+    with pytest.raises(ValueError, match=r"optimizer\.params\.lr 0\.002"):
+        config_extras(TrainSettings(config=Path("ds.json"), **given))

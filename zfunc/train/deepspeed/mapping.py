@@ -119,8 +119,9 @@ class ConfigExtras:
 
 @lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """What `settings.config` adds to the settings, which are `with_config`."""
+    """What `settings.config` adds to the settings. Raises ValueError if they contradict it."""
     values = ConfigValues("") if settings.config is None else read_values(settings.config)
+    check_settings({f.name: getattr(settings, f.name) for f in attrs.fields(TrainSettings)}, values)
     if values.leaves_open("optimizer.type"):
         values = evolve(values, given={"optimizer.type": settings.optimizer})
     usual = CLASSES[settings.optimizer].usual[2]
@@ -134,15 +135,14 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
 def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
     """Settings of a training on `world` ranks: those given, and what the file of `given["config"]` adds.
 
-    Raises ValueError for an invalid file, and for a setting that contradicts it or that its scheduler ignores;
-    "auto" contradicts nothing.
+    Raises ValueError for an invalid file, and for a setting that contradicts it or that its scheduler ignores.
     """
-    values, settings = read_values(given["config"]), dict[str, Any]()
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, said, key in decided(values):
-        settings[name], got = said, given.get(name, AUTO)
-        if key in values.file and got != AUTO and str(got) != str(said):
-            raise values.refused(name, got, key)
+    values, given = (
+        read_values(given["config"]),
+        {x: value for x, value in given.items() if value is not None},
+    )
+    check_settings(given, values)
+    settings = {name: said for name, said, _ in decided(values)}
     if values.file.get(key := f"{given.get('precision')}.enabled") is False:
         raise values.refused("precision", given["precision"], key)
     if values["scheduler.type"] is not None:
@@ -154,6 +154,14 @@ def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
     if sizes[0] is not None or values[TRAIN] is not None or values[MICRO] is not None:
         settings["batch_size"], settings["micro_batches"], _ = batch_sizes(values, world, *sizes)
     return {**settings, **given}
+
+
+def check_settings(given: Mapping[str, Any], values: ConfigValues) -> None:
+    """Raise ValueError, with the setting and the key, for one that contradicts the file; "auto" does not."""
+    for name, said, key in decided(values):
+        got = given.get(name, AUTO)
+        if key in values.file and got not in (AUTO, ()) and str(got) != str(said):
+            raise values.refused(name, got, key)
 
 
 def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
