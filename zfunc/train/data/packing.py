@@ -117,8 +117,8 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) ->
     else:
         end = len(train) - (max(1, len(train) // 10) if split else 0)
         train, held_out, where = train[:end], train[end:], "the end"
-    unit = "bytes" if dtype.itemsize == 1 else f"{dtype.name} tokens"
-    lines = [f"{path}: {len(train):,} {unit} to train on, vocabulary {vocab_size:,}"]
+    unit, kind = ("bytes", "") if dtype.itemsize == 1 else ("tokens", f"{dtype.name} ")
+    lines = [f"{path}: {len(train):,} {kind}{unit} to train on, vocabulary {vocab_size:,}"]
     lines += [f"held out: {where}, {len(held_out):,} {unit}"] if split else []
     parts = _streams(str(path), (train, held_out))
     return Corpus(str(path), *parts, vocab_size, tuple(lines))
