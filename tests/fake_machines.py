@@ -17,10 +17,5 @@ def two_sockets(root: Path) -> Path:
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}"
         for cpu in range(8)
     }
-    memory = "Node {0} MemTotal:  1000 kB\nNode {0} MemFree:  {1} kB\nNode {0} HugePages_Total: 0"
-    folders = {
-        f"sys/devices/system/node/node{n}/{name}": text
-        for n, cpus, free in ((0, "0-1,4-5", 300), (1, "2-3,6-7", 700))
-        for name, text in (("cpulist", cpus), ("meminfo", memory.format(n, free)))
-    }
-    return tree(root, {**siblings, **folders})
+    nodes = {f"sys/devices/system/node/node{n}/cpulist": x for n, x in enumerate(("0-1,4-5", "2-3,6-7"))}
+    return tree(root, {**siblings, **nodes})

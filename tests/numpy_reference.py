@@ -9,12 +9,36 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from zfunc.checkpoint.export import Array, round_to, to_float32
-from zfunc.core.dtypes import Dtype
+from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.regions import SUM_PARTS
 from zfunc.optim import formats
 from zfunc.optim.rules import Factors, RuleStep, apply_step
+
+Array = NDArray[Any]
+
+
+def join(high: Array, low: Array, exp_avg_sq: Array | None = None) -> Array:
+    """The fp32 weights whose halves these are."""
+    bits = (high.astype(np.int32) << 16) + low
+    signs = 0 if exp_avg_sq is None else np.signbit(exp_avg_sq).astype(np.int32) << 16
+    return (bits + signs).view(np.float32)
+
+
+def to_float32(x: Array) -> Array:
+    """Convert fp16 or bf16 to fp32, exactly."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+def round_to(x: Array, dtype: Dtype) -> Array:
+    """Round fp32 to "fp32", "fp16" or "bf16": to nearest, ties to even; NaN stays NaN."""
+    if dtype != "bf16":
+        return x.astype(DTYPES[dtype].numpy)
+    bits = x.view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1)
+    return (np.where(np.isnan(x), bits | 0x400000, rounded) >> 16).astype(np.uint16)
+
 
 # ---- arrays and tensors ------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import pytest
 from attrs import evolve
 
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, Slice, Snapshot, TrainingPosition, stored_kinds
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import (
@@ -89,7 +88,13 @@ def save(
     layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     pending = checkpoints.begin_checkpoint(folder, step)
     try:
-        manifest = write_all(pending, layout, world, salt)
+        position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
+        optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
+        snapshot, shards = Snapshot(layout, kinds_in(layout), position, optimizer), list[Shard]()
+        for rank in range(world):
+            tensors = {x.stored: part_of(layout, x, salt) for x in snapshot.slices(rank, world)}
+            shards.append(write_shard(pending.path / checkpoints.shard_name(rank, world), tensors, CHUNK))
+        manifest = snapshot.manifest(world, shards, {"salt": salt})
         return checkpoints.publish_checkpoint(pending, manifest, keep=keep)
     except CheckpointError:
         checkpoints.abandon_checkpoint(pending)
@@ -155,18 +160,6 @@ def part_of(layout: Layout, x: Slice, salt: int) -> bytes:
     item = BYTES[x.stored.dtype]
     complete = content(x.parameter, x.kind, buffer.nbytes(span.stop - span.start), salt)
     return complete[x.start * item : x.stop * item]
-
-
-def write_all(pending: UnfinishedCheckpoint, layout: Layout, world: int, salt: int) -> Manifest:
-    """The files of all ranks, and the manifest of them."""
-    position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))
-    optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
-    snapshot = Snapshot(layout, kinds_in(layout), position, optimizer)
-    shards: list[Shard] = []
-    for rank in range(world):
-        tensors = {x.stored: part_of(layout, x, salt) for x in snapshot.slices(rank, world)}
-        shards.append(write_shard(pending.path / checkpoints.shard_name(rank, world), tensors, CHUNK))
-    return snapshot.manifest(shards, {"salt": salt})
 
 
 def fill(checkpoint: Checkpoint, wanted: list[WantedSlice]) -> list[bytearray]:

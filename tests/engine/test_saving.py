@@ -155,7 +155,7 @@ def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tm
     sizes = {"exp_avg": 130, "exp_avg_sq": 130, "exp_avg_exponent": 3, "exp_avg_sq_exponent": 3}
     wanted = [WantedSlice(x.name, "embed.weight", 0, x.numel(130)) for x in stored_buffers("8bit-1")]
     with CheckpointReader(open_checkpoint(path)) as reader:
-        state = zfunc.AdamW().convert_state(loading._read(reader, wanted), "8bit-1", step=3)
+        state = zfunc.AdamW().convert_state(reader.tensors(wanted), "8bit-1", step=3)
     stored = (bytearray(checkpoint_of.content("embed.weight", *x)) for x in sizes.items())
     codes = (torch.frombuffer(x, dtype=torch.uint8) for x in stored)
     for name, expected in zip(("exp_avg", "exp_avg_sq"), unpack_first_codes(*codes), strict=True):

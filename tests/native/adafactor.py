@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy_reference import NUMPY, Array, round_to, split, square_sums, to_float32
+from numpy_reference import NUMPY, Array, join, round_to, split, square_sums, to_float32
 
-from zfunc.checkpoint.export import join_halves as join
 from zfunc.core.dtypes import Dtype
 from zfunc.optim.adafactor import AdafactorFactors, Matrices
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR

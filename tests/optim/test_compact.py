@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy_reference import (
     dither,
+    join,
     pack,
     pack_bf16,
     pack_exp_avg,
@@ -21,7 +22,6 @@ from numpy_reference import (
 )
 
 import zfunc
-from zfunc.checkpoint.export import join_halves as join
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
 from zfunc.optim.formats import (

@@ -35,7 +35,7 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Jitter
 
 STEPS = {"fp32": 12}  # of the first setting; FEWER of the others
-FEWER = 6
+FEWER = 4
 TIED = {"model": "pairs", "precision": "fp32", "bucket_size": 40}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"model": "odd sizes", "precision": "fp32", "bucket_size": 3000},

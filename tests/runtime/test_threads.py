@@ -39,56 +39,43 @@ two_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs, this proces
 
 # --- how many --------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("ranks", "quota", "expected"), [("1", "max", 4), ("2", "max", 2), ("16", "max", 1), ("1", "250000", 2)]
-)
-def test_physical_cores_up_to_the_quota_over_the_local_ranks(
-    tmp_path: Path, ranks: str, quota: str, expected: int
-) -> None:
-    tree(two_sockets(tmp_path), {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
-    decision = choose_threads({"LOCAL_WORLD_SIZE": ranks}, frozenset(range(8)), tmp_path)
-    assert decision.threads == expected
-    assert decision.why.startswith("4 physical cores of 8 CPUs, quota ")
-    assert decision.why.endswith(f", {ranks} local ranks")
-
-
-@pytest.mark.parametrize(("ranks", "expected"), [(1, 3), (2, 1), (4, 1)])
-def test_with_an_accelerator_one_core_is_left_for_launching(
-    tmp_path: Path, ranks: int, expected: int
-) -> None:
-    environment, cpus = {"LOCAL_WORLD_SIZE": str(ranks)}, frozenset(range(8))
-    budget = choose_threads(environment, cpus, two_sockets(tmp_path), on_accelerator=True)
-    assert budget.threads == expected
-    assert ("one core left for launching" in str(budget)) == (ranks < 4)  # of four ranks each has but one
-
-
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
+NO_NUMBER = "OMP_NUM_THREADS={} is no number of threads, and does not count"
+BUDGETS: list[tuple[dict[str, str], dict[str, Any], int, str]] = [
+    # variables, quota or accelerator; threads of a machine with four cores, and the end of what is said
+    ({"LOCAL_WORLD_SIZE": "1"}, {}, 4, "quota none, 1 local ranks"),
+    ({"LOCAL_WORLD_SIZE": "2"}, {}, 2, "quota none, 2 local ranks"),
+    ({"LOCAL_WORLD_SIZE": "16"}, {}, 1, "quota none, 16 local ranks"),
+    ({"LOCAL_WORLD_SIZE": "1"}, {"quota": "250000"}, 2, "quota 2.5, 1 local ranks"),
+    ({"LOCAL_WORLD_SIZE": "1"}, {"on_accelerator": True}, 3, "1 local ranks, one core left for launching"),
+    ({"LOCAL_WORLD_SIZE": "2"}, {"on_accelerator": True}, 1, "2 local ranks, one core left for launching"),
+    ({"LOCAL_WORLD_SIZE": "4"}, {"on_accelerator": True}, 1, "4 local ranks"),  # each has but one
+    # OMP_NUM_THREADS is followed if a person may have set it: torchrun sets 1 where it starts several processes.
+    ({"OMP_NUM_THREADS": " "}, {}, 4, "1 local ranks"),
+    ({"OMP_NUM_THREADS": "3"}, {}, 3, "; OMP_NUM_THREADS=3 is followed"),
+    ({"OMP_NUM_THREADS": "1", **TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, {}, 1, "; OMP_NUM_THREADS=1 is followed"),
+    ({"OMP_NUM_THREADS": "1", **TORCHRUN}, {}, 2, "; OMP_NUM_THREADS=1 is torchrun's, and does not count"),
+    ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, {}, 1, "; OMP_NUM_THREADS=1 is followed"),
+    ({"OMP_NUM_THREADS": "3", **TORCHRUN}, {}, 3, "; OMP_NUM_THREADS=3 is followed"),
+    ({"OMP_NUM_THREADS": "6,2"}, {}, 6, "; OMP_NUM_THREADS=6,2 is followed"),
+    ({"OMP_NUM_THREADS": "1000"}, {}, 8, "; OMP_NUM_THREADS=1000 is followed"),
+    ({"OMP_NUM_THREADS": "0"}, {}, 4, f"; {NO_NUMBER.format(0)}"),
+    ({"OMP_NUM_THREADS": "all"}, {}, 4, f"; {NO_NUMBER.format('all')}"),
+]
 
 
-@pytest.mark.parametrize(
-    ("environment", "threads", "message"),
-    [
-        ({}, 4, ""),
-        ({"OMP_NUM_THREADS": " "}, 4, ""),
-        ({"OMP_NUM_THREADS": "3"}, 3, "OMP_NUM_THREADS=3 is followed"),
-        ({"OMP_NUM_THREADS": "1", **TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, 1, "OMP_NUM_THREADS=1 is followed"),
-        ({"OMP_NUM_THREADS": "1", **TORCHRUN}, 2, "OMP_NUM_THREADS=1 is torchrun's, and does not count"),
-        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 1, "OMP_NUM_THREADS=1 is followed"),
-        ({"OMP_NUM_THREADS": "3", **TORCHRUN}, 3, "OMP_NUM_THREADS=3 is followed"),
-        ({"OMP_NUM_THREADS": "6,2"}, 6, "OMP_NUM_THREADS=6,2 is followed"),
-        ({"OMP_NUM_THREADS": "1000"}, 8, "OMP_NUM_THREADS=1000 is followed"),
-        ({"OMP_NUM_THREADS": "0"}, 4, "OMP_NUM_THREADS=0 is no number of threads, and does not count"),
-        ({"OMP_NUM_THREADS": "all"}, 4, "OMP_NUM_THREADS=all is no number of threads, and does not count"),
-    ],
-)
-def test_omp_num_threads_is_followed_if_a_person_may_have_set_it(
-    tmp_path: Path, environment: dict[str, str], threads: int, message: str
+@pytest.mark.parametrize(("environment", "given", "expected", "said"), BUDGETS)
+def test_threads_are_physical_cores_up_to_the_quota_over_the_local_ranks(
+    tmp_path: Path, environment: dict[str, str], given: dict[str, Any], expected: int, said: str
 ) -> None:
-    """torchrun sets it to 1 where it starts several processes, and only there."""
-    decision = choose_threads(environment, frozenset(range(8)), two_sockets(tmp_path))
-    assert decision.threads == threads
-    assert str(decision).partition("; ")[2] == message
+    quota, more = given.get("quota", "max"), {k: v for k, v in given.items() if k != "quota"}
+    root = tree(
+        two_sockets(tmp_path), {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"}
+    )
+    budget = choose_threads(environment, frozenset(range(8)), root, **more)
+    assert budget.threads == expected
+    assert str(budget).startswith(f"{expected} threads: 4 physical cores of 8 CPUs, quota ")
+    assert str(budget).endswith(said)
 
 
 @pytest.mark.parametrize("value", ["two", "0", "-1", "", "1.5"])

@@ -16,6 +16,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from attrs import define
+
 from zfunc.errors import CheckpointError, explain_os_errors
 from zfunc.runtime.blocking_calls import DaemonThreads, call_each
 
@@ -36,16 +38,26 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
         yield
 
 
-def open_file(path: Path) -> tuple[int, int]:
-    """A descriptor for reading a regular file, and its size in bytes. Raises CheckpointError for anything else."""
+@define(eq=False)
+class Opened:
+    """An open file, until nothing refers to it: a call under way would go on in the next file with its number."""
+
+    fd: int = -1  # of a closed one
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def open_file(path: Path) -> tuple[Opened, int]:
+    """A regular file, to read, and its size in bytes. Raises CheckpointError for anything else."""
     with os_errors_as(path, "opening it"):
         # Without O_NONBLOCK opening a pipe would block until it has a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(fd)
-    if stat.S_ISREG(status.st_mode):
-        return fd, status.st_size
-    os.close(fd)
-    raise CheckpointError(f"{path}: got something else than a regular file: {_NEXT[errno.ENOENT]}")
+        file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+        status = os.fstat(file.fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: got something else than a regular file: {_NEXT[errno.ENOENT]}")
+    return file, status.st_size
 
 
 def bytes_of(buffer: Any) -> memoryview:
@@ -88,36 +100,32 @@ def in_parallel(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]
         call_each(pool, lambda call: function(*call), *calls)
 
 
-@contextmanager
-def opened(path: Path) -> Generator[tuple[Callable[[int, int], bytes], int], None, None]:
+def opened(path: Path) -> tuple[Callable[[int, int], bytes], int]:
     """A function that reads so many bytes from an offset of a regular file, and the file's size in bytes.
 
-    All of them raise CheckpointError.
+    Both raise CheckpointError.
     """
-    fd, size = open_file(path)
+    file, size = open_file(path)
 
     def read(offset: int, nbytes: int) -> bytes:
         with os_errors_as(path, f"reading bytes {offset} to {offset + nbytes}"):
             if offset + nbytes > size:  # before memory is allocated for them
                 raise OSError(errno.EIO, "the file ended early")
             raw = bytearray(nbytes)
-            read_all(fd, memoryview(raw), offset)
+            read_all(file.fd, memoryview(raw), offset)
         return bytes(raw)
 
-    try:
-        yield read, size
-    finally:
-        os.close(fd)
+    return read, size
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """The bytes of a file of at most `limit` bytes. Raises CheckpointError for a larger one, before reading it."""
-    with opened(path) as (read, size):
-        if size > limit:
-            raise CheckpointError(
-                f"{path}: got {size} bytes, expected at most {limit}: zfunc did not write this file; use another"
-            )
-        return read(0, size)
+    read, size = opened(path)
+    if size > limit:
+        raise CheckpointError(
+            f"{path}: got {size} bytes, expected at most {limit}: zfunc did not write this file; use another"
+        )
+    return read(0, size)
 
 
 @contextmanager
@@ -174,11 +182,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on the disk."""
     with os_errors_as(path, "waiting until it is on the disk"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        file = Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        os.fsync(file.fd)
 
 
 def lock(path: Path, *, wait: bool = True) -> int:
@@ -224,13 +229,8 @@ def locked(path: Path) -> Generator[None, None, None]:
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock on a folder or file; True if that cannot be determined."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+        fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same moment
     except OSError:
         return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same moment
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
     return False

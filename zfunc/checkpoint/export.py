@@ -1,4 +1,4 @@
-"""Exports the weights of a checkpoint as one safetensors file that other programs read. NumPy, no torch.
+"""Exports the weights of a checkpoint as one safetensors file that other programs read.
 
 A file with the requested name is complete and on the disk, an existing one is never touched, and every value passed
 its checksum when it was read. It takes the memory of the largest parameter, twice.
@@ -9,25 +9,23 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
+from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, create_shard
-from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype, Precision
-from zfunc.core.optimizer_state import EMA, weight_buffers
-from zfunc.core.spec import FROZEN
+from zfunc.checkpoint.writer import as_bytes
+from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
+from zfunc.core.optimizer_state import EMA
 from zfunc.options import one_of
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 SUFFIX = ".safetensors"
 PIECE = 1 << 16  # elements at a time: they are converted while they are in the cache
-Array = NDArray[Any]  # NumPy has no bf16: uint16 holds its bits
 log = logging.getLogger("zfunc")
 
 
@@ -82,11 +80,11 @@ def export_weights(
     tensors += [TensorInfo(x.name, _stored_type(manifest, x), x.shape) for x in buffers]
     writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)}, mode=0o666)
     try:
-        with np.errstate(all="ignore"), CheckpointReader(checkpoint) as reader:  # inf and NaN are copied
+        with CheckpointReader(checkpoint) as reader:
             for x in weights:
-                _write(writer, x, read_weights(reader, x, ema=ema).reshape(-1), dtype)
+                _write(writer, x.name, reader.weights(x.name, 0, x.numel, ema=ema), dtype)
             for x in buffers:
-                raw = np.empty(x.numel * BYTES[_stored_type(manifest, x)], np.uint8)
+                raw = bytearray(x.numel * BYTES[_stored_type(manifest, x)])
                 reader.read([(WantedSlice(BUFFER, x.name, 0, x.numel), raw)])
                 writer.write_at(x.name, 0, raw)
         writer.finish()
@@ -107,55 +105,23 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
 
 def check_averages(checkpoint: Checkpoint) -> None:
     """Raise ValueError unless it has a moving average of the weights."""
-    if not checkpoint.manifest.averages:
+    if not any(EMA.name in x.pieces for x in checkpoint.manifest.parameters):
         raise ValueError(
             f"ema: got True for {checkpoint.path}, which has no moving average of the weights, expected one of a "
             "training with ema: leave it out"
         )
 
 
-def read_weights(reader: CheckpointReader, entry: ParameterEntry, *, ema: bool = False) -> Array:
-    """The fp32 weights of a parameter, exact, in its shape; with `ema` their moving average."""
-    kinds = (FROZEN,) if not entry.trainable else weight_buffers(reader.manifest.format_of(entry))
-    kinds = (EMA.name,) if ema and entry.trainable else kinds
-    stored = [np.empty(entry.numel, DTYPES[reader.dtype(entry.name, kind)].numpy) for kind in kinds]
-    reader.read([(WantedSlice(k, entry.name, 0, entry.numel), x) for k, x in zip(kinds, stored, strict=True)])
-    return (to_float32(*stored) if len(stored) == 1 else join_halves(*stored)).reshape(entry.shape)
-
-
-def join_halves(high: Array, low: Array, exp_avg_sq: Array | None = None) -> Array:
-    """The fp32 weights whose halves these are: `zfunc.optim.formats.join` on arrays."""
-    bits = (high.astype(np.int32) << 16) + low
-    return (bits if exp_avg_sq is None else bits + (np.signbit(exp_avg_sq).astype(np.int32) << 16)).view(
-        np.float32
-    )
-
-
-def to_float32(x: Array) -> Array:
-    """Convert fp16 or bf16 to fp32, exactly."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
-
-
-def round_to(x: Array, dtype: Dtype) -> Array:
-    """Round fp32 to "fp32", "fp16" or "bf16": to nearest, ties to even; NaN stays NaN."""
-    if dtype != "bf16":
-        return x.astype(DTYPES[dtype].numpy)
-    bits = x.view(np.uint32)
-    rounded = bits + 0x7FFF + (bits >> 16 & 1)
-    return (np.where(np.isnan(x), bits | 0x400000, rounded) >> 16).astype(np.uint16)
-
-
-def _write(writer: ShardWriter, entry: ParameterEntry, values: Array, dtype: Precision) -> None:
+def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> None:
     """Write a parameter's weights, rounded in pieces that fit the cache. Raises ValueError for one too large."""
-    for start in range(0, values.size, PIECE):
-        piece = values[start : start + PIECE]
-        rounded = round_to(piece, dtype)
-        if (became := np.isfinite(piece) & np.isinf(to_float32(rounded))).any():
+    for start, piece in zip(range(0, len(values), PIECE), values.split(PIECE), strict=False):
+        rounded = piece.to(TORCH_DTYPES[dtype])
+        if (became := piece.isfinite() & rounded.isinf()).any():
             raise ValueError(
-                f"{entry.name!r}: got a weight of {piece[became][0]:g}, expected one that {dtype} can hold: export "
-                "as bf16 or fp32"
+                f"{name!r}: got a weight of {piece[became][0]:g}, expected one that {dtype} can hold: export as "
+                "bf16 or fp32"
             )
-        writer.write_at(entry.name, start, rounded)
+        writer.write_at(name, start, as_bytes(rounded))
 
 
 def _partial_path(out: Path) -> Path:

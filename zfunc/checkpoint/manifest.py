@@ -12,7 +12,7 @@ refused with its place in the file. Fields are there by their names, of the kind
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
@@ -172,11 +172,6 @@ class Manifest:
         if EMA.name in entry.pieces:
             kinds[EMA.name] = entry.numel, (DTYPES[EMA.dtype].safetensors,)
         return kinds
-
-    @property
-    def averages(self) -> bool:
-        """Whether it has moving averages of the weights."""
-        return any(EMA.name in x.pieces for x in self.parameters)
 
 
 @frozen
@@ -367,7 +362,6 @@ class Slice:
 
 
 Kinds = Mapping[int, Sequence[StateBuffer]]  # what is kept of the parameters of each bucket
-Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]  # by name and kind
 
 
 def stored_kinds(
@@ -398,15 +392,8 @@ def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, 
     return Slice(span.name, bucket, buffer.name, first, last, buffer.numel(at), stored)
 
 
-def entries_of(layout: Layout, kinds: Kinds, pieces: Pieces) -> Iterator[ParameterEntry]:
-    """The parameters of a checkpoint, from their pieces. An empty parameter has none."""
-    common = layout.state_format
-    for bucket in (*layout.buckets, *layout.frozen_buckets):
-        trainable = bucket.index < len(layout.buckets)
-        own = bucket.state_format if trainable and bucket.state_format != common else None
-        for span in bucket.spans:
-            by_kind = {x.name: pieces.get(span.name, {}).get(x.name, ()) for x in kinds[bucket.index]}
-            yield ParameterEntry(span.name, span.shape, trainable, by_kind, own)
+def _in_own_shard(rank: int, x: Slice) -> Iterator[StateSlice]:
+    yield StateSlice(x.start, x.stop, rank, x.stored.name, 0)
 
 
 @frozen
@@ -428,24 +415,28 @@ class Snapshot:
                 slices.append(Slice(x.name, number, BUFFER, 0, x.numel, 0, stored))
         return slices
 
-    def manifest(self, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Manifest:
-        """The manifest of the shards that all ranks wrote, in their order."""
-        pieces: Pieces = {}
-        for rank in range(len(shards)):
-            for x in self.slices(rank, len(shards)):
+    def manifest(
+        self,
+        world: int,
+        shards: Sequence[Shard],
+        extra: Mapping[str, Any],
+        places: Callable[[int, Slice], Iterable[StateSlice]] = _in_own_shard,
+    ) -> Manifest:
+        """The manifest of the shards that so many ranks wrote; `places` says where a rank's slice lies."""
+        pieces: dict[str, dict[str, tuple[StateSlice, ...]]] = {}  # by name and kind
+        for rank in range(world):
+            for x in self.slices(rank, world):
                 by_kind = pieces.setdefault(x.parameter, {})
-                piece = StateSlice(x.start, x.stop, rank, x.stored.name, 0)
-                by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
-        buffers = (
-            ParameterEntry(x.name, x.shape, False, {BUFFER: (), **pieces.get(x.name, {})})
-            for x in self.buffers
-        )
-        return Manifest(
-            world=len(shards),
-            moments=self.layout.state_format,
-            shards=tuple(shards),
-            parameters=(*entries_of(self.layout, self.kinds, pieces), *buffers),
-            position=self.position,
-            optimizer=self.optimizer,
-            extra=extra,
-        )
+                by_kind[x.kind] = (*by_kind.get(x.kind, ()), *places(rank, x))
+        common, entries = self.layout.state_format, list[ParameterEntry]()
+        for bucket in (*self.layout.buckets, *self.layout.frozen_buckets):
+            trainable = bucket.index < len(self.layout.buckets)
+            own = bucket.state_format if trainable and bucket.state_format != common else None
+            for span in bucket.spans:  # an empty parameter has no pieces
+                by_kind = {
+                    x.name: pieces.get(span.name, {}).get(x.name, ()) for x in self.kinds[bucket.index]
+                }
+                entries.append(ParameterEntry(span.name, span.shape, trainable, by_kind, own))
+        for x in self.buffers:
+            entries.append(ParameterEntry(x.name, x.shape, False, {BUFFER: (), **pieces.get(x.name, {})}))
+        return Manifest(world, common, tuple(shards), tuple(entries), self.position, self.optimizer, extra)

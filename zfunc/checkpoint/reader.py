@@ -1,19 +1,26 @@
-"""Reads slices of a checkpoint's state into buffers, whatever files they lie in. NumPy and torch are not needed.
+"""Reads slices of a checkpoint's state into buffers, whatever files they lie in.
 
 The reads of a slice fill it, every element once, and every byte passes its checksum.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from attrs import define, field, frozen
+from torch import Tensor
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import Checkpoint, Manifest
 from zfunc.checkpoint.safetensors_file import BYTES, ShardReader, cut_elements, open_shard
+from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.optimizer_state import EMA, weight_buffers
+from zfunc.core.spec import FROZEN
+from zfunc.optim.formats import master_weights
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 _DTYPES: dict[str, Dtype] = {x.safetensors: name for name, x in DTYPES.items()}
 MAX_OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
@@ -64,6 +71,27 @@ class CheckpointReader:
             by_shard.setdefault(shard, []).append((*call,))
         for n, calls in by_shard.items():
             in_parallel(self._shard(n).read_into, calls)
+
+    def tensors(self, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:
+        """Slices of different kinds as new tensors on the host, by kind."""
+        values = {
+            x: torch.empty(
+                x.stop - x.start, dtype=TORCH_DTYPES[self.dtype(x.parameter, x.kind)], device="cpu"
+            )
+            for x in wanted
+        }
+        self.read([(x, as_bytes(own)) for x, own in values.items()])
+        return {x.kind: own for x, own in values.items()}
+
+    def weights(self, name: str, start: int, stop: int, *, ema: bool = False) -> Tensor:
+        """The fp32 weights `start` to `stop` of a parameter, exact, trained or frozen; with `ema` their average."""
+        entry = self.manifest.by_name[name]
+        kinds = (EMA.name,) if ema else weight_buffers(self.manifest.format_of(entry))
+        values = self.tensors(
+            WantedSlice(x, name, start, stop) for x in (kinds if entry.trainable else (FROZEN,))
+        )
+        only, *others = values.values()
+        return master_weights(values, 0, stop - start) if others else only.float()
 
     def _reads(
         self, wanted: WantedSlice, data: memoryview

@@ -56,11 +56,7 @@ HEADER_LIMIT = 16 << 20  # bytes; 100,000 tensors
 LENGTH = 8  # bytes before the JSON
 _ALIGNMENT = 64  # of the data in the file; the format wants 8
 _METADATA = "__metadata__"
-_NAME = (
-    validators.min_len(1),
-    validators.max_len(1000),
-    validators.not_(validators.in_((_METADATA,)), msg=f"the name is {_METADATA}, that of the metadata"),
-)
+_NAME = validators.matches_re(f"(?s)(?!{_METADATA}$).{{1,1000}}")  # but for the name of the metadata
 _COUNT = validators.and_(validators.instance_of(int), validators.ge(0))
 _NEXT = f"{USE_ANOTHER}; check this disk"
 
@@ -154,43 +150,15 @@ def cut_elements(start: int, stop: int, item: int, chunk: int) -> list[tuple[int
     return [(a // item, b // item) for a, b in cut(start * item, stop * item, chunk)]
 
 
-def new_shard(file: str, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple[Shard, bytes]:
-    """A new file as it will be, without checksums, and the bytes of its header.
-
-    Raises ValueError for two tensors of one name, or too many.
-
-    >>> new_shard("a", [TensorInfo("b", "BF16", [2]), TensorInfo("w", "F32", [3])], {})[0].begins
-    {'w': 128, 'b': 140}
-    """
-    placed = {t.name: t for t in sorted(tensors, key=lambda t: -BYTES[t.dtype])}
-    if len(placed) < len(tensors):
-        raise ValueError("got two tensors of one name, expected one each: give them names of their own")
-    entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    end = 0
-    for t in placed.values():
-        begin, end = end, end + t.nbytes
-        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (begin, end)}
-    text = strict_json.render(entries)
-    text += b" " * (-(LENGTH + len(text)) % _ALIGNMENT)
-    if len(text) > HEADER_LIMIT:
-        raise ValueError(
-            f"got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer tensors"
-        )
-    raw = len(text).to_bytes(LENGTH, "little") + text
-    return Shard(file, len(raw) + end, zlib.crc32(raw), CHUNK, tuple(placed.values())), raw
-
-
 @define(eq=False)
 class ShardWriter:
     """A file being written: `write_at` by any thread, in any order, then `finish`."""
 
     path: Path
     shard: Shard  # without checksums
-    _fd: int
+    _file: disk.Opened
     _missing: dict[str, int]  # bytes still to be written, by tensor
     _lock: Lock = field(factory=Lock)
-    _writing: int = 0  # calls under way
-    _closing: bool = False
 
     def write_at(self, name: str, start: int, buffer: Any) -> None:
         """Write a contiguous buffer (an array, bytes) as elements `start` and on of tensor `name`.
@@ -207,17 +175,11 @@ class ShardWriter:
                 f"{name!r}: got {data.nbytes} bytes for element {start}, expected whole {tensor.dtype} elements "
                 f"within {tensor.numel}: pass a slice of the tensor and where it begins"
             )
+        file = self._file
+        with disk.os_errors_as(self.path, f"writing bytes {first} to {last} of {name!r}"):
+            disk.write_all(file.fd, data, self.shard.begins[name] + first)
         with self._lock:
-            self._writing += 1
-        try:
-            with disk.os_errors_as(self.path, f"writing bytes {first} to {last} of {name!r}"):
-                disk.write_all(self._fd, data, self.shard.begins[name] + first)
-            with self._lock:
-                self._missing[name] -= data.nbytes
-        finally:
-            with self._lock:
-                self._writing -= 1
-                self._close_if_idle()
+            self._missing[name] -= data.nbytes
 
     def finish(self) -> None:
         """Wait until the file is on the disk, and close it.
@@ -232,20 +194,12 @@ class ShardWriter:
                     "for every slice before finish"
                 )
         with disk.os_errors_as(self.path, "waiting until it is on the disk"):
-            os.fsync(self._fd)
+            os.fsync(self._file.fd)
         self.close()
 
     def close(self) -> None:
         """Close the file, after the writes under way. A second call does nothing."""
-        with self._lock:
-            self._closing = True
-            self._close_if_idle()
-
-    def _close_if_idle(self) -> None:
-        """Close the file unless a call still writes, which would write to the next file with its descriptor."""
-        if self._closing and not self._writing and self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+        self._file = disk.Opened()
 
 
 def create_shard(
@@ -259,7 +213,7 @@ def create_shard(
 
     Its owner alone may read it, unless `mode` and the umask say otherwise.
 
-    Raises ValueError for two tensors of one name; CheckpointError if the file exists or the disk has no space.
+    Raises ValueError for two tensors of one name, or too many; CheckpointError if the file exists or has no room.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -268,16 +222,26 @@ def create_shard(
     ...     writer.write_at("w", 0, bytes(16))
     ...     writer.finish()
     """
-    shard, header = new_shard(path.name, tensors, metadata or {})
+    placed = {t.name: t for t in sorted(tensors, key=lambda t: -BYTES[t.dtype])}
+    if len(placed) < len(tensors):
+        raise ValueError("got two tensors of one name, expected one each: give them names of their own")
+    entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for t in placed.values():
+        begin, end = end, end + t.nbytes
+        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (begin, end)}
+    text = strict_json.render(entries)
+    text += b" " * (-(LENGTH + len(text)) % _ALIGNMENT)
+    if len(text) > HEADER_LIMIT:
+        raise ValueError(
+            f"got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer tensors"
+        )
+    header = len(text).to_bytes(LENGTH, "little") + text
+    shard = Shard(path.name, len(header) + end, zlib.crc32(header), CHUNK, tuple(placed.values()))
     with disk.os_errors_as(path, f"making a file of {shard.size} bytes"):
-        fd = open_reserved(path, shard.size, os.O_WRONLY, mode=mode)
-    try:
-        with disk.os_errors_as(path, "writing its header"):
-            disk.write_all(fd, memoryview(header), 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return ShardWriter(path, shard, fd, {t.name: t.nbytes for t in tensors})
+        file = disk.Opened(open_reserved(path, shard.size, os.O_WRONLY, mode=mode))
+        disk.write_all(file.fd, memoryview(header), 0)
+    return ShardWriter(path, shard, file, {t.name: t.nbytes for t in tensors})
 
 
 @define(eq=False)
@@ -286,15 +250,13 @@ class ShardReader:
 
     path: Path
     shard: Shard
-    _fd: int
+    _file: disk.Opened
     _lock: Lock = field(factory=Lock)
     _last_chunk: tuple[tuple[str, int], memoryview] | None = None  # of those that were wanted in part
 
     def close(self) -> None:
         """Close the file and free the memory. A second call does nothing."""
-        fd, self._fd, self._last_chunk = self._fd, -1, None
-        if fd >= 0:
-            os.close(fd)
+        self._file, self._last_chunk = disk.Opened(), None
 
     def read_into(self, name: str, start: int, stop: int, buffer: Any) -> None:
         """Fill a writable contiguous buffer with elements start to stop of tensor `name`.
@@ -311,29 +273,26 @@ class ShardReader:
                 f"{name!r}: got elements {start} to {stop} for {data.nbytes} bytes, expected a range within "
                 f"{tensor.numel} {tensor.dtype} elements and a writable buffer of its size"
             )
-        first = start * item
-        for begin, end in cut(first, stop * item, self.shard.chunk):
-            self._read(tensor, begin, data[begin - first : end - first])
-
-    def _read(self, tensor: TensorInfo, begin: int, part: memoryview) -> None:
-        """Bytes of a tensor from `begin`, all of one chunk."""
-        index, offset = divmod(begin, self.shard.chunk)
-        size = min(self.shard.chunk, tensor.nbytes - index * self.shard.chunk)
-        if part.nbytes == size:
-            return self._read_chunk(tensor, index, part)
-        with self._lock:
-            if self._last_chunk is None or self._last_chunk[0] != (tensor.name, index):
-                self._last_chunk = None  # freed before the next one is allocated
-                chunk = memoryview(bytearray(size))
-                self._read_chunk(tensor, index, chunk)
-                self._last_chunk = (tensor.name, index), chunk
-            part[:] = self._last_chunk[1][offset : offset + part.nbytes]
+        first, chunk = start * item, self.shard.chunk
+        for begin, end in cut(first, stop * item, chunk):
+            part, (index, offset) = data[begin - first : end - first], divmod(begin, chunk)
+            size = min(chunk, tensor.nbytes - index * chunk)
+            if part.nbytes == size:
+                self._read_chunk(tensor, index, part)
+                continue
+            with self._lock:
+                if self._last_chunk is None or self._last_chunk[0] != (name, index):
+                    self._last_chunk = None  # freed before the next one is allocated
+                    self._read_chunk(tensor, index, whole := memoryview(bytearray(size)))
+                    self._last_chunk = (name, index), whole
+                part[:] = self._last_chunk[1][offset : offset + part.nbytes]
 
     def _read_chunk(self, tensor: TensorInfo, index: int, part: memoryview) -> None:
         begin, item = index * self.shard.chunk, BYTES[tensor.dtype]
         end, at = begin + part.nbytes, self.shard.begins[tensor.name] + begin
+        file = self._file
         with disk.os_errors_as(self.path, f"reading bytes {begin} to {end} of {tensor.name!r}"):
-            disk.read_all(self._fd, part, at)
+            disk.read_all(file.fd, part, at)
         if self.shard.checksum(part) != tensor.checksums[index]:
             raise CheckpointError(
                 f"{self.path}: got other bytes than were written in {tensor.name!r}, elements {begin // item} to "
@@ -343,28 +302,18 @@ class ShardReader:
 
 def open_shard(path: Path, shard: Shard) -> ShardReader:
     """Open the file that `shard` describes. Raises CheckpointError if it has another size or header."""
-    fd, size = disk.open_file(path)
-    try:
-        if size != shard.size:
-            raise CheckpointError(
-                f"{path}: got {size} bytes, expected {shard.size}: the file is truncated or another one; "
-                f"{USE_ANOTHER}"
-            )
-        if shard.places is None:
-            _check_header(path, fd, shard)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # two threads would look like random access
-        return ShardReader(path, shard, fd)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _check_header(path: Path, fd: int, shard: Shard) -> None:
-    header = bytearray(shard.header_size)
+    file, size = disk.open_file(path)
+    header = bytearray(shard.header_size if shard.places is None else 0)
+    if size != shard.size:
+        raise CheckpointError(
+            f"{path}: got {size} bytes, expected {shard.size}: the file is truncated or another one; {USE_ANOTHER}"
+        )
     with disk.os_errors_as(path, "reading its header"):
-        disk.read_all(fd, memoryview(header), 0)
-    if zlib.crc32(header) != shard.header:
+        disk.read_all(file.fd, memoryview(header), 0)
+    if shard.places is None and zlib.crc32(header) != shard.header:
         raise CheckpointError(
             f"{path}: got another header than was written, in bytes 0 to {len(header)}: the checksum differs; "
             f"{_NEXT}"
         )
+    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # two threads would look like random access
+    return ShardReader(path, shard, file)

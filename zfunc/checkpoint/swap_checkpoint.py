@@ -5,6 +5,7 @@ with the checksums of the commit, so a training that goes on in it meanwhile is 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -14,19 +15,16 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import (
     Checkpoint,
     Manifest,
-    Pieces,
     Slice,
+    Snapshot,
     StateSlice,
     TrainingPosition,
-    entries_of,
-    slices_of,
     stored_kinds,
 )
-from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
 from zfunc.checkpoint.strict_json import Count, JsonNode, Text, known, to_plain
 from zfunc.checkpoint.swap_file import (
     CommitRecord,
-    Stripe,
     Stripes,
     SwapHeader,
     block_checksum,
@@ -152,48 +150,38 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     identity: SwapIdentity = JsonNode(headers[0].identity, f"{where}.identity").read(SwapIdentity)
     said: CommitMetadata = JsonNode(commits[0].metadata, f"{where}.metadata").read(CommitMetadata)
     layout = identity.layout()
-
-    def parts(header: SwapHeader, b: int) -> Stripes:
-        return header.stripes.get(b, ({},))[0]  # generations are cut alike
-
-    # Frozen parameters that were rounded are there in fp32 too.
-    in_fp32 = {x.index for x in layout.frozen_buckets if MASTER in parts(headers[0], x.index)}
+    firsts = [
+        *accumulate((len(x.folders) for x in headers), initial=0)
+    ]  # of each rank, the number of its first shard
+    in_fp32 = {
+        x.index for x in layout.frozen_buckets if MASTER in _parts(headers[0], x.index)
+    }  # too: were rounded
     frozen: dict[int, Dtype] = {
         x.index: "fp32" if x.index in in_fp32 else identity.precision for x in layout.frozen_buckets
     }
-    kinds = stored_kinds(layout, frozen)
+    snapshot = Snapshot(layout, stored_kinds(layout, frozen), said.position, said.optimizer)
+
+    def places(rank: int, x: Slice) -> Iterator[StateSlice]:
+        """A slice where stripes of its buffer meet."""
+        item, part = BYTES[x.stored.dtype], MASTER if x.bucket in in_fp32 else x.kind
+        on = x.start - x.at  # from the buffer's elements to the parameter's
+        for stripe in _parts(headers[rank], x.bucket).get(part, ()):
+            begin, end = stripe.start // item, stripe.stop // item
+            start, stop = max(x.at, begin), min(x.at + x.stop - x.start, end)
+            if start < stop:
+                shard, tensor = firsts[rank] + stripe.file, _tensor(x.bucket, part)
+                yield StateSlice(start + on, stop + on, shard, tensor, start - begin)
+
     dtypes: dict[int, dict[str, Dtype]] = {
-        b: {MASTER if b in in_fp32 else x.name: x.dtype for x in own} for b, own in kinds.items()
+        b: {MASTER if b in in_fp32 else x.name: x.dtype for x in own} for b, own in snapshot.kinds.items()
     }
-    shards = list[Shard]()
-    pieces: Pieces = {}
-    for rank, (header, commit) in enumerate(zip(headers, commits, strict=True)):
-        for x in slices_of(layout, kinds, rank, header.world):
-            part = MASTER if x.bucket in in_fp32 else x.kind
-            item = DTYPES[dtypes[x.bucket][part]].nbytes
-            stripes, tensor = parts(header, x.bucket).get(part, ()), _tensor(x.bucket, part)
-            by_kind = pieces.setdefault(x.parameter, {})
-            cut = (StateSlice(a, b, len(shards) + n, tensor, at) for a, b, n, at in _cut(x, stripes, item))
-            by_kind[x.kind] = (*by_kind.get(x.kind, ()), *cut)
-        shards += _shards(header, commit, dtypes)
-    return Manifest(
-        world=len(headers),
-        moments=identity.state_format,
-        shards=tuple(shards),
-        parameters=tuple(entries_of(layout, kinds, pieces)),
-        position=said.position,
-        optimizer=said.optimizer,
-        extra=said.extra,
-    )
+    shards = [x for own in zip(headers, commits, strict=True) for x in _shards(*own, dtypes)]
+    return snapshot.manifest(len(headers), shards, said.extra, places)
 
 
-def _cut(x: Slice, stripes: Sequence[Stripe], item: int) -> Iterator[tuple[int, int, int, int]]:
-    """A slice where stripes of its buffer, of `item` bytes an element, meet: start, stop, file, start in that."""
-    for stripe in stripes:
-        begin, end = stripe.start // item, stripe.stop // item
-        start, stop = max(x.at, begin), min(x.at + x.stop - x.start, end)
-        if start < stop:
-            yield start - x.at + x.start, stop - x.at + x.start, stripe.file, start - begin
+def _parts(header: SwapHeader, b: int) -> Stripes:
+    """The stripes of a bucket's buffers in its first generation: all are cut alike."""
+    return header.stripes.get(b, ({},))[0]
 
 
 def _shards(

@@ -16,7 +16,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -349,25 +349,24 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
 def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: SwapHeader) -> None:
     """Raise CheckpointError unless the file is of the expected identity, extents and place, and of one space with
     the first."""
-    refuse = partial(_refuse_header, path)
-    for key in {**header.identity, **expected.identity}:
-        if header.identity.get(key) != expected.identity.get(key):
-            got, other = (f"{x.identity.get(key)!r:.60}" for x in (header, expected))
-            refuse(f"a swap space with {key} {got}", other)
-    got, place = ((x.rank, x.world, len(x.folders)) for x in (header, expected))
-    if got != place:
-        named = ", ".join(header.folders)
-        refuse(f"rank, ranks and folders {got}", f"{place}", f"name its folders, {named}")
+    both = header, expected
+    pairs = {key: [x.identity.get(key) for x in both] for key in {**header.identity, **expected.identity}}
+    pairs |= {key: [getattr(x, key) for x in both] for key in ("rank", "world")}
+    pairs["number of folders"] = [len(x.folders) for x in both]
     if [*header.extents.items()] != [*expected.extents.items()]:
-        refuse("a swap space of other buckets", "those of this model")
+        pairs["buckets"] = ["others", "those of this model"]
+    named = f"with its folders in their order, {', '.join(header.folders)}"
+    for key, (got, other) in pairs.items():
+        if got != other:
+            raise CheckpointError(
+                f"{path}: got a swap space with {key} {got!r:.60}, expected {other!r:.60}: continue with the "
+                f"settings it was made with, and {named}; or name another swap folder"
+            )
     if header != first:
-        order = f"name its folders in their order, {', '.join(header.folders)}"
-        refuse(f"a file of another swap space than {first.folders[0]}", "one of the same", order)
-
-
-def _refuse_header(path: Path, got: str, expected: str, do: str = "") -> None:
-    do = do or "continue with the settings it was made with, or name another swap folder"
-    raise CheckpointError(f"{path}: got {got}, expected {expected}: {do}")
+        raise CheckpointError(
+            f"{path}: got a file of another swap space than {first.folders[0]}, expected one of the same: continue "
+            f"{named}"
+        )
 
 
 # --- the records of commits -----------------------------------------------------------------------------------
@@ -437,6 +436,6 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
 
 def read_space(path: Path) -> tuple[SwapHeader, dict[int, CommitRecord]]:
     """The header of a file, and the commits in it by number if it is the first of its space."""
-    with disk.opened(path) as (read, _):
-        header = read_header(read, str(path))
-        return header, {} if header.folder else read_records(read, header, str(path))
+    read, _ = disk.opened(path)
+    header = read_header(read, str(path))
+    return header, {} if header.folder else read_records(read, header, str(path))

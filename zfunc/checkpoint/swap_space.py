@@ -380,20 +380,16 @@ def check_folders(folders: Sequence[Path]) -> None:
         raise CheckpointError("swap: got no folder, expected one for each drive")
     real = dict[Path, Path]()
     for folder in folders:
+        flaw, other = "", real.setdefault(folder.resolve(), folder)
         if not folder.is_dir():
             got = "something else" if os.path.lexists(folder) else "none"
-            raise CheckpointError(
-                f"{folder}: got {got}, expected a folder: mount the drive, and make the folder"
-            )
-        if (other := real.setdefault(folder.resolve(), folder)) is not folder:
-            raise CheckpointError(
-                f"{folder}: got the folder {other} twice, expected one for each drive: name it once"
-            )
-        if (kind := file_system_of(folder)) in IN_MEMORY:
-            raise CheckpointError(
-                f"{folder}: got a folder in memory ({kind}), expected one on a drive, because swapping is to save "
-                "memory: name another folder"
-            )
+            flaw = f"got {got}, expected a folder: mount the drive, and make the folder"
+        elif other is not folder:
+            flaw = f"got the folder {other} twice, expected one for each drive: name it once"
+        elif (kind := file_system_of(folder)) in IN_MEMORY:
+            flaw = f"got a folder in memory ({kind}), expected one on a drive: swapping is to save memory"
+        if flaw:
+            raise CheckpointError(f"{folder}: {flaw}")
 
 
 def in_use(path: Path) -> CheckpointError:

@@ -148,7 +148,7 @@ class CheckpointWriter:
         if self._unfinished is None:
             return None
         shards = [strict_json.parse_json(text.encode(), "a rank's shard").read(Shard) for text in texts]
-        manifest = self.snapshot.manifest(shards, self.save.extra)
+        manifest = self.snapshot.manifest(len(shards), shards, self.save.extra)
         return checkpoints.publish_checkpoint(self._unfinished, manifest, keep=self.save.keep)
 
 

@@ -16,13 +16,13 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, stored_buffers, weight_buffers
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.engine.state.state import Buffers
 from zfunc.engine.state.weights import begin_averages
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
-from zfunc.optim.formats import initial_state, master_weights
+from zfunc.optim.formats import initial_state
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
@@ -71,7 +71,7 @@ def fill_state(
         for x in sorted(converted, key=lambda x: x.bucket):
             for start, stop in _parts(x):
                 part = slice_memory(buffers, x)[start - x.start : stop - x.start]
-                part.copy_(_weights(reader, x.parameter, start, stop))
+                part.copy_(reader.weights(x.parameter, start, stop))
         for _, slices in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
             # Of what is on the disk, one bucket is in memory at a time.
             _fill(reader, buffers, slices)
@@ -138,20 +138,12 @@ def _parts(x: Slice) -> Iterator[tuple[int, int]]:
         yield start, min(start + PART, x.stop)
 
 
-def _weights(reader: CheckpointReader, name: str, start: int, stop: int) -> Tensor:
-    """The fp32 weights `start` to `stop` of a parameter, which the checkpoint has as trained or as frozen."""
-    entry = reader.manifest.by_name[name]
-    kinds = weight_buffers(reader.manifest.format_of(entry)) if entry.trainable else (FROZEN,)
-    values = _read(reader, [WantedSlice(kind, name, start, stop) for kind in kinds])
-    return values[FROZEN].float() if FROZEN in values else master_weights(values, 0, stop - start)
-
-
 def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers) -> None:
     """The state of one parameter before its first update; `slices` are this rank's, by kind."""
     memory = {kind: slice_memory(buffers, x).zero_() for kind, x in slices.items()}
     first = slices["master" if "master" in slices else HIGH_HALF]
     for start, stop in _parts(first):
-        weights = _weights(reader, first.parameter, start, stop)
+        weights = reader.weights(first.parameter, start, stop)
         for kind, values in initial_state(weights, memory).items():
             memory[kind][start - first.start : stop - first.start].copy_(values)
 
@@ -165,7 +157,7 @@ def _fill(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -
             direct.append((WantedSlice(x.kind, x.parameter, x.start, x.stop), as_bytes(into)))
             continue
         for start, stop in _parts(x):
-            part = _read(reader, [WantedSlice(x.kind, x.parameter, start, stop)])
+            part = reader.tensors([WantedSlice(x.kind, x.parameter, start, stop)])
             into[start - x.start : stop - x.start].copy_(part[x.kind])
     reader.read(direct)
 
@@ -193,7 +185,7 @@ def _convert(
     for start in range(unshared.start, unshared.stop, PART):
         stop = min(start + PART, unshared.stop)
         parts = [WantedSlice(x.name, name, x.numel(start), x.numel(stop)) for x in stored]
-        values = _read(reader, parts)
+        values = reader.tensors(parts)
         try:
             converted = optimizer.convert_state(values, stored_format, manifest.position.step, group=group)
         except CheckpointError as error:
@@ -204,13 +196,3 @@ def _convert(
             at = own[kind].numel(start) - slices[kind].start
             slice_memory(buffers, slices[kind])[at : at + values.numel()].copy_(values)
     return True
-
-
-def _read(reader: CheckpointReader, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:
-    """Slices of different kinds as new tensors, by kind."""
-    tensors = {
-        x: torch.empty(x.stop - x.start, dtype=TORCH_DTYPES[reader.dtype(x.parameter, x.kind)], device="cpu")
-        for x in wanted
-    }
-    reader.read([(x, as_bytes(values)) for x, values in tensors.items()])
-    return {x.kind: values for x, values in tensors.items()}

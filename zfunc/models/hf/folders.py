@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import ExportedWeights, check_averages, read_weights
+from zfunc.checkpoint.export import ExportedWeights, check_averages
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import Shape, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
@@ -69,7 +69,7 @@ def export_folder(
     contents = _Contents(config, dtype, {x.name: x.shape for x in entries}, lora, adapter_only)
     with CheckpointReader(checkpoint) as reader:
         weights = (
-            (x.name, torch.from_numpy(read_weights(reader, x, ema=ema)))
+            (x.name, reader.weights(x.name, 0, x.numel, ema=ema).view(x.shape))
             for x in sorted(entries, key=lambda x: not x.trainable)  # adapters wait for what they change
             if x.trainable or not adapter_only
         )
