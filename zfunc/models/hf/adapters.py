@@ -5,7 +5,6 @@ when adapters are asked for: `pip install "zfunc[lora]"`.
 """
 
 import copy
-import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.engine.compile.segment import Values
+from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence
 
 MISSING = "zfunc.hf: got no peft, expected version 0.18 or newer: pip install 'zfunc[lora]'"
@@ -27,12 +27,7 @@ TARGETS = ("q_proj", "v_proj", "qkv_proj", "gate_up_proj")
 
 def check_peft() -> None:
     """Raise ImportError unless a supported version of peft is installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(MISSING) from error
-    if tuple(int(x) for x in peft.__version__.split(".")[:2]) < OLDEST:
-        raise ImportError(MISSING.replace("no peft", f"peft {peft.__version__}"))
+    check_package("peft", OLDEST, MISSING)
 
 
 def lora_config(
@@ -81,7 +76,7 @@ def base_of(model: Any) -> Any:
     return model.get_base_model()
 
 
-def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
+def adapt(model: nn.Module, lora: Any) -> Any:
     """peft's model of one on the meta device. `lora` is a `peft.LoraConfig`, or a folder with adapter_config.json.
 
     Raises ValueError for a configuration whose adapters cannot be drawn without the model's weights, and for names
@@ -105,7 +100,7 @@ def adapt(model: nn.Module, lora: Any, *, name: str = "default") -> Any:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft calls what transformers deprecates
-            adapted = get_peft_model(model, config, adapter_name=name)
+            adapted = get_peft_model(model, config)
     except ValueError as error:  # peft's own, of a model that it has no default for, or without such modules
         raise ValueError(
             f"lora: got target_modules={given!r}, expected ends of names of modules, such as "
@@ -185,12 +180,11 @@ class AdaptedWeights:
     alone, as peft writes them. `shapes` are those of the tensors to write, `expected` those of what was trained.
     """
 
-    def __init__(self, base: nn.Module, lora: Any, trained: Iterable[str], *, adapter_only: bool) -> None:
-        """`trained` are names of what was trained, by which the adapter is called."""
+    def __init__(self, base: nn.Module, lora: Any, *, adapter_only: bool) -> None:
         from peft import get_peft_model_state_dict
 
         names = {id(p): name for name, p in base.named_parameters()}
-        self.model = adapt(base, lora, name=_adapter_name(trained))
+        self.model = adapt(base, lora)
         ((adapter, self.config),) = self.model.peft_config.items()
         parameters, tied = dict(self.model.named_parameters()), dict(names)
         if adapter_only:
@@ -240,9 +234,3 @@ class AdaptedWeights:
         layer.merge(safe_merge=True)  # into a copy: the values may be the State's own
         for short, p in layer.get_base_layer().named_parameters():
             yield self.names[f"{prefix}.base_layer.{short}"], p.detach()
-
-
-def _adapter_name(names: Iterable[str]) -> str:
-    """What peft calls the adapter with these parameters."""
-    found = (re.search(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)", name) for name in names)
-    return next((match[1] for match in found if match), "default")

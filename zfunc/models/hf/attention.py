@@ -163,50 +163,24 @@ def attend(
     causal = causal and mask is None and query.shape[-2] > 1
     by_hand = softcap is not None or s_aux is not None
     groups = query.shape[1] // key.shape[1]
-    grouped = groups > 1 and mask is None and not by_hand and _takes_groups(key)
+    fused = key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
+    grouped = groups > 1 and mask is None and not by_hand and fused
     if groups > 1 and not grouped:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    if by_hand:
-        if causal:
-            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        y = _materialised(query, key, value, mask, dropout, scaling, softcap, s_aux)
-    else:
-        y = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-    return y.transpose(1, 2).contiguous(), None
-
-
-def _takes_groups(key: Tensor) -> bool:
-    """Whether a fused kernel supports fewer key heads than query heads."""
-    return key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
-
-
-def _materialised(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
+    if not by_hand:
+        given = {"dropout_p": dropout, "is_causal": causal, "scale": scaling, "enable_gqa": grouped}
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **given)
+        return y.transpose(1, 2).contiguous(), None
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if s_aux is not None:
-        scores = torch.cat(
-            [scores, s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)], -1
-        )
+        own = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+        scores = torch.cat([scores, own], -1)
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights if s_aux is None else weights[..., :-1], dropout) @ value
+    y = F.dropout(weights if s_aux is None else weights[..., :-1], dropout) @ value
+    return y.transpose(1, 2).contiguous(), None

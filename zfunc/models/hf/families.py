@@ -3,12 +3,10 @@
 Settings of a config that segments would not honour are refused by name.
 """
 
-import logging
+import importlib
 from typing import Any
 
-log = logging.getLogger("zfunc")
-# Transformers that is tested; 5.0 computes some of these models differently.
-OLDEST, NEWEST = (5, 12), (5, 23)
+OLDEST = (5, 12)  # transformers; 5.0 computes some of these models differently
 MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Types of rotary positions whose frequencies depend on the config alone."""
@@ -26,15 +24,17 @@ LOSS = "pass loss=, a function (the model's output, targets) -> mean loss, and e
 
 def check_transformers() -> None:
     """Raise ImportError unless a supported version of transformers is installed."""
+    check_package("transformers", OLDEST, MISSING)
+
+
+def check_package(name: str, oldest: tuple[int, int], missing: str) -> None:
+    """Raise ImportError, with this text, unless a package is there, and in no older version."""
     try:
-        import transformers
+        version: str = importlib.import_module(name).__version__
     except ImportError as error:
-        raise ImportError(MISSING) from error
-    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
-    if version < OLDEST:
-        raise ImportError(MISSING.replace("no transformers", f"transformers {transformers.__version__}"))
-    if version > NEWEST:
-        log.info("hf: transformers %s is newer than the versions that are tested", transformers.__version__)
+        raise ImportError(missing) from error
+    if tuple(int(x) for x in version.split(".")[:2]) < oldest:
+        raise ImportError(missing.replace(f"no {name}", f"{name} {version}"))
 
 
 def is_tested(model: Any) -> bool:

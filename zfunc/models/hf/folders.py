@@ -146,7 +146,7 @@ class _Contents:
         self.buffers = {} if adapter_only else saved_buffers(self.model, self.origin)
         self.adapted = None
         if lora is not None:
-            self.adapted = AdaptedWeights(self.model, lora, trained, adapter_only=adapter_only)
+            self.adapted = AdaptedWeights(self.model, lora, adapter_only=adapter_only)
             self.shapes, expected = self.adapted.shapes, self.adapted.expected
         for name in (*trained, *expected):
             if trained.get(name) != expected.get(name):
