@@ -41,17 +41,13 @@ def cut_model(
     one, or a dict by name, such as `input_ids` and `attention_mask`.
 
     Models other than those of `zfunc.models.hf.families.FAMILIES` are compared with their segments first, by loss
-    and gradients on a tiny batch. Parameters keep their names, so `zfunc.params` is the model's state dict; those
-    with `requires_grad=False`, and those that nothing depends on, stay as they are. Dropout is as configured, and
-    off in `evaluate` and `apply`. The model's own gradient checkpointing and attention implementation are ignored;
-    `zfunc.compile(recompute=)` is the setting.
+    and gradients on a tiny batch. Parameters keep their names; those with `requires_grad=False`, and those that
+    nothing depends on, stay as they are. Dropout is as configured, and off in `evaluate` and `apply`. The model's
+    own gradient checkpointing and attention implementation are ignored.
 
-    The model may be a `peft.PeftModel` with LoRA. Only the adapters are trained; frozen parameters are kept in the
-    compute precision, without gradients and optimizer state.
-
-    A model on the meta device takes no memory; `zfunc.init` draws its weights as transformers would, one segment at
-    a time (`load` reads them from a folder). Raises ValueError for a model that cannot be cut, or that
-    computes something else in segments; ImportError without transformers.
+    The model may be a `peft.PeftModel` with LoRA: only the adapters are trained. One on the meta device takes no
+    memory; `zfunc.init` draws its weights as transformers would, one segment at a time. Raises ValueError for a
+    model that cannot be cut, or that computes something else in segments; ImportError without transformers.
     """
     check_transformers()
     base: Any = base_of(model)
@@ -60,9 +56,10 @@ def cut_model(
         raise ValueError(f"example: got none with a loss, expected a tiny batch: {LOSS}")
     inputs, targets = ({"input_ids": _tokens(base)}, None) if example is None else example
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {base.main_input_name: inputs}
-    packs = is_tested(base) or compare(cut_layers, base, inputs, targets, loss)
+    if not is_tested(base):
+        compare(cut_layers, base, inputs, targets, loss)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
-    return cut_layers(model, inputs, loss, packs_documents=packs)
+    return cut_layers(model, inputs, loss)
 
 
 def _tokens(model: Any) -> Tensor:
@@ -71,16 +68,13 @@ def _tokens(model: Any) -> Tensor:
     return torch.randint(3, vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def cut_layers(
-    model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, packs_documents: bool = True
-) -> tuple[Segment, ...]:
+def cut_layers(model: Any, inputs: Mapping[str, Tensor], loss: Loss | None) -> tuple[Segment, ...]:
     """Embeddings, one segment for each layer, and what follows them with the loss; inputs are such as `inputs`.
 
-    Without `packs_documents` they refuse several documents in a sequence. Raises ValueError for a model in which no
-    layers are found.
+    Raises ValueError for a model in which no layers are found.
     """
     register()
-    cutter = _Cutter(base_of(model), inputs, packs=packs_documents)
+    cutter = _Cutter(base_of(model), inputs, packs=loss is not None or is_tested(base_of(model)))
     names = {id(p): name for name, p in model.named_parameters()}  # the first of a tied one
     segments: list[Segment] = []
     owned = set[str]()

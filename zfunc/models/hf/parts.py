@@ -81,7 +81,7 @@ class Call:
     tokens: bool  # whether the main input is token ids
     past: bool
     replaced: bool  # whether its attention and masks are zfunc's
-    packs: bool = True  # whether layers keep the documents of a sequence apart
+    packs: bool  # whether layers keep the documents of a sequence apart
 
     def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
         """Arguments for these inputs; without `past` a model looks itself for documents, in the positions."""
@@ -128,8 +128,8 @@ class EmbedPart(_Part):
         given = dict(inputs) if isinstance(inputs, dict) else {self.call.main: inputs}
         if not self.call.packs and "position_ids" in given:
             raise ValueError(
-                f"got position_ids of several documents, which a {type(self.model).__name__} does not keep apart, "
-                "expected input_ids alone: use the packing 'stream', or a document a row"
+                f"got position_ids of several documents, which a {type(self.model).__name__} is not tested to keep "
+                "apart, expected input_ids alone: use the packing 'stream', or a document a row"
             )
         past = PastTokens()
         if self.call.tokens:

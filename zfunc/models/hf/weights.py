@@ -58,19 +58,17 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     for name, t in weights.buffers().items():
         owner, _, short = name.rpartition(".")
         model.get_submodule(owner)._buffers[short] = t
-    names = {name: name for name, _ in model.named_parameters()}
+    own = {id(p): name for name, p in model.named_parameters()}
     if lora is not None:
-        own = {id(p): name for name, p in model.named_parameters()}
         model = adapt(model, lora)
-        names = {name: own[id(p)] for name, p in model.named_parameters() if id(p) in own}
         log.info(
             "hf: LoRA: %s of %s parameters are trained, adapters of %s",
             *map("{:,}".format, model.get_nb_trainable_parameters()),
             ", ".join(adapted_modules(model)),
         )
-    return config, tuple(
-        evolve(s, initial=partial(_initial, s, model, weights, names)) for s in cut_model(model)
-    )
+    names = {name: own[id(p)] for name, p in model.named_parameters() if id(p) in own}
+    segments = cut_model(model)
+    return config, tuple(evolve(s, initial=partial(_initial, s, model, weights, names)) for s in segments)
 
 
 def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
