@@ -162,7 +162,7 @@ def one_after_the_other(args: argparse.Namespace) -> dict[str, Any]:
         peaks.append(peak_bytes(device))
         programs.append(program)
         del state
-        program.cache.staging = None
+        program.cache.staging.clear()
         gc.collect()
     return {"losses": losses, "device_bytes": peaks, "planned_device_bytes": planned, "program": programs[1]}
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import trained
 from attrs import frozen
-from small_models import MODELS, rows_of, tied_gpt
+from small_models import SHORTER, rows_of
 from table import Scattered
 from threaded_ranks import on_every, programs_of
 from torch import Tensor
@@ -186,7 +186,6 @@ WAYS: dict[str, Settings] = {
         **{"accumulate": "horizontal", "activations_on": "host,disk"},
     },
 }
-SHORTER = {"GPT with dropout": lambda: tied_gpt(0.2, num_layers=2)}
 JOBS = (  # a model, and on how many ranks
     *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT"),
     *("odd sizes on 2", "pairs on 3", "frozen below on 2", "norms on 2", "odd sizes on 3"),
@@ -278,7 +277,7 @@ def programs(
 ) -> tuple[list[Program], Callable[..., Any]]:
     """Those of every rank of a row; and the batch with a number of a rank, in micro-batches of two rows: a segment
     is traced once for each precision. `alike` are the rows of all ranks."""
-    made = {**MODELS, **SHORTER}[row.model]()
+    made = SHORTER[row.model]()
     whole, count = made[1], 2 * given.get("micro_batches", 1)
 
     def batch(i: int, rank: int) -> Any:

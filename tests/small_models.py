@@ -215,3 +215,8 @@ MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]
     "norms": norms,
     "pairs": pairs,
 }
+SHORTER = {  # where many trainings are compared, or a device is told of each operation
+    **MODELS,
+    "tied GPT": lambda: tied_gpt(num_layers=2),
+    "GPT with dropout": lambda: tied_gpt(0.2, num_layers=2),
+}

@@ -3,21 +3,15 @@
 from typing import Any
 
 import torch
-from small_models import MODELS, tied_gpt
+from small_models import SHORTER
 from torch import Tensor
 
 import zfunc
 
-# A device is told of each operation, and the pretend one delays it.
-SHORTER = {
-    "tied GPT": lambda: tied_gpt(num_layers=2),
-    "GPT with dropout": lambda: tied_gpt(0.2, num_layers=2),
-}
-
 
 def compiled(model: str, device: str | torch.device, **settings: Any) -> tuple[Any, Any]:
     """A program, and its batches by number."""
-    segments, data = {**MODELS, **SHORTER}[model]()
+    segments, data = SHORTER[model]()
     state = {name: settings.pop(name) for name in ("moments", "split_master") if name in settings}
     usual = {"optimizer": zfunc.AdamW(lr=1e-2, weight_decay=0.1, **state), "bucket_size": 3000}
     return zfunc.compile(segments, device=device, **{**usual, **settings}), data

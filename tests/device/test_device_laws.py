@@ -278,7 +278,9 @@ def test_what_is_on_the_host_is_pinned(device: str) -> None:
     program, data = compiled("odd sizes", device, params_on="host", activations_on="host", precision="fp16")
     state = zfunc.init(program)
     zfunc.train_step(program, state, data(0))
-    waiting = [slot.flat for r, slot in program.cache.activations.items() if r.tier == "pinned"]
+    waiting = [
+        slot.flat for r, slot in program.cache.staging.items() if (r.role, r.tier) == ("act", "pinned")
+    ]
     assert waiting
     assert all(t.is_pinned() for t in (*waiting, *state.buffers.params()))
 

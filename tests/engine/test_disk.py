@@ -97,7 +97,7 @@ def test_activations_alone_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.
     (expected, weights), (got, moved) = results
     assert repr(got) == repr(expected)
     assert all(torch.equal(x, weights[name]) for name, x in moved.items())
-    pages = {r for r in program.cache.activations if r.buffer == "act_page"}
+    pages = {r for r in program.cache.staging if r.buffer == "act_page"}
     assert len(pages) == 1
     monkeypatch.setattr(DirectFile, "read", failing(DirectFile.read, 0))
     with pytest.raises(zfunc.DiskError, match="gone"):

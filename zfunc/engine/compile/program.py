@@ -6,7 +6,7 @@ threads) follows from its fields, and is cached for later steps.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from zfunc.engine.compile.purity import Facts
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.vjp import Joints
-from zfunc.engine.state.memory import ActivationSlot, SpilledBytes, allocate_regions
+from zfunc.engine.state.memory import allocate_regions
 from zfunc.engine.state.module_buffers import buffer_views
 from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.step.stage_context import CompiledSegment, Stage
@@ -113,9 +113,7 @@ class ProgramCache:
     fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
-    staging: dict[Region, Any] | None = None
-    # of the largest batch so far
-    activations: dict[Region, ActivationSlot | SpilledBytes] = field(factory=dict)
+    staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -166,15 +164,26 @@ def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
     return all_or_none(program.ranks, allocate) if program.spec.uses_disk else allocate()
 
 
-def staging_buffers(program: Program) -> dict[Region, Any]:
-    """The program's staging buffers, allocated once: slots, sums, squares."""
-    if program.cache.staging is None:
+def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
+    """The program's staging buffers by region: slots, sums, squares, allocated once; and the slots of activations,
+    with room for those of `shaped`, allocated anew for a larger batch.
+
+    A collective where some of these are on the disk: ranks that make one step need new ones together.
+    """
+    staging = program.cache.staging
+    allocate = partial(
+        allocate_regions, dtype=program.dtype, device=program.device, folders=program.settings.swap
+    )
+    if not staging:
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
         regions = dict.fromkeys(r for recipe in recipes for r in Graph(recipe(spec)).regions)
-        regions = (r for r in regions if r.lifetime == "program" and r.role != "act")
-        program.cache.staging = _allocated(program, regions)
-    return program.cache.staging
+        staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
+    if shaped is not None and (regions := _without_slots(program, shaped)):
+        for r in [r for r in staging if r.role == "act"]:  # before the new ones are allocated
+            del staging[r]
+        staging.update(allocate_on_all(program, partial(allocate, regions)))
+    return staging
 
 
 def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
@@ -183,37 +192,20 @@ def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tens
     return buffer_views(buffers.memory[Region("module_buffers", (s,))], like) if like else {}
 
 
-def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot | SpilledBytes]:
-    """The memory of activations on the host or the disk, and on their way; allocated anew for a larger batch.
-
-    A collective where some are on the disk: ranks that make one step need new ones together.
-    """
-    slots = program.cache.activations
-    if regions := _new_activation_slots(program, shaped):
-        slots.clear()  # before the new ones are allocated
-        slots.update(allocate_on_all(program, partial(_allocated, program, regions)))
-    return slots
-
-
-def _allocated(program: Program, regions: Iterable[Region]) -> dict[Region, Any]:
-    return allocate_regions(regions, program.dtype, program.device, program.settings.swap)
-
-
-def _new_activation_slots(program: Program, shaped: ShapedProgram) -> list[Region]:
+def _without_slots(program: Program, shaped: ShapedProgram) -> list[Region]:
     """The regions of all activation slots if they have to be allocated, or anew; else none."""
-    slots, regions = program.cache.activations, [r for r in shaped.plan.graph.regions if r.role == "act"]
-    room = all(r in slots and slots[r].nbytes >= r.nbytes for r in regions)
-    return [] if room else regions
+    slots, regions = program.cache.staging, [r for r in shaped.plan.graph.regions if r.role == "act"]
+    return [] if all(r in slots and slots[r].nbytes >= r.nbytes for r in regions) else regions
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
     """What of the peaks of a step is allocated before it: all that is kept, but for activation slots too small."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
-    if new := _new_activation_slots(program, shaped):
+    if new := _without_slots(program, shaped):
         for r in new:
             allocated[r.tier] -= r.nbytes
-        for r, slot in program.cache.activations.items():  # freed before
-            allocated[r.tier] += slot.nbytes
+        for r, slot in program.cache.staging.items():
+            allocated[r.tier] += slot.nbytes if r.role == "act" else 0  # freed before
     return allocated
 
 

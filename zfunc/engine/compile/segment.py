@@ -90,7 +90,11 @@ class Segment:
         return html_table(["parameter", "shape", "", ""], rows, repr(self))
 
     def __attrs_post_init__(self) -> None:
-        _check_name(self.name)
+        of_type(
+            "segment: name", self.name, str, "a string: pass such as 'head', the prefix of its parameters"
+        )
+        if not self.name:
+            raise ValueError("segment: name: got '', expected a name: pass such as 'head'")
         for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
             if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
                 raise ValueError(
@@ -178,8 +182,8 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
 
 def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, prefix: str) -> Segment:
     """`segment`, but with parameters named `prefix` and their name in the module."""
+    # 1. What cannot be a function of its parameters.
     refuse_inference_mode("segment")
-    _check_name(name)
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
     of_type(
         f"segment {name!r}: share",
@@ -208,6 +212,14 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
                 f"segment {name!r}: share names {short!r}, expected one of its parameters {sorted(own)}: "
                 "pass {name in the module: full name of the other segment's parameter}"
             )
+    on_meta = {t.is_meta for t in own.values()}
+    if len(on_meta) > 1:
+        raise ValueError(
+            f"segment {name!r}: got a module partly on the meta device, expected all or nothing there: "
+            "build it under one `with torch.device(...)`"
+        )
+
+    # 2. Names: full ones of all parameters, of which tied ones have one, and are differentiated by one short name.
     twin: dict[int, str] = {}  # of names tied inside the module, the shared one, else the first
     for short, p in (*((x, own[x]) for x in share), *own.items()):
         twin.setdefault(id(p), short)
@@ -217,28 +229,25 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
         chosen.setdefault(full, short)
     twins = {short: chosen[full] for short, full in fulls.items()}
     parameters = tuple(Parameter(f, tuple(own[x].shape), own[x].requires_grad) for f, x in chosen.items())
-    on_meta = {t.is_meta for t in own.values()}
-    if len(on_meta) > 1:
-        raise ValueError(
-            f"segment {name!r}: got a module partly on the meta device, expected all or nothing there: "
-            "build it under one `with torch.device(...)`"
-        )
+
+    # 3. Buffers: constants, and those that forward changes.
     try:
         changing, types = changed_by_forward(module)
     except ValueError as error:
         raise ValueError(f"segment {name!r}: {error}") from error
-    skeleton = _skeleton(module)
-    owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
-    meta = on_meta == {True}
-    constants = _slots(module, "_buffers")
+    meta, constants = on_meta == {True}, _slots(module, "_buffers")
     if meta and constants:
         constants = _real_module(name, module, 0)[1]
+    constants = {k: v.detach().clone() for k, v in constants.items()}
+
+    # 4. Functions: of a copy without memory, in training mode and in eval mode; and the initial values.
+    skeleton = _skeleton(module)
+    owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
 
     def initial(seed: int) -> Values:
         values = _real_module(name, module, seed)[0] if meta else own
         return {full: values[short].detach() for full, short in owned.items()}
 
-    constants = {k: v.detach().clone() for k, v in constants.items()}
     return Segment(
         name,
         _functional(skeleton, twins, types, changing),
@@ -254,12 +263,6 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
         module=skeleton,
         source=(module, held(module)),
     )
-
-
-def _check_name(name: Any) -> None:
-    of_type("segment: name", name, str, "a string: pass such as 'head', the prefix of its parameters")
-    if not name:
-        raise ValueError("segment: name: got '', expected a name: pass such as 'head'")
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:

@@ -2,8 +2,7 @@
 
     module_buffers          the buffers that forward changes, such as running statistics
     memory                  the memory of regions: tensors, what slots have in turn, what is on the disk
-    ownership               which State may use the buffers, and which deferred updates they lack
-    state                   `State`
+    state                   `State`, its buffers, and who may use them
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State
     save_load               `zfunc.save`, `zfunc.load`

@@ -46,6 +46,7 @@ def fill_state(
     this rank has a slice. Raises CheckpointError, naming file, tensor and offset, for bytes that are not what was
     written.
     """
+    # 1. What this rank keeps, and whether it was saved as it is kept.
     manifest, world = checkpoint.manifest, ranks.world
     trained = {x.name for x in manifest.parameters if x.trainable}
     kinds = stored_kinds(layout, {}, ema=buffers.ema(0) is not None)
@@ -62,6 +63,7 @@ def fill_state(
     equal += [x for x in frozen if x.parameter not in trained]
     begun: list[str] = []
     with CheckpointReader(checkpoint) as reader:
+        # 2. The state of another format is converted, or begins with the weights; frozen weights are those.
         for (b, name), kinds in groupby(changed, key=lambda x: (x.bucket, x.parameter)):
             by_kind, bucket = {x.kind: x for x in kinds}, layout.buckets[b]
             if name in trained and _convert(reader, by_kind, buffers, bucket, optimizer, strict=strict):
@@ -72,6 +74,7 @@ def fill_state(
             for start, stop in _parts(x):
                 part = slice_memory(buffers, x)[start - x.start : stop - x.start]
                 part.copy_(reader.weights(x.parameter, start, stop))
+        # 3. The rest is read where it is kept; averages that were not saved begin as the weights.
         for _, slices in groupby(equal, key=lambda x: x.bucket if buffers.on_disk else 0):
             # Of what is on the disk, one bucket is in memory at a time.
             _fill(reader, buffers, slices)

@@ -19,12 +19,12 @@ from zfunc.core.graph import Region
 from zfunc.engine.compile.program import (
     Program,
     ShapedProgram,
-    activation_slots,
     allocated_for,
     check_state,
     lock_staging,
     memory_shortage,
     on_compute_stream,
+    staging_buffers,
 )
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.save_load import begin_save
@@ -102,6 +102,7 @@ def train_step(
 def _train_step(
     program: Program, state: State, batch: Batch, options: RunOptions, save: Save | None
 ) -> tuple[State, Metrics]:
+    # 1. What this step does, which all ranks have to do.
     number, ranks, owner = state.step + 1, program.ranks, state.buffers.owner
     swaps = save is not None and save.folder.absolute() in swap_folders(program)
     committed, save = (save, None) if swaps else (None, save)
@@ -114,9 +115,11 @@ def _train_step(
     allocated = allocated_for(program, shaped)
     shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
     _check_ranks_agree(program, shaped, state, batch, shortage)
-    activations = activation_slots(program, shaped)
+
+    # 2. The regions that are this step's own: micro-batches, what it commits, where it saves.
+    staging_buffers(program, shaped)
     micros = enumerate(split_batch(batch, program.settings.micro_batches))
-    own: dict[Region, Any] = {**activations, **{Region("batch", (m,)): micro for m, micro in micros}}
+    own: dict[Region, Any] = {Region("batch", (m,)): micro for m, micro in micros}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
         """What a commit says; None where there is none, because the loss scale ends the training."""
@@ -131,6 +134,8 @@ def _train_step(
 
     own[Region("position")] = commit_record
     own[Region("checkpoint")] = writer = None if save is None else begin_save(program, state, save)
+
+    # 3. The run, and what has become of the State.
     sent = ranks.sent
     try:
         run, mem = run_on_state(program, shaped, state, number, own, options, f"step {number}")
@@ -147,6 +152,8 @@ def _train_step(
     except NonFiniteError:  # an overflow at the smallest loss scale
         owner.take_back()  # the step was skipped
         raise
+
+    # 4. What the step reports.
     names = [span.name for span in program.layout.spans]
     metrics = Metrics(
         loss=decision.loss,
