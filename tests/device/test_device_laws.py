@@ -282,7 +282,7 @@ def test_what_is_on_the_host_is_pinned(device: str) -> None:
         slot.flat for r, slot in program.cache.staging.items() if (r.role, r.tier) == ("act", "pinned")
     ]
     assert waiting
-    assert all(t.is_pinned() for t in (*waiting, *state.buffers.params()))
+    assert all(t.is_pinned() for t in (*waiting, *(x.flat for x in state.buffers.weights.values())))
 
 
 def test_device_memory_does_not_grow_from_step_to_step(device: str) -> None:

@@ -3,7 +3,8 @@
     segment                 nn.Module -> pure function
     segments                a model's segments, checked together; of an nn.Sequential
     purity                  refuses segments with hidden state, and values that change
-    vjp                     forward and backward of a segment, with or without recomputation
+    vjp                     forward and backward of a segment, traced or by torch.func.vjp
+    recompute               what backward recomputes: their joint graph, cut in two
     tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data
     compile                 segments and settings -> Program

@@ -220,12 +220,15 @@ def on_compute_stream(program: Program) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def lock_staging(program: Program, action: str, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
-    """Reserve the staging buffers for one caller; RuntimeError with `refusal` if another keeps them for `patience`
-    seconds."""
+def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Reserve the staging buffers for one caller; RuntimeError if another keeps them for `patience` seconds."""
     program.executor.check_process(action)
     if not program.cache.busy.acquire(timeout=patience):
-        raise RuntimeError(f"{action}: {refusal}")
+        raise RuntimeError(
+            f"{action}: got a program that is in a step already, expected one call at a time, because its staging "
+            "buffers are shared: call it after the step, to save in one pass save= to train_step, or compile a "
+            "second program for a second thread"
+        )
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.vjp import written_by
+from zfunc.engine.compile.recompute import written_by
 
 MAX_DEPTH = 6  # of containers and objects in each other
 MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity

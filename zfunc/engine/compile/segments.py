@@ -49,7 +49,8 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
     known: dict[str, Parameter] = {}
     origins: dict[int, str] = {}
     for s in segments:
-        for name, p in _owned(s).items():
+        owned = {p.name: p for p in s.parameters if p.name not in s.shared}
+        for name, p in owned.items():
             if name in known:
                 raise ValueError(
                     f"segments: got two parameters named {name!r}, expected unique names: rename "
@@ -87,10 +88,6 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
                     f"{known[p.name].shape}: tied parameters have one shape"
                 )
     return segments
-
-
-def _owned(segment: Segment) -> dict[str, Parameter]:
-    return {p.name: p for p in segment.parameters if p.name not in segment.shared}
 
 
 class EndsInLoss(nn.Sequential):

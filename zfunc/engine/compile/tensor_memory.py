@@ -88,3 +88,11 @@ def byte_range(t: Tensor) -> tuple[int, int]:
     """The bytes of its storage that `t` lies in: the first, and the one after the last."""
     start = t.storage_offset() * t.element_size()
     return start, start + extent(t) * t.element_size()
+
+
+def dense_strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of a cotangent of `x`: those of `x`, unless its elements overlap.
+
+    So the trace and the cost of a segment do not depend on the segment above it.
+    """
+    return torch.empty_like(x, device="meta").stride()

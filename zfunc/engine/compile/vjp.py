@@ -1,17 +1,12 @@
 """Forward and backward of one segment as a pair of functions, with explicit residuals between them.
 
-Gradients are those of `torch.func.vjp`, to the bit, in every mode:
-
-- `recompute="all"` keeps only the segment's input; backward runs the forward again inside `vjp`.
-- `recompute="none"` keeps what autograd would: the results of forward that backward reads.
-- `recompute="min-cut"` keeps the tensors that the min-cut partitioner chooses.
-
-Both passes are traced into pure functions of tensors, which launch faster than autograd does. A segment that cannot
-be traced runs `vjp` itself. The last segment never recomputes, because its backward follows its forward at once.
+Gradients are those of `torch.func.vjp`, to the bit, whatever backward recomputes. Both passes are traced into pure
+functions of tensors, which launch faster than autograd does. A segment that cannot be traced runs `vjp` itself. The
+last segment never recomputes, because its backward follows its forward at once.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,25 +14,33 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
-from torch.func import functionalize, vjp
-from torch.fx import Graph, GraphModule, Node
+from torch.func import vjp
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
-from zfunc.engine.compile.tensor_memory import FakeTensors, extent, storage_of
+from zfunc.engine.compile.recompute import (
+    Cut,
+    JointGraph,
+    keep_as_autograd,
+    min_cut,
+    mutates,
+    of_written_memory,
+    repeat_forward,
+    sized_min_cut,
+)
+from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, storage_of
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
 Compiled = bool | Literal["reduce-overhead"]
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
+Joints = dict[Any, JointGraph]  # by what a trace depends on
 log = logging.getLogger("zfunc")
-for _packet in (
-    torch.ops.aten.random,
-    torch.ops.aten.random_,
-):  # a graph's code cannot name the overload `from`
+# A graph's code cannot name the overload `from`.
+for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
     _packet.from_ = getattr(_packet, "from")
     _packet.from_.__name__ = f"{_packet.__name__}.from_"
 
@@ -114,13 +117,13 @@ def make_vjp(
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
     if recompute == "none":
-        graphs = traced(keeping, f"{runs}out being traced", _cut_as_autograd)
+        graphs = traced(keeping, f"{runs}out being traced", keep_as_autograd)
     elif recompute == "min-cut" and last:
-        graphs = traced(keeping, f"{runs} recompute='none'", _min_cut)
+        graphs = traced(keeping, f"{runs} recompute='none'", min_cut)
     else:
-        graphs = traced(again, f"{runs}out being traced", _split, keeps=False)
+        graphs = traced(again, f"{runs}out being traced", repeat_forward, keeps=False)
     if recompute == "min-cut" and not last:
-        graphs = traced(graphs.passes, f"{runs} recompute='all'", _sized_cut if moving else _min_cut)
+        graphs = traced(graphs.passes, f"{runs} recompute='all'", sized_min_cut if moving else min_cut)
     return _moving(graphs.passes) if moving else graphs.passes
 
 
@@ -175,19 +178,11 @@ def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
             with torch.autograd.set_multithreading_enabled(False), redirected():
                 # retain_graph defaults to True, create_graph to the grad mode: both would keep residuals.
                 grads, below = pullback(list(cotangents), retain_graph=False, create_graph=False)
-            return grads, [_laid_out(g, _strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
+            return grads, [_laid_out(g, dense_strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
 
         return y, pull_back
 
     return pull
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of a cotangent of `x`: those of `x`, unless its elements overlap.
-
-    So the trace and the cost of a segment do not depend on the segment above it.
-    """
-    return torch.empty_like(x, device="meta").stride()
 
 
 def _laid_out(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -200,27 +195,7 @@ def _floating(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 
-# --- traced: one joint graph, cut in two --------------------------------------------------------------------
-
-
-@frozen(eq=False)
-class _Joint:
-    """Forward and backward of a segment as one graph: `(*leaves, *cotangents) -> (*results, *gradients)`."""
-
-    module: GraphModule
-    leaves: list[Node]  # placeholders of weights and inputs
-    cotangents: list[Node]  # placeholders, too
-    forward: list[Node]
-    backward: list[Node]
-    results: list[Any]  # nodes, or constants
-    gradients: list[Any]
-    forward_draws: int
-    out_spec: Any  # of the results
-    strides: list[tuple[int, ...]]  # of the cotangents
-
-
-Joints = dict[Any, _Joint]
-Cut = Callable[[_Joint], tuple[GraphModule, GraphModule]]
+# --- traced: a joint graph, cut in two (recompute.py) -------------------------------------------------------
 
 
 @define(eq=False)
@@ -230,13 +205,13 @@ class _Traced:
     some. Traced for the last MAX_TRACES sets of shapes; where that fails, `fallback` runs, which is logged.
     """
 
-    joint_of: Callable[..., _Joint]
+    joint_of: Callable[..., JointGraph]
     compiled: Compiled
     fallback: SegmentVJP
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
-    known: dict[Any, tuple[_Joint, Any, Any] | None] = field(factory=dict)  # None: the trace failed
+    known: dict[Any, tuple[JointGraph, Any, Any] | None] = field(factory=dict)  # None: the trace failed
 
     @property
     def passes(self) -> SegmentVJP:
@@ -286,7 +261,7 @@ class _Traced:
 
     def _trace(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any
-    ) -> tuple[_Joint, Any, Any] | None:
+    ) -> tuple[JointGraph, Any, Any] | None:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
@@ -394,12 +369,12 @@ class _OtherOutputError(Exception):
 
 def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
     """Shape, strides, dtype and device of each cotangent of `y`."""
-    return [(t.shape, _strides(t), t.dtype, t.device) for t in differentiated(y)]
+    return [(t.shape, dense_strides(t), t.dtype, t.device) for t in differentiated(y)]
 
 
 def _joint(
     pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
-) -> _Joint:
+) -> JointGraph:
     """Trace the joint graph. Raises _OtherOutputError if `cotangents` are not those of the segment's output."""
     key = layouts(leaves), spec, tuple(cotangents)
     if joints is not None and key in joints:
@@ -433,7 +408,7 @@ def _joint(
     number_draws(module.graph, forward_draws)
     *nodes, output = module.graph.nodes
     given, outputs = len(leaves) + len(tangents), list(output.args[0])
-    traced = _Joint(
+    traced = JointGraph(
         module,
         leaves=nodes[: len(leaves)],
         cotangents=nodes[len(leaves) : given],
@@ -448,176 +423,16 @@ def _joint(
     return traced if joints is None else joints.setdefault(key, traced)
 
 
-# --- cuts: which nodes are whose, and what is kept between them ---------------------------------------------
-
-
-def _part(
-    module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
-) -> GraphModule:
-    """Some nodes of a graph as a graph of their own, `given -> results`."""
-    part, copies = Graph(), dict[Node, Node]()
-    for x in given:
-        copies[x] = part.placeholder(x.name)
-        copies[x].meta = {**x.meta}
-    for x in nodes:
-        copies[x] = part.node_copy(x, copies.__getitem__)
-    part.output([copies.get(x, x) for x in results])  # constants have no node
-    return GraphModule(module, part)
-
-
-def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
-    """Two graphs, of which backward repeats what it needs of forward."""
-    forward = _part(joint.module, joint.leaves, joint.forward, joint.results)
-    given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
-    backward = _part(joint.module, given, nodes, joint.gradients)
-    _cast_again(backward.graph, len(given) + len(joint.forward))
-    return forward, backward
-
-
-def _cast_again(graph: Graph, num_forward: int) -> None:
-    """Cast to a wider dtype once more where backward first reads the result: until then it holds the narrow tensor.
-
-    The first `num_forward` nodes are the forward's. What is written meanwhile keeps its first cast.
-    """
-    nodes, written = list(graph.nodes), _of_written_memory(graph)
-    for node in nodes[:num_forward]:
-        source = node.args[0] if node.target is torch.ops.aten._to_copy.default else node
-        if source is node or written & {node, source}:
-            continue
-        if node.meta["val"].element_size() <= source.meta["val"].element_size():
-            continue
-        late = [x for x in nodes[num_forward:-1] if x in node.users]
-        if late:
-            with graph.inserting_before(late[0]):
-                again = graph.node_copy(node)
-            for user in late:
-                user.replace_input_with(node, again)
-
-
-def _cut_as_autograd(joint: _Joint) -> tuple[GraphModule, GraphModule]:
-    """Two graphs, of which backward is given all that it reads of forward."""
-    of_forward = {*joint.leaves, *joint.forward}
-    reads = [x for node in joint.backward for x in node.all_input_nodes]
-    reads += [x for x in joint.gradients if isinstance(x, Node)]
-    residuals = [x for x in dict.fromkeys(reads) if x in of_forward]
-    for x in residuals:
-        if not isinstance(x.meta["val"], Tensor):
-            raise ValueError(f"backward reads {x}, which is no tensor")
-    forward = _part(joint.module, joint.leaves, joint.forward, [*joint.results, *residuals])
-    given = [*residuals, *joint.cotangents]
-    return forward, _part(joint.module, given, joint.backward, joint.gradients)
-
-
-def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
-    """Two graphs whose residuals are chosen by the min-cut partitioner."""
-    # 1. It takes pure graphs: what is written in place is written out of place, where that gives the same bits.
-    module = joint.module
-    changes = [node for node in module.graph.nodes if _mutates(node.target)]
-    for node in changes:
-        outs = sum(a.is_out for a in node.target._schema.arguments)
-        if outs and len(_written(node)) > outs:  # torch takes one for the other, as of rrelu_with_noise.out
-            raise ValueError(f"{node.target} writes into more than its results")
-        for changed in tree_leaves([x.meta["val"] for x in _written(node)]):
-            if changed.stride() != _strides(changed):  # vectorized kernels differ for views
-                raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
-    if changes:
-        pure = functionalize(module)
-        primals, tangents = ([x.meta["val"] for x in given] for given in (joint.leaves, joint.cotangents))
-        by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
-        module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
-        number_draws(module.graph, joint.forward_draws)
-        if _output_strides(module) != _output_strides(joint.module):
-            raise ValueError("an operation in place gives other strides out of place")
-    # 2. Equal nodes are one, so that none is kept or made again twice; then the cut.
-    import torch._functorch.config as partitioning
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    with partitioning.patch(cse=False):  # its own imports the lowerings of a compiler, which takes a second
-        merged = _with_equal_nodes_merged(module)
-        return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=len(joint.results))
-
-
-def _sized_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
-    """The same, of residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
-    kernel: only the kernel knows its size, and it has no elements in a trace."""
-    forward, backward = _min_cut(joint)
-    for x in list(forward.graph.nodes)[-1].args[0][len(joint.results) :]:
-        value = x.meta["val"]
-        if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.numel():
-            raise ValueError(f"backward reads {x}, whose size is not known before it runs")
-    return forward, backward
-
-
-def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
-    """A copy of a pure graph where nodes that call one function with the same arguments are one node, but for draws
-    and for what shares memory with a result: in eager code those are apart."""
-    *nodes, output = module.graph.nodes
-    merged, known = _part(module, (), nodes, output.args[0]), dict[Any, Node]()
-    merged.graph.eliminate_dead_code()
-    results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in _memory(node)}
-    for node in merged.graph.nodes:
-        apart = node.target is torch.ops.aten.empty.memory_format or "draw" in node.meta
-        if node.op != "call_function" or apart or _memory(node) & results:
-            continue
-        leaves, structure = tree_flatten((node.args, node.kwargs))
-        first = known.setdefault((node.target, structure, *((type(x), x) for x in leaves)), node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            merged.graph.erase_node(node)
-    return merged
-
-
-def _memory(node: Node) -> set[int]:
-    x = node.meta.get("val")
-    return {storage_of(x)} if isinstance(x, Tensor) and x.layout is torch.strided else set()
-
-
-def _mutates(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target._schema.is_mutable
-
-
-def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes into."""
-    declared = func._schema.arguments
-    given = dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
-    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
-    return tree_leaves([given.get(name) for name in written])
-
-
-def _written(node: Node) -> list[Node]:
-    """The nodes of a graph that an operation writes into."""
-    return [x for x in written_by(node.target, node.args, node.kwargs) if isinstance(x, Node)]
-
-
-def _of_written_memory(graph: Graph) -> set[Node]:
-    """The nodes of a graph that share memory with what one of its operations writes into."""
-    memory: dict[Node, set[int]] = {}
-    for node in graph.nodes:
-        values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-        memory[node] = {storage_of(t) for t in values if t.layout is torch.strided}
-    changed = {m for node in graph.nodes if _mutates(node.target) for x in _written(node) for m in memory[x]}
-    return {node for node, own in memory.items() if own & changed}
-
-
-def _output_strides(module: GraphModule) -> list[Any]:
-    outputs = list(module.graph.nodes)[-1].args[0]
-    return [
-        x.meta["val"].stride() for x in outputs if isinstance(x, Node) and isinstance(x.meta["val"], Tensor)
-    ]
-
-
 # --- running a graph ----------------------------------------------------------------------------------------
 
 
 def _runnable(graph: GraphModule, compiled: Compiled) -> Callable[..., Any]:
     """The graph without dead code, with random numbers from the pass that runs it; compiled on request."""
     # What writes into an argument is never dead, which is known of an operation until its draws are redirected.
-    graph.graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or _mutates(node.target)
-    )
+    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
     # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
     # code makes one, but not of what is written: that would lose the writes, so it fails instead.
-    written = _of_written_memory(graph.graph)
+    written = of_written_memory(graph.graph)
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         if node not in written:
             node.target = torch.ops.aten.reshape.default

@@ -141,13 +141,6 @@ class StateOnDisk:
         self.swap.read(self.b, [part.name], [as_bytes(page[:size])])
         return page[: part.nbytes].view(self.dtypes[part.name])
 
-    def opened(self) -> Tensor:
-        """Memory for all parts, with those that every update moves; zeros where they were never written."""
-        flat = alloc_host(self.extent.nbytes, torch.uint8)
-        if self.is_written:
-            self.read(flat, self.moved)
-        return flat
-
     @property
     def moved(self) -> list[str]:
         """The parts that every update moves."""

@@ -75,9 +75,7 @@ def save(
     """
     check_state(program, state, "save")
     make_deferred_update(program, state, "save")
-    with lock_staging(
-        program, "save", "got a program that is in a step, expected none: pass save= to train_step"
-    ):
+    with lock_staging(program, "save"):
         position = (
             f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         )

@@ -24,6 +24,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.state.memory import Flat, StateOnDisk, allocate_regions, states_on_disk
 from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError
 from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.host_memory import alloc_host
 
 
 @define(eq=False)
@@ -145,10 +146,6 @@ class Buffers:
             found.setdefault((r.role, r.index[0]), []).append(r)
         return found
 
-    def params(self) -> list[Tensor]:
-        """The flat parameters: of each bucket, and the frozen ones."""
-        return [x.flat for x in self.weights.values()]
-
     def state(self, b: int, *, write: bool = False) -> dict[str, Tensor]:
         """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, its
         parameters if they live on the disk.
@@ -160,7 +157,10 @@ class Buffers:
             return state
         if self._opened is None or self._opened[0].b != b:
             self.close()
-            self._opened = self.on_disk[b], self.on_disk[b].opened()
+            on_disk = self.on_disk[b]
+            self._opened = on_disk, alloc_host(on_disk.extent.nbytes, torch.uint8)
+            if on_disk.is_written:  # zeros otherwise
+                on_disk.read(self._opened[1], on_disk.moved)
         self._changed |= write
         on_disk, flat = self._opened
         return state | {name: on_disk.views(flat)[name] for name in on_disk.moved}

@@ -69,7 +69,8 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     program.executor.check_process("apply")
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
-    owned = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
+    owned = [x.flat for x in state.buffers.weights.values()]
+    owned += [t for c in program.calls for t in c.constants.values()]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
     storages = {t.untyped_storage()._cdata for t in owned}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)

@@ -112,11 +112,7 @@ def make_deferred_update(program: Program, state: State, action: str) -> None:
     owner = state.buffers.owner
     if owner.deferred is None:
         return
-    refusal = "got a program that is in a step, expected none: call it after the step"
-    with (
-        lock_staging(program, action, refusal, patience=program.executor.patience),
-        torch.inference_mode(False),
-    ):
+    with lock_staging(program, action, patience=program.executor.patience), torch.inference_mode(False):
         if (decision := owner.deferred) is None:  # made for another thread in the meantime
             return
         program.ranks.agree(action, "what is deferred", f"step {state.step}, {decision}")

@@ -36,7 +36,7 @@ from zfunc.engine.step.metrics import Metrics
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
-from zfunc.values import of_type, truth
+from zfunc.values import of_type
 
 PIECE = 1 << 20  # elements that a checksum widens at a time
 
@@ -85,17 +85,11 @@ def train_step(
     refuse_inference_mode("train_step")
     check_state(program, state, "train_step")
     refuse_global_modes("train_step", program.device)
-    truth("train_step: trace", trace)
-    truth("train_step: debug", debug)
     of_type("train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass one")
     of_type("train_step: faults", faults, Sequence, "a list of faults: pass [Fault(...), ...]")
     options = RunOptions(jitter, debug, trace, tuple(faults))
     save = save if save is None or isinstance(save, Save) else Save(save)
-    refusal = (
-        "got a program that is in a step already, expected one step at a time: its staging "
-        "buffers are shared. Compile a second program for a second thread"
-    )
-    with lock_staging(program, "train_step", refusal):
+    with lock_staging(program, "train_step"):
         return _train_step(program, state, unpacked(batch, program.segments[-1]), options, save)
 
 
