@@ -71,7 +71,7 @@ def test_a_signal_commits_the_step_it_ended(at_step: Any, in_memory: Path, capsy
     more = (*DISK, "--commit-every", 100, "--disk-ratio", 0.5, "--out", "run")
     at_step(3, made=True, happen=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train(*more) == 0
-    assert f"saved {Path('one').absolute()} in" in capsys.readouterr().out
+    assert "  saved one in " in capsys.readouterr().out
     assert (rows("run")[-1]["saved"], summary("run")["checkpoint"]) == ("one", "one")
     assert train(*more, "--resume", "auto") == 0
     assert measured("run") == measured(in_memory)

@@ -269,29 +269,27 @@ class _Loop:
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
         """The next step, which writes a checkpoint of the step before it if one is due."""
-        due, at, failure = self._due(), self.state.batches, ""
+        due, at = self._due(), self.state.batches
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
-        if self.swap is not None:
-            commit = (
-                Save(self.swap, extra_after=self._extra) if commits(self.program, self.state.step) else None
-            )
-            self.state, metrics = step(save=commit)
+        try:
+            self.state, metrics = step(save=due)
+        except CheckpointError as error:  # raised before the step began
+            if self.swap is not None or due is None:
+                raise
+            if not self.job.ranks.rank:
+                log.warning("checkpoint: none was saved of step %d: %s", at, error)
+            self.state, metrics = step()
+            return metrics, self._saved(at, None, str(error), None)
+        if self.swap is not None or metrics.saved is None:
             return metrics, None
-        if due is not None:
-            try:
-                self.state, metrics = step(save=due)
-                assert metrics.saved is not None
-                return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
-            except CheckpointError as error:  # raised before the step began
-                failure = str(error)
-                if not self.job.ranks.rank:
-                    log.warning("checkpoint: none was saved of step %d: %s", at, failure)
-        self.state, metrics = step()
-        return metrics, None if due is None else self._saved(at, None, failure, None)
+        return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
 
     def _due(self) -> Save | None:
-        """The checkpoint that the next step writes, if one is due."""
+        """What the next step writes: a commit of the swap space, or a checkpoint, if one is due."""
         settings, at = self.job.settings, self.state.batches
+        if self.swap is not None:
+            due = commits(self.program, self.state.step)
+            return Save(self.swap, extra_after=self._extra) if due else None
         no_time = not settings.save_every or at in (self.first, self.saved_step) or at % settings.save_every
         if self.start.folder is None or no_time:
             return None

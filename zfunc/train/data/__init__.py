@@ -1,8 +1,8 @@
 """Data: files become a corpus of tokens, and a position in training becomes a batch.
 
     corpus     memory-mapped tokens, their sequences, and a rank's batch at a position
-    documents  text files, records of JSON, and datasets that Hugging Face's `datasets` reads
-    chat       chats as text, and what of them is learned
+    documents  text files, JSONL, and datasets that Hugging Face's `datasets` reads
+    chat       the text that a chat template makes of a chat, and what of it is learned
     tokenizer  a local tokenizer.json
     packing    data as a corpus; documents as files of tokens, made once and kept
 
