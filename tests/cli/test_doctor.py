@@ -13,7 +13,7 @@ from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import accelerator, direct_io
 
 NAMES = ["versions", "processor", "threads", "memory", "bandwidth", "this folder"]
-SLOW = Bandwidth(nbytes=1 << 30, gigabytes=50.0, reached=0.3, beyond_caches=False)
+SLOW = Bandwidth(nbytes=1 << 30, gigabytes=50.0, reached=0.3)
 Out = pytest.CaptureFixture[str]
 
 
@@ -31,7 +31,6 @@ def test_bandwidth_is_measured_on_memory_as_a_training_has_it(monkeypatch: pytes
     assert measured.nbytes == bandwidth.MIN_BYTES // bandwidth.BYTES * bandwidth.BYTES
     assert measured.gigabytes > 0.1
     assert 0.05 < measured.reached < 5
-    assert measured.beyond_caches
 
 
 def told(capsys: Out, *folders: object) -> tuple[int, dict[str, str], str]:
@@ -53,7 +52,7 @@ def test_the_command_tells_everything(capsys: Out) -> None:
         NAMES, ("torch", "kernel in", "local ranks", "may be pinned", "", "reads "), strict=True
     ):
         assert words in lines[name]
-    swept = "50.0 GB/s over 1.0 GiB of memory, which the caches hold; the Adam kernel reaches 30%"
+    swept = "50.0 GB/s over 1.0 GiB of memory; the Adam kernel reaches 30%"
     assert lines["bandwidth"] == swept
 
 

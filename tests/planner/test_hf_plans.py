@@ -189,15 +189,16 @@ QUANTIZED = {
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantized_weights_are_planned_as_they_are_trained(kind: str, capsys: Out) -> None:
-    write("config.json", TINY | {"quantization_config": QUANTIZED[kind]})
-    write("plain.json", TINY)
-    given = ["--hardware", "h100", "--seq-length", "16", "--batch-size", "4"]
-    assert main(["plan", "--hf-config", "config.json", *given]) == 0
-    answer = capsys.readouterr().out
-    assert main(["plan", "--hf-config", "plain.json", *given]) == 0
-    assert capsys.readouterr().out == answer
+def test_quantized_weights_are_planned_as_they_are_trained(capsys: Out) -> None:
+    def answer(**more: Any) -> str:
+        write("config.json", TINY | more)
+        assert main(["plan", "--hf-config", "config.json", "--hardware", "h100", *SHORT]) == 0
+        return capsys.readouterr().out
+
+    plain = answer()
+    for kind, config in QUANTIZED.items():
+        stored = f"its weights are stored quantized ({kind}), and planned as they are trained: bf16\n"
+        assert answer(quantization_config=config) == stored + plain
 
 
 @pytest.mark.usefixtures("alone")

@@ -55,10 +55,6 @@ SHIPPED = tuple(sorted(GB))
 # ---- those that come with zfunc --------------------------------------------------------------------
 
 
-def test_these_come_with_zfunc() -> None:
-    assert profile_names() == SHIPPED
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_figure_says_where_it_comes_from(name: str) -> None:
     """What is assumed of products is what is said of them; attention, with arithmetic between its products, is
@@ -237,16 +233,15 @@ def test_a_network_that_is_not_known() -> None:
         profile.hardware("bf16", 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("v100", "v100-32gb"), ("rtx-5090", "rtx5090"), ("gh20", "gh200")]
-)
-def test_an_unknown_profile_names_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"got '{name}', which is no profile.*did you mean '{hint}'"):
-        load_profile(name)
-
-
-def test_a_file_is_loaded_by_its_path(tmp_path: Any) -> None:
+def test_a_profile_is_loaded_by_its_name_or_the_path_of_its_file(tmp_path: Any) -> None:
+    assert profile_names() == SHIPPED
+    for name, hint in (("v100", "v100-32gb"), ("rtx-5090", "rtx5090"), ("gh20", "gh200")):
+        with pytest.raises(FileNotFoundError, match=f"got '{name}', which is no profile.*mean '{hint}'"):
+            load_profile(name)
     path = tmp_path / "mine.toml"
+    path.write_text("\n= 5")
+    with pytest.raises(ValueError, match=r"mine\.toml: got .*line .*, expected TOML"):
+        load_profile(path)
     path.write_text(profile_text(load_profile("h100")))
     assert load_profile(path).figures == load_profile(str(path)).figures == load_profile("h100").figures
     assert load_profile(path).name == str(path)
@@ -343,11 +338,6 @@ def test_a_file_that_is_wrong_is_refused_by_file_table_and_key(
         del of[key]
     with pytest.raises(ValueError, match=f"^mine.toml: {'.*'.join(map(re.escape, message.split('|')))}"):
         parse_profile("", "mine.toml")
-
-
-def test_what_is_no_toml_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mine\.toml: got .*line .*, expected TOML"):
-        parse_profile("\n= 5", "mine.toml")
 
 
 # ---- any profile -----------------------------------------------------------------------------------

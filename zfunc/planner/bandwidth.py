@@ -30,7 +30,6 @@ class Bandwidth:
     nbytes: int
     gigabytes: float  # per second, of the skeleton
     reached: float  # share of that which the Adam kernel reaches
-    beyond_caches: bool
 
 
 def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
@@ -64,7 +63,6 @@ def _measure(seconds: float) -> Bandwidth:
         nbytes=n * BYTES,
         gigabytes=n * BYTES / median(skeleton) / 1e9,
         reached=median(a / b for a, b in zip(skeleton, adam, strict=True)),
-        beyond_caches=n * BYTES > cache,
     )
 
 

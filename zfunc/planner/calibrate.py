@@ -124,9 +124,8 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
     """`turns` measured steps of each of `programs`, which take turns at one new State. A turn in which a gradient
     overflowed does not count."""
     plans = [specialize(program, batch).plan for program in programs]
-    state, skipped, warm_up = init(programs[0]), 0, WARM_UP
-    steps: list[list[MeasuredStep]] = [[] for _ in programs]
-    while len(steps[0]) < turns:
+    state, skipped, counted = init(programs[0]), 0, list[list[MeasuredStep]]()
+    while len(counted) < WARM_UP + turns:
         turn: list[MeasuredStep] = []
         overflowed = False
         for program, plan in zip(programs, plans, strict=True):
@@ -136,11 +135,8 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
         skipped = skipped + 1 if overflowed else 0
         if skipped > MOST_SKIPPED:
             raise ValueError(f"got {skipped} overflows in a row, expected steps that count: use bf16 or fp32")
-        if warm_up == 0 and not overflowed:
-            for measured, step in zip(steps, turn, strict=True):
-                measured.append(step)
-        warm_up = max(0, warm_up - 1)
-    return steps
+        counted += [] if overflowed else [turn]
+    return [[*steps] for steps in zip(*counted[WARM_UP:], strict=True)]
 
 
 def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
@@ -223,31 +219,20 @@ def _rounded(value: float, digits: int = 6) -> float:
 
 def measure_beside(program: Program, folder: Path) -> Machine:
     """What the system says of this machine before the program takes any memory, and what is timed alone."""
-    device, has_own_memory, precision = (
-        program.device,
-        on_accelerator(program.device),
-        program.settings.precision,
-    )
+    device, precision = program.device, program.settings.precision
+    has_own_memory, ranks = on_accelerator(device), min(local_ranks(), program.ranks.world)
     cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()
-    ranks = min(local_ranks(), program.ranks.world)
     named = device_name(device), cpu_model() or platform.machine(), f"{cores} cores"
     products, attention = measure_arithmetic(device, program.dtype)
     drives, launch = measure_disk(folder), measure_launch(device)
     peak = max(products, attention)
     arithmetic = "products of large matrices, and attention of a long row, forward and backward"
+    counted = {"devices": device_count(device) if has_own_memory else cores, "cores": cores}
+    free = {"host": host, "disk": shutil.disk_usage(folder).free}
+    free |= {"device": available_bytes(device) if has_own_memory else host}
     figures = {
-        "count": measured(
-            "read from the operating system",
-            {"devices": device_count(device) if has_own_memory else cores, "cores": cores},
-        ),
-        "bytes": measured(
-            "free when this was measured",
-            {
-                "device": available_bytes(device) if has_own_memory else host,
-                "host": host,
-                "disk": shutil.disk_usage(folder).free,
-            },
-        ),
+        "count": measured("read from the operating system", counted),
+        "bytes": measured("free when this was measured", free),
         "flops_per_s": measured(arithmetic, {precision: peak}),
         "bytes_per_s": measured(DRIVEN, {kind: rate * ranks for kind, (_, rate) in drives.items()}),
         "seconds": measured(DRIVEN, {kind: latency for kind, (latency, _) in drives.items()}),
@@ -259,9 +244,7 @@ def measure_beside(program: Program, folder: Path) -> Machine:
         # The threads that each kind of operation keeps busy; in a Serial step copies run on the caller's.
         threads = dict.fromkeys(KINDS, 1) | dict.fromkeys(("compute", "d2h", "h2d"), callers)
         shares = {kind: min(1.0, n / cores) for kind, n in (threads | {"host": default_threads()}).items()}
-        figures[f"{SHARED}cores"] = measured(
-            f"of {cores} cores, by the threads that are busy with it", shares
-        )
+        figures[f"{SHARED}cores"] = measured(f"of {cores} cores, by its busy threads", shares)
     return Machine(
         ", ".join(str(x) for x in named if x),
         precision,

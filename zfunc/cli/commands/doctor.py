@@ -74,7 +74,7 @@ def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
 
     def bandwidth() -> Iterator[str]:
         swept = measure_bandwidth()
-        over = f"{format_bytes(swept.nbytes)} of memory{'' if swept.beyond_caches else ', which the caches hold'}"
+        over = f"{format_bytes(swept.nbytes)} of memory"
         yield f"{swept.gigabytes:.1f} GB/s over {over}; the Adam kernel reaches {swept.reached:.0%}"
 
     def drive(folder: Path) -> Iterator[str]:
