@@ -1,9 +1,6 @@
 """Schedules: each a callable `Graph -> Plan` that chooses lanes and the order on each, and nothing else.
 
-    serial          one lane, the graph's own order
-    overlapped      a lane for each kind of operation
-    interleaved     the same, but all lanes except compute in the order in which operations become ready
-    shared_cores    one lane for all that shares the cores of a CPU, in the graph's own order
+    plain           the graph's order on one lane or one for each kind, readiness, what shares a CPU's cores
     critical_path   a list scheduler for given hardware
     search          the fastest of those for an accelerator that fits into memory, by simulation
 
@@ -20,11 +17,8 @@ from zfunc.core.settings import BY_DEVICE, Schedule, schedule_for
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath
-from .interleaved import Interleaved
-from .overlapped import Overlapped
+from .plain import Interleaved, Overlapped, Serial, SharedCores
 from .search import Search
-from .serial import Serial
-from .shared_cores import SharedCores
 
 __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores"]
 

@@ -24,8 +24,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, build
 from zfunc.core.simulator import seconds_alone, simulate
 
-from .interleaved import Interleaved
-from .overlapped import Overlapped
+from .plain import Interleaved, Overlapped
 
 
 @frozen

@@ -15,9 +15,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 
 from .critical_path import CriticalPath
-from .interleaved import Interleaved
-from .overlapped import Overlapped
-from .serial import Serial
+from .plain import Interleaved, Overlapped, Serial
 
 
 @frozen

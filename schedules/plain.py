@@ -1,0 +1,78 @@
+"""The plain orders: each operation on a lane by its kind, in the order of the graph or of readiness."""
+
+from collections.abc import Callable
+
+from attrs import frozen
+
+from zfunc.core.graph import Graph, Kind, Op
+from zfunc.core.plan import Plan, build
+
+WAITING: tuple[Kind, ...] = ("network", "read", "write")
+
+
+def _by(lane: Callable[[Op], str], graph: Graph) -> dict[str, list[int]]:
+    """The operations of each lane, in the graph's order."""
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(graph):
+        lanes.setdefault(lane(op), []).append(i)
+    return lanes
+
+
+@frozen
+class Serial:
+    """Every operation after the one before it: the reference for all other schedules."""
+
+    def __call__(self, graph: Graph) -> Plan:
+        """Put the whole graph on one lane."""
+        return build(graph, {"serial": range(len(graph))})
+
+
+@frozen
+class Overlapped:
+    """One lane for each kind of operation, in graph order.
+
+    Backward, copies to the host, Adam and copies to the device run concurrently, as far as dependencies allow.
+    """
+
+    def __call__(self, graph: Graph) -> Plan:
+        """Put each operation on the lane of its kind."""
+        return build(graph, _by(lambda op: op.kind, graph))
+
+
+@frozen
+class SharedCores:
+    """Compute, copies and the optimizer one after the other; the network, reads and writes on lanes of their own.
+
+    The default on a CPU. There these share the cores: lanes of their own would not make them faster, each brings a
+    team of OpenMP threads, and every barrier of a team waits for a thread whose core another has. What waits for
+    other ranks or for drives leaves the cores free meanwhile.
+    """
+
+    def __call__(self, graph: Graph) -> Plan:
+        """Put what waits on the lane of its kind, and everything else on one."""
+        return build(graph, _by(lambda op: op.kind if op.kind in WAITING else "cores", graph))
+
+
+@frozen
+class Interleaved:
+    """One lane for each kind; compute in graph order, all others by depth: about as they become ready.
+
+    On a FIFO lane in graph order, the all_gather of one bucket, which waits for its Adam, blocks the reduce_scatter
+    of the next, which is ready. The depth of an operation is the length of the longest chain of dependencies before
+    it, in which one of the host counts twice. So reduces and copies to the host precede the gathers and copies to
+    the device, which wait for the host. Depth grows along every dependency, so no order by depth can deadlock.
+    """
+
+    def __call__(self, graph: Graph) -> Plan:
+        """Put each operation on the lane of its kind, then sort all lanes but compute by depth."""
+        depth: list[int] = []
+        last: int | None = None  # operation of compute
+        for i, op in enumerate(graph):
+            # Compute keeps its order: otherwise the forwards of all micro-batches would come first and fill the
+            # device.
+            before = [*graph.predecessors[i], *([] if last is None or op.kind != "compute" else [last])]
+            # The host is slow: what waits for it is farther away than what waits for other lanes.
+            depth.append((2 if op.kind == "host" else 1) + max((depth[n] for n in before), default=0))
+            last = i if op.kind == "compute" else last
+        lanes = _by(lambda op: op.kind, graph)
+        return build(graph, {kind: sorted(lane, key=lambda i: depth[i]) for kind, lane in lanes.items()})
