@@ -132,7 +132,7 @@ def test_schedules_are_those_of_the_package() -> None:
     assert set(re.findall(r"^\| `([A-Z]\w+)`", text, re.M)) == set(schedules.__all__)
 
 
-@pytest.mark.parametrize("model", ["tied GPT", "odd sizes"])
+@pytest.mark.parametrize("model", ["tied GPT", pytest.param("odd sizes", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_stage_1_has_other_bits_where_the_page_says_so(
