@@ -111,8 +111,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
         model.segments.tokens,
         model.segments.world,
         tuple(suggestions),
-        result.reasons if result else (),
-        result.tried if result else (),
+        *((result.reasons, result.tried) if result else ()),
     )
 
 

@@ -123,8 +123,9 @@ class Profile:
         return brief(self, "name", "title")
 
     def __attrs_post_init__(self) -> None:
+        self._check_names("", (x for x in self.figures if not x.startswith(SHARED)), tuple(TABLES))
         for table in {**TABLES, **self.figures}:
-            needed, optional = self._names(table)
+            needed, optional = TABLES.get(table, ((), KINDS))
             found = self.figures.get(table, {})
             self._check_names(table, found, (*needed, *optional))
             for key in (*needed, *found):
@@ -250,13 +251,6 @@ class Profile:
             expected = "one: add it, with its source or the reason it is assumed"
             self._refuse(f"{table}.{key}", "no figure", expected)
         return figure
-
-    def _names(self, table: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The required and the optional figures of a table. Raises ValueError for one that is not known."""
-        if table.startswith(SHARED):
-            return (), KINDS
-        self._check_names("", [table], tuple(TABLES))
-        return TABLES[table]
 
     def _check_names(self, table: str, names: Iterable[str], known: tuple[str, ...]) -> None:
         for name in names:
