@@ -20,7 +20,7 @@ from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
 from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.formats import BLOCK
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.optimizer_settings import decay_field, lr_field, moments_field, number_field
+from zfunc.optim.optimizer_settings import lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_FLOOR
 
 State = dict[str, Tensor]
@@ -38,8 +38,6 @@ class CountingSignum(Elementwise):
 
     lr: Any = lr_field(0.01)
     weight_decay: float = number_field("weight_decay", 0.1)
-    decay: Any = decay_field()
-    moments: Any = moments_field()
 
     def update(self, o: Any, k: Any, g: Any, m: Any, n: Any) -> tuple[Any, ...]:
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)

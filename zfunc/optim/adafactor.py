@@ -38,7 +38,7 @@ import attrs
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, UpdateWork
-from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, StateBuffer, weight_buffers
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, StateBuffer, weight_buffers
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.elementwise import KernelOptimizer
@@ -199,9 +199,6 @@ class Adafactor(KernelOptimizer):
     beta2_decay: float = settings.number_field("beta2_decay", -0.8, least=-inf, most=0.0)
     eps: tuple[float, float] = attrs.field(default=(None, 1e-3), kw_only=True, converter=_eps)
     d: float = settings.number_field("d", 1.0, least=1.0)
-    weight_decay: float = settings.number_field("weight_decay", 0.0)
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
@@ -265,16 +262,14 @@ class Adafactor(KernelOptimizer):
         kind = Update if on_accelerator(grad.device) else KernelUpdate
         return self.run(kind, Update.measure, state, grad, *args, **given)
 
-    def run(
-        self, kind: Any, call: Any, state: Any, grad: Any, decision: StepDecision, *, group: int, **how: Any
-    ) -> Any:
+    def run(self, kind: Any, call: Any, *args: Any, group: int, **how: Any) -> Any:
         """A method of an update of this kind."""
         from torch import no_grad
 
+        *tensors, decision = args
+        factors = self.checked_factors(decision, group)
         with no_grad():
-            return call(
-                kind(self.state_format(group), self.checked_factors(decision, group), state, grad, **how)
-            )
+            return call(kind(self.state_format(group), factors, *tensors, **how))
 
 
 # ---- an update in torch operations, by the rules of `updates` ---------------------------------------------
@@ -319,6 +314,8 @@ class Update:
 
     def measure(self) -> Tensor:
         """What the part has of the next round: [of `Adafactor.update_work`] fp64. Only the part's room changes."""
+        if len(self.measures) < 2 and not self.matrices.factored:
+            return self._zeros(0)
         return (self._largest, self._sums, self._largest_blocks, self._block_sums)[len(self.measures)]()
 
     def finish(self) -> None:
@@ -338,8 +335,6 @@ class Update:
     # The rounds
 
     def _largest(self) -> Tensor:
-        if not self.matrices.factored:
-            return self._zeros(0)
         n, kept = self.matrices.num_lines, self.matrices.num_kept
         largest, measured = self._zeros(n).float(), self._zeros(n + kept)
         for at in self._rectangles():
@@ -349,8 +344,6 @@ class Update:
         return measured
 
     def _sums(self) -> Tensor:
-        if not self.matrices.factored:
-            return self._zeros(0)
         largest, sums = self.measures[0][: self.matrices.num_lines], self._zeros(self.matrices.num_lines)
         units = _unit_of(largest.square(), self._counts.frexp().exponent).where(largest.isfinite(), largest)
         for at in self._rectangles():

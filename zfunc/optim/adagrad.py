@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from zfunc.core.optimizer_state import Moments
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.rules import Factors, Operations
@@ -33,11 +32,8 @@ class Adagrad(Elementwise):
 
     lr: settings.LearningRate = settings.lr_field(1e-2)
     lr_decay: float = settings.number_field("lr_decay", 0.0)
-    weight_decay: float = settings.number_field("weight_decay", 0.0)
     initial_accumulator_value: float = settings.number_field("initial_accumulator_value", 0.0)
     eps: float = settings.eps_field(1e-10)
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """Over the root of the sum of all squares."""

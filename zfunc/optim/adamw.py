@@ -54,8 +54,6 @@ class AdamW(Elementwise):
     eps: float = settings.eps_field(1e-8)
     weight_decay: float = settings.number_field("weight_decay", 0.01)
     decoupled: bool = field(default=True, kw_only=True, converter=partial(truth, "decoupled"))
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
     split_master: bool = field(default=False, kw_only=True, repr=False)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:

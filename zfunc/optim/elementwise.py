@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from attrs import evolve, fields
+from attrs import evolve, fields, frozen
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
@@ -32,18 +32,21 @@ UNDESCRIBED = ("lr", "betas", "decay", "split_master")
 _OWNERS: dict[str, str] = {}  # the class of each kind, whose state formats are registered
 
 
+@frozen
 class KernelOptimizer(ABC):
-    """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings."""
+    """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings, and those settings that all have.
+
+    A class has `lr` beside them, and another default of one by a field of its own.
+    """
 
     # Learning rate, weight decay and other arguments with which `zfunc train` begins; and of the DeepSpeed type of
     # this name, if there is one, the parameters that are arguments here.
     usual: ClassVar[tuple[float, float, Mapping[str, Any]]] = (0.0, 0.0, {})
     deepspeed: ClassVar[str] = ""
 
-    lr: settings.LearningRate
-    weight_decay: float
-    decay: settings.Decay
-    moments: Moments
+    weight_decay: float = settings.number_field("weight_decay", 0.0)
+    decay: settings.Decay = settings.decay_field()
+    moments: Moments = settings.moments_field()
 
     @abstractmethod
     def state_format(self, group: int = 0) -> str:
@@ -107,8 +110,8 @@ class KernelOptimizer(ABC):
 
 
 class Elementwise(KernelOptimizer):
-    """The methods of `zfunc.optim.base.Optimizer`, for a frozen class with fields `lr`, `weight_decay`, `decay` and
-    `moments`. Weights and moments are float32 in a rule, whatever format they have between steps."""
+    """The methods of `zfunc.optim.base.Optimizer`, for a frozen class with a field `lr`. Weights and moments are
+    float32 in a rule, whatever format they have between steps."""
 
     state: ClassVar[tuple[str, ...]] = ()
     unsigned: ClassVar[tuple[str, ...]] = ()  # those of them that are never below 0

@@ -13,16 +13,11 @@ from attrs import field, frozen
 from zfunc.values import number, whole
 
 
-def _rate(instance: Any, attribute: Any, value: Any) -> None:
-    number(f"{type(instance).__name__}: {attribute.name}", value, least=0, hint="pass such as 1e-4")
+def _checked(check: Callable[..., Any], **bounds: Any) -> Any:
+    return lambda owner, x, value: check(f"{type(owner).__name__}: {x.name}", value, **bounds)
 
 
-def _warmup(instance: Any, attribute: Any, value: Any) -> None:
-    whole(f"{type(instance).__name__}: {attribute.name}", value, least=0)
-
-
-def _total(instance: Any, attribute: Any, value: Any) -> None:
-    whole(f"{type(instance).__name__}: {attribute.name}, warmup included", value, least=instance.warmup + 1)
+_rate, _warmup = _checked(number, least=0, hint="pass such as 1e-4"), _checked(whole, least=0)
 
 
 @frozen
@@ -46,8 +41,12 @@ class LinearWarmup:
 
 @frozen
 class _Decaying(LinearWarmup):
-    total: int = field(validator=_total)
+    total: int = field()
     final: float = field(default=0.0, validator=_rate)
+
+    @total.validator  # pyright: ignore
+    def _after_the_warmup(self, _: object, value: Any) -> None:
+        whole(f"{type(self).__name__}: total, warmup included", value, least=self.warmup + 1)
 
     def __call__(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""

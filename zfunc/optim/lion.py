@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from zfunc.core.optimizer_state import Moments
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
@@ -36,9 +35,6 @@ class Lion(Elementwise):
 
     lr: settings.LearningRate = settings.lr_field(1e-4)
     betas: settings.Betas | Callable[[int], settings.Betas] = settings.betas_field((0.9, 0.99))
-    weight_decay: float = settings.number_field("weight_decay", 0.0)
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """The sign of one mean; the other one is kept."""

@@ -16,7 +16,6 @@ from attrs import evolve
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import UpdateWork, round_up
-from zfunc.core.optimizer_state import Moments
 from zfunc.core.spec import ALLOCATION
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
@@ -76,8 +75,6 @@ class Muon(Elementwise):
     ns_steps: int = attrs.field(default=5, kw_only=True, converter=lambda x: whole("ns_steps", x, 1, 99))
     ns_coefficients: Quintic = attrs.field(default=QUINTIC, kw_only=True, converter=_quintic_setting)
     eps: float = settings.number_field("eps", 1e-7)
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
         """Along the orthogonal direction, which is the gradient here."""

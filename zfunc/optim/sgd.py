@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 from attrs import field, frozen
 
-from zfunc.core.optimizer_state import Moments
 from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.elementwise import Elementwise
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
@@ -35,9 +34,6 @@ class SGD(Elementwise):
     momentum: float = settings.number_field("momentum", 0.0)
     dampening: float = settings.number_field("dampening", 0.0)
     nesterov: bool = field(default=False, kw_only=True)
-    weight_decay: float = settings.number_field("weight_decay", 0.0)
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
 
     @nesterov.validator  # pyright: ignore
     def _check_nesterov(self, _: object, value: Any) -> None:
