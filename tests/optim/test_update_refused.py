@@ -3,6 +3,7 @@
 import math
 import mmap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from update_law import ROWS, State, exact, fresh
 
 import zfunc
 from zfunc.core.decision import StepDecision
+from zfunc.optim.base import ParameterPart
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.updates import accumulate_, square_sum
 
 N = 128
 Arguments = dict[str, Any]
 Change = Callable[[State], Any]
+FIRST = StepDecision(False, 1.0, 1, {"lr": 3e38})
 
 
 def assert_refused(call: Callable[..., Any], error: type[Exception], words: str, **arguments: Any) -> None:
@@ -76,25 +79,31 @@ def test_bad_numbers(change: Arguments, error: type[Exception], match: str) -> N
     assert_refused(zfunc.adam_update_, error, match, **{**good, **change})
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: zfunc.SGD(nesterov=True),
-            "nesterov: got momentum=0.0 and dampening=0.0, expected a momentum above",
-        ),
-        (lambda: zfunc.SGD(momentum=-1), "momentum: got -1, expected a finite number of at least 0"),
-        (lambda: zfunc.SGD(lr=math.inf), "lr: got inf, expected a finite number of at least 0"),
-        (lambda: zfunc.Lion(betas=(0.9, 1.0)), r"betas: got \(0.9, 1.0\), expected two numbers in \[0, 1\)"),
-        (
-            lambda: zfunc.Lion(lr=1e30, weight_decay=1e30),
-            "Lion's settings .as decay.: got 1.0000000000000001e.60, expected a finite",
-        ),
-        (lambda: zfunc.Adagrad(eps=1e-40), "eps: got 1e-40, expected a float32 of at least"),
-        (lambda: zfunc.Adagrad(moments="4bit"), "moments: got '4bit', expected one of fp32, 16bit, 8bit"),  # pyright: ignore
-        (lambda: zfunc.Adagrad(lr_decay=-1), "lr_decay: got -1, expected a finite number of at least 0"),
-    ],
-)
+DECAY = "settings .as decay.: got 1.0000000000000001e.60, expected a finite number"
+SETTINGS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: zfunc.SGD(nesterov=True), "nesterov: got momentum=0.0 and dampening=0.0, expected a momentum above"),
+    (lambda: zfunc.SGD(momentum=-1), "momentum: got -1, expected a finite number of at least 0"),
+    (lambda: zfunc.SGD(lr=math.inf), "lr: got inf, expected a finite number of at least 0"),
+    (lambda: zfunc.Lion(betas=(0.9, 1.0)), r"betas: got \(0.9, 1.0\), expected two numbers in \[0, 1\)"),
+    (lambda: zfunc.Lion(1e30, weight_decay=1e30), f"Lion's {DECAY}"),
+    (lambda: zfunc.Adagrad(eps=1e-40), "eps: got 1e-40, expected a float32 of at least"),
+    (lambda: zfunc.Adagrad(moments="4bit"), "moments: got '4bit', expected one of fp32, 16bit, 8bit"),
+    (lambda: zfunc.Adagrad(lr_decay=-1), "lr_decay: got -1, expected a finite number of at least 0"),
+    (lambda: zfunc.Adafactor(eps=1e-3), "eps: got 0.001, expected two numbers"),  # pyright: ignore
+    (lambda: zfunc.Adafactor(eps=(None, -1.0)), r"eps\[1\]: got -1.0, expected a finite number of at least 0"),  # pyright: ignore
+    (lambda: zfunc.Adafactor(beta2_decay=0.8), "beta2_decay: got 0.8, expected a finite number and at most 0"),
+    (lambda: zfunc.Adafactor(d=0.5), "d: got 0.5, expected a finite number of at least 1"),
+    (lambda: zfunc.Adafactor(1e30, weight_decay=1e30), f"Adafactor's {DECAY}"),
+    (lambda: zfunc.Adafactor(moments="4bit"), "moments: got '4bit', expected one of fp32, 16bit, 8bit"),
+    (lambda: zfunc.Muon(momentum=1.0), r"momentum: got 1.0, expected a finite number of at least 0 and at most 1"),
+    (lambda: zfunc.Muon(ns_steps=0), "ns_steps: got 0, expected a whole number of at least 1 and at most 99"),
+    (lambda: zfunc.Muon(adjust_lr_fn="rms"), "adjust_lr_fn: got 'rms', expected one of original, match_rms_adamw"),  # pyright: ignore
+    (lambda: zfunc.Muon(eps=-1), "eps: got -1, expected a finite number of at least 0"),
+    (lambda: zfunc.Muon(3e38).rule_step(FIRST, 0, ParameterPart.whole((9, 1))), "lr of a matrix"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), SETTINGS)
 def test_a_wrong_setting_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -140,13 +149,7 @@ BUFFERS: list[tuple[str, str, Change, type[Exception], str]] = [
     ("16bit", "master_low", lambda _: torch.zeros(N, dtype=torch.int32), TypeError, ": got int32"),
     ("16bit", "master_low", lambda c: c["master_low"][:64], ValueError, r": got shape \[64\]"),
     ("8bit", "exp_avg_sq", lambda _: torch.zeros(N), TypeError, ": got float32, expected uint8"),
-    (
-        "8bit",
-        "exp_avg_sq",
-        lambda _: torch.zeros(N + 1, dtype=torch.uint8),
-        ValueError,
-        r": got shape \[129\]",
-    ),
+    ("8bit", "exp_avg_sq", lambda _: torch.zeros(N + 1).byte(), ValueError, r": got shape \[129\]"),
     ("8bit", "exp_avg_sq_scale", lambda _: torch.zeros(3, dtype=torch.int16), ValueError, r"\[3\].* \[2\]"),
     *(
         ("fp32", name, lambda _, make=make: make(), ValueError, ": got a tensor whose")
@@ -156,51 +159,41 @@ BUFFERS: list[tuple[str, str, Change, type[Exception], str]] = [
 ]
 
 
-def update(into: Any = None, where: str = "host", *, row: str, **given: Any) -> None:
-    adam, state = ROWS[row], {k: x for k, x in given.items() if k not in ("grad", "out")}
-    decision = StepDecision(False, 1.0, 1, adam.factors(1))
-    call = adam.device_update if where == "device" else adam.host_update
-    call(
-        state, given["grad"], decision, group=0, out=given["out"], **({} if into is None else {"into": into})
-    )
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize(("moments", "name", "change", "error", "words"), BUFFERS)
-def test_bad_buffers(
-    where: str, moments: str, name: str, change: Change, error: type[Exception], words: str
-) -> None:
-    good = {**fresh(N, moments), "grad": torch.ones(N), "out": torch.zeros(N)}
-    words = f"{name}{words}" if words.startswith(":") else words
-    assert_refused(update, error, words, **{**good, name: change(good)}, row=f"AdamW, {moments}", where=where)
-
-
 INTO: list[tuple[str, str, Change, type[Exception], str]] = [
     ("fp32", "master", lambda c: c["master"], ValueError, "master and into master|into master and master"),
     ("fp32", "exp_avg", lambda c: c["exp_avg_sq"], ValueError, "overlaps"),
     ("fp32", "exp_avg_sq", lambda c: c["grad"], ValueError, "overlaps"),
     ("fp32", "exp_avg_sq", lambda c: c["out"], ValueError, "overlaps"),
-    ("fp32", "exp_avg", lambda _: torch.zeros(N + 1), ValueError, r"into exp_avg: got shape \[129\]"),
-    ("fp32", "exp_avg", lambda _: torch.zeros(N).half(), TypeError, "into exp_avg: got float16"),
-    ("fp32", "exp_avg", lambda _: torch.zeros(2 * N)[::2], ValueError, "into exp_avg: got stride 2"),
-    ("fp32", "exp_avg", lambda _: locked(torch.ones(N)), ValueError, "into exp_avg: got read-only memory"),
-    (
-        "8bit",
-        "exp_avg_sq",
-        lambda _: torch.zeros(N),
-        TypeError,
-        "into exp_avg_sq: got float32, expected uint8",
-    ),
+    ("fp32", "exp_avg", lambda _: torch.zeros(N + 1), ValueError, r": got shape \[129\]"),
+    ("fp32", "exp_avg", lambda _: torch.zeros(N).half(), TypeError, ": got float16"),
+    ("fp32", "exp_avg", lambda _: torch.zeros(2 * N)[::2], ValueError, ": got stride 2"),
+    ("fp32", "exp_avg", lambda _: locked(torch.ones(N)), ValueError, ": got read-only memory"),
+    ("8bit", "exp_avg_sq", lambda _: torch.zeros(N), TypeError, ": got float32, expected uint8"),
 ]
 
 
-@pytest.mark.parametrize(("moments", "name", "change", "error", "words"), INTO)
-def test_bad_buffers_for_the_new_state(
-    moments: str, name: str, change: Change, error: type[Exception], words: str
+def update(where: str, *, row: str, **given: Any) -> None:
+    adam, tensors = ROWS[row], {x: given.pop(x) for x in ("grad", "out", "into") if x in given}
+    decision, grad = StepDecision(False, 1.0, 1, adam.factors(1)), tensors.pop("grad")
+    call = adam.device_update if where == "device" else adam.host_update
+    call(given, grad, decision, group=0, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("where", "moments", "name", "change", "error", "words"),
+    [(where, *row) for where in ("host", "device") for row in BUFFERS] + [("into", *row) for row in INTO],
+)
+def test_bad_buffers(
+    where: str, moments: str, name: str, change: Change, error: type[Exception], words: str
 ) -> None:
-    good: Arguments = {**fresh(N, moments), "grad": torch.ones(N), "out": torch.zeros(N)}
-    into = {**fresh(N, moments), name: change(good)}
-    assert_refused(update, error, words, **good, into=into, row=f"AdamW, {moments}")
+    given: Arguments = {**fresh(N, moments), "grad": torch.ones(N), "out": torch.zeros(N)}
+    if where == "into":
+        words = f"into {name}{words}" if words.startswith(":") else words
+        given["into"] = {**fresh(N, moments), name: change(given)}
+    else:
+        words = f"{name}{words}" if words.startswith(":") else words
+        given[name] = change(given)
+    assert_refused(partial(update, where, row=f"AdamW, {moments}"), error, words, **given)
 
 
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "out"])

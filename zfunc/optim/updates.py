@@ -110,8 +110,8 @@ def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> 
         kept[0] = "BESIDE"
     scales = [f"{x.name}_scale" if f"{x.name}_scale" in known else "" for x in moments]
     rows = (masters[:2] if weights else (), 2), ([x.name for x in moments], room), (scales, room)
-    names = [name for own, size in rows for name in (*own, *[""] * (size - len(own)))]
-    return names, [how if weights else "NO_WEIGHTS", *kept, *["KEPT_NONE"] * (room - len(kept))]
+    names = [name for own, size in rows for name in [*own, *[""] * size][:size]]
+    return names, [how if weights else "NO_WEIGHTS", *kept, *["KEPT_NONE"] * room][: room + 1]
 
 
 def device_update_(
