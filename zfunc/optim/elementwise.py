@@ -66,9 +66,11 @@ class KernelOptimizer(ABC):
 
         TypeError or ValueError where a schedule returns none, or one that float32 has no scalars for.
         """
-        found: dict[str, Any] = {"lr": settings.lr_at_step(self.lr, step)}
-        if hasattr(self, "betas"):
-            found["betas"] = settings.betas_at_step(self.betas, step)
+        lr, betas = self.lr, getattr(self, "betas", None)
+        found = {"lr": number(f"lr at step {step}", lr(step), least=0) if callable(lr) else lr}
+        if betas is not None:
+            given = f"betas at step {step}"
+            found["betas"] = settings.checked_betas(given, betas(step)) if callable(betas) else betas
         self.checked_factors(StepDecision(False, 1.0, step, found), 0)
         return found
 

@@ -55,7 +55,7 @@ def lr_field(default: float) -> Any:
 
 def betas_field(default: Betas) -> Any:
     """Two decay rates in [0, 1), or a schedule of them."""
-    return field(default=default, kw_only=True, converter=_schedule_or(partial(_betas, "betas")))
+    return field(default=default, kw_only=True, converter=_schedule_or(partial(checked_betas, "betas")))
 
 
 def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -107,17 +107,8 @@ def moments_field() -> Any:
 # ---- checks ---------------------------------------------------------------------------------------------
 
 
-def lr_at_step(lr: LearningRate, step: int) -> float:
-    """The learning rate of a step; TypeError or ValueError where the schedule returns none."""
-    return number(f"lr at step {step}", lr(step), least=0) if callable(lr) else lr
-
-
-def betas_at_step(betas: Betas | Callable[[int], Betas], step: int) -> Betas:
-    """The betas of a step; ValueError where one is not in [0, 1)."""
-    return _betas(f"betas at step {step}", betas(step)) if callable(betas) else betas
-
-
-def _betas(name: str, betas: Any) -> Betas:
+def checked_betas(name: str, betas: Any) -> Betas:
+    """Two decay rates in [0, 1)."""
     try:
         beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
         if max(beta1, beta2) < 1.0:
