@@ -402,6 +402,9 @@ REFUSED: dict[
         ({"messages": [ANSWER]}, f"{LINE}: .*surrogates"),
         ("", "got no text in .*, expected at least one document"),
     ],
+    "a.json": [
+        ([{"text": "a"}], r"got .*a\.json, expected JSONL, .*: name it \.jsonl .* or save it with datasets")
+    ],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
     "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],

@@ -225,9 +225,7 @@ def open_saved(path: Path) -> DocumentSource:
     notes = tuple(f"left out: the {kind} {', '.join(names)}" for kind, names in left_out.items() if names)
 
     def rows(name: str) -> Iterator[Document]:
-        with _reading(path):
-            selected = splits[name].with_format(None).select_columns([*columns])
-        for number, row in enumerate(_each(path, selected)):
+        for number, row in enumerate(_each(path, splits[name], columns)):
             given = {k: v for k, v in row.items() if v is not None}
             yield document_of(given, f"{path}, row {number}", Counter(), RECORDS)
 
@@ -254,9 +252,9 @@ def _splits(path: Path) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {TRAIN: loaded}
 
 
-def _each(path: Path, split: Any) -> Iterator[dict[str, Any]]:
+def _each(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     with _reading(path):
-        yield from split
+        yield from split.with_format(None).select_columns([*columns])
 
 
 @contextmanager

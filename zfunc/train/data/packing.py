@@ -73,6 +73,11 @@ def open_data(
 
     Raises OSError for what cannot be read, and ValueError, with file and line, for what is not a document.
     """
+    if path is not None and path.is_file() and path.suffix.lower() == ".json":
+        raise ValueError(
+            f"got {path}, expected JSONL, an object a line: name it .jsonl if it is that, .txt to train on it as "
+            "text, or save it with datasets (docs/finetuning.md)"
+        )
     saved = None if path is None or not is_saved_dataset(path) else open_saved(path)
     tokenized = saved is not None and saved.tokenized
     numbered = path is not None and saved is None and holds_tokens(path)

@@ -109,7 +109,6 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
         ) from error
     loaded.no_padding()
     loaded.no_truncation()
-    size = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     config = _read_config(path.with_name(_CONFIG))
     end = _end_token(path, loaded, config, end)
     chat = _chat_template(path, config)
@@ -121,7 +120,7 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
         encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(x.ids, np.int64), np.array(x.offsets, np.int64).reshape(-1, 2)) for x in encodings]
 
-    size = max(size, end + 1)
+    size = max(end, *loaded.get_vocab(with_added_tokens=True).values()) + 1
     return Tokenizer(digest, size, str(path), end, partial(in_calls, locate), loaded.decode, chat)
 
 

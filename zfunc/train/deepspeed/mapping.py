@@ -87,12 +87,9 @@ def from_deepspeed(
     if rate is not None:
         optimizer = make_optimizer(name, decay=decay, **{**arguments, "lr": rate})
     # The settings of a step; the moments are the optimizer's
-    usual = {
-        "precision": ("fp32", ""),
-        "stage": (1, STAGE),
-        "clip_norm": (values[CLIPPING] or None, CLIPPING),
-    }
-    settings: dict[str, Any] = {x: value for x, (value, key) in usual.items() if not values.leaves_open(key)}
+    settings: dict[str, Any] = {"precision": "fp32"}
+    settings |= {} if values.leaves_open(STAGE) else {"stage": 1}
+    settings |= {} if values.leaves_open(CLIPPING) else {"clip_norm": values[CLIPPING] or None}
     settings |= {x: value for x, value, _ in decided(values) if x != "moments"}
     train, settings["micro_batches"], batch = batch_sizes(values, world)
     known = attrs.fields_dict(StepSettings)
