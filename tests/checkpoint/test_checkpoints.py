@@ -197,15 +197,6 @@ def test_a_full_disk_is_named_and_the_one_before_stays(small_disk: Path) -> None
         create_shard(pending.path / "a", [TensorInfo("w", "U8", (2 << 20,))])
     assert not list(pending.path.iterdir())
     abandon_checkpoint(pending)
-    with refused(r"got 'No space left on device' while (making|writing).*free some space"):
-        for step in range(2, 1000):
-            (small_disk / f"ballast{step}").write_bytes(bytes(4096 * 3))
-            save(small_disk, step=step, keep=1000)
-    last = found_in(small_disk)
-    for ballast in small_disk.glob("ballast*"):
-        ballast.unlink()
-    assert save(small_disk, step=1000).name > last
-    assert len(names(small_disk)) == 3
 
 
 def test_whatever_file_has_no_room_the_checkpoint_before_stays(small_disk: Path) -> None:

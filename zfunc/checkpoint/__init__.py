@@ -1,6 +1,6 @@
 """Checkpoints as files: safetensors shards, a JSON manifest, a folder that survives a crash; never code.
 
-    durable_files      atomic replace, fsync and locks, for everybody who writes files; reads and writes on threads
+    durable_files      atomic replace, fsync and locks, for everybody who writes files
     strict_json        JSON read with its types, into classes by their annotations
     safetensors_file   a file of tensors: its format, its checksums, written and read in slices
     manifest           which state is kept of which parameter, and where; what of it each rank writes

@@ -179,12 +179,12 @@ def _check_files(path: Path, manifest: Manifest) -> None:
         open_shard(path / shard.file, shard).close()
 
 
-def _steps(folder: Path) -> list[Path]:
-    """The folders with a checkpoint's name, the newest first. Links are ignored."""
+def _steps(folder: Path, names: re.Pattern[str] = _STEP) -> list[Path]:
+    """The folders with a checkpoint's name, or an unfinished one's, the newest first. Links are ignored."""
     if not os.path.lexists(folder):
         return []
     with disk.os_errors_as(folder, "looking for checkpoints"), os.scandir(folder) as entries:
-        named = [(_STEP.fullmatch(x.name), x) for x in entries]
+        named = [(names.fullmatch(x.name), x) for x in entries]
         steps = [(_order(m), Path(x.path)) for m, x in named if m and x.is_dir(follow_symlinks=False)]
     return [path for _, path in sorted(steps, reverse=True)]
 
@@ -214,19 +214,10 @@ def _set_aside(folder: Path, keep: int) -> list[Path]:
     try:
         newest = [x.path for _, x in zip(range(keep), complete_checkpoints(folder, []), strict=False)]
         steps = _steps(folder)
-        obsolete += _leftovers(folder)
+        obsolete += [x for x in _steps(folder, _UNFINISHED) if not disk.is_locked(x)]
         for path in steps[steps.index(newest[-1]) + 1 :] if newest else ():
             os.rename(path, aside := _unfinished(folder, path.name))
             obsolete.append(aside)
     except (OSError, CheckpointError) as error:  # must not fail the save, which is complete
         log.warning("checkpoints: old ones in %s are not deleted: %s", folder, error)
     return obsolete
-
-
-def _leftovers(folder: Path) -> list[Path]:
-    """Unfinished checkpoints whose writer is gone."""
-    with os.scandir(folder) as entries:
-        leftovers = [
-            Path(x.path) for x in entries if _UNFINISHED.fullmatch(x.name) and x.is_dir(follow_symlinks=False)
-        ]
-    return [path for path in leftovers if not disk.is_locked(path)]

@@ -1,5 +1,4 @@
-"""Files that survive a crash: atomic replacement, folder locks, and reading and writing a checkpoint's files, on a
-few threads.
+"""Files that survive a crash: atomic replacement, folder locks, and reading and writing a checkpoint's files.
 
 Data is on the disk when a function that wrote it returns. Functions for checkpoints raise CheckpointError, with the
 file, the operation and what to do, and refuse links, devices and pipes.
@@ -11,18 +10,16 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Generator, Iterable
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from attrs import define
 
 from zfunc.errors import CheckpointError, explain_os_errors
-from zfunc.runtime.blocking_calls import DaemonThreads, call_each
 
 log = logging.getLogger("zfunc")
-THREADS = 2  # of reads and writes; with one, a drive would wait for the checksums
 UNFINISHED = "unfinished-"  # prefix of files and folders that a crash may leave behind
 _NEXT = {
     errno.ENOSPC: "free some space, or keep fewer checkpoints",
@@ -82,22 +79,6 @@ def read_all(fd: int, data: memoryview, offset: int) -> None:
         if not read:
             raise OSError(errno.EIO, "the file ended early")
         data, offset = data[read:], offset + read
-
-
-def in_parallel(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:
-    """Call `function` with each of the argument tuples; each queue has THREADS threads of its own.
-
-    After an exception no further call starts; it is raised when those under way have ended. An interrupt does not
-    wait for a drive that hangs (see `zfunc.runtime.blocking_calls`).
-    """
-    calls = [own for queue in queues if (own := [*queue])]
-    if sum(map(len, calls)) < 2:
-        for call in (x for own in calls for x in own):
-            function(*call)
-        return
-    threads = min(THREADS, max(map(len, calls)))
-    with closing(DaemonThreads(threads * len(calls), "zfunc checkpoint")) as pool:
-        call_each(pool, lambda call: function(*call), *calls)
 
 
 def opened(path: Path) -> tuple[Callable[[int, int], bytes], int]:

@@ -12,6 +12,7 @@ refused with its place in the file. Fields are there by their names, of the kind
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -275,10 +276,8 @@ def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> s
 
 
 def _check_unique(what: str, names: list[str]) -> None:
-    if len(set(names)) < len(names):
-        seen: set[str] = set()
-        duplicate = next(x for x in names if x in seen or seen.add(x))
-        raise _bad(f"{what} {duplicate!r}", "it twice", "it once")
+    for name in (x for x, n in Counter(names).items() if n > 1):
+        raise _bad(f"{what} {name!r}", "it twice", "it once")
 
 
 def check_plain(value: object, where: str) -> None:

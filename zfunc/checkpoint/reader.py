@@ -12,7 +12,6 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import Checkpoint, Manifest
 from zfunc.checkpoint.safetensors_file import BYTES, ShardReader, cut_elements, open_shard
 from zfunc.checkpoint.writer import as_bytes
@@ -20,6 +19,7 @@ from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.optimizer_state import EMA, weight_buffers
 from zfunc.core.spec import FROZEN
 from zfunc.optim.formats import master_weights
+from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 _DTYPES: dict[str, Dtype] = {x.safetensors: name for name, x in DTYPES.items()}

@@ -25,11 +25,11 @@ from attrs import asdict, evolve, field, frozen
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.safetensors_file import cut, num_chunks
 from zfunc.checkpoint.strict_json import IN_MEMORY, MAX_INT, Count, Text, Within, decoded
 from zfunc.core.extents import BLOCK, SUMMED, Extent, cut_in_shares, record_bytes, whole_blocks
 from zfunc.errors import CheckpointError
+from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.direct_io import DirectFile
 
 VERSION = 2

@@ -25,7 +25,6 @@ from typing import Any
 from attrs import define, evolve, field
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
@@ -43,6 +42,7 @@ from zfunc.checkpoint.swap_file import (
 )
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError
+from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.direct_io import DirectFile, file_system_of, pages_for
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save

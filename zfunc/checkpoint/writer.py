@@ -7,8 +7,9 @@ unchanged.
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,9 +20,9 @@ from torch import Tensor
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
-from zfunc.checkpoint.durable_files import in_parallel
 from zfunc.checkpoint.manifest import Slice, Snapshot, check_plain
 from zfunc.checkpoint.safetensors_file import (
+    BYTES,
     Shard,
     ShardWriter,
     create_shard,
@@ -31,6 +32,7 @@ from zfunc.checkpoint.safetensors_file import (
 from zfunc.core.decision import StepDecision
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError, RankError
+from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type, whole
 
@@ -95,23 +97,21 @@ class CheckpointWriter:
         try:
             if FROZEN in buffers and (master := self._frozen_master(bucket)) is not None:
                 buffers = {FROZEN: master}
-            in_parallel(
-                self._write_chunk,
-                [call for x in self._slices.get(bucket, ()) for call in self._chunks(x, buffers[x.kind])],
-            )
+            chunk, own = self._writer.shard.chunk, self._slices.get(bucket, ())
+            items = ((x, BYTES[x.stored.dtype]) for x in own)
+            calls = [
+                (x, *ends) for x, item in items for ends in cut_elements(0, x.stop - x.start, item, chunk)
+            ]
+            in_parallel(partial(self._write_chunk, buffers), calls)
         except Exception as error:
             self._failure = _message(error)
 
-    def _chunks(self, x: Slice, buffer: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """What a slice writes, a chunk at a time: tensor, first element, values."""
-        flat, chunk = buffer[x.at : x.at + x.stop - x.start], self._writer.shard.chunk
-        for start, stop in cut_elements(0, flat.numel(), flat.element_size(), chunk):
-            yield x.stored.name, start, flat[start:stop]
-
-    def _write_chunk(self, name: str, start: int, values: Tensor) -> None:
-        data = as_bytes(values.cpu())
-        self._checksums[name][start * values.element_size() // self._writer.shard.chunk] = zlib.crc32(data)
-        self._writer.write_at(name, start, data)
+    def _write_chunk(self, buffers: Mapping[str, Tensor], x: Slice, start: int, stop: int) -> None:
+        """Write the elements start to stop of a slice, which have one checksum."""
+        values = buffers[x.kind][x.at + start : x.at + stop]
+        data, number = as_bytes(values.cpu()), start * values.element_size() // self._writer.shard.chunk
+        self._checksums[x.stored.name][number] = zlib.crc32(data)
+        self._writer.write_at(x.stored.name, start, data)
 
     def publish(self) -> SaveResult:
         """Wait until all ranks' files are on the disk, and give the checkpoint its name."""
@@ -171,25 +171,18 @@ def begin_writing(
         step = snapshot.position.step
         return None if ranks.rank else checkpoints.begin_checkpoint(save.folder.absolute(), step)
 
-    slices, writers = snapshot.slices(ranks.rank, ranks.world), list[ShardWriter]()
+    slices = snapshot.slices(ranks.rank, ranks.world)
     unfinished = all_or_none(ranks, begin)
     try:
         folder = Path(ranks.texts(str(unfinished and unfinished.path))[0])
-        all_or_none(ranks, lambda: writers.append(_create(folder, ranks, slices)))
+        writer = all_or_none(ranks, lambda: _create(folder, ranks, slices))
     except BaseException:
-        for writer in writers:
-            writer.close()
         if unfinished is not None:
             checkpoints.abandon_checkpoint(unfinished)
         raise
-    by_bucket: dict[int, list[Slice]] = {}
-    for x in slices:
-        by_bucket.setdefault(x.bucket, []).append(x)
-    chunk = writers[0].shard.chunk
-    checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, chunk) for x in slices}
-    return CheckpointWriter(
-        snapshot, save, ranks, unfinished, writers[0], by_bucket, checksums, frozen_master
-    )
+    by_bucket = {b: [*own] for b, own in groupby(slices, key=lambda x: x.bucket)}
+    checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, writer.shard.chunk) for x in slices}
+    return CheckpointWriter(snapshot, save, ranks, unfinished, writer, by_bucket, checksums, frozen_master)
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:

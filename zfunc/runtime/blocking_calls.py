@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from zfunc.errors import AbandonedCalls
 
 SLOW = 30.0  # seconds after which calls that have not ended are logged, and again
+THREADS = 2  # of `in_parallel` for a queue; with one, a drive would wait for the checksums
 LEAVE_AFTER = 5.0  # seconds that an interrupt waits for calls under way, which use the caller's memory
 
 T = TypeVar("T")
@@ -68,6 +70,17 @@ def call_each(
     finally:  # an error that refers to this frame would keep the caller's memory until garbage is collected
         workers.clear()
         futures.clear()
+
+
+def in_parallel(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:
+    """`call_each` with argument tuples, on threads that end with the calls: THREADS for each queue that has any."""
+    calls = [own for queue in queues if (own := [*queue])]
+    if sum(map(len, calls)) < 2:
+        for call in (x for own in calls for x in own):
+            function(*call)
+        return
+    with closing(DaemonThreads(min(THREADS, max(map(len, calls))) * len(calls), "zfunc checkpoint")) as pool:
+        call_each(pool, lambda call: function(*call), *calls)
 
 
 def _begin_and_wait(
