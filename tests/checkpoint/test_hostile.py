@@ -287,10 +287,7 @@ def fields(value: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
 @pytest.mark.parametrize("part", ["manifest", "swap_header", "swap_record"])
 def test_a_field_that_is_missing_or_of_another_type_is_refused_by_its_name(known: Sample, part: str) -> None:
     """Every one of them, in every file that has JSON."""
-    raw, attempt = (
-        getattr(known, part),
-        CHANGES[part.replace("_", " ")][2] if "swap" in part else try_manifest,
-    )
+    raw, attempt = getattr(known, part), {own: how for own, _, how in CHANGES.values()}[part]
     for n, (_, key, place) in enumerate(fields(json.loads(raw))):
         for missing in {False, isinstance(key, str) and key != "consecutive"}:  # new in version 1
             root = json.loads(raw)
@@ -458,26 +455,23 @@ def test_false_sizes_allocate_nothing_large(known: Sample) -> None:
         tracemalloc.stop()
 
 
+MADE: dict[str, Callable[[Path, Path], Any]] = {  # what takes the place of a file, whose bytes are away
+    "link": lambda path, away: path.symlink_to(away),
+    "link to a folder": lambda path, away: path.symlink_to(away.parent),
+    "loop": lambda path, _: path.symlink_to(path),
+    "pipe": lambda path, _: os.mkfifo(path),
+    "device": lambda path, _: path.symlink_to("/dev/zero"),
+    "folder": lambda path, _: path.mkdir(),
+}
+
+
 @pytest.mark.parametrize("place", ["manifest.json", "rank-00000-of-00002.safetensors"])
-@pytest.mark.parametrize("what", ["link", "link to a folder", "loop", "pipe", "device", "folder"])
+@pytest.mark.parametrize("what", MADE)
 def test_links_pipes_devices_and_folders_are_refused(tmp_path: Path, place: str, what: str) -> None:
     """A link out of the folder, though it leads to the right bytes; a pipe does not hang."""
     with sample() as known:
-        path, away = known.folder / place, tmp_path / "away"
-        path.rename(away)
-        match what:
-            case "link":
-                path.symlink_to(away)
-            case "link to a folder":
-                path.symlink_to(tmp_path)
-            case "loop":
-                path.symlink_to(path)
-            case "pipe":
-                os.mkfifo(path)
-            case "device":
-                path.symlink_to("/dev/zero")
-            case _:
-                path.mkdir()
+        path = known.folder / place
+        MADE[what](path, path.rename(tmp_path / "away"))
         with refused(rf"{place}: got ('Too many levels.*links'|something else than a regular file)"):
             open_checkpoint(known.folder)
 

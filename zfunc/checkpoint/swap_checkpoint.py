@@ -190,12 +190,14 @@ def _shards(
     """The committed generations of the extents in each of a rank's files; a tensor for each buffer's stripe."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
-    sums = header.checksums_of(commit)
     for b, g in zip(header.extents, commit.generations, strict=True):
         for kind, own in dtypes.get(b, {}).items():
             for x in header.stripes[b][g].get(kind, ()):
                 dtype, name = DTYPES[own], _tensor(b, kind)
-                numel, own_sums = (x.stop - x.start) // dtype.nbytes, tuple(sums[b][kind][x.first : x.last])
+                numel, own_sums = (
+                    (x.stop - x.start) // dtype.nbytes,
+                    tuple(commit.checksums[x.first : x.last]),
+                )
                 tensors[x.file].append(TensorInfo(name, dtype.safetensors, (numel,), own_sums))
                 places[x.file][name] = x.place
     for n, size in enumerate(header.sizes):

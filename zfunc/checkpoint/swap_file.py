@@ -17,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,8 +58,8 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
 class Stripe:
     """Bytes `start` to `stop` of a buffer, which file number `file` has from `place` on.
 
-    Each SUMMED bytes of them, and the remainder, have a checksum; `first` is the index of their first one among the
-    buffer's, `last` that behind their last.
+    Each SUMMED bytes of them, and the remainder, have a checksum; `first` is the number of their first one, `last`
+    that behind their last.
     """
 
     file: int
@@ -71,25 +70,26 @@ class Stripe:
 
     @property
     def last(self) -> int:
-        """The index behind that of its last checksum."""
+        """The number behind that of its last checksum."""
         return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
 Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 
 
-def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int]) -> tuple[Stripe, ...]:
-    """Append the stripes of a buffer to files that end at `ends`, which this advances."""
+def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int = 0) -> tuple[Stripe, ...]:
+    """Append the stripes of a buffer to files that end at `ends`, which this advances; its checksums begin at
+    number `first`."""
     stripes: list[Stripe] = []
     for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
         if start < stop:
-            stripes.append(Stripe(n, start, stop, ends[n], num_checksums(stripes)))
-            ends[n] += whole_blocks(stop - start)
+            stripes.append(Stripe(n, start, stop, ends[n], first))
+            first, ends[n] = stripes[-1].last, ends[n] + whole_blocks(stop - start)
     return tuple(stripes)
 
 
 def num_checksums(stripes: Sequence[Stripe]) -> int:
-    """The number of checksums of a buffer in these stripes."""
+    """The number behind that of a buffer's last checksum; 0 for one without bytes."""
     return stripes[-1].last if stripes else 0
 
 
@@ -97,7 +97,8 @@ def num_checksums(stripes: Sequence[Stripe]) -> int:
 class StripedBuffer:
     """A buffer in memory, in whole blocks from the beginning of a page on, and where files have it.
 
-    `checksums` are those of its chunks: `write_striped` sets them, `read_striped` compares. `name` is for errors.
+    Among the `checksums` are those of its chunks: `write_striped` sets them, `read_striped` compares. `name` is for
+    errors.
     """
 
     name: str
@@ -253,24 +254,32 @@ class SwapHeader:
         return evolve(self, folder=folder)
 
     @cached_property
-    def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int]]:
-        """The stripes, and where they end in each file."""
-        ends = [len(self.of(n).raw) for n in range(len(self.folders))]
-
-        def lay(extent: Extent) -> Stripes:
-            return {x.name: lay_stripes(x.nbytes, self.shares, ends) for x in extent.parts}
-
-        return {b: tuple(lay(x) for _ in range(x.generations)) for b, x in self.extents.items()}, ends
+    def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int]:
+        """The stripes, where they end in each file, and how many checksums they have in one generation."""
+        ends, stripes = (
+            [len(self.of(n).raw) for n in range(len(self.folders))],
+            dict[int, tuple[Stripes, ...]](),
+        )
+        first = last = 0
+        for b, extent in self.extents.items():
+            for _ in range(extent.generations):
+                last, laid = first, dict[str, tuple[Stripe, ...]]()
+                for x in extent.parts:
+                    laid[x.name] = lay_stripes(x.nbytes, self.shares, ends, last)
+                    last = num_checksums(laid[x.name]) or last
+                stripes[b] = (*stripes.get(b, ()), laid)
+            first = last
+        return stripes, ends, last
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """Where the files have each bucket's buffers, by name, in each generation."""
+        """Where the files have each bucket's buffers, by name, in each generation; all have the same checksums."""
         return self._laid[0]
 
-    @cached_property
+    @property
     def num_checksums(self) -> int:
         """Checksums in a record: of all buffers."""
-        return sum(num_checksums(x) for stripes, *_ in self.stripes.values() for x in stripes.values())
+        return self._laid[2]
 
     @property
     def record_size(self) -> int:
@@ -286,14 +295,6 @@ class SwapHeader:
     def record_at(self, number: int) -> int:
         """Where in the first file the record of that number is: they alternate."""
         return self._laid[1][0] + number % 2 * self.record_size
-
-    def checksums_of(self, record: "CommitRecord") -> dict[int, dict[str, list[int]]]:
-        """The checksums in a record, by bucket and buffer."""
-        left = iter(record.checksums)
-        return {
-            b: {name: list(islice(left, num_checksums(x))) for name, x in stripes.items()}
-            for b, (stripes, *_) in self.stripes.items()
-        }
 
 
 def new_header(

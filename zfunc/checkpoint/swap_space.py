@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -58,7 +58,6 @@ class _Bucket:
     sizes: dict[str, int]  # of its buffers, in bytes
     stripes: tuple[Stripes, ...]  # of the generations
     committed: int
-    checksums: tuple[dict[str, list[int]], ...]  # of the generations' buffers
     written: set[str] = field(factory=set[str])  # buffers whose newest bytes are in the other generation
     lost: set[str] = field(factory=set[str])  # buffers of which a write has failed
 
@@ -88,6 +87,7 @@ class SwapSpace:
     # those in the files, by number: the last commit and, until a write, the one before
     _records: dict[int, CommitRecord]
     _buckets: dict[int, _Bucket] = field(init=False)
+    _checksums: tuple[list[int], list[int]] = field(init=False)  # by generation, as a record has them
     _lost: str = ""  # why nothing can be read or written any more, or ""
     _lock: Lock = field(factory=Lock)
     _close: Any = field(init=False)
@@ -95,7 +95,12 @@ class SwapSpace:
     def __attrs_post_init__(self) -> None:
         self._close = weakref.finalize(self, _close, self._files, self._locks)
         self._close.atexit = False  # it waits for transfers; the system closes files by itself
-        self._buckets = dict(self._read_buckets(self._records[max(self._records)]))
+        record, extents = self._records[self.number], self.header.extents
+        self._checksums = [*record.checksums], [*record.checksums]
+        self._buckets = {
+            b: _Bucket({x.name: x.nbytes for x in extents[b].parts}, self.header.stripes[b], g)
+            for b, g in zip(extents, record.generations or [-1] * len(extents), strict=True)
+        }
 
     @classmethod
     def create(cls, header: SwapHeader) -> "SwapSpace":
@@ -234,7 +239,7 @@ class SwapSpace:
                 raise self._refusal(
                     f"bucket {b}, {name!r}: got {why}, expected it to be written before it is read: {_GO_ON}"
                 )
-        read_striped(self._files, _buffers(bucket, b, names, into, bucket.newest))
+        read_striped(self._files, self._buffers(b, names, into, bucket.newest))
 
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
         """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
@@ -247,7 +252,7 @@ class SwapSpace:
             raise ValueError(f"bucket {b}: got a write after a commit, expected none: it has one generation")
         self._retire_older()
         bucket.lost.update(names)
-        write_striped(self._files, _buffers(bucket, b, names, data, lambda _: bucket.other))
+        write_striped(self._files, self._buffers(b, names, data, lambda _: bucket.other))
         bucket.written.update(names)
         bucket.lost.difference_update(names)
 
@@ -268,8 +273,10 @@ class SwapSpace:
                 )
         now, first = self._records[self.number], self._files[0]
         chosen = {b: x.other if x.written else x.committed for b, x in self._buckets.items()}
-        by_name = [x.checksums[chosen[b]] for b, x in self._buckets.items()]
-        sums = [x for buffers in by_name for own in buffers.values() for x in own]
+        sums = [0] * self.header.num_checksums
+        for b, g in chosen.items():
+            for x in (x for own in self._buckets[b].stripes[g].values() for x in own):
+                sums[x.first : x.last] = self._checksums[g][x.first : x.last]
         new = CommitRecord(tuple(chosen.values()), dict(record), now.number + 1, sums)
         raw = new.raw(self.header.record_size)
         with self._lost_if_it_fails(f"commit {new.number}"):
@@ -286,15 +293,15 @@ class SwapSpace:
             bucket.committed = chosen[b]
             bucket.written.clear()
 
-    def _read_buckets(self, record: CommitRecord) -> Iterator[tuple[int, _Bucket]]:
-        """The buckets by number, as a commit left them."""
-        header, own = self.header, self.header.checksums_of(record)
-        generations = record.generations or [-1] * len(header.extents)
-        for (b, extent), g in zip(header.extents.items(), generations, strict=True):
-            other = {name: [0] * len(x) for name, x in own[b].items()}
-            checksums = tuple(own[b] if n == max(g, 0) else other for n in range(extent.generations))
-            sizes = {x.name: x.nbytes for x in extent.parts}
-            yield b, _Bucket(sizes, header.stripes[b], g, checksums)
+    def _buffers(
+        self, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
+    ) -> list[StripedBuffer]:
+        """Buffers of a bucket, each in the generation that `of` gives."""
+        stripes = self._buckets[b].stripes
+        return [
+            StripedBuffer(f"bucket {b}, {name!r}", view, stripes[g][name], self._checksums[g])
+            for name, view, g in zip(names, views, map(of, names), strict=True)
+        ]
 
     def _refusal(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self._files[0].path}: {text}")
@@ -326,16 +333,6 @@ class SwapSpace:
         except BaseException:
             self._lost = f"{doing} has failed"
             raise
-
-
-def _buffers(
-    bucket: _Bucket, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
-) -> list[StripedBuffer]:
-    """Buffers of a bucket, each in the generation that `of` gives."""
-    return [
-        StripedBuffer(f"bucket {b}, {name!r}", view, bucket.stripes[g][name], bucket.checksums[g][name])
-        for name, view, g in zip(names, views, map(of, names), strict=True)
-    ]
 
 
 def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
