@@ -139,13 +139,15 @@ def test_frozen_parameters_take_2_bytes_each_and_no_operation_but_a_fetch() -> N
 
 def test_a_folder_gets_adapters_as_peft_draws_them(tmp_path: Path) -> None:
     base().save_pretrained(tmp_path / "m")
-    _, segments = zfunc.hf.load(tmp_path / "m", lora=lora_config(4, targets="q_proj,v_proj"))
+    _, segments = zfunc.hf.load(
+        tmp_path / "m", lora=lora_config(4, targets="q_proj,v_proj,embed_tokens,lm_head")
+    )
     program = zfunc.compile(segments, precision="bf16", device="cpu", params_on="host")
     state = zfunc.init(program)
     first, again = (zfunc.params(program, x) for x in (state, zfunc.init(program)))
     assert all(torch.equal(t, again[x]) for x, t in first.items())
     drawn = [t for x, t in first.items() if "lora_A" in x]
-    assert len(drawn) == 6
+    assert len(drawn) == 7
     assert all(0.5 < float(t.abs().max()) * 32**0.5 <= 1 for t in drawn), "uniform in 1 / sqrt(inputs)"
     assert not torch.equal(drawn[0], drawn[2])
     assert all(not t.any() for x, t in first.items() if "lora_B" in x)

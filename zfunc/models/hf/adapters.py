@@ -25,11 +25,6 @@ ADAPTER = "adapter_model.safetensors"
 TARGETS = ("q_proj", "v_proj", "qkv_proj", "gate_up_proj")
 
 
-def check_peft() -> None:
-    """Raise ImportError unless a supported version of peft is installed."""
-    check_package("peft", OLDEST, MISSING)
-
-
 def lora_config(
     rank: int, *, alpha: float | None = None, targets: str | None = None, base: Path | None = None
 ) -> Any:
@@ -38,7 +33,7 @@ def lora_config(
     `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head. `base` is
     the folder of the model, which peft keeps with the adapters.
     """
-    check_peft()
+    check_package("peft", OLDEST, MISSING)
     from peft import LoraConfig
 
     return LoraConfig(
@@ -59,7 +54,7 @@ def base_of(model: Any) -> Any:
     """The model that peft's adapts; any other as it is. Raises ValueError for adapters that cannot be trained."""
     if not is_adapted(model):
         return model
-    check_peft()
+    check_package("peft", OLDEST, MISSING)
     if len(model.peft_config) > 1:
         raise ValueError(
             f"model: got the adapters {', '.join(model.peft_config)}, expected one: delete_adapter the others"
@@ -82,7 +77,7 @@ def adapt(model: nn.Module, lora: Any) -> Any:
     Raises ValueError for a configuration whose adapters cannot be drawn without the model's weights, and for names
     of modules that the model does not have.
     """
-    check_peft()
+    check_package("peft", OLDEST, MISSING)
     from peft import LoraConfig, get_peft_model
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as OF_PEFT
 
@@ -94,7 +89,10 @@ def adapt(model: nn.Module, lora: Any) -> Any:
     _check_config(config)
     config.inference_mode = False  # as peft saves it
     given = config.target_modules  # peft changes it, and the model
-    linear = sorted({x.rpartition(".")[2] for x, m in model.named_modules() if _is_linear(m)})
+    products = (
+        x for x, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    )
+    linear = sorted({x.rpartition(".")[2] for x in products})  # Conv1D is GPT-2's
     if given is None and model.config.model_type not in OF_PEFT:  # pyright: ignore
         config.target_modules = [x for x in TARGETS if x in linear] or None
     try:
@@ -113,10 +111,6 @@ def adapt(model: nn.Module, lora: Any) -> Any:
 def adapted_modules(model: Any) -> list[str]:
     """The ends of the names of the modules that have adapters."""
     return sorted({name.rpartition(".")[2] for name, _ in _lora_layers(model)})
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's
 
 
 def _check_config(config: Any) -> None:
@@ -155,7 +149,7 @@ def reset_adapters(part: nn.Module, config: Any) -> None:
             "peft.get_peft_model and pass it to zfunc.hf.segments"
         )
     for _, layer in _lora_layers(part):
-        for adapter in layer.active_adapters:
+        for adapter in layer.active_adapters if [*layer.parameters()] else ():  # else it is another segment's
             layer.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
