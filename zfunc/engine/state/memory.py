@@ -233,19 +233,19 @@ def allocate_regions(
     What is on the disk has room in files of its own in `folders`.
     """
     groups: dict[tuple[str, Tier], list[Region]] = {}
-    for r in (regions := list(regions)):
+    for r in regions:
         groups.setdefault((r.buffer, r.tier), []).append(r)
-    memory: dict[Region, Any] = {}
-    for (_, tier), group in groups.items():
-        if tier == "disk":
-            continue
+    memory: dict[Region, Any] = spill_files(
+        [r for (_, tier), group in groups.items() if tier == "disk" for r in group], folders
+    )
+    for group in (group for (_, tier), group in groups.items() if tier != "disk"):
         first, *_ = group = sorted(group, key=lambda r: r.index)
         element = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
         ends = [0, *accumulate(r.nbytes // element.itemsize for r in group)]
-        flat, holder = _allocate_flat(first, ends[-1], element, device), HOLDERS.get(first.role or "", Tensor)
-        for r, (start, stop) in zip(group, pairwise(ends), strict=True):
-            memory[r] = flat[start:stop] if holder is Tensor else holder(flat[start:stop])
-    return memory | spill_files((r for r in regions if r.tier == "disk"), folders)
+        flat = _allocate_flat(first, ends[-1], element, device)
+        holder = HOLDERS.get(first.role or "", lambda part: part)
+        memory |= {r: holder(flat[a:b]) for r, (a, b) in zip(group, pairwise(ends), strict=True)}
+    return memory
 
 
 def _allocate_flat(r: Region, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
