@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -39,30 +40,18 @@ def made() -> Made:
     return Made(segments, program, state, metrics, planned)
 
 
+PATHS = """program.plan program.plan.graph metrics.timeline program state metrics program.layout program.spec
+    program.settings planned planned.step planned.profile planned.hardware program.optimizer program.schedule"""
 VALUES: dict[str, Callable[[Made], Any]] = {
-    "plan": lambda x: x.program.plan,
-    "graph": lambda x: x.program.plan.graph,
+    **{path.rpartition(".")[2]: attrgetter(path) for path in PATHS.split()},
     "lane": lambda x: x.program.plan.lanes[0],
     "op": lambda x: max(x.program.plan.graph, key=lambda op: len(op.regions)),
     "region": lambda x: x.program.plan.graph.regions[0],
-    "timeline": lambda x: x.metrics.timeline,
-    "program": lambda x: x.program,
     "segment": lambda x: x.segments[0],
-    "state": lambda x: x.state,
-    "metrics": lambda x: x.metrics,
-    "layout": lambda x: x.program.layout,
     "bucket": lambda x: x.program.layout.buckets[0],
-    "spec": lambda x: x.program.spec,
-    "settings": lambda x: x.program.settings,
-    "planned": lambda x: x.planned,
-    "planned step": lambda x: x.planned.step,
     "suggestion": lambda x: x.planned.suggestions and x.planned.suggestions[0],
     "tried": lambda x: x.planned.tried[0],
-    "profile": lambda x: x.planned.profile,
-    "hardware": lambda x: x.planned.hardware,
-    "optimizer": lambda x: x.program.optimizer,
     "groups": lambda _: zfunc.groups((zfunc.matrices_only, zfunc.Lion()), zfunc.AdamW()),
-    "schedule": lambda x: x.program.schedule,
 }
 PICTURES = {"plan": "<img", "timeline": "<img", "program": "<img", "planned": "<img", "segment": "<table"}
 

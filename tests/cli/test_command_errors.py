@@ -146,6 +146,9 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
         "train --config ds.json --offload-ratio much",
         "--offload-ratio: got 'much', expected auto, or a share: choose one",
     ),
+    ("train --hf nowhere --data short.txt --steps 1", "--hf: nowhere: got no config.json"),
+    ("train --hf empty --data short.txt --steps 1", "--hf: empty: got no config.json"),
+    ("train --hf short.txt --data short.txt --steps 1", "--hf: short.txt: got no config.json"),
     ("plan --hardware nowhere", "--hardware: got 'nowhere', which is no profile and no file"),
     ("plan --hardware empty", "--hardware: got 'empty', which is no profile and no file"),
     (
@@ -236,8 +239,9 @@ def test_what_is_wrong_is_refused(row: tuple[str, ...], capsys: Out) -> None:
     before = set(Path().rglob("*"))
     length = () if "--steps" in line or "--seconds" in line else ("--steps", "2")
     command, *given = line.split(" ")
+    on_data = (*ON_DATA, *length) if command == "train" and "--hf" not in line else ()
     with locked(Path("empty")):
-        err = refused(capsys, command, *((*ON_DATA, *length) if command == "train" else ()), *given)
+        err = refused(capsys, command, *on_data, *given)
     assert [word for word in words if word not in err] == [], err
     new = {path for path in set(Path().rglob("*")) - before if path.parts[0] != "cache"}
     assert new <= {Path("runs")}, "nothing is left of it"
@@ -264,13 +268,6 @@ def test_what_is_no_command(args: list[str], words: str, capsys: Out) -> None:
     assert err.startswith("zfunc: error: ")
     assert words in err
     assert err.endswith("See zfunc --help\n")
-
-
-def test_a_folder_that_is_no_hugging_face_model(capsys: Out) -> None:
-    pytest.importorskip("transformers")
-    for name in ("nowhere", "empty", "short.txt"):
-        err = refused(capsys, "train", "--hf", name, "--data", "short.txt", "--steps", "1")
-        assert f"--hf: {name}: got no config.json" in err
 
 
 @pytest.mark.parametrize("command", ["train", "calibrate"])
@@ -314,15 +311,6 @@ def test_a_world_size_without_a_rank_is_of_some_other_job(monkeypatch: pytest.Mo
     Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 4}')
     assert train("--config", "ds.json", "--steps", 1, "--save-every", 0, "--out", "run") == 0
     assert config("run")["settings"]["batch_size"] == 4
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"), [((), ", because a CPU computes fastest in it"), (("--precision", "fp32"), "")]
-)
-def test_why_a_precision_is_said_where_it_was_chosen(flags: tuple[str], reason: str, capsys: Out) -> None:
-    assert train("--device", "cpu", "--steps", 1, "--save-every", 0, *flags) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [x for x in lines if x.startswith("precision: ")] == [f"precision: fp32{reason}"]
 
 
 @pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])

@@ -36,39 +36,21 @@ FILE = """{
 """
 
 AUTO = "auto"
-HUGGING_FACE = {  # the settings of transformers' example for ZeRO-3 with offloading, which its Trainer fills in
-    "fp16": {
-        "enabled": AUTO,
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO)},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO),
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": AUTO,
-        "stage3_prefetch_bucket_size": AUTO,
-        "stage3_param_persistence_threshold": AUTO,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), AUTO),
-    "steps_per_print": 2000,
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), AUTO),
-    "wall_clock_breakdown": False,
-}
+# The settings of transformers' example for ZeRO-3 with offloading, which its Trainer fills in.
+HUGGING_FACE = json.loads("""{
+  "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+    "hysteresis": 2, "min_loss_scale": 1},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+  "scheduler": {"type": "WarmupLR", "params": {
+    "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+  "zero_optimization": {"stage": 3, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9,
+    "offload_optimizer": {"device": "cpu", "pin_memory": true},
+    "offload_param": {"device": "cpu", "pin_memory": true},
+    "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_max_reuse_distance": 1e9,
+    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": true},
+  "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+  "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false}""")
 
 
 @pytest.fixture(autouse=True)

@@ -4,18 +4,14 @@ import json
 import math
 import re
 import time
-from base64 import b64encode
-from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import needs_browser, show
-from html_pages import HOSTILE, Elements, contrast
+from html_pages import HOSTILE, STEPS, Elements, Row, contrast, row, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_folders import STEPS, Row, row, written
 from table import plan_of
 
 from zfunc.cli.commands import report
@@ -137,22 +133,6 @@ def test_a_step_that_is_not_of_the_plan_is_told_not_shown(tmp_path: Path) -> Non
 
 
 # --- nothing foreign -------------------------------------------------------------------------------------
-
-
-def test_it_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
-    page = report_page(
-        read_history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps", sample="text"))
-    )
-    elements = Elements(page)
-    for tag, of in elements.tags:
-        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "a")
-        assert not {"src", "href", "style"} & of.keys()
-        assert not [name for name in of if name.startswith("on")]
-    (policy,) = (of["content"] for of, _ in elements.all("meta") if "http-equiv" in of)
-    styles = [sha256(text.encode()).digest() for _, text in elements.all("style")]
-    assert len(styles) == 2
-    hashes = " ".join(f"'sha256-{b64encode(s).decode()}'" for s in styles)
-    assert policy == f"default-src 'none'; style-src {hashes}"
 
 
 def test_whatever_the_folder_says_is_text(tmp_path: Path) -> None:
@@ -360,14 +340,3 @@ def test_a_damaged_file_is_a_page_that_tells_or_an_error_that_names_it(
         assert "invalid JSON" not in refused or "line " in refused
     elif name == "metrics.jsonl" and len(read.rows) < text.count("\n"):
         assert f"{file}: line {len(read.rows) + 1} is not valid" in read.damage
-
-
-# --- in a browser ----------------------------------------------------------------------------------------
-
-
-@needs_browser
-def test_a_browser_takes_it_without_a_complaint(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [*STEPS, LAST], step=True, ended="steps")
-    shown = show(page, tmp_path)
-    assert not shown.console
-    assert shown.dom.count('<svg class="chart"') == 6

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,23 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_trainings import checkpoints, config, losses, rows, start, summary, train, wait_for_rows
+from html_pages import Elements, shown_data
+from small_trainings import TEXT, checkpoints, config, losses, rows, start, summary, train, wait_for_rows
+from zfunc.schedules import CriticalPath, Serial, make_schedule
 
 from zfunc.cli.main import main
 from zfunc.cli.terminal import interrupts, printable
 from zfunc.cli.train_lines import TrainingOutput, progress
+from zfunc.planner.profile import load_profile
 from zfunc.train.events import INTERRUPT, TERMINATED, Sampled, Stepped, Working
+from zfunc.train.run_folder import read_recorded_step
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def model(*sizes: int) -> list[str]:
-    flags = "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--batch-size"
-    return [word for pair in zip(flags, map(str, sizes), strict=True) for word in pair]
-
-
-SMALL = model(2, 64, 4, 32, 4)
-TEN_BILLION = [*model(50, 4096, 32, 1024, 10), "--vocab-size", "50257"]
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --batch-size 4"
+LARGE = "--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257"
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 Out = pytest.CaptureFixture[str]
@@ -62,7 +62,8 @@ def test_a_run_prints_lines_and_leaves_a_folder(capsys: Out) -> None:
     out, err = capsys.readouterr()
     assert not CONTROL.search(out)
     assert err == ""
-    for words in ("device: cpu, because", "precision: fp32, because", "held out", "12/12", "sample"):
+    precision = "precision: fp32, because a CPU computes fastest in it\n"
+    for words in ("device: cpu, because", precision, "held out", "12/12", "sample"):
         assert words in out
 
     steps = rows("run")
@@ -95,10 +96,11 @@ def test_equal_settings_give_equal_losses_and_samples() -> None:
     assert summary("a")["sample"] == summary("b")["sample"]
 
 
-def test_without_out_each_run_has_its_own_folder() -> None:
+def test_without_out_each_run_has_its_own_folder(capsys: Out) -> None:
     for _ in range(2):
-        assert train("--steps", 1) == 0
+        assert train("--steps", 1, "--precision", "fp32") == 0
     assert len([*Path("runs").iterdir()]) == 2
+    assert capsys.readouterr().out.count("precision: fp32\n") == 2, "no reason for what was not chosen"
 
 
 def test_tokens_of_a_bin(capsys: Out) -> None:
@@ -298,7 +300,7 @@ def test_a_sample_cannot_command_the_terminal() -> None:
 
 
 def test_draw_prints_text(capsys: Out) -> None:
-    assert main(["draw", *SMALL, "--schedule", "all", "--micro-batches", "2"]) == 0
+    assert main(["draw", *SMALL.split(), "--schedule", "all", "--micro-batches", "2"]) == 0
     out, err = capsys.readouterr()
     for words in ("Serial: one step", "Overlapped: one step", "Interleaved: one step", "round numbers"):
         assert words in out
@@ -321,7 +323,7 @@ def test_draw_prints_text(capsys: Out) -> None:
 def test_draw_writes_what_the_suffix_says(flags: str, starts: dict[str, str]) -> None:
     """Through links, and to what is no regular file."""
     Path("link.svg").symlink_to("target.svg")
-    assert main(["draw", *SMALL, *flags.split()]) == 0
+    assert main(["draw", *SMALL.split(), *flags.split()]) == 0
     assert all(Path(file).read_text().startswith(text) for file, text in starts.items())
     assert Path("link.svg").is_symlink()
     assert Path("/dev/null").is_char_device()
@@ -329,5 +331,117 @@ def test_draw_writes_what_the_suffix_says(flags: str, starts: dict[str, str]) ->
 
 def test_draw_takes_no_memory_for_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setattr("zfunc.engine.compile.segment._real_module", _raises(AssertionError("allocated")))
-    assert main(["draw", *TEN_BILLION]) == 0
+    assert main(["draw", *LARGE.split()]) == 0
     assert "10,279,047,168 parameters" in capsys.readouterr().out
+
+
+# --- draw --compare ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that measured a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("run"))
+        Path("data.txt").write_text(TEXT)
+        assert train("--steps", 11, "--save-every", 0, "--schedule", "Serial", "--out", "run") == 0
+        return Path("run").absolute()
+
+
+def test_a_run_leaves_the_plan_it_measured_and_a_page(run: Path) -> None:
+    read = read_recorded_step(run)
+    assert read.plan.digest == json.loads((run / "config.json").read_text())["plan"]["digest"]
+    assert read.timeline.source == "measured"
+    assert (read.schedule, read.precision, read.world) == ("Serial", "fp32", 1)
+    shown = shown_data((run / "timeline.html").read_text())
+    assert [t["source"] for t in shown["timelines"]] == ["measured"]
+    assert len(shown["ops"]["verb"]) == len(read.plan.graph)
+
+
+def test_compare_writes_a_page_of_both_and_prints_the_sums(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["draw", "--compare", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "TFLOP/s" in out
+    assert out.count("ratio") == 3
+    assert f"written: {run / 'compare.html'}" in out
+    read = read_recorded_step(run)
+    page = (run / "compare.html").read_text()
+    assert [t["source"] for t in shown_data(page)["timelines"]] == ["simulated", "measured"]
+    ((_, title),) = Elements(page).all("title")
+    assert str(run) in title
+    assert "Serial in fp32" in title
+    for op in read.plan.graph:
+        assert re.search(rf"^{op.verb} ", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "starts"),
+    [
+        ("", "compare.html", "<!doctype html>"),
+        ("--out x.svg", "x.svg", "<svg"),
+        ("--out x.json", "x.json", "{"),
+        ("--out x.html", "x.html", "<!doctype html>"),
+        ("--out x.txt --hardware h100", "x.txt", "A step of"),
+    ],
+)
+def test_compare_writes_what_is_asked_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, file: str, starts: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["draw", "--compare", str(run), *flags.split()]) == 0
+    page = ((tmp_path if "--out" in flags else run) / file).read_text()
+    assert page.startswith(starts)
+    assert "measured" in page
+    assert "simulated" in page
+    if file == "x.txt":
+        assert re.search(r"^\w+ measured +\d+% \|", page, re.M)
+        assert "H100" in page
+
+
+def test_compare_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy')))\n"
+    code += "from zfunc.cli.main import main; main()"
+    asked = ["draw", "--compare", str(run), "--out", str(tmp_path / "x.html")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *asked], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.html").exists()
+    assert done.stderr == ""
+
+
+def test_draw_gives_a_schedule_the_hardware_it_asks_for() -> None:
+    on = load_profile("h100").hardware("bf16")
+    assert make_schedule("CriticalPath", on) == CriticalPath(on) != CriticalPath()
+    assert make_schedule("Serial", on) == Serial()
+
+
+BROKEN: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "plan cut short": ("plan.txt", lambda t: t[: len(t) // 2], "plan.txt"),
+    "plan of nothing": ("plan.txt", lambda t: "", "plan.txt: got '' as the first line"),
+    "trace cut short": ("timeline.json", lambda t: t[: len(t) // 2], "timeline.json: got '"),
+    "trace of another plan": ("timeline.json", lambda t: t.replace('"decide"', '"decode"'), "with decode"),
+    "no schedule": ("config.json", lambda t: t.replace('"schedule"', '"timetable"'), "KeyError('schedule')"),
+    "no ranks": (
+        "config.json",
+        lambda t: t.replace('"ranks": 1', '"ranks": 0'),
+        "config.json: 'world' must be >= 1: 0",
+    ),
+    "settings that are a list": ("config.json", lambda t: "[]", "config.json: got [], expected an object"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_run_that_is_not_complete_is_refused(run: Path, tmp_path: Path, capsys: Any, what: str) -> None:
+    name, change, reason = BROKEN[what]
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("compare.*"))
+    (copy / name).write_text(change((copy / name).read_text()))
+    assert main(["draw", "--compare", str(copy)]) == 2
+    err = capsys.readouterr().err
+    assert str(copy) in err
+    assert reason in err
+    assert "expected" in err
+    assert not (copy / "compare.html").exists()

@@ -3,20 +3,25 @@
 import re
 import time
 from base64 import b64encode
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
-from html_pages import HOSTILE, WORD, Elements, contrast, hostile, large, late, shown_data
+from html_pages import HOSTILE, STEPS, WORD, Elements, contrast, hostile, large, late, shown_data, written
 from hypothesis import given
-from table import every_plan, plan_of, plans
+from hypothesis import strategies as st
+from table import plan_of, plans
 
+from zfunc.cli.report_page import report_page
 from zfunc.core.bottleneck import critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
+from zfunc.train.run_folder import read_history
 from zfunc.viz.legend import PALETTE, colour_of
 from zfunc.viz.timeline_html import data, page
 
@@ -56,35 +61,44 @@ def check(plan: Plan, timelines: list[Timeline]) -> None:
         assert data["ops"]["waits"][i] == [*plan.waits[i]]
 
 
-@every_plan
-def test_the_page_holds_the_step(plan: Plan) -> None:
-    check(plan, [simulate(plan)])
-
-
-@given(plans())
-def test_so_it_does_with_two_timelines_of_any_plan(plan: Plan) -> None:
+@given(plans(), st.booleans())
+def test_the_page_holds_the_step(plan: Plan, measured: bool) -> None:
+    """Simulated, and as it was measured beside that; of any plan."""
     timeline = simulate(plan)
-    check(plan, [timeline, late(timeline)])
+    check(plan, [timeline, late(timeline)][: 1 + measured])
 
 
-def test_the_page_needs_nothing_else() -> None:
+def step_page(_folder: Path) -> str:
     plan = plan_of("zero_offload", "tied", "Overlapped")
-    html = page(simulate(plan), plan=plan)
-    assert not re.findall(r"//[\w.-]+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttpRequest", html)
-    for tag, of in Elements(html).tags:
-        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+    return page(simulate(plan), plan=plan)
+
+
+def run_page(folder: Path) -> str:
+    return report_page(read_history(written(folder, STEPS, step=True, ended="steps", sample="text")))
+
+
+@pytest.mark.parametrize("make", [step_page, run_page])
+def test_a_page_needs_nothing_else_and_runs_its_own_script_and_styles_alone(
+    make: Callable[[Path], str], tmp_path: Path
+) -> None:
+    html = make(tmp_path)
+    elements = Elements(html)
+    foreign = re.findall(r"//[\w.-]+\.\w+|url\((?!#)|@import|\bimport\b|\bfetch\(|XMLHttpRequest", html)
+    assert {*foreign} <= {"//www.w3.org"}, "the name of what SVG is"
+    for tag, of in elements.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "a")
         assert not {"src", "href", "style"} & of.keys()
         assert not [name for name in of if name.startswith("on")]
-
-
-def test_only_its_own_script_and_style_may_run() -> None:
-    plan = plan_of("zero_offload", "tied", "Overlapped")
-    elements = Elements(page(simulate(plan), plan=plan))
     (policy,) = (of["content"] for of, _ in elements.all("meta") if "http-equiv" in of)
-    (script,) = (text for of, text in elements.all("script") if not of)
-    ((_, style),) = elements.all("style")
-    allowed = [f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (script, style)]
-    assert policy == f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}"
+    scripts = [text for of, text in elements.all("script") if not of]
+    styles = [text for _, text in elements.all("style")]
+    assert (len(scripts), len(styles)) == ((1, 1) if make is step_page else (0, 2))
+    assert make is step_page or not elements.all("script")
+    script, *style = (
+        "".join(f" 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in of)
+        for of in (scripts, styles)
+    )
+    assert policy == f"default-src 'none'{f'; script-src{script}' * bool(script)}; style-src{style[0]}"
 
 
 def test_hostile_names_are_text() -> None:

@@ -2,20 +2,33 @@
 
 import json
 import re
+import shutil
+import subprocess
+import time
+from html import unescape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Shown, needs_browser, results, show
-from html_pages import HOSTILE, WORD, Elements, hostile, large, late
+from attrs import frozen
+from html_pages import HOSTILE, STEPS, WORD, Elements, hostile, large, late, row, written
 from table import plan_of
 
+from zfunc.cli.report_page import report_page
 from zfunc.core.simulator import simulate
+from zfunc.train.run_folder import read_history
 from zfunc.viz.legend import colour_of
 from zfunc.viz.timeline_html import SCRIPTS, data, page
 
-pytestmark = needs_browser
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BINARY = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    *("--enable-logging=stderr", "--v=0"),
+)
+pytestmark = pytest.mark.skipif(BINARY is None, reason=f"none of {', '.join(NAMES)} is installed")
 MODEL = (files("zfunc.viz") / "web" / SCRIPTS[0]).read_text()
 TOOLS = """
 const el = (id) => document.getElementById(id), picture = el("picture");
@@ -31,6 +44,52 @@ const pressed = () => [...el("legend").children].map((chip) => chip.getAttribute
 const rest = () => new Promise((done) => setTimeout(done, 400));
 picture.setPointerCapture = () => {}; // a html-up pointer cannot be captured
 """
+
+
+@frozen
+class Shown:
+    """What came of a page: its elements as text, what its scripts complained about, and how long all of it took."""
+
+    dom: str
+    console: tuple[str, ...]
+    seconds: float
+
+    def attribute(self, name: str) -> str:
+        """Of the root element."""
+        (root,) = re.findall(r"<html[^>]*>", self.dom)
+        return unescape(re.findall(rf'{name}="([^"]*)"', root)[0])
+
+
+def show(page: str, folder: Path, *, link: str = "", size: tuple[int, int] = (1200, 900)) -> Shown:
+    """Open a page, follow a `link` in it, and wait until it is at rest."""
+    assert BINARY is not None
+    path = folder / "page.html"
+    path.write_text(page, encoding="utf-8")
+    began = time.perf_counter()
+    done = subprocess.run(
+        [
+            BINARY,
+            *FLAGS,
+            f"--user-data-dir={folder / 'profile'}",
+            f"--window-size={size[0]},{size[1]}",
+            "--virtual-time-budget=10000",
+            "--dump-dom",
+            f"{path.as_uri()}{link}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    complaints = tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return Shown(done.stdout, complaints, time.perf_counter() - began)
+
+
+def results(scripts: str, folder: Path) -> Any:
+    """What a function `run()` in `scripts` returns, as JSON values; with it may be a page to run it in."""
+    report = "document.documentElement.dataset.results = JSON.stringify(run());"
+    shown = show(f"<!doctype html><title>t</title><script>{scripts}\n{report}</script>", folder)
+    assert not shown.console, shown.console
+    return json.loads(shown.attribute("data-results"))
 
 
 def opened(html: str, folder: Path, link: str = "") -> Shown:
@@ -67,6 +126,11 @@ def test_a_page_of_10_000_operations_opens_and_paints_fast(tmp_path: Path) -> No
     # In ms, without a GPU, on a machine that does other things.
     assert float(shown.attribute("data-painted")) < 250
     assert shown.seconds < 30
+
+
+def test_the_page_of_a_run_is_taken_without_a_complaint(tmp_path: Path) -> None:
+    run = written(tmp_path, [*STEPS, row(9)], step=True, ended="steps")
+    assert opened(report_page(read_history(run)), tmp_path).dom.count('<svg class="chart"') == 6
 
 
 def test_hostile_names_do_nothing(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
-"""Laws of the pictures: every operation is in them once, in its place; a verb has one colour in all of them."""
+"""Laws of the pictures: every operation is in them once, in its place; a verb has one colour in all of them. Traces
+read back as they were written, sums add up, rubbish is refused."""
 
 import json
+import math
 import re
 from itertools import pairwise
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from attrs import evolve
+from html_pages import late
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from table import chain, every_plan, plan_of, plans, spec
+from table import chain, plan_of, plans, spec
 from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op
@@ -19,7 +23,8 @@ from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.chrome_trace import chrome_trace
+from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
+from zfunc.viz.compare import by_lane, by_verb, sums, table
 from zfunc.viz.legend import PALETTE, colour_of
 from zfunc.viz.timeline_html import data
 from zfunc.viz.timeline_svg import ARROWS_UP_TO, svg
@@ -47,7 +52,7 @@ def tip(bar: ElementTree.Element) -> list[str]:
 # --- SVG -------------------------------------------------------------------------------------------------
 
 
-@every_plan
+@given(plans())
 def test_svg_has_a_bar_for_every_operation_in_its_row_and_place(plan: Plan) -> None:
     timeline = simulate(plan)
     drawn = {tip(bar)[0]: bar for bar in bars(svg(timeline, plan=plan))}
@@ -151,7 +156,7 @@ def test_names_are_written_where_they_fit_and_the_index_where_it_does() -> None:
 # --- text ------------------------------------------------------------------------------------------------
 
 
-@every_plan
+@given(plans())
 def test_text_fits_and_names_every_lane_and_verb(plan: Plan) -> None:
     for width in (40, 100, 200):
         picture = text(simulate(plan), width=width)
@@ -237,3 +242,178 @@ def test_ticks_are_round_and_few(plan: Plan) -> None:
     assert len(xs) >= 2
     assert max(steps) - min(steps) <= 1
     assert min(steps) > 40
+
+
+# --- traces ----------------------------------------------------------------------------------------------
+
+
+def check_read(timeline: Timeline) -> None:
+    read = read_chrome_trace(chrome_trace(timeline))
+    assert read.source == timeline.source
+    assert [(e.lane, e.op, e.kind) for e in read.events] == [(e.lane, e.op, e.kind) for e in timeline.events]
+    for a, b in zip(read.events, timeline.events, strict=True):
+        assert (a.start, a.end) == pytest.approx((b.start, b.end), rel=1e-12, abs=1.1e-9)
+    assert chrome_trace(read) == chrome_trace(timeline)
+
+
+def test_a_trace_has_microseconds_on_the_thread_of_a_lane() -> None:
+    events = Event("gpu", "a[0]", "compute", 0.0, 1e-3), Event("cpu", "b[0]", "host", 2.5e-3, 4e-3)
+    entries = json.loads(chrome_trace(Timeline(events, "measured")))["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    drawn = [(lanes[e["tid"]], e["name"], e["cat"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"]
+    assert drawn == [("gpu", "a[0]", "compute", 0, 1000), ("cpu", "b[0]", "host", 2500, 1500)]
+
+
+@given(plans())
+def test_a_trace_reads_back_to_the_nanosecond(plan: Plan) -> None:
+    check_read(simulate(plan))
+    check_read(late(simulate(plan)))
+
+
+def entry(**given: object) -> dict[str, object]:
+    return {"ph": "X", "pid": 0, "tid": 0, "name": "use[0]", "cat": "compute", "ts": 0, "dur": 1, **given}
+
+
+PROCESS = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "zfunc, measured"}}
+LANE = {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gpu"}}
+SOUND = [PROCESS, LANE, entry()]
+RUBBISH: dict[str, Any] = {
+    "no JSON": "{",
+    "deep JSON": "[" * 100_000,
+    "a number": "3",
+    "nothing": [],
+    "no source": [LANE, entry()],
+    "another program's": [{**PROCESS, "args": {"name": "chrome"}}, LANE, entry()],
+    "two processes": [PROCESS, PROCESS, LANE, entry()],
+    "an unknown lane": [PROCESS, LANE, entry(tid=1)],
+    "two lanes of a name": [PROCESS, LANE, {**LANE, "tid": 1}],
+    "a lane without a name": [PROCESS, {**LANE, "args": {}}],
+    "another form": [PROCESS, LANE, entry(ph="B")],
+    "a source that is a number": [{**PROCESS, "args": {"name": 3}}, LANE, entry()],
+    "a list": [PROCESS, LANE, []],
+    "no start": [PROCESS, LANE, {k: v for k, v in entry().items() if k != "ts"}],
+    "an operation twice": [*SOUND, entry()],
+    **{
+        f"{name} {x!s:.9}": [PROCESS, LANE, entry(**{name: x})]
+        for name, values in {
+            "ts": (10**400, "0", -1),
+            "dur": (math.nan, math.inf, True),
+            "cat": ("gpu",),
+            "tid": ([],),
+            "name": (3,),
+        }.items()
+        for x in values
+    },
+    "an end beyond numbers": [PROCESS, LANE, entry(ts=1e308, dur=1e308)],
+}
+
+
+@pytest.mark.parametrize("what", RUBBISH)
+def test_a_trace_that_is_none_is_refused(what: str) -> None:
+    entries = RUBBISH[what]
+    given = entries if isinstance(entries, str) else json.dumps({"traceEvents": entries})
+    with pytest.raises(ValueError, match="^got .* in a trace, expected .*: give a timeline.json") as error:
+        read_chrome_trace(given)
+    assert len(str(error.value)) < 600
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_anything_else_in_a_trace_is_refused_or_read(data: st.DataObject) -> None:
+    """One value of a sound trace replaced by any other: a timeline, or a ValueError, and nothing else."""
+    entries = json.loads(json.dumps(SOUND))
+    at = data.draw(st.sampled_from(entries))
+    at[data.draw(st.sampled_from([*at]))] = data.draw(JSON)
+    refused = ""
+    try:
+        read = read_chrome_trace(json.dumps({"traceEvents": entries}))
+    except ValueError as error:
+        refused = str(error)
+    else:
+        assert read.seconds < math.inf
+    assert not refused or refused.startswith("got ")
+
+
+def test_what_the_rubbish_is_made_from_is_sound() -> None:
+    events = (Event("gpu", "use[0]", "compute", 0.0, 1e-6),)
+    assert read_chrome_trace(json.dumps({"traceEvents": SOUND})) == Timeline(events, "measured")
+
+
+def doubled(timeline: Timeline) -> Timeline:
+    """Measured, and everything takes twice as long."""
+    return Timeline([evolve(e, start=2 * e.start, end=2 * e.end) for e in timeline.events], "measured")
+
+
+def test_two_timelines_are_two_processes_and_are_not_read_as_one() -> None:
+    timeline = simulate(plan_of("zero_offload", "tied", "Overlapped"))
+    trace = chrome_trace([timeline, late(timeline)])
+    entries = json.loads(trace)["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}
+    assert named == {0: "zfunc, simulated", 1: "zfunc, measured"}
+    assert sum(e["ph"] == "X" and e["pid"] == 1 for e in entries) == len(timeline.events)
+    with pytest.raises(ValueError, match="expected those of one step"):
+        read_chrome_trace(trace)
+
+
+# --- sums and pictures of two ----------------------------------------------------------------------------
+
+
+@given(plans())
+def test_sums_add_up_to_all_that_ran(plan: Plan) -> None:
+    both = simulate(plan), late(simulate(plan))
+    for by in (by_lane, by_verb):
+        rows = sums(both, by)
+        assert sum(row.ops for row in rows) == len(plan.graph)
+        for n, timeline in enumerate(both):
+            total = sum(e.seconds for e in timeline.events)
+            assert sum(row.seconds[n] for row in rows) == pytest.approx(total)
+    for row in sums(both, by_lane):
+        assert row.seconds[0] == pytest.approx(both[0].busy(row.name) * both[0].seconds)
+
+
+def test_a_table_one_can_read() -> None:
+    plan = plan_of("zero_offload", "one segment", "Serial")
+    simulated = simulate(plan)
+    lines = table(simulated, doubled(simulated), plan).splitlines()
+    heads = [line.split() for line in lines if "ratio" in line]
+    assert heads == [["ops", "simulated", "measured", "ratio"]] * 3
+    rows = [line.split() for line in lines if re.search(r"\d+\.\d\d$", line)]
+    assert [row[0] for row in rows] == ["the", *simulated.lanes, *dict.fromkeys(op.verb for op in plan.graph)]
+    assert {row[-1] for row in rows} == {"2.00"}
+    assert lines[-2].startswith("simulated bound by ")
+    assert lines[-1].startswith("measured bound by ")
+
+
+def test_text_of_two_has_a_row_for_each_lane_of_each_under_one_axis() -> None:
+    timeline = simulate(plan_of("zero_offload", "tied", "Overlapped"))
+    lines = text([timeline, doubled(timeline)], width=120).splitlines()
+    rows = [line for line in lines if line.endswith("|")]
+    assert [row.split()[:2] for row in rows] == [
+        [lane, source] for lane in timeline.lanes for source in ("simulated", "measured")
+    ]
+    ends = [max(i for i, c in enumerate(row.partition("|")[2]) if c.isalpha()) for row in rows]
+    assert max(ends[0::2]) == pytest.approx(max(ends[1::2]) / 2, abs=1)
+    assert max(map(len, rows)) <= 120
+
+
+def test_svg_of_two_stacks_the_rows_of_a_lane_under_one_axis() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan)
+    picture = svg([timeline, doubled(timeline)], plan=plan)
+    both = bars(picture)
+    assert len(both) == 2 * len(plan.graph)
+    once, again = both[: len(plan.graph)], both[len(plan.graph) :]
+    ys = [dict.fromkeys(float(b.get("y", "")) for b in of) for of in (once, again)]
+    assert all(0 < b - a < 40 for a, b in zip(*ys, strict=True))
+    assert sorted([*ys[0], *ys[1]]) == [y for pair in zip(*ys, strict=True) for y in pair]
+    left = min(float(b.get("x", "")) for b in both)
+    for a, b in zip(once, again, strict=True):
+        assert float(b.get("x", "")) - left == pytest.approx(2 * (float(a.get("x", "")) - left), abs=0.03)
+    assert "measured" in picture
+    assert "simulated" in picture
