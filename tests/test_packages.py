@@ -46,7 +46,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_454, 4_900),
+    "core": (5_455, 4_900),
     "schedules and ground": (843, 800),
     "runtime": (3_046, 3_100),
     "optim": (3_059, 2_900),
@@ -56,7 +56,7 @@ BUDGETS = {
     "planner": (2_828, 2_600),
     "models": (2_934, 2_800),
     "train": (4_250, 3_900),
-    "cli": (2_198, 2_200),
+    "cli": (2_197, 2_200),
     "tests": (33_717, 24_000),
 }
 

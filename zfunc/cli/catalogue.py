@@ -11,8 +11,7 @@ from zfunc.core.settings import GONE as GONE_SETTINGS
 from zfunc.options import flag, one_of, option
 
 SHELLS = ("bash", "zsh", "fish")
-FILES = {"FILE", "PATH"}  # metavars that stand for a file, or for a file or a folder
-FOLDERS = {"FOLDER", "RUN", "CHECKPOINT"}
+FILES, FOLDERS = {"FILE", "PATH"}, {"FOLDER", "RUN", "CHECKPOINT"}  # metavars; a PATH may be of either
 
 
 @frozen(kw_only=True)

@@ -63,6 +63,7 @@ GONE["delayed"] = GONE["delay_from"]
 
 _names = ", ".join
 _count = partial(whole, least=1)
+_or_none: Callable[[float], float | None] = lambda typed: typed or None  # noqa: E731
 
 
 def _setting(
@@ -256,7 +257,7 @@ class StepSettings:
         note="; 0 does not clip",
         typed=not_negative,
         name="clip",
-        read=lambda typed: typed or None,
+        read=_or_none,
     )
     norms: bool = _setting(
         False,
