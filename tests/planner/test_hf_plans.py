@@ -181,24 +181,22 @@ def test_layers_that_are_alike_are_cut_once_each_with_its_own_tensors(
     assert made[3:] == ["model.embed_tokens", "model.layers.0", "model.layers.3", "lm_head"]
 
 
-QUANTIZED = {
-    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-    "bitsandbytes, load_in_4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-}
+QUANTIZED: tuple[dict[str, Any], ...] = (
+    {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+)
 
 
 @pytest.mark.usefixtures("alone")
 def test_quantized_weights_are_planned_as_they_are_trained(capsys: Out) -> None:
-    def answer(**more: Any) -> str:
-        write("config.json", TINY | more)
-        assert main(["plan", "--hf-config", "config.json", "--hardware", "h100", *SHORT]) == 0
-        return capsys.readouterr().out
-
-    plain = answer()
-    for kind, config in QUANTIZED.items():
-        stored = f"its weights are stored quantized ({kind}), and planned as they are trained: bf16\n"
-        assert answer(quantization_config=config) == stored + plain
+    answers: set[str] = set()
+    for n, more in enumerate(({}, *({"quantization_config": x} for x in QUANTIZED))):
+        config = str(write(f"{n}.json", TINY | more))
+        assert main(["plan", "--hf-config", config, "--hardware", "h100", *SHORT]) == 0
+        answers.add(capsys.readouterr().out)
+    (answer,) = answers
+    assert "it fits" in answer
 
 
 @pytest.mark.usefixtures("alone")
