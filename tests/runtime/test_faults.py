@@ -176,6 +176,8 @@ def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_dies_or_hangs(
     finally:
         for process in started:
             process.kill()
+        for process in started[1:]:
+            process.communicate()
     assert started[0].returncode == 1
     assert f"expected all 2 ranks: {said}" in message
 

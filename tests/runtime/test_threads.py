@@ -224,7 +224,7 @@ def test_neither_compute_nor_sweeps_starve_beside_each_other() -> None:
     """Half of its rate is a fair share; beside a smaller team compute keeps a hundredth (`benchmarks.beside`)."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     team = choose_threads(environment, threads.allowed_cpus()).threads
-    command = [sys.executable, "-m", "benchmarks.beside", "--threads", str(team), "--seconds", "0.5"]
+    command = [sys.executable, "-m", "benchmarks.beside", "--threads", str(team), "--seconds", "0.3"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     shares = json.loads(done.stdout)
     assert min(shares["compute_keeps"], shares["sweeps_keep"]) > 1 / 16, shares
