@@ -49,7 +49,7 @@ BUDGETS = {
     "core": (5_455, 4_900),
     "schedules and ground": (843, 800),
     "runtime": (3_046, 3_100),
-    "optim": (3_059, 2_900),
+    "optim": (3_060, 2_900),
     "checkpoint": (3_093, 3_000),
     "engine": (6_250, 5_200),
     "viz": (987, 1_000),

@@ -182,8 +182,9 @@ def plain(rule: Rule) -> str:
         f"p[i] = {names(p - moved if rule.weights else moved)};",
     ]
     arrays = ", ".join(f"float *restrict {x}" for x in ("p", *rule.state))
-    head = f"ZF_INLINE void zf_rule_{rule.name}(const zf_factors k, int decay, size_t n,\n"
-    head += f"    const float *restrict grad, {arrays}) {{\n    for (size_t i = 0; i < n; i++) {{\n"
+    head = f"ZF_INLINE void zf_rule_{rule.name}(const zf_factors *factors, int decay, size_t n,\n"
+    head += f"    const float *restrict grad, {arrays}) {{\n    const zf_factors k = *factors;\n"
+    head += "    for (size_t i = 0; i < n; i++) {\n"
     return head + "\n".join(f"        {x}" for x in body) + "\n    }\n}"
 
 

@@ -27,8 +27,9 @@ typedef struct { ZF_FACTORS(ZF_AS_FLOAT) } zf_factors;
 #define ZF_FLOOR_EXP_AVG 0x0d800000 /* bits of 7.888609052210118e-31 */
 #define ZF_FLOOR_EXP_AVG_SQ 0x03800000 /* bits of 7.52316384526264e-37 */
 
-ZF_INLINE void zf_rule_adamw(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_adamw(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p, float *restrict exp_avg, float *restrict exp_avg_sq) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         if (decay == ZF_L2) g = zf_flush(g + k.decay * p[i], ZF_FLOOR_GRAD);
@@ -42,8 +43,9 @@ ZF_INLINE void zf_rule_adamw(const zf_factors k, int decay, size_t n,
     }
 }
 
-ZF_INLINE void zf_rule_sgd(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_sgd(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p, float *restrict momentum_buffer) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         if (decay == ZF_L2) g = zf_flush(g + k.decay * p[i], ZF_FLOOR_GRAD);
@@ -55,8 +57,9 @@ ZF_INLINE void zf_rule_sgd(const zf_factors k, int decay, size_t n,
     }
 }
 
-ZF_INLINE void zf_rule_nesterov(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_nesterov(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p, float *restrict momentum_buffer) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         if (decay == ZF_L2) g = zf_flush(g + k.decay * p[i], ZF_FLOOR_GRAD);
@@ -68,8 +71,9 @@ ZF_INLINE void zf_rule_nesterov(const zf_factors k, int decay, size_t n,
     }
 }
 
-ZF_INLINE void zf_rule_lion(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_lion(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p, float *restrict exp_avg) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         if (decay == ZF_L2) g = zf_flush(g + k.decay * p[i], ZF_FLOOR_GRAD);
@@ -81,8 +85,9 @@ ZF_INLINE void zf_rule_lion(const zf_factors k, int decay, size_t n,
     }
 }
 
-ZF_INLINE void zf_rule_adagrad(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_adagrad(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p, float *restrict sum) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         if (decay == ZF_L2) g = zf_flush(g + k.decay * p[i], ZF_FLOOR_GRAD);
@@ -94,8 +99,9 @@ ZF_INLINE void zf_rule_adagrad(const zf_factors k, int decay, size_t n,
     }
 }
 
-ZF_INLINE void zf_rule_direction(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_direction(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p, float *restrict momentum_buffer) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         const float t0 = zf_flush(k.keep * momentum_buffer[i] + k.add * g, ZF_FLOOR_EXP_AVG);
@@ -105,8 +111,9 @@ ZF_INLINE void zf_rule_direction(const zf_factors k, int decay, size_t n,
     }
 }
 
-ZF_INLINE void zf_rule_muon(const zf_factors k, int decay, size_t n,
+ZF_INLINE void zf_rule_muon(const zf_factors *factors, int decay, size_t n,
     const float *restrict grad, float *restrict p) {
+    const zf_factors k = *factors;
     for (size_t i = 0; i < n; i++) {
         float g = zf_flush(grad[i], (int32_t)zf_bits(k.grad_floor)) * k.grad_scale;
         if (decay == ZF_L2) g = zf_flush(g + k.decay * p[i], ZF_FLOOR_GRAD);

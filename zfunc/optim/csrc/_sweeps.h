@@ -44,6 +44,15 @@ ZF_INLINE void zf_prefetch_lines(const void *at, size_t n, size_t width, size_t 
     for (size_t line = 0; line < n * width; line += 64) zf_prefetch((const char *)at + line, ahead * width);
 }
 
+/* The same for elements of 1, 2 or 4 bytes: where `n` is a constant, so is the number of lines, and there is no loop;
+ * loops took 2 to 6 % of an update in the caches. */
+ZF_INLINE void zf_prefetch_elements(const void *from, size_t at, size_t n, size_t width) {
+    const void *start = (const void *)((uintptr_t)from + at * width); /* from may be NULL: C has no offsets of that */
+    if (width == 4) zf_prefetch_lines(start, n, 4, ZF_AHEAD);
+    else if (width == 2) zf_prefetch_lines(start, n, 2, ZF_AHEAD);
+    else if (width == 1) zf_prefetch_lines(start, n, 1, ZF_AHEAD);
+}
+
 /* The gradient at an element as fp32: in place, or widened into the scratch. */
 ZF_INLINE const float *zf_load(float *restrict g, const void *grad, int type, size_t at, size_t n, int isa) {
     const uint16_t *restrict h = (const uint16_t *)grad + at;

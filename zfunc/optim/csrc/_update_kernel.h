@@ -41,9 +41,10 @@ typedef struct {
     int stream, stream_state; /* whether the copy, and state that goes elsewhere, bypass the caches */
 } zf_update_args;
 
-/* What rounding adds to each element of a block, from the highest bit on. */
+/* What rounding adds to each element, from the highest bit on: a period, and so much more that a block may begin
+ * anywhere in it. */
 typedef struct {
-    uint32_t of[ZF_MOMENTS][ZF_SHARED];
+    uint32_t of[ZF_MOMENTS][ZF_SHARED + ZF_BLOCK] __attribute__((aligned(64)));
 } zf_dithers;
 
 ZF_INLINE int zf_in_place(const zf_update_args *a) {
@@ -57,8 +58,9 @@ ZF_INLINE size_t zf_width(int kept) {
 
 /* ---- one block ---------------------------------------------------------------------------------------- */
 
-/* A moment as fp32, `m` having room for it. */
-ZF_INLINE void zf_unpack(const zf_update_args *a, int j, float *m, size_t at, size_t n) {
+/* A moment as fp32, `m` having room for it. `moments` is a constant of the inlined call: a lone one has no codes beside
+ * another's, whose branch took 5 % of a block. */
+ZF_INLINE void zf_unpack(const zf_update_args *a, int j, float *m, size_t at, size_t n, const int moments) {
     const int kept = a->kept[j];
     const void *from = a->state.moment[j];
     if (kept == ZF_KEPT_FP32) memcpy(m, (const float *)from + at, n * sizeof(float));
@@ -69,7 +71,7 @@ ZF_INLINE void zf_unpack(const zf_update_args *a, int j, float *m, size_t at, si
             const size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
             const uint8_t *codes = (const uint8_t *)from + at + i;
             if (kept == ZF_UNSIGNED) zf_decode(m + i, codes, a->state.scale[j][block], few, 0);
-            else if (kept == ZF_SIGNED) zf_decode(m + i, codes, a->state.scale[j][block], few, 1);
+            else if (moments == 1 || kept == ZF_SIGNED) zf_decode(m + i, codes, a->state.scale[j][block], few, 1);
 #if ZF_MOMENTS > 1
             else
                 zf_decode_beside(m + i, codes, (const uint8_t *)a->state.moment[1] + at + i, a->state.scale[1][block], few);
@@ -78,7 +80,7 @@ ZF_INLINE void zf_unpack(const zf_update_args *a, int j, float *m, size_t at, si
 }
 
 /* And back, the last moment first: codes beside others need these. */
-ZF_INLINE void zf_pack(const zf_update_args *a, const zf_dithers *d, int j, const float *m, size_t at, size_t n) {
+ZF_INLINE void zf_pack(const zf_update_args *a, const zf_dithers *d, int j, const float *m, size_t at, size_t n, const int moments) {
     const int kept = a->kept[j];
     if (kept == ZF_KEPT_NONE) return;
     void *to = (char *)a->into.moment[j] + zf_width(kept) * at;
@@ -86,12 +88,15 @@ ZF_INLINE void zf_pack(const zf_update_args *a, const zf_dithers *d, int j, cons
         memcpy(to, m, n * sizeof(float));
         return;
     }
+    if (kept == ZF_KEPT_BF16) {
+        zf_pack_bf16((uint16_t *)to, m, n, d->of[j] + at % ZF_SHARED);
+        return;
+    }
     for (size_t i = 0; i < n; i += ZF_SHARED) {
         const size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
         uint8_t *codes = (uint8_t *)to + i;
-        if (kept == ZF_KEPT_BF16) zf_pack_bf16((uint16_t *)to + i, m + i, few, d->of[j] + (at + i) % ZF_SHARED);
-        else if (kept == ZF_UNSIGNED) a->into.scale[j][block] = zf_encode(codes, m + i, few, d->of[j], 0);
-        else if (kept == ZF_SIGNED) a->into.scale[j][block] = zf_encode(codes, m + i, few, d->of[j], 1);
+        if (kept == ZF_UNSIGNED) a->into.scale[j][block] = zf_encode(codes, m + i, few, d->of[j], 0);
+        else if (moments == 1 || kept == ZF_SIGNED) a->into.scale[j][block] = zf_encode(codes, m + i, few, d->of[j], 1);
 #if ZF_MOMENTS > 1
         else
             zf_encode_beside(codes, m + i, (const uint8_t *)a->into.moment[1] + at + i, a->into.scale[1][block], few,
@@ -103,9 +108,9 @@ ZF_INLINE void zf_pack(const zf_update_args *a, const zf_dithers *d, int j, cons
 /* The rule, for a decay that is a constant of the inlined call. */
 #define ZF_BY_DECAY(rule, ...)                                                                          \
     do {                                                                                               \
-        if (a->decay_mode == ZF_DECOUPLED) rule(a->k, ZF_DECOUPLED, n, g, __VA_ARGS__);                \
-        else if (a->decay_mode == ZF_L2) rule(a->k, ZF_L2, n, g, __VA_ARGS__);                         \
-        else rule(a->k, ZF_NO_DECAY, n, g, __VA_ARGS__);                                               \
+        if (a->decay_mode == ZF_DECOUPLED) rule(&a->k, ZF_DECOUPLED, n, g, __VA_ARGS__);                \
+        else if (a->decay_mode == ZF_L2) rule(&a->k, ZF_L2, n, g, __VA_ARGS__);                         \
+        else rule(&a->k, ZF_NO_DECAY, n, g, __VA_ARGS__);                                               \
     } while (0)
 
 /* What lies in fp32 where it is updated is updated there; the rest has room here. `moments` is a constant of the
@@ -118,25 +123,25 @@ ZF_INLINE void zf_update_block(const zf_update_args *a, const zf_dithers *d, siz
     const uint16_t *high = halves ? (const uint16_t *)a->state.master + at : NULL;
     const size_t grad_width = a->grad_type == ZF_FP32 ? 4 : 2, width = halves ? 2 : 4;
     float *weights = here && a->weights == ZF_MASTER ? (float *)a->state.master + at : p;
-    if (a->weights) zf_prefetch_lines((const char *)a->state.master + at * width, n, width, ZF_AHEAD);
-    if (halves) zf_prefetch_lines(a->state.low + at, n, 2, ZF_AHEAD);
-    zf_prefetch_lines((const char *)a->grad + at * grad_width, n, grad_width, ZF_AHEAD);
+    if (a->weights) zf_prefetch_elements(a->state.master, at, n, width);
+    if (halves) zf_prefetch_elements(a->state.low, at, n, 2);
+    zf_prefetch_elements(a->grad, at, n, grad_width);
+    if (a->weights == ZF_HALVES) zf_join(p, high, a->state.low + at, n);
     for (int j = 0; j < moments; j++) {
         const size_t bytes = zf_width(a->kept[j]);
         const int own = here && a->kept[j] == ZF_KEPT_FP32 && !(to_even && j == 1);
-        if (bytes) zf_prefetch_lines((const char *)a->state.moment[j] + at * bytes, n, bytes, ZF_AHEAD);
+        zf_prefetch_elements(a->state.moment[j], at, n, bytes);
         m[j] = own ? (float *)a->state.moment[j] + at : room[j];
-        if (!own && !(to_even && j == 1)) zf_unpack(a, j, m[j], at, n);
+        if (!own && !(to_even && j == 1)) zf_unpack(a, j, m[j], at, n, moments);
     }
 #if ZF_MOMENTS > 1
     if (to_even) zf_join_even(p, m[1], high, a->state.low + at, (const float *)a->state.moment[1] + at, n);
 #endif
-    if (a->weights == ZF_HALVES) zf_join(p, high, a->state.low + at, n);
     if (a->weights == ZF_MASTER && weights == p) memcpy(p, (const float *)a->state.master + at, n * sizeof(float));
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     ZF_APPLY(a, weights, m, g, n)
     for (int j = moments - 1; j >= 0; j--)
-        if (m[j] == room[j] && !(to_even && j == 1)) zf_pack(a, d, j, m[j], at, n);
+        if (m[j] == room[j] && !(to_even && j == 1)) zf_pack(a, d, j, m[j], at, n, moments);
 #if ZF_MOMENTS > 1
     if (to_even)
         zf_split_even((uint16_t *)a->into.master + at, a->into.low + at, (float *)a->into.moment[1] + at, p, m[1], n);
@@ -193,7 +198,7 @@ ZF_INLINE void zf_update_body(const void *args, size_t begin, size_t end, int is
     zf_dithers d;
     for (int j = 0; j < ZF_MOMENTS; j++) {
         widths[2 + j] = zf_width(a->kept[j]), to[2 + j] = (char *)a->into.moment[j];
-        for (uint32_t i = 0; i < ZF_SHARED; i++) d.of[j][i] = a->dither[j] + i * ZF_SPREAD;
+        for (uint32_t i = 0; i < ZF_SHARED + ZF_BLOCK; i++) d.of[j][i] = a->dither[j] + i % ZF_SHARED * ZF_SPREAD;
     }
     for (size_t at = begin; at < end; at += most) {
         const size_t n = end - at < most ? end - at : most;
