@@ -16,11 +16,10 @@ from zfunc.optim.adafactor import Adafactor, AdafactorFactors, Matrices
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.formats import BLOCK, first_dither
+from zfunc.optim.formats import BLOCK, first_dither, kernel_layout
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
 from zfunc.optim.sgd import SGD
-from zfunc.optim.updates import kernel_layout
 
 from .adafactor import roots, unit_of
 from .stream import Buffer, Case

@@ -78,7 +78,10 @@ def shared(n: int, rows: Iterable[tuple[str, str]] = ADAMS) -> Iterator[Case]:
     """Sizes that several threads work on, whole and in parts; from 262144 on new state bypasses the caches."""
     ways = ((1, ()), (2, ()), (3, (64, 192, n // 2 // 64 * 64)), (5, (64 * 513,)))
     for kind, (name, moments), into in itertools.product(TYPES, rows, (False, True)):
-        how = {"moments": moments, "out": kind, "decay": "decoupled", "into": into}
+        if name == "direction" and into:  # it leaves the weights
+            continue
+        decay = "none" if name == "direction" else "decoupled"
+        how = {"moments": moments, "out": kind, "decay": decay, "into": into}
         case = update_case(name, held(name, random_state(n)), random_grad(n, kind), kind, **how)
         yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways[2 * into :])
     for case in sums([n], TYPES):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice, weight_buffers
+from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
 from zfunc.core.regions import SUM_PARTS
-from zfunc.optim.formats import first_dither, pack, unpack_moments, unpack_weights
+from zfunc.optim.formats import first_dither, kernel_layout, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.optimizer_settings import checked_step, refuse
 from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32
@@ -89,29 +89,6 @@ def host_update_(
     how = [which, *types, DECAYS[step.decay], *(getattr(cpu_adam, x) for x in kept)]
     dithers = [first_dither(number, moment) for moment in range(room)]
     kernel.update(addresses, how, dithers, step.factors, grad.numel(), team, cpu_adam.checked(isa))
-
-
-def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """A format as the compiled kernel takes it, which has room for some moments.
-
-    The names of its weights, their low half, moments and scales, "" where it has none; then how weights and moments
-    are kept, in the kernel's words.
-
-    >>> kernel_layout("lion-8bit")
-    (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])
-    """
-    masters, known = weight_buffers(state_format), {x.name: x for x in moment_buffers(state_format)}
-    moments = [x for x in known.values() if x.shared == 1]
-    how = ("MASTER", "HALVES", "HALVES_TO_EVEN")[len(masters) - 1]
-    kept = [
-        ("UNSIGNED", "SIGNED")[x.signed] if x.dtype == "uint8" else f"KEPT_{x.dtype.upper()}" for x in moments
-    ]
-    if state_format == "8bit":
-        kept[0] = "BESIDE"
-    scales = [f"{x.name}_scale" if f"{x.name}_scale" in known else "" for x in moments]
-    rows = (masters[:2] if weights else (), 2), ([x.name for x in moments], room), (scales, room)
-    names = [name for own, size in rows for name in [*own, *[""] * size][:size]]
-    return names, [how if weights else "NO_WEIGHTS", *kept, *["KEPT_NONE"] * room][: room + 1]
 
 
 def device_update_(
