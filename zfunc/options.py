@@ -27,7 +27,7 @@ GROUPS = (
 
 @frozen
 class Option:
-    """What a field means on the command line: its group, its help with the unit, and a check that raises.
+    """A field on the command line: its group, its help with the unit, and a check that raises.
 
     `metavar` stands for its value in the help; "" is that of its type. What of it is not in capitals is typed as it
     is: `PATH|auto`. A `positional` one has no flag. `words` are those there are to choose from, if there are.
@@ -51,7 +51,7 @@ class Option:
         return self.check.names if isinstance(self.check, OneOf) else ()
 
     def offering(self, words: Collection[str], note: str = "") -> "Option":
-        """The same with other words to choose from, which its help lists, and a note on them."""
+        """The option with other words to choose from, which its help lists, and a note on them."""
         old, new = ", ".join(self.words), ", ".join(words)
         text = self.help.replace(old, new) if old else f"{self.help}: {new}"
         check = evolve(self.check, names=words) if isinstance(self.check, OneOf) else one_of(words)

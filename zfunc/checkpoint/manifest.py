@@ -264,7 +264,7 @@ def _check_pieces(
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
-    """What is wrong with ranges that should tile 0 to numel in this order, but for gaps; "" if nothing is."""
+    """The first error of ranges that should tile 0 to numel in this order, but for gaps; "" for none."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -397,7 +397,7 @@ def _in_own_shard(rank: int, x: Slice) -> Iterator[StateSlice]:
 
 @frozen
 class Snapshot:
-    """What a checkpoint is of: everything but the bytes."""
+    """A State about to be saved: everything that a checkpoint describes, but the bytes."""
 
     layout: Layout
     kinds: Kinds
@@ -406,7 +406,7 @@ class Snapshot:
     buffers: Sequence[TensorInfo] = ()  # of modules, by full name
 
     def slices(self, rank: int, world: int) -> list[Slice]:
-        """What one rank writes: its slices, of frozen parameters too; rank 0 also modules' buffers."""
+        """The slices that one rank writes, of frozen parameters too; rank 0 also writes the modules' buffers."""
         slices = [*slices_of(self.layout, self.kinds, rank, world)]
         for number, x in enumerate(self.buffers if rank == 0 else (), len(self.kinds)):
             if x.numel:

@@ -52,7 +52,7 @@ class CheckpointReader:
 
     @property
     def manifest(self) -> Manifest:
-        """What is in the checkpoint."""
+        """The manifest of the checkpoint."""
         return self.checkpoint.manifest
 
     def dtype(self, parameter: str, kind: str) -> Dtype:

@@ -127,7 +127,7 @@ class Shard:
 
     @cached_property
     def begins(self) -> dict[str, int]:
-        """Where in the file each tensor begins, by name."""
+        """The byte of the file at which each tensor begins, by name."""
         if self.places is not None:
             return dict(self.places)
         begins = accumulate((t.nbytes for t in self.tensors), initial=self.header_size)

@@ -45,7 +45,7 @@ _Format: TypeAlias = Annotated[str, known(lambda: {x: x for x in STATE_FORMATS})
 
 @frozen
 class SwapIdentity:
-    """What the bytes in a swap space mean: a layout, whose frozen parameters are stored in `precision`.
+    """The meaning of the bytes in a swap space: a layout, whose frozen parameters are stored in `precision`.
 
     `state_formats` are those of each bucket, where they are not all the common one.
     """
@@ -77,7 +77,7 @@ class SwapIdentity:
 
 @frozen
 class CommitMetadata:
-    """What a commit says beside the bytes: where training is, the optimizer's settings, what was saved with it."""
+    """The metadata of a commit: the position of the training, the optimizer's settings, the caller's own."""
 
     position: TrainingPosition
     optimizer: Mapping[str, Any]

@@ -215,7 +215,7 @@ def _extents(value: Any) -> dict[int, Extent]:
 
 @frozen
 class SwapHeader:
-    """What a file of a swap space says of all of it. Only `folder`, the number of its own one, differs among files.
+    """The header of a swap space's files. Only `folder`, the number of a file's own one, differs among them.
 
     `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart. Each folder
     has a stripe of every buffer, in proportion to its number in `shares`: equal ones, but older versions of zfunc
@@ -273,7 +273,7 @@ class SwapHeader:
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """Where the files have each bucket's buffers, by name, in each generation; all have the same checksums."""
+        """The ranges in the files of each bucket's buffers, by name, for each generation; checksums are shared."""
         return self._laid[0]
 
     @property
@@ -293,7 +293,7 @@ class SwapHeader:
         return [first + 2 * self.record_size, *others]
 
     def record_at(self, number: int) -> int:
-        """Where in the first file the record of that number is: they alternate."""
+        """The offset of a commit's record in the first file: two places alternate."""
         return self._laid[1][0] + number % 2 * self.record_size
 
 

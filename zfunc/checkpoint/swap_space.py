@@ -53,7 +53,7 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class _Bucket:
-    """Where a bucket is, which generation of it is committed (-1: none), and what was written since."""
+    """The place of a bucket, its committed generation (-1: none), and the writes since that commit."""
 
     sizes: dict[str, int]  # of its buffers, in bytes
     stripes: tuple[Stripes, ...]  # of the generations
@@ -72,7 +72,7 @@ class _Bucket:
 
     @property
     def missing(self) -> list[str]:
-        """What a commit still needs."""
+        """The writes that a commit still needs."""
         changed = self.committed < 0 or self.written or self.lost
         return [x for x in self.sizes if changed and (x not in self.written or x in self.lost)]
 
@@ -215,7 +215,7 @@ class SwapSpace:
         return max(self._records)
 
     def record(self) -> Mapping[str, Any] | None:
-        """What the caller of the last commit said, or None before the first."""
+        """The metadata of the last commit, as its caller passed it; None before the first."""
         return self._records[self.number].metadata if self.number else None
 
     def is_written(self, b: int) -> bool:
@@ -349,7 +349,7 @@ def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
 
 
 def _reads(file: DirectFile) -> Read:
-    """What reads a file's header and records."""
+    """A reader of the header and records of a file."""
 
     def read(offset: int, nbytes: int) -> bytes:
         with pages_for(nbytes) as pages:

@@ -47,7 +47,7 @@ def _folder(path: Any) -> Path:
 
 @frozen
 class Save:
-    """Where to save: `folder` gets a folder for every checkpoint, of which the newest `keep` stay.
+    """A place for checkpoints: `folder` gets a folder for each, of which the newest `keep` stay.
 
     `extra` is saved with it: a dict of JSON's own types. `extra_after`, for a folder of a swap space, makes it of
     the step's decision, or of None if the commit is of the state before the step. Raises ValueError for a `keep`

@@ -113,7 +113,7 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 
 
 def _length(given: dict[str, Any]) -> dict[str, Any]:
-    """How long a training is by default. Bounds that are given are the only ones; a fine-tuning is one epoch."""
+    """The default length of a training. Bounds that are given are the only ones; a fine-tuning is one epoch."""
     if {"steps", "epochs"} <= given.keys():
         raise ValueError(
             f"epochs: got {given['epochs']:g} with steps={given['steps']}, expected one of them: leave one out"

@@ -71,7 +71,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 class UsageError(ValueError):
-    """What was typed is no command line; the help of `prog` says what is."""
+    """A command line that cannot be parsed; the error names the help of `prog`."""
 
     def __init__(self, prog: str, message: str) -> None:
         super().__init__(f"{message}\nSee {prog} --help")

@@ -91,7 +91,7 @@ def _subtitle(run: RunHistory) -> str:
 
 
 def _ending(run: RunHistory) -> tuple[str, str]:
-    """How the run ended: "good", "bad" or "", and a sentence."""
+    """The end of the run: "good", "bad" or "", and a sentence."""
     how, error = run.summary.get("ended", ""), run.summary.get("error")
     if run.summary:
         ending = ENDINGS.get(how, f"ended: {how}") + (f": {error}" if error else "")
@@ -124,7 +124,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
 
 
 def _charts(run: RunHistory) -> Iterator[Chart]:
-    """What of the steps of a run is drawn: CHARTS, as far as there is anything to see."""
+    """The charts of a run's steps: the rows of CHARTS that have values."""
     steps = [{**row, "host_share": _host_share(row)} for row in run.steps]
     skipped = tuple(row["step"] for row in run.skipped)
     for title, (name, figure, text) in (CHARTS if steps else {}).items():

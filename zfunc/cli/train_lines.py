@@ -95,7 +95,7 @@ class TrainingOutput:
         return f"step {step:>{len(str(self.total))}}/{self.total}" if self.total else f"step {step:>5}"
 
     def status(self) -> Text:
-        """What goes on, for the end of the progress bar."""
+        """The activity of the training, for the end of the progress bar."""
         if how := self.stopping():
             asked = f"{self.working or 'stopping'}; Ctrl-C again: at once"
             return Text("terminated: stopping" if how == TERMINATED else asked, "yellow")

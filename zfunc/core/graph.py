@@ -206,7 +206,7 @@ class Conflict(NamedTuple):
 
 
 def _operations(ops: Any) -> tuple[Any, ...]:
-    """What a recipe returned, as a tuple; `Graph` checks its items."""
+    """The result of a recipe as a tuple; `Graph` checks its items."""
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise PlanError(
             f"recipe: got {ops!r:.200}, expected operations: {_instead(ops)}, or return a list of them"
@@ -215,7 +215,7 @@ def _operations(ops: Any) -> tuple[Any, ...]:
 
 
 def _instead(got: Any) -> str:
-    """What to write where a recipe gave something that is no operation, or not several."""
+    """Advice where a recipe returned something other than operations."""
     if isinstance(got, Op):
         return "yield it"
     if isinstance(got, Iterator):
@@ -306,7 +306,7 @@ class Graph:
 
     @property
     def accesses(self) -> tuple[Access, ...]:
-        """What each operation reads and writes, as positions in `regions`: numbers are faster keys than regions."""
+        """The reads and writes of each operation, by position in `regions`: numbers are faster keys."""
         return self._numbered[1]
 
     @cached_property

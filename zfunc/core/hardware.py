@@ -131,7 +131,7 @@ class Hardware:
         raise ValueError(f"{self.name}: got {got}, expected {expected}")
 
     def seconds(self, op: Op) -> float:
-        """How long `op` takes alone.
+        """The seconds that `op` takes alone.
 
         The measured time of such an operation; else that of its work, and no less than the host's time to launch
         it, since the device works off what has been launched so far meanwhile.

@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 @frozen
 class UpdateWork:
-    """What the update of a parameter takes beside the element-wise pass: nothing, where that is all of it.
+    """The work of a parameter's update beside the element-wise pass; zero where that pass is all.
 
     Of a whole matrix FLOPs, bytes and launches on the device. `measured` are the bytes that the ranks join in each
     round before they update a parameter of which each has a slice.
@@ -126,7 +126,7 @@ class Bucket:
         return tuple(run for run in clipped if run[0] < run[1])
 
     def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int, Span], ...]:
-        """Where its parameters are between `start` and `stop`, relative to the bucket."""
+        """The parameters between `start` and `stop`, relative to the bucket, each with its range."""
         edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start), x) for x in self.spans)
         return tuple(part for part in edges if part[0] < part[1])
 
@@ -140,7 +140,7 @@ class Bucket:
         return range((span.start - self.start) // size, -(-(span.stop - self.start) // size))
 
     def work(self, world: int) -> UpdateWork:
-        """What its update takes on that of `world` ranks with most of it. A rank with part of a matrix updates it
+        """The work of its update on the one of `world` ranks that has most. A rank with part of a matrix updates it
         whole; a parameter in one rank's slice is not measured."""
         if all(x.work == ELEMENTWISE for x in self.spans):
             return ELEMENTWISE
@@ -196,12 +196,12 @@ class Layout:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Where the trainable parameters are in their flat buffer."""
+        """The spans of the trainable parameters in their flat buffer."""
         return tuple(span for bucket in self.buckets for span in bucket.spans)
 
     @cached_property
     def frozen(self) -> tuple[Span, ...]:
-        """Where the frozen parameters are in theirs."""
+        """The spans of the frozen parameters in their flat buffer."""
         return tuple(span for bucket in self.frozen_buckets for span in bucket.spans)
 
     @property

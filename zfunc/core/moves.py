@@ -29,7 +29,7 @@ class Item:
 
 @frozen
 class Place:
-    """Where a tier has a thing: the regions of an item, and the rings in which it takes slots."""
+    """The place of a thing in a tier: the regions of an item, and the rings in which it takes slots."""
 
     regions: Callable[[Item], tuple[Region, ...]]
     rings: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Place:
 
 @frozen
 class Thing:
-    """What moves: the bytes of an item, and its place in each tier."""
+    """A kind of data that moves: the bytes of an item, and its place in each tier."""
 
     nbytes: Callable[[Item], int]
     places: dict[Tier, Place]
@@ -72,7 +72,7 @@ def _weights_in_memory(x: Item) -> tuple[Region, ...]:
 
 
 def _stashed(x: Item) -> tuple[Region, ...]:
-    """What backward of a segment needs, in pinned memory: in a page on its way to the disk or back."""
+    """The activations of a segment in pinned memory, in a page on their way to the disk or back."""
     on_disk = x.spec.activations_at(x.b) == "disk"
     return (
         x.at.slot("act_page", x.b) if on_disk else x.at("host_act", x.m % x.spec.settings.group_size, x.b),

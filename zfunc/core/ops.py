@@ -64,7 +64,7 @@ class OpBuilder:
         return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
 
     def number(self, verb: str, *index: int) -> int:
-        """How often an operation has been made before, which is its number where a step has it several times."""
+        """The number of earlier operations of this verb and index; the first index of a repeated one."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
 
@@ -75,7 +75,7 @@ class OpBuilder:
         return (*weights, *at.some("constants"))
 
     def for_backward(self, m: int, s: int) -> tuple[Region, ...]:
-        """What backward of segment `s` needs of its forward: in the slot it came back to, or as it was left."""
+        """The activations that backward of segment `s` reads: in their slot, or as forward left them."""
         if self.times["unstash", (m, s)]:
             return (self.at.slot("act_slot", s),)
         return (*self.at.left_by_forward(m, s), *self.at.room(s))
@@ -320,7 +320,7 @@ class OpBuilder:
         return Op("join_measures", (i, b), "network", (self.at("decision"), own), (joined,), nbytes=nbytes)
 
     def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
-        """What all ranks know of bucket `b` after so many rounds, or all."""
+        """The joined measures of bucket `b` after so many rounds, or after all."""
         return tuple(self.at.measures("joined", i, b) for i in self.spec.rounds(b)[:rounds])
 
     def update(self, b: int) -> Op:

@@ -123,7 +123,7 @@ def owner_of(name: str) -> str:
 
 
 def measuring_room(start: int, stop: int) -> slice:
-    """Where a rank keeps what it measured of elements `start` (a multiple of 64) to `stop` of its slice, from round
+    """The place of a rank's measures of elements `start` (a multiple of 64) to `stop` of its slice, kept from round
     to round: two fp64 for every 64 elements."""
     return slice(start // 32, -(-stop // 64) * 2)
 

@@ -37,7 +37,7 @@ STAGING: dict[str, tuple[Tier, RegionDtype | None, Role | None]] = {
 
 @frozen
 class Row:
-    """What every region of a buffer has in common. Its bytes follow from the spec and the last index."""
+    """The common fields of a buffer's regions. Their bytes follow from the spec and the last index."""
 
     nbytes: Callable[[StepSpec, int], int]
     tier: Tier = "device"
@@ -162,7 +162,7 @@ class Regions:
 
     @_once
     def home(self, b: int) -> Region:
-        """Where memory has the parameters of a bucket, trainable or frozen, for the device."""
+        """The parameters of a bucket, trainable or frozen, in host memory, as the device gets them."""
         return self.high_half(b) if self.spec.keeps_high_half(b) else self.params(b)
 
     @_once
@@ -173,17 +173,17 @@ class Regions:
         return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8")
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
-        """What forward of a segment keeps beside its output, if backward does not recompute it."""
+        """The residuals that forward of a segment keeps beside its output, unless backward recomputes them."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
         return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
 
     def measures(self, buffer: str, i: int, b: int) -> Region:
-        """What a rank has "measured" of a bucket in round `i`, or all have "joined"."""
+        """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined")."""
         nbytes = max(work.measured[i] for work in self.spec.update_work if work.measured)
         return self._of_measures(buffer, (i, self._measured(b)), nbytes, b in self.spec.resident)
 
     def measuring(self, b: int) -> Region:
-        """What this rank keeps of a bucket from one round to the next."""
+        """The buffer that a rank keeps for a bucket from one round of measures to the next."""
         largest = max(self.shard_bytes(b, 1) for b, x in enumerate(self.spec.update_work) if x.measured)
         nbytes = measuring_room(0, largest).stop * FP64
         return self._of_measures("measuring", (self._measured(b),), nbytes, b in self.spec.resident)
@@ -235,7 +235,7 @@ class Regions:
         return (Region("act_room", (ring.slot(s).number,)),) if s in ring else ()
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
-        """What forward of a segment leaves for backward: input and residuals, of which its output may be one."""
+        """The activations that forward of a segment leaves for backward: input, residuals, maybe its output."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
         return (self("act", m, s), *kept, *((self("act", m, s + 1),) if output else ()))
@@ -342,13 +342,13 @@ class Regions:
         return (self.slot("weight_page", b),) if frozen_there else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
-        """What a checkpoint contains of a bucket in memory: state and averages; of a frozen one its parameters."""
+        """The regions of a bucket in memory that are saved: state and averages, or frozen parameters."""
         if b >= len(self.spec.layout.buckets):
             return () if self.spec.params_at(b) == "disk" else (self.params(b),)
         return (*self.bucket_state(b), *((self.ema(b),) if self.spec.settings.ema is not None else ()))
 
     def written(self, b: int) -> Region:
-        """What a checkpoint contains of a bucket."""
+        """The bytes of a checkpoint for a bucket, as a region that its write makes."""
         slice_ = self.shard_bytes(b, self.spec.element_bytes)
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self.saved(b))
         paged = (

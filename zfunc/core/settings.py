@@ -499,7 +499,7 @@ class StepSettings:
         return in_equal_shares(modes, s, num_segments)
 
     def recompute_modes(self, num_segments: int) -> list[Recompute]:
-        """What backward of each segment recomputes. The last one never repeats its forward, which it follows."""
+        """The mode of recomputation of each segment. The last one never repeats its forward, which it follows."""
         modes: list[Recompute] = [self.recompute_of(s, num_segments) for s in range(num_segments)]
         if modes[-1] == "all":
             modes[-1] = "min-cut" if self.compile_segments else "none"
@@ -576,7 +576,7 @@ class StepSettings:
 
     @property
     def group_size(self) -> int:
-        """How many micro-batches pass a segment together."""
+        """The number of micro-batches that pass a segment together."""
         if isinstance(self.accumulate, int):
             return min(self.accumulate, self.micro_batches)
         vertical = self.streams if self.accumulate == AUTO else self.accumulate == "vertical"

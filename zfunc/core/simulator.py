@@ -58,7 +58,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
 
 
 def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
-    """How long each operation takes alone."""
+    """The seconds that each operation takes alone."""
     known: dict[tuple[Kind, int, int, int, int], float] = {}  # equal work takes equal time
 
     def seconds(op: Op) -> float:

@@ -125,6 +125,6 @@ class Ring:
 
 
 def _most_in_a_row(items: set[int], order: Sequence[int], depth: int) -> int:
-    """How many of any `depth` in a row of this order are of these items, at most."""
+    """The most of these items among any `depth` in a row of this order."""
     sums = [*accumulate((x in items for x in order), initial=0)]
     return max([1, *(stop - start for start, stop in zip(sums, sums[depth:], strict=False))])

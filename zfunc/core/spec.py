@@ -174,7 +174,7 @@ class StepSpec:
         return self.swaps or "disk" in self._activations_at.values()
 
     def extent(self, b: int) -> Extent:
-        """Where the disk has this rank's state of bucket `b`, with its parameters if they live nowhere else.
+        """The extent of this rank's state of bucket `b` on the disk, with its parameters if they live nowhere else.
 
         Of a frozen bucket: its parameters.
         """
@@ -182,7 +182,7 @@ class StepSpec:
 
     @property
     def swapped(self) -> dict[int, Extent]:
-        """What a swap space has of a rank, by bucket."""
+        """The extents of a rank in its swap space, by bucket."""
         return {b: self.extent(b) for b in (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))}
 
     @cached_property
@@ -252,7 +252,7 @@ class StepSpec:
 
     @cached_property
     def update_work(self) -> tuple[UpdateWork, ...]:
-        """What the update of each bucket takes beside its element-wise pass, on the rank with most of it."""
+        """The work of each bucket's update beside its element-wise pass, on the rank with most of it."""
         return tuple(b.work(self.world) for b in self.layout.buckets)
 
     @cached_property
@@ -262,7 +262,7 @@ class StepSpec:
 
     @property
     def updates_ahead(self) -> int:
-        """So many updates in parts may have begun before the first of them ends."""
+        """The number of updates in parts that may have begun before the first of them ends."""
         slots = self.settings.host_slots
         return min(slots, self.settings.state_slots) if self.paged else slots
 
@@ -281,7 +281,7 @@ class StepSpec:
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
 
     def num_deliveries(self, b: int) -> int:
-        """How many gradients of bucket `b` a step reduces; several are accumulated in fp32."""
+        """The number of gradients of bucket `b` that a step reduces; several are accumulated in fp32."""
         return (
             1
             if self.settings.stage == 1
@@ -311,7 +311,7 @@ class StepSpec:
         return several and (b in self.resident or not self.sums_on_device)
 
     def params_at(self, b: int) -> Where:
-        """Where the parameters of bucket `b`, trainable or frozen, live."""
+        """The place of the parameters of bucket `b`, trainable or frozen."""
         return self._params_at.get(b, "device")
 
     @cached_property
@@ -325,14 +325,14 @@ class StepSpec:
         return {b: "disk" if self.settings.params_on == "disk" and b in on_disk else "host" for b in streamed}
 
     def grads_at(self, b: int) -> Where:
-        """Where the gradient of bucket `b` waits for its update. A sum that the host makes waits in memory."""
+        """The place where the gradient of bucket `b` waits for its update; a sum of the host waits in memory."""
         if b in self.resident:
             return "device"
         alone = not self.added(b) or (self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1)
         return "disk" if self.settings.grads_on == "disk" and self.barrier and alone else "host"
 
     def activations_at(self, s: int) -> Where:
-        """Where what backward of segment `s` needs waits for it. That of the last one follows at once."""
+        """The place where activations of segment `s` wait for backward; those of the last stay on the device."""
         return self._activations_at.get(s, "device")
 
     @cached_property

@@ -88,7 +88,7 @@ def _count(plan: Plan) -> Iterator[str]:
 
 
 def _dropped(plan: Plan, i: int) -> str:
-    """Where a missing operation belongs, and which operation needs what it writes."""
+    """The lane of a missing operation, and the operation that needs its result."""
     lane = lane_for(plan, i)
     kind = plan.graph.ops[i].kind
     where = f"put it on lane {lane.name}, with the others of kind {kind}" if lane else f"give {kind} a lane"

@@ -53,7 +53,7 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
 
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
-    """Of a GPT with one rank's batch of so many `rows`, known without a trace.
+    """The costs of a GPT with one rank's batch of `rows`, known without a trace.
 
     They are asked for under settings, and the last segment, whose backward comes next, never recomputes. Raises
     ValueError then for a GPT with dropout.
@@ -326,7 +326,7 @@ def _loss(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
 
 
 def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
-    """The same in pieces: forward of some tokens at a time, backward of some of the vocabulary."""
+    """The loss in pieces: forward of some tokens at a time, backward of some of the vocabulary."""
     tokens, vocab, hidden = p.tokens, p.config.vocab_size, p.config.hidden_size
     row, losses, log_sums = hidden * p.size, list[_Tensor](), list[_Tensor]()
     for rows in _pieces(tokens, vocab):

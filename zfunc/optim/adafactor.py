@@ -74,7 +74,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> Matrices:
-        """Those that `torch.optim.Adafactor` takes.
+        """The matrices that `torch.optim.Adafactor` takes a parameter as.
 
         >>> Matrices.of((8, 4, 3, 3)), Matrices.of((8,)).kept, Matrices.of((8, 4)).kept
         (Matrices(count=32, rows=3, columns=3, factored=True), slice(1, 9, None), slice(0, 12, None))
@@ -92,7 +92,7 @@ class Matrices(NamedTuple):
         return self.count * (self.rows + self.columns)
 
     def split(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """What there is of every row, and of every column."""
+        """The values of every row, and those of every column."""
         return lines[: self.num_rows], lines[self.num_rows :]
 
     @property
@@ -109,7 +109,7 @@ class Matrices(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """How many these are."""
+        """The number of means that are kept."""
         return self.kept.stop - self.kept.start
 
     def rectangles(self, start: int, stop: int, first: int = 0) -> Iterator[Rectangle]:
@@ -143,7 +143,7 @@ class Rectangle(NamedTuple):
     columns: slice
 
     def of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """What there is of its rows [matrices, rows, 1] and columns [matrices, 1, columns]."""
+        """Its rows [matrices, rows, 1] and columns [matrices, 1, columns] of `lines`."""
         count = self.shape[0]
         return lines[self.rows].view(count, -1, 1), lines[self.columns].view(count, 1, -1)
 
@@ -256,7 +256,7 @@ class Adafactor(KernelOptimizer):
         self.run(Update, Update.finish, *args, **given)
 
     def measure(self, state: Any, grad: Tensor, *args: Any, **given: Any) -> Tensor:
-        """What a part of a parameter has of the round after those in `part.measures`, where the tensors are."""
+        """The measures of a part of a parameter for the round after those in `part.measures`, on its device."""
         from zfunc.runtime.accelerator import on_accelerator
 
         kind = Update if on_accelerator(grad.device) else KernelUpdate
@@ -313,7 +313,7 @@ class Update:
         self.blocks = room.view(2, -1)  # sums of squares of every SUMMED elements: direction, weights
 
     def measure(self) -> Tensor:
-        """What the part has of the next round: [of `Adafactor.update_work`] fp64. Only the part's room changes."""
+        """The part's measures for the next round: fp64, as long as `update_work` says. Only its room changes."""
         if len(self.measures) < 2 and not self.matrices.factored:
             return self._zeros(0)
         return (self._largest, self._sums, self._largest_blocks, self._block_sums)[len(self.measures)]()
@@ -384,7 +384,7 @@ class Update:
 
     @cached_property
     def _lines(self) -> Tensor:
-        """What a gradient is multiplied by for each line: fp32."""
+        """The factors of a gradient for each line: fp32."""
         kept, lines = self.matrices.kept, self._zeros(self.matrices.num_lines).float()
         lines[kept] = self._means
         row, column = (x.view(self.matrices.count, -1) for x in self.matrices.split(lines))
@@ -568,7 +568,7 @@ def _over(sums: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Of each row of x [matrices, n] fp32: [matrices, 1]."""
+    """The mean of each row of x [matrices, n] fp32: [matrices, 1]."""
     return _over(exact_sum(x.double()), x.shape[1])[:, None]
 
 

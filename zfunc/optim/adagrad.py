@@ -41,6 +41,6 @@ class Adagrad(Elementwise):
         return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """Of step `step`."""
+        """The numbers of step `step` for the rule."""
         rate = lr / (1.0 + (step - 1) * self.lr_decay)
         return {"rate": rate, "eps": self.eps, "initial": self.initial_accumulator_value}

@@ -63,7 +63,7 @@ class AdamW(Elementwise):
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
 
     def scalars(self, step: int, lr: float, betas: settings.Betas) -> dict[str, float]:
-        """Of step `step`, bias corrections included (Kingma & Ba 2015, section 3)."""
+        """The numbers of step `step` for the rule, bias corrections included (Kingma & Ba 2015, section 3)."""
         beta1, beta2 = betas
         return {
             "rate": lr / (1.0 - beta1**step),

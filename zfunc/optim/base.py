@@ -68,7 +68,7 @@ class Optimizer(Protocol):
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`. Every buffer but the weights starts at 0."""
 
     def factors(self, step: int) -> Mapping[str, Any]:
-        """What depends on the step, counted from 1: `lr`, and other numbers or tuples of numbers, by name."""
+        """The values that depend on the step, counted from 1, by name: `lr`, other numbers, tuples of numbers."""
 
     def describe(self) -> Mapping[str, Any]:
         """The settings that are constant over all steps, as JSON values."""

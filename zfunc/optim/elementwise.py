@@ -127,7 +127,7 @@ class Elementwise(KernelOptimizer):
 
     @abstractmethod
     def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:
-        """What `update` needs of step `step`, counted from 1, by the names of `Factors`, from its `factors`."""
+        """The numbers of step `step`, counted from 1, for `update`, by the names of `Factors`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -148,7 +148,7 @@ class Elementwise(KernelOptimizer):
 
     @classmethod
     def kind(cls) -> str:
-        """What the formats of its state are called."""
+        """The prefix of the names of its state formats."""
         return cls.__name__.lower()
 
     def state_format(self, group: int = 0) -> str:
@@ -181,7 +181,7 @@ class Elementwise(KernelOptimizer):
         device_update_(self.rule_step(decision, group, part), state, grad, **how)
 
     def rule_step(self, decision: StepDecision, group: int, part: ParameterPart | None = None) -> RuleStep:
-        """What an update computes."""
+        """The rule of an update, with the numbers of its step."""
         del part
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
@@ -189,7 +189,7 @@ class Elementwise(KernelOptimizer):
 
     @property
     def rule(self) -> Rule:
-        """What a step computes."""
+        """The rule of a step."""
         return Rule(self.update, self.state, self.kernel)
 
     def checked_factors(self, decision: StepDecision, group: int) -> Factors:

@@ -64,7 +64,7 @@ NAN, SIZE, BINADE = 0x7FC00000, 0x7FFFFFFF, 1 << 23  # bits of a float32: the on
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Those of float32, as int32."""
+    """The bits of float32, as int32."""
     return x.view(torch.int32)
 
 

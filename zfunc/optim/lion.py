@@ -42,7 +42,7 @@ class Lion(Elementwise):
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 
     def scalars(self, step: int, lr: float, betas: settings.Betas) -> dict[str, float]:
-        """Of step `step`."""
+        """The numbers of step `step` for the rule."""
         del step
         look, keep = betas
         return {"rate": lr, "keep": keep, "add": 1.0 - keep, "look_keep": look, "look_add": 1.0 - look}

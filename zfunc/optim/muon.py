@@ -96,28 +96,28 @@ class Muon(Elementwise):
         return k.look_keep * m + k.look_add * g, m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """Of both rules in step `step`."""
+        """The numbers of step `step` for both rules."""
         del step
         mean = {"keep": self.momentum, "add": 1.0 - self.momentum}
         look = mean if self.nesterov else {"keep": 1.0, "add": 0.0}
         return {"rate": lr, **mean, "look_keep": look["keep"], "look_add": look["add"]}
 
     def lr_ratio(self, shape: tuple[int, ...]) -> float:
-        """What the learning rate of a matrix is multiplied by."""
+        """The factor of a matrix's learning rate."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
     def rule_step(self, decision: StepDecision, group: int, part: ParameterPart | None = None) -> RuleStep:
-        """What an update computes that moves the weights of a matrix along a direction, which has been scaled."""
+        """The rule step that moves the weights of a matrix along a direction, which has been scaled."""
         assert part is not None  # by the format of its state
         step = super().rule_step(evolve(decision, grad_scale=1.0), group)
         rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(part.shape))
         return step._replace(state_format=f"weights-{self.moments}", factors=step.factors._replace(rate=rate))
 
     def direction_step(self, decision: StepDecision) -> RuleStep:
-        """What an update computes that makes a direction."""
+        """The rule step that makes a direction."""
         return super().rule_step(decision, 1)._replace(rule=self.look_ahead_rule)
 
     def direction(
@@ -148,7 +148,7 @@ class Muon(Elementwise):
         return wide if direction.size(0) <= direction.size(1) else wide.T
 
     def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """What `orthogonalize` of a matrix takes.
+        """The work of `orthogonalize` for a matrix.
 
         A step has 4 m m n + 2 m m m FLOPs with n the longer side: 6 h a parameter if square.
 

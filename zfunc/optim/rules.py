@@ -43,7 +43,7 @@ class Factors(NamedTuple):
 
 
 class Operations(Protocol):
-    """What a rule needs beside + - * /. `flush` may overwrite its argument, which is a result and nobody else's."""
+    """The operations of a rule beside + - * /. `flush` may overwrite its argument, a result of the rule."""
 
     def flush(self, x: Any, floor: float, /) -> Any:
         """x, and 0 where its size is below the floor."""
@@ -68,7 +68,7 @@ class Rule(NamedTuple):
 
 
 class RuleStep(NamedTuple):
-    """What an update of a state computes, beside its tensors: step `number` of a rule."""
+    """One step of a rule, number `number`: all that an update needs beside its tensors."""
 
     rule: Rule
     state_format: str

@@ -162,7 +162,7 @@ class Printer:
 
 
 def bits_of(x: float) -> int:
-    """Those of a float32."""
+    """The bits of a float32."""
     return struct.unpack("I", struct.pack("f", x))[0]
 
 
@@ -286,7 +286,7 @@ def _of(rule: Rule) -> CompiledRule | None:
 
 @cache
 def _library(text: str, num_moments: int) -> CompiledRule | None:
-    """Of the same text by the same compiler there is one library for all processes."""
+    """The library compiled from `text`, one for all processes with the same compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return _in_torch("there is no C compiler: apt install gcc, or name one in CC")

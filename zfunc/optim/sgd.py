@@ -54,7 +54,7 @@ class SGD(Elementwise):
         return k.rate * (g + k.keep * m if self.nesterov else m), m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """Of step `step`."""
+        """The numbers of step `step` for the rule."""
         add = 1.0 - self.dampening if step > 1 and self.momentum else 1.0
         return {"rate": lr, "keep": self.momentum, "add": add}
 

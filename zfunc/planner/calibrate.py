@@ -218,7 +218,7 @@ def _rounded(value: float, digits: int = 6) -> float:
 
 
 def measure_beside(program: Program, folder: Path) -> Machine:
-    """What the system says of this machine before the program takes any memory, and what is timed alone."""
+    """The system's description of the machine before the program takes memory, and what is timed alone."""
     device, precision = program.device, program.settings.precision
     has_own_memory, ranks = on_accelerator(device), min(local_ranks(), program.ranks.world)
     cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()

@@ -77,7 +77,7 @@ class Repetition:
     seconds: float
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """What `measure` sums over the operations."""
+        """The sum that `measure` takes over the operations."""
         return extrapolate_linearly(measure(self.small), measure(self.large), self.more)
 
 
@@ -129,7 +129,7 @@ class PlannedStep:
         return self._sum(of)
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """What `measure` sums over the operations of all micro-batches."""
+        """The sum that `measure` takes over the operations of all micro-batches."""
         for small, large, more in self._few():
             return extrapolate_linearly(measure(small.graph), measure(large.graph), more)
         return measure(self.graph)
@@ -181,7 +181,7 @@ class PlannedStep:
         return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """What `measure` sums over the operations, or over their seconds."""
+        """The sum that `measure` takes over the operations, or over their seconds."""
         return measure(self) if self.repetition is None else self.repetition.total(measure)
 
     @property
@@ -266,12 +266,12 @@ def operations_of(spec: StepSpec) -> Graph:
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
-    """What `new` gains and costs against `old`: "3 % faster, 0.4 GiB more pinned"."""
+    """The gains and costs of `new` against `old`: "3 % faster, 0.4 GiB more pinned"."""
     return ", ".join([_speed_change(new.seconds, old.seconds), *_memory_changes(new.memory, old.memory)])
 
 
 def shortage_text(lacking: dict[Tier, int]) -> str:
-    """What does not fit, in words.
+    """The missing bytes by tier, in words.
 
     >>> shortage_text({"device": 5 << 29})
     '2.5 GiB of device memory short'

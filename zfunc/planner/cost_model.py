@@ -36,7 +36,7 @@ def precision_for(machine: Profile | Hardware, precision: str) -> str:
 
 @frozen
 class StepCosts:
-    """What a trace says of a micro-batch, of each segment: what of it a `StepSpec` has."""
+    """The costs of a micro-batch in each segment, as a `StepSpec` has them."""
 
     costs: tuple[SegmentCost, ...] = field(converter=tuple[SegmentCost, ...])
     target_bytes: Count
@@ -74,14 +74,14 @@ class SegmentCosts:
         )
 
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
-        """The same with the costs of a micro-batch, on `grouped` Hardware or not. Segments recompute alike."""
+        """The spec with the costs of a micro-batch, on `grouped` Hardware or not. Segments recompute alike."""
         spec = self.untraced(settings, on_gpu=on_gpu)
         return evolve(spec, **asdict(self.trace(settings, spec, on_gpu, grouped), recurse=False))
 
 
 @frozen(eq=False)
 class CostModel:
-    """What is planned, whatever the settings. Costs are kept by the settings that they depend on."""
+    """A model, its batch and a machine, to plan with any settings. Keeps costs by the settings they need."""
 
     segments: SegmentCosts
     machine: Profile | Hardware
@@ -103,7 +103,7 @@ class CostModel:
         return self._steps[settings]
 
     def _graphs_of(self, unscheduled: StepSettings) -> dict[int, Graph]:
-        """Where a step keeps its operations: until the next one with others, but for the first one's."""
+        """The cache of a step's operations: kept until the next one with others, but for the first one's."""
         for other in [] if unscheduled in self._graphs else [*self._graphs][1:]:
             self._graphs.pop(other).clear()
         return self._graphs.setdefault(unscheduled, {})

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def cache_folder() -> Path:
-    """What zfunc keeps from run to run is in `$XDG_CACHE_HOME/zfunc`, or in `~/.cache/zfunc`."""
+    """The folder of what zfunc keeps from run to run: `$XDG_CACHE_HOME/zfunc`, or `~/.cache/zfunc`."""
     home = os.environ.get("XDG_CACHE_HOME")
     return Path(home or Path.home() / ".cache") / "zfunc"
 
@@ -77,7 +77,7 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
 
 @frozen
 class ModelFacts:
-    """What a plan reads of a model beside its costs; the parameters and buffer bytes are of each segment.
+    """The facts of a model that a plan reads beside its costs; parameters and buffer bytes by segment.
 
     `longest` is as in `zfunc.cli.simulated_model.SimulatedModel`.
     """

@@ -116,7 +116,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
 
 
 def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """What a person would do beside changing settings: a larger batch where the device waits, or another card."""
+    """Advice beyond settings: a larger batch where the device waits, or another card."""
     if step.fits and step.work["compute"] < step.seconds * (1 - WORTH_SAYING):
         count = 2 * step.settings.micro_batches
         new = step_of(step.spec, evolve(step.settings, micro_batches=count), step.hardware)
@@ -169,7 +169,7 @@ def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
 
 
 def _space(settings: StepSettings) -> Space | None:
-    """What a search varies: every setting for `schedule` "auto", else those that are; None if nothing is."""
+    """The settings that a search varies: all for `schedule` "auto", else those that are "auto"; None if none is."""
     if settings.schedule == AUTO:
         return SPACE
     names = {*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])}

@@ -34,7 +34,7 @@ WIDTH = 118  # columns of a sentence
 
 @frozen
 class DiskTraffic:
-    """What one rank's step moves between memory and its share of the drives. Bytes are by direction, "read" and
+    """The traffic of one rank's step with its share of the drives. Bytes are by direction, "read" and
     "write"; those of a second, too.
 
     - `step_bytes`, `commit_bytes`: of the planned step, which commits if all do, and of one that commits, which
@@ -103,7 +103,7 @@ class Planned:
         return report(self)
 
     def html(self) -> str:
-        """The same text as one HTML page, with the picture of the step."""
+        """The plan as one HTML page, with the picture of the step."""
         return report_html(self)
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class Planned:
 
     @cached_property
     def disk(self) -> DiskTraffic | None:
-        """What the step asks of the drives; None where nothing is there."""
+        """The step's traffic with the drives; None for none."""
         return disk_traffic(self.step)
 
     @property
@@ -190,7 +190,7 @@ class Planned:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to change to make it fit, or to make it faster."""
+        """The changes that make the step fit, or faster."""
         return tuple(map(str, self.suggestions))
 
     @property
@@ -280,7 +280,7 @@ def wrapped(sentence: str, indent: int = 2) -> list[str]:
 
 
 def _plan(p: Planned) -> Iterator[str]:
-    """What is said of the settings, the unusual ones last."""
+    """The words for the settings, the unusual ones last."""
     settings, spec = p.step.settings, p.step.spec
     count = settings.micro_batches
     share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
@@ -334,7 +334,7 @@ def _time(p: Planned) -> Iterator[str]:
 
 
 def _disk(p: Planned) -> Iterator[str]:
-    """What the step asks of the drives, where something is there."""
+    """The step's traffic with the drives, if it has any."""
     if (disk := p.disk) is None:
         return
     read, write = (

@@ -144,7 +144,7 @@ class Profile:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Those whose FLOP/s are known."""
+        """The precisions with known FLOP/s."""
         return tuple(p for p in PRECISIONS if p in self.figures.get("flops_per_s", {}))
 
     def value(self, table: str, key: str) -> float:
@@ -333,7 +333,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @frozen
 class _File:
-    """What a file may have."""
+    """The tables that a profile's file may have."""
 
     title: str = ""
     unified: bool = False

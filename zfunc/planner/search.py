@@ -167,7 +167,7 @@ def _in_fewest_shares(places: list[str]) -> str:
 
 
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """What is recomputed, with what is kept instead where activations are now, and in the first round elsewhere."""
+    """The values of `recompute`, with activations where they are now, and in the first round elsewhere too."""
     now = best.settings.activations_on
     everywhere = _worth_trying(best, space, "activations_on", first) if first else [now]
     for activations_on, recompute in product(everywhere, space.get("recompute", ())):
@@ -273,7 +273,7 @@ def _buckets(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 
 def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
-    """Where buckets of that size end: two sizes with equal cuts are one choice."""
+    """The ends of buckets of that size: two sizes with equal ends are one choice."""
     settings = evolve(best.settings, bucket_size=bucket_size, offload_ratio=1.0)
     layout = lay_out(best.spec.layout.parameters, settings, best.spec.world)
     return tuple(b.stop for b in layout.buckets)

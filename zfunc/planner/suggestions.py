@@ -152,7 +152,7 @@ class _Advisor:
     # --- to make it faster ---------------------------------------------------------------------------------
 
     def faster(self) -> list[Suggestion]:
-        """Of each setting the first value that fits and is faster than the step is."""
+        """The first value of each setting that fits and makes the step faster."""
         found: dict[str, Suggestion] = {}
         for name, values in self._alternatives():
             for value in values:
@@ -263,7 +263,7 @@ def _shortage(suggestion: Suggestion) -> tuple[int, float]:
 
 
 def effect(changes: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
-    """What the `new` step gains and costs against the `old` one, with notes on the changes between them."""
+    """The gains and costs of the `new` step against the `old` one, with notes on the changes between them."""
     fits = "fits, " if new.fits and not old.fits else ""
     shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
     notes = [NOTES[name] for name in changes if name in NOTES]

@@ -37,7 +37,7 @@ LARGEST = 3  # buffers of a peak that an error names
 def traced_costs(
     segments: Sequence[Segment], example: Batch, optimizer: Optimizer, world: int = 1
 ) -> SegmentCosts:
-    """Of segments and one rank's batch `(inputs, targets)`, of which only shapes count."""
+    """The costs of segments with one rank's batch `(inputs, targets)`, of which only shapes count."""
     programs: dict[tuple[Any, ...], Program] = {}
 
     def program_of(settings: StepSettings, kernels: bool | None) -> Program:

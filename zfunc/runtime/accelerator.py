@@ -92,7 +92,7 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str | None:
-    """What the maker calls the device, such as "NVIDIA H200"; None for the CPU, the type where nobody says."""
+    """The maker's name of the device, such as "NVIDIA H200"; None for the CPU, the type where nobody says."""
     if not on_accelerator(device):
         return None
     name = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -100,7 +100,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def device_count(device: torch.device) -> int:
-    """How many devices of its type this process sees."""
+    """The number of devices of its type that this process sees."""
     return torch.accelerator.device_count() if on_accelerator(device) else 1
 
 
@@ -247,7 +247,7 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 def prepare_deterministic(device: torch.device) -> None:
-    """What a device needs before `deterministic_kernels` holds on it. Raises ValueError if it is too late."""
+    """Prepare a device for `deterministic_kernels`. Raises ValueError if it is too late."""
     if prepare := _vendor(device).prepare_deterministic:
         prepare(device)
 

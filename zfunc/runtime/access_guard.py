@@ -73,5 +73,5 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
-    """The same bytes: NaN equals NaN."""
+    """Whether two tensors have the same bytes: NaN equals NaN."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """So many threads that make calls in turn. At the end of the process nothing waits for them."""
+    """Daemon threads that make calls in turn. The end of the process does not wait for them."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count

@@ -90,7 +90,7 @@ class RankGroup:
 
     @property
     def detector(self) -> FailureDetector:
-        """What finds the missing ranks when a collective has failed."""
+        """The detector that finds the missing ranks when a collective has failed."""
         return FailureDetector(self.store, self.rank, self.world)
 
     def leave(self, why: str) -> None:
@@ -257,7 +257,7 @@ class RankGroup:
         self._wait_for("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
 
     def _wait_for(self, what: str, issue: Callable[[], Any]) -> None:
-        """Of tensors on the host. Raises RankError if a rank does not come, on all that do."""
+        """Wait for a collective of host tensors. Raises RankError, on all ranks that came, if one does not."""
         begun = time.monotonic()
         work = self._issue(what, issue)
         try:

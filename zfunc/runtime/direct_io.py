@@ -402,7 +402,7 @@ def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
 
 
 def _after(pieces: Sequence[memoryview], done: int) -> Iterator[memoryview]:
-    """What is left of `pieces` after their first `done` bytes."""
+    """The rest of `pieces` after their first `done` bytes."""
     for piece in pieces:
         if done < piece.nbytes:
             yield piece[done:]
@@ -459,14 +459,14 @@ def _tell_once(path: Path, device: int) -> None:
 
 
 class DriveSpeeds(NamedTuple):
-    """Of long transfers, in B/s."""
+    """The speeds of a drive in long transfers, in B/s."""
 
     read: float
     write: float
 
 
 def measure(folder: Path) -> DriveSpeeds:
-    """How fast the drive of `folder` is, in about a second.
+    """The speeds of the drive of `folder`, measured in about a second.
 
     The file takes MEASURED bytes, or half of what is free if that is less, and LEAST at least. Raises DiskError
     without room for it.

@@ -89,7 +89,7 @@ class PreparedPlan:
 
 @define(eq=False)
 class RunningStep:
-    """What the lanes of one step share."""
+    """The state that the lanes of one step share."""
 
     prepared: PreparedPlan
     mem: Any  # region -> its content
@@ -115,7 +115,7 @@ class RunningStep:
 
 @frozen
 class RunOptions:
-    """How to run: with delays, with only declared regions, with device times, with faults (all happen).
+    """Options of a run: delays, declared regions alone, device times, faults.
 
     `watch` is asked now and then while the host waits for the device: it raises where that is in vain, and says
     whether a collective is under way, for which the wait is as long again.
@@ -130,7 +130,7 @@ class RunOptions:
 
 @frozen
 class StepRun:
-    """What a run leaves: the timeline, and in seconds how long it took, and host operations of it."""
+    """The result of a run: the timeline, and the seconds of the run and of its host operations."""
 
     timeline: Timeline
     seconds: float
@@ -377,7 +377,7 @@ class Executor:
             run.running.pop(lane, None)
 
     def _delay(self, item: IssuedOp, random: Random, jitter: Jitter) -> None:
-        """Of the host before it issues the operation, and of the device before it begins it."""
+        """Delay the host before it issues the operation, and the device before it begins it."""
         time.sleep(random.random() * jitter.seconds)
         if item.on_stream:
             delay_stream(self.device, random.random() * jitter.seconds)
@@ -516,7 +516,7 @@ def _device_error(error: BaseException, noticed: str, device: torch.device) -> B
 
 
 def _recovery(device: torch.device) -> str:
-    """Where to look for the cause, if not in this process."""
+    """Advice on where to look for the cause, if not in this process."""
     try:
         torch.accelerator.current_stream(device).query()
     except RuntimeError:

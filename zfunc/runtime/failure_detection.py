@@ -33,7 +33,7 @@ LONGEST = 1000  # characters of a reason
 
 
 def timeout(environment: Mapping[str, str] = os.environ, default: timedelta = TIMEOUT) -> timedelta:
-    """How long a collective waits: ZFUNC_TIMEOUT seconds, or `default`. Raises ValueError for what is no such time.
+    """The seconds that a collective waits: ZFUNC_TIMEOUT, or `default`. Raises ValueError for an invalid value.
 
     >>> timeout({"ZFUNC_TIMEOUT": "90"})
     datetime.timedelta(seconds=90)
@@ -66,7 +66,7 @@ class MissingRanks:
     why: str = ""  # what the one that left said
 
     def text(self, names: Sequence[int], me: int) -> str:
-        """What to tell on the rank `me`, with `names[rank]` for each rank.
+        """The verdict as the rank `me` words it, with `names[rank]` for each rank.
 
         >>> MissingRanks((1,)).text(names=(0, 1), me=0)
         'rank 1 is gone'

@@ -33,7 +33,7 @@ class InjectedFault(RuntimeError):  # noqa: N818
 
 @frozen
 class Fault:
-    """What happens to `rank` in the operation `op` of the step with the number `step`, just before its stage.
+    """A fault of `rank` in the operation `op` of step number `step`, just before its stage.
 
     "kill" and "terminate" send SIGKILL or SIGTERM to this process, "hang" never returns, "raise" raises
     InjectedFault.
@@ -77,7 +77,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> tuple[Fault
 
 
 def faults_at(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
-    """Those of this rank and step.
+    """The faults of this rank and step.
 
     >>> faults_at(parse_faults("rank=1,step=7,op=update[3],do=kill"), rank=0, step=7)
     ()

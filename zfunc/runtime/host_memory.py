@@ -56,7 +56,7 @@ class HostPages(mmap.mmap):
 
     @property
     def address(self) -> int:
-        """Where it begins: at a page, so that two registrations never share one."""
+        """The address of the mapping, at a page, so that two registrations never share one."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 

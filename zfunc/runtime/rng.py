@@ -108,7 +108,7 @@ def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def count_draws(graph: Graph) -> int:
-    """How many random operations a traced graph has."""
+    """The number of random operations in a traced graph."""
     return sum(_is_draw_node(node) for node in graph.nodes)
 
 
@@ -191,7 +191,7 @@ def _native_dropout(
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
-    """Where an operation draws."""
+    """The device on which an operation draws."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     for t in tree_leaves((args, kwargs)):

@@ -119,7 +119,7 @@ class Finished:
 
 @frozen
 class Sampled:
-    """What the trained model wrote."""
+    """A sample that the trained model wrote."""
 
     tokens: tuple[int, ...]
     text: str

@@ -254,7 +254,7 @@ class _Loop:
 
     @property
     def program(self) -> Program:
-        """That of the job."""
+        """The program of the job."""
         return self.job.program
 
     @property
@@ -285,7 +285,7 @@ class _Loop:
         return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
 
     def _due(self) -> Save | None:
-        """What the next step writes: a commit of the swap space, or a checkpoint, if one is due."""
+        """The write of the next step: a commit of the swap space, or a checkpoint, if one is due."""
         settings, at = self.job.settings, self.state.batches
         if self.swap is not None:
             due = commits(self.program, self.state.step)
@@ -311,7 +311,7 @@ class _Loop:
         return Saved(at, path, failure, seconds)
 
     def _extra(self, decision: StepDecision | None = None) -> dict[str, Any]:
-        """What is saved of the progress; after a step with this decision, whose time does not count yet."""
+        """The progress as it is saved, after a step with this decision, whose time does not count yet."""
         progress, folder = self.progress, self.start.folder
         if decision is not None:
             progress = progress.stepped(decision.loss, skipped=decision.skip)

@@ -60,7 +60,7 @@ class TrainingClock:
         return stopping
 
     def extra(self, data: tuple[str, ...], run: Path | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps of it. `data` is the description of the corpus, `run` whose swap space it is."""
+        """The part that a checkpoint keeps. `data` describes the corpus, `run` is the owner of the swap space."""
         own = {} if run is None else {RUN: run}
         return {KEY: jsonable({**attrs.asdict(self), "data": data, **own})}
 
@@ -87,7 +87,7 @@ def _loss(value: Any) -> float:
 def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
-    """What has changed, of DECIDING and the data, since a checkpoint was saved; both values of each."""
+    """The changes of DECIDING and the data since a checkpoint was saved; both values of each."""
     (kept, saved), now = _kept(extra), jsonable(attrs.asdict(settings))
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
@@ -98,7 +98,7 @@ def changed_settings(
 
 
 def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, Any]]:
-    """What a checkpoint keeps of a clock, and of the settings; nothing of one that `zfunc train` did not write."""
+    """The clock and settings that a checkpoint keeps; nothing if `zfunc train` did not write it."""
     kept = JsonNode(extra.get(KEY, {}), f"extra.{KEY}").entries()
     return kept, kept["settings"].read(dict) if "settings" in kept else {}
 
@@ -108,7 +108,7 @@ def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, A
 
 @frozen
 class ResumePoint:
-    """What to load and where to save; by default nothing."""
+    """The checkpoint to load, and the folder to save in; by default neither."""
 
     folder: Path | None = field(default=None, converter=optional(Path))  # of new checkpoints
     origin: Path | None = field(default=None, converter=optional(Path))  # a checkpoint, or a folder of them
@@ -118,7 +118,7 @@ class ResumePoint:
 
 
 def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
-    """What rank 0 chooses, on every rank; if that raises, every rank raises, so none starts."""
+    """The choice of rank 0, on every rank; if it raises, every rank raises, so none starts."""
     if ranks.rank:
         message = ranks.texts("")[0]
         if message.startswith("\n"):
@@ -134,7 +134,7 @@ def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
 
 
 def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
-    """What `settings.resume` means for the run in a folder. Raises ValueError where there is nothing to load."""
+    """The resume point of the run in a folder by `settings.resume`. Raises ValueError for nothing to load."""
     folder = (run / checkpoints.FOLDER).absolute()
     if settings.resume is None:
         return ResumePoint(folder)

@@ -299,7 +299,7 @@ class RunHistory:
 
     @property
     def unit(self) -> str:
-        """What a token is: "byte" or "token"."""
+        """The word for a token of the data: "byte" or "token"."""
         return str(self.config.get("unit", "byte"))
 
     @property
@@ -391,7 +391,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _reading(path: Path) -> Generator[None]:
-    """Whatever is wrong with a file of a run folder: its path, what is wrong, and to name another folder."""
+    """Turn any error in a file of a run folder into one with its path, the reason, and advice."""
     try:
         yield
     except OSError as error:

@@ -50,7 +50,7 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
 
 
 def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
-    """What the page shows, as JSON values.
+    """The values that the page shows, in JSON's types.
 
     Operations, verbs, kinds, lanes and regions are numbers wherever they are referred to; times are whole numbers
     of each timeline's `tick`, in seconds.

@@ -47,7 +47,7 @@ text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-s
 
 @frozen
 class _Frame:
-    """Where things are, in px: rows by lane and number of the timeline, and the time axis."""
+    """The geometry of a picture, in px: rows by lane and number of the timeline, and the time axis."""
 
     rows: dict[tuple[str, int], float]
     left: float

@@ -43,5 +43,5 @@ def web_file(name: str) -> str:
 
 
 def _source(text: str) -> str:
-    """What a Content-Security-Policy allows, by its hash."""
+    """A source in a Content-Security-Policy, by its hash."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

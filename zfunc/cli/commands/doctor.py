@@ -56,7 +56,7 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
-    """What is read for each line, by its name: of this machine, of `folders` on drives, and of every device."""
+    """The figures of each line, by its name: of this machine, of the drives of `folders`, and of every device."""
     import torch
 
     from zfunc.optim.kernel_loader import cpu_adam

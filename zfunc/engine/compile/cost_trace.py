@@ -96,7 +96,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @property
     def moved_bytes(self) -> int:
-        """What all kernels read and wrote, what is alive among it."""
+        """The bytes that all kernels read and wrote, those of live results included."""
         return self._traffic.ended(self._sizes)
 
     def _move(self, func: Any, given: Any, out: Any) -> None:
@@ -127,7 +127,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
-    """What the CPU's kernel of an operation allocates beside its result.
+    """The bytes that the CPU's kernel of an operation allocates beside its result.
 
     A product of 16-bit matrices whose first factor is transposed is summed in fp32 (`gemm_transb_impl` in torch's
     ATen/native/cpu/BlasKernel.cpp), those of a batch one by one.
@@ -188,7 +188,7 @@ def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
 
 
 def _recurrent_flops(func: Any, given: Mapping[str, Any]) -> int:
-    """Of a layer: each row is multiplied by every matrix; backward twice."""
+    """The FLOPs of a recurrent layer: each row is multiplied by every matrix; twice in backward."""
     rows = given["input"].shape[:-1]
     matrices = [w.shape for name, x in given.items() if "weight" in name for w in tree_leaves(x)]
     times = 2 if "backward" in func._overloadpacket.__name__ else 1
@@ -230,7 +230,7 @@ def is_launched(func: Any) -> bool:
 
 @frozen
 class Trace:
-    """What a segment costs for one micro-batch, and its output: `out`, on meta, of `output_bytes`.
+    """The costs of a segment for one micro-batch, and its output: `out`, on meta, of `output_bytes`.
 
     Of the cost, the input's bytes and the part of `backward_workspace` that is a result are not known here.
     """

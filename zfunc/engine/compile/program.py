@@ -150,7 +150,7 @@ def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
-    """The same program with another schedule, for the same States; it keeps the traces."""
+    """The program with another schedule, for the same States; it keeps the traces."""
     return evolve(
         program,
         schedule=schedule,
@@ -199,7 +199,7 @@ def _without_slots(program: Program, shaped: ShapedProgram) -> list[Region]:
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
-    """What of the peaks of a step is allocated before it: all that is kept, but for activation slots too small."""
+    """The bytes of a step's peaks that are allocated before it: kept regions, but for too small slots."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     if new := _without_slots(program, shaped):
         for r in new:
@@ -252,7 +252,7 @@ def needed_bytes(
 def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
 ) -> str:
-    """What is said if the peaks, less the bytes already `allocated`, exceed this rank's free memory; or ""."""
+    """The error text if the peaks, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     if on_accelerator(program.device):
         free["device"] = available_bytes(program.device) - unplanned_bytes(program.device)

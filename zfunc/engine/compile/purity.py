@@ -65,7 +65,7 @@ def attributes(module: nn.Module, *, tensors: bool) -> Iterator[tuple[str, Any]]
 
 
 def held(module: nn.Module | None, *, same_tensors: bool = True) -> Facts:
-    """What is compared of the attributes of a module: of tensors whether they are the same, or their type alone."""
+    """The attributes of a module for a comparison: tensors by identity, or by type alone."""
     of_tensor = _Same if same_tensors else type
     found = () if module is None else attributes(module, tensors=same_tensors)
     return {name: _compared(value, of_tensor, 0) for name, value in found}
@@ -99,7 +99,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _compared(value: Any, of_tensor: Callable[[Tensor], Any], depth: int) -> Any:
-    """What is compared of a value. Looking at it changes nothing and calls no code of the user."""
+    """The part of a value that is compared. Reading it changes nothing and calls no code of the user."""
     if isinstance(value, float | np.generic):
         return repr(value)  # so that a NaN equals itself
     if isinstance(value, PLAIN):
@@ -160,7 +160,7 @@ class _Log(AllocationTracker):
         self.ops.append((name, [self._token(x) for x in leaves], structure))
 
     def _token(self, x: Any) -> Any:
-        """What is compared of an argument: what made it, else its values, or its identity if it is large."""
+        """The key of an argument in a comparison: its origin, else its values, or its identity if it is large."""
         if not isinstance(x, Tensor):
             return repr(x) if isinstance(x, float) else x
         if id(x) in self._results:
@@ -242,7 +242,7 @@ def check_deterministic(
 def _named(
     func: Any, tensor: Tensor, module: nn.Module | None, params: dict[str, Tensor], constants: Container[str]
 ) -> ValueError:
-    """What is said of an operation that writes into a tensor: which one that is, and what to use instead."""
+    """The words for a tensor that an operation writes into, with what to use instead."""
     shape, instead = tuple(tensor.shape), "return a new tensor instead (of a module, with inplace=False)"
     name = (
         f"a tensor of shape {shape} made outside the function (a parameter, input, buffer or captured tensor)"

@@ -129,7 +129,7 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """The same, of residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
+    """The cut with residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
     kernel: only the kernel knows its size, and it has no elements in a trace."""
     forward, backward = min_cut(joint)
     for x in list(forward.graph.nodes)[-1].args[0][len(joint.results) :]:

@@ -196,7 +196,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
-        """What the segment returns, which is checked once for each layout of its input."""
+        """The segment's output, which is checked once for each layout of its input."""
         known, key = program.cache.checked, (segment.name, program.dtype, layouts(tree_leaves(inputs)))
         if key not in known:
             params = {**weights.trained, **weights.fixed}

@@ -25,7 +25,7 @@ DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
 def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool]:
-    """What forward and backward of the segments depend on; only residuals depend on whether these move."""
+    """The settings that forward and backward depend on; only residuals depend on whether these move."""
     moving = settings.recompute == "min-cut" and settings.moves
     return settings.recompute, settings.compile_segments, moving
 

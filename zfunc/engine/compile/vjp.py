@@ -296,7 +296,7 @@ class _LeafView:
 
 
 def _moving(passes: SegmentVJP) -> SegmentVJP:
-    """The same passes, whose results share no memory that is filled anew: of weights, inputs or residuals."""
+    """The passes with results copied out of memory that is filled anew: that of weights, inputs or residuals."""
 
     def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
@@ -353,7 +353,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def layouts(leaves: list[Any]) -> tuple[Any, ...]:
-    """What a trace depends on: the layout of tensors, and the value of any other leaf."""
+    """The key of a trace: the layout of tensors, and the value of any other leaf."""
     return tuple(
         [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
     )

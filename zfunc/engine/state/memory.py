@@ -108,7 +108,7 @@ class ActivationSlot:
 
 @frozen(eq=False)
 class StateOnDisk:
-    """Where the disk has one bucket's state: an extent, and the dtypes of its parts."""
+    """One bucket's state on the disk: an extent, and the dtypes of its parts."""
 
     swap: SwapSpace = field(repr=False)
     b: int
@@ -166,7 +166,7 @@ class StateOnDisk:
 
 
 def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:
-    """Where `swap` has the state of each bucket; `dtype` is that of parameters on the device."""
+    """The state of each bucket in `swap`; `dtype` is that of parameters on the device."""
 
     def dtypes(b: int) -> dict[str, torch.dtype]:
         kinds = spec.state_buffers(b) if b < len(spec.layout.buckets) else ()

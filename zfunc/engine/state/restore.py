@@ -115,7 +115,7 @@ def rounded_buckets(manifest: Manifest, layout: Layout, precision: Dtype) -> fro
 
 
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
-    """What this rank keeps of frozen parameters: its slice of a bucket, or all of it."""
+    """The frozen parameters that this rank keeps: its slice of a bucket, or all of it."""
     for bucket in layout.frozen_buckets:
         params = buffers.weights.get(bucket.index)  # None: each has its slice on the disk
         whole = params is not None and params.flat.numel() == bucket.numel
@@ -124,7 +124,7 @@ def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterat
 
 
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
-    """Where the buffers have a slice."""
+    """The memory of a slice in the buffers."""
     if x.kind == FROZEN and x.bucket in buffers.weights:
         flat = buffers.weights[x.bucket].flat
     elif x.kind == EMA.name:

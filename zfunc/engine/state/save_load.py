@@ -264,7 +264,7 @@ def _named(program: Program, kind: Literal["buffers", "constants"]) -> dict[str,
 
 
 def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
-    """What the checkpoint has as changed by forward, and the program as constant, has one value."""
+    """Refuse a checkpoint whose module buffers differ from the program's constants."""
     for name, t in _named(program, "constants").items():
         if name in checkpoint.manifest.buffers:
             fill_buffers(checkpoint, {name: (saved := torch.empty_like(t))})

@@ -166,7 +166,7 @@ class Buffers:
         return state | {name: on_disk.views(flat)[name] for name in on_disk.moved}
 
     def state_in_memory(self, b: int) -> dict[str, Tensor]:
-        """What memory has of a bucket's state, by name."""
+        """The part of a bucket's state that is in memory, by name."""
         return {r.buffer: self.memory[r] for r in self._in_memory.get(("state", b), ())}
 
     def parameters(self, b: int) -> Flat:

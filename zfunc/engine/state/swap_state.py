@@ -124,7 +124,7 @@ def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
-    """What memory has of a bucket's state, or this rank's slice of its frozen parameters, by name."""
+    """The part of a bucket's state in memory, or this rank's slice of frozen parameters, by name."""
     if FROZEN in buffers.on_disk[bucket.index].in_memory:
         return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
     return buffers.state_in_memory(bucket.index)
@@ -145,7 +145,7 @@ def masters_in(swap: SwapSpace, spec: StepSpec) -> frozenset[int]:
 
 
 def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
-    """What a rank's swap space of a State of this spec says of itself."""
+    """The header of a rank's swap space for a State of this spec."""
     identity, ranks = swap_identity(program.layout, program.settings.precision), program.ranks
     return new_header(
         swap_folders(program),
@@ -158,7 +158,7 @@ def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
 
 
 def read_commit(swap: SwapSpace) -> CommitMetadata:
-    """What the last commit says."""
+    """The metadata of the last commit."""
     where, metadata = swap.header.folders[0], swap.record()
     if metadata is None:
         raise CheckpointError(
@@ -168,7 +168,7 @@ def read_commit(swap: SwapSpace) -> CommitMetadata:
 
 
 def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a commit of `state` says beside the bytes."""
+    """The metadata of a commit of `state`."""
     return to_plain(CommitMetadata(state.position, optimizer_settings(program, state.step), extra))
 
 

@@ -9,7 +9,7 @@ from zfunc.core.timeline import Timeline
 
 @frozen
 class Metrics:
-    """What one step reports.
+    """The report of one step.
 
     `loss` is the mean loss, and `aux` the means of what the last segment returns beside it, by name. `grad_norm` is
     before clipping, unscaled, and so are `norms`, those of each parameter by full name, where they are asked for.

@@ -40,7 +40,7 @@ def weights_in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
-    """What backward of a segment needs: its input and residuals, which a slot has as one pytree."""
+    """The activations of a segment, its input and residuals, which a slot has as one pytree."""
     (target,) = op.writes
     if target.tier == "disk":
         page, place = mem[op.reads[0]], mem[target]
@@ -85,7 +85,7 @@ def waiting_gradient(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def state(op: Op, mem: Memory, step: StepContext) -> None:
-    """What memory does not have of a bucket's state: read, or written unless the step is skipped."""
+    """The part of a bucket's state on the disk: read, or written unless the step is skipped."""
     if op.touches("decision"):
         if not mem[op.read("decision")].skip:
             on_disk: StateOnDisk = mem[op.write("extent")]

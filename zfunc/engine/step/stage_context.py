@@ -90,7 +90,7 @@ def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
 
 
 def gaps(start: int, stop: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of `start` to `stop` lies between these ranges, which follow one another.
+    """The gaps between these ascending ranges, from `start` to `stop`.
 
     >>> gaps(0, 9, [(0, 2), (2, 4), (6, 7)])
     [(4, 6), (7, 9)]

@@ -288,7 +288,7 @@ def _input(op: Op) -> Region:
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
-    """Those from the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
+    """The cotangents from the segment above; of the loss, its scale over all ranks' micro-batches."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.device)]
@@ -309,6 +309,6 @@ def _write_squares(bucket: Bucket, shard: slice, squares: Tensor, sum_of: Callab
 
 
 def _places(flat: Tensor, bucket: Bucket, names: Container[str]) -> list[Tensor]:
-    """Where a bucket's flat gradient has these of its parameters, in their shapes."""
+    """The views of a bucket's flat gradient for these of its parameters, in their shapes."""
     own = (x for x in bucket.spans if x.name in names)
     return [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in own]

@@ -116,7 +116,7 @@ def _train_step(
     own: dict[Region, Any] = {Region("batch", (m,)): micro for m, micro in micros}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
-        """What a commit says; None where there is none, because the loss scale ends the training."""
+        """The record of a commit; None where the loss scale ends the training."""
         deferred, extra = shaped.spec.deferred, {} if committed is None else committed.extra
         if committed is not None and committed.extra_after is not None:
             extra = committed.extra_after(None if deferred else decision)

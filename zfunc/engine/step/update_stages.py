@@ -101,7 +101,7 @@ def _update(
 
 
 def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Of one group each, as elements of this rank's slice, and what the optimizer is told of them."""
+    """The runs of one group in this rank's slice: start, stop, and arguments of the optimizer."""
     for start, stop, group in bucket.runs_within(shard.start, shard.stop):
         yield start - shard.start, stop - shard.start, {"group": group}
 
@@ -109,14 +109,14 @@ def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, An
 def _parameters(
     op: Op, mem: Memory, bucket: Bucket, step: StepContext
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The same of single parameters, or of what this rank has of them."""
+    """The runs of single parameters, or of this rank's parts: start, stop, and the optimizer's arguments."""
     joined = _joined_measures(op, mem, bucket, step)
     for start, stop, span, part in _parts(bucket, step.slice_of(bucket.index)):
         yield start, stop, {"group": span.group, "part": evolve(part, measures=joined.get(span.name, ()))}
 
 
 def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, ParameterPart]]:
-    """What this rank has of each parameter, as elements of its slice."""
+    """This rank's part of each parameter, as elements of its slice."""
     for first, last, span in bucket.spans_within(shard.start, shard.stop):
         before = bucket.start - span.start
         part = ParameterPart(span.shape, first + before, last + before)
@@ -124,7 +124,7 @@ def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, Param
 
 
 def _measured_places(bucket: Bucket, world: int) -> dict[str, list[slice]]:
-    """Where the ranks' measures of each parameter lie in each round; of those that lie in several slices."""
+    """The slice of each round's measures for each parameter that lies in several ranks' slices."""
     places: dict[str, list[slice]] = {}
     ends = Counter[int]()  # of the rounds
     for span in bucket.cut_by(world):
@@ -136,7 +136,7 @@ def _measured_places(bucket: Bucket, world: int) -> dict[str, list[slice]]:
 
 
 def _joined_measures(op: Op, mem: Memory, bucket: Bucket, step: StepContext) -> dict[str, tuple[Tensor, ...]]:
-    """What all ranks have measured of these parameters in the rounds that the operation reads."""
+    """The joined measures of these parameters in the rounds that the operation reads."""
     rounds = [mem[r] for r in op.operands("measures") if r not in op.writes]
     return {
         name: tuple(x[at] for x, at in zip(rounds, places, strict=False))

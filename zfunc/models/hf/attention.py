@@ -85,13 +85,13 @@ class PastTokens:
     first: int = 0  # position of the first new token
 
     def get_seq_length(self, *_: Any) -> int:
-        """How many tokens there were."""
+        """The number of tokens before."""
         return self.first
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, tokens: int, *_: Any) -> tuple[int, int]:
-        """How many tokens there are with the new ones, and the position of the first."""
+        """The number of tokens with the new ones, and the position of the first."""
         return self.first + tokens, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

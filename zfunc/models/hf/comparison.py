@@ -43,7 +43,7 @@ def compare(
 
 
 def _in_segments(segments: tuple[Segment, ...], values: dict[str, Tensor], x: Any, *targets: Any) -> Any:
-    """What the last segment returns for these values of parameters, by name."""
+    """The last segment's output for these values of parameters, by name."""
     for s in segments:
         params = {short: values[full] for short, full in s.by_short.items()}
         x = s.evaluation({**params, **s.constants}, x, *(targets if s is segments[-1] else ()))
@@ -97,7 +97,7 @@ def _small_config(model: Any) -> Any:
 def _difference(
     segments: tuple[Segment, ...], model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None
 ) -> str:
-    """What differs between a model and its segments, or ""."""
+    """The first difference between a model and its segments, or ""."""
     named = dict(model.named_parameters())
     ids = inputs[model.main_input_name]
     if loss is None:

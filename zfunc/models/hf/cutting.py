@@ -134,7 +134,7 @@ class _Cutter:
         return module.train()
 
     def _routers(self) -> tuple[list[str | None], int]:
-        """Where the router of each layer is, if it has one, and where the logits are in what that returns.
+        """The router of each layer, if it has one, and the place of the logits in its output.
 
         None, if the model has no loss of its routers, or it is turned off.
         """
@@ -230,7 +230,7 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
-    """What its modules do not say of a layer: its tensors, which of them are one, and those used around it."""
+    """The signature of a layer beyond its modules: its tensors, which of them are one, and those used around it."""
     found: list[Any] = []
     firsts: dict[int, str] = {}
     for path, module in layer.named_modules():

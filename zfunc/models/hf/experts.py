@@ -25,7 +25,7 @@ def run_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 
 
 def run_all_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The same, computed by every expert for every token."""
+    """The experts' output, computed by every expert for every token."""
     y = _products(
         experts, x.expand(experts.num_experts, *x.shape), "gate_up_proj" if experts.has_gate else "up_proj"
     )
@@ -45,7 +45,7 @@ def _products(experts: Any, x: Tensor, name: str) -> Tensor:
 
 
 def router_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
-    """How often each expert was chosen, and the sum of its probabilities: fp32 [2, experts].
+    """The times that each expert was chosen, and the sum of its probabilities: fp32 [2, experts].
 
     `logits` is [tokens, experts]. Tokens whose `mask` is 0 do not count.
     """

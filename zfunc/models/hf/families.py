@@ -98,7 +98,7 @@ def why_unsupported(name: str, reason: str) -> ValueError:
 
 
 def kind_of_quantization(config: Any) -> str:
-    """How the weights of a config are stored, such as "bitsandbytes, load_in_4bit"; "" where it says nothing."""
+    """The quantization of a config's weights, such as "bitsandbytes, load_in_4bit"; "" for none."""
     given = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     kinds = [str(given.get("quant_method", "")), *(x for x in given if x.startswith("load_in_") and given[x])]

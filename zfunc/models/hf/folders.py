@@ -119,7 +119,7 @@ def save_folder(
 
 
 class _Contents:
-    """What a folder gets beside the weights, and under which names it gets these."""
+    """The contents of a folder to write: files beside the weights, and the names of these."""
 
     def __init__(
         self, config: Any, dtype: Precision, trained: dict[str, Shape], lora: Any, adapter_only: bool

@@ -75,7 +75,7 @@ def stop_before(module: nn.Module) -> None:
 
 @frozen
 class Call:
-    """How a model is called: by its main input, and whether it takes `past_key_values`."""
+    """A call of a model: its main input, and whether it takes `past_key_values`."""
 
     main: str
     tokens: bool  # whether the main input is token ids
@@ -101,7 +101,7 @@ class _Part(nn.Module):
         self.model, self.place, self.call, self.absent = model, place, call, absent
 
     def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
-        """What the model returns, or its forward ends with, for these hidden states at the place."""
+        """The model's output, or the value that its forward ends with, for these hidden states at the place."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x

@@ -24,7 +24,7 @@ BY_HAND = (
 
 @frozen(eq=False)
 class Recording:
-    """Where a model can be cut. Modules are named as in the model, whose parameters are meant by their ids."""
+    """The places at which a model can be cut. Modules have the model's names; parameters are known by their ids."""
 
     call: Call
     layers: str  # the list of layers
@@ -38,7 +38,7 @@ class Recording:
 
 @define(eq=False)
 class _Calls:
-    """What hooks saw during a call of a model, whose layers are cut apart: none depends on the one before it."""
+    """The calls that hooks saw in a model whose layers are cut apart: none depends on the one before it."""
 
     before: set[str] = field(factory=set[str])  # modules that ran before the layers
     entered: list[Tensor] = field(factory=list[Tensor])  # hidden states as they came to each layer
@@ -57,7 +57,7 @@ class _Calls:
 
 
 def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> Recording:
-    """How `model` calls its layers, by a call of `shadow`, its copy of fake tensors, with such `inputs`.
+    """The calls of `model`'s layers, recorded on `shadow`, its copy of fake tensors, with such `inputs`.
 
     Raises ValueError if it cannot be called with them alone, or has no list of layers that run one after the other.
     """

@@ -120,7 +120,7 @@ def empty_model(config: Any, place: Path | None = None) -> Any:
 
 @contextmanager
 def _errors_of_config(place: Path | str) -> Generator[None]:
-    """Whatever transformers raises about a config, which has no common class, is an error of its file."""
+    """Turn whatever transformers raises about a config, which has no common class, into an error of its file."""
     try:
         yield
     except Exception as error:
@@ -160,7 +160,7 @@ class FolderWeights:
 
     @classmethod
     def of(cls, folder: Path, model: Any) -> "FolderWeights":
-        """Those of a folder. Raises CheckpointError unless its tensors are the model's, in name and shape.
+        """The weights of a folder. Raises CheckpointError unless its tensors are the model's, in name and shape.
 
         A file may be of the model without its head: then names lack the base model's prefix.
         """
@@ -235,7 +235,7 @@ class FolderWeights:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """How transformers makes the tensors of a model of those of files; each is for one use."""
+    """The conversions by which transformers makes a model's tensors of those in files; each is for one use."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return [*get_model_conversion_mapping(model)]

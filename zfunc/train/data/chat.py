@@ -29,7 +29,7 @@ class Chat:
 
 @frozen
 class ChatTemplate:
-    """How a tokenizer writes chats: a Jinja `source`, with special tokens such as `bos_token` as its variables."""
+    """A tokenizer's template of chats: a Jinja `source`, with special tokens as its variables."""
 
     source: str
     variables: Mapping[str, str] = field(factory=dict[str, str])

@@ -77,7 +77,7 @@ class TokenStream:
         return evolve(self, bounds=bounds, firsts=np.array(firsts, np.int64))
 
     def num_sequences(self, seq_length: int) -> int:
-        """How many sequences an epoch has. Raises ValueError for data shorter than `seq_length + 1`.
+        """The number of sequences in an epoch. Raises ValueError for data shorter than `seq_length + 1`.
 
         One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and
         the epoch of a position is a plain division.
@@ -210,7 +210,7 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """What a token is: "byte" or "token"."""
+        """The word for a token of the data: "byte" or "token"."""
         return "byte" if self.train.tokens.dtype.itemsize == 1 else "token"
 
     def evaluated_on(self, other: "Corpus") -> "Corpus":

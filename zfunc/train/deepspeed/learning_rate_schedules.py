@@ -109,7 +109,7 @@ class OneCycle(LRSchedule):
         return 1 + rate * ((batch + 1 - first - second) / self.decay_step_size)
 
     def _height(self, batch: int) -> float | None:
-        """Where in the cycle a batch is, from 0 at the lower rate to 1 at the higher; None after the cycle."""
+        """The position of a batch in the cycle, 0 at the lower rate to 1 at the higher; None after it."""
         first, second = self._sizes
         total = first + second
         if batch >= total:
@@ -180,7 +180,7 @@ class WarmupCosineLR(LRSchedule):
 
 
 def _rise(rate: WarmupLR | WarmupCosineLR, batch: int) -> float | None:
-    """How far the warm-up is, 0 to 1; None when it is over."""
+    """The progress of the warm-up, 0 to 1; None when it is over."""
     steps = max(2, rate.warmup_num_steps)  # the logarithm of 1 is 0, and divides
     if batch >= steps:
         return None

@@ -107,7 +107,7 @@ def from_deepspeed(
 
 @frozen
 class ConfigExtras:
-    """What a configuration sets that is no setting of a training, with the defaults for none."""
+    """The values of a configuration that are no settings of a training, with the defaults for none."""
 
     values: ConfigValues
     optimizer: Mapping[str, Any]  # arguments beside lr and weight decay
@@ -116,7 +116,7 @@ class ConfigExtras:
 
 @lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """What `settings.config` adds to the settings. Raises ValueError if they contradict it."""
+    """The values that `settings.config` adds to the settings. Raises ValueError if they contradict it."""
     values = ConfigValues("") if settings.config is None else read_values(settings.config)
     check_settings({f.name: getattr(settings, f.name) for f in attrs.fields(TrainSettings)}, values)
     if values.leaves_open("optimizer.type"):
@@ -312,7 +312,7 @@ def sets_lr_alone(values: ConfigValues) -> bool:
 
 
 def notes(values: ConfigValues, batch: str, rate: LRSchedule | None) -> Iterator[str]:
-    """What a file sets that may surprise, and its keys without effect: no key is dropped silently."""
+    """Notes on a file's surprising values and on its keys without effect: no key is dropped silently."""
     yield from (f"{old} is the old name of {new}" for new, old in values.old.items())
     if auto := [x for x in values.auto if not values.sets(x) and KEYS[x].fate != "ignored"]:
         yield f'"auto" is zfunc\'s default, or what was passed: {", ".join(auto)}'
