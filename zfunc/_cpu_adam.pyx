@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=True
-"""The kernel's door: raw addresses in, the GIL released, nothing checked. zfunc/optim/host_update.py checks.
+"""The kernel's door: raw addresses in, the GIL released, nothing checked. zfunc/optim/updates.py checks.
 
 Addresses are those of 1-D contiguous arrays of n elements. Types are FP32, BF16, FP16 (or NONE for no
 copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best one this CPU runs.
@@ -114,7 +114,7 @@ def update(
     int threads,
     int isa=-1,
 ):
-    """One step of an element-wise rule; see reference.py for what it computes."""
+    """One step of an element-wise rule; rules.py says what it computes."""
     cdef uintptr_t at[14]
     cdef int numbers[7]
     cdef uint32_t dither[2]

@@ -1,7 +1,8 @@
 /* Number formats, one element or one block at a time; free of torch and of Python.
  *
- * The meaning is rules.py (rounding, floors) and formats.py (the split master, bfloat16 and 8-bit moments). Everything is integer arithmetic, exact float sums, or one float operation rounded once, so
- * it gives the same bits on every CPU. The payload of a NaN is not promised. */
+ * The meaning is rules.py (rounding, floors) and formats.py (the split master, bfloat16 and 8-bit moments). Everything
+ * is integer arithmetic, exact float sums, or one float operation rounded once, so it gives the same bits on every CPU.
+ * The payload of a NaN is not promised. */
 #ifndef ZFUNC_NUMBER_FORMATS_H
 #define ZFUNC_NUMBER_FORMATS_H
 

@@ -7,7 +7,7 @@
 #define ZFUNC_UPDATE_KERNEL_H
 
 #include "_sweeps.h"
-#ifndef ZF_RULES /* of one's own: zfunc/optim/compiled_rules.py */
+#ifndef ZF_RULES /* of one's own: zfunc/optim/rules_in_c.py */
 #define ZF_RULES "_rules.h"
 #define ZF_WITH_VECTORS 1
 #endif

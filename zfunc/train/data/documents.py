@@ -57,8 +57,8 @@ Parts = Iterator[tuple[bool, Iterator[Document]]]
 
 @frozen(eq=False)
 class DocumentSource:
-    """Where documents are. `parts(counts)` has those of each file or split, those held out last, and counts what is
-    left out.
+    """The documents of some data. `parts(counts)` has those of each file or split, those held out last, and counts
+    what is left out.
     """
 
     files: list[File]  # which are as they were where their sizes and times are
