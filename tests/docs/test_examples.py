@@ -81,7 +81,7 @@ PRINTS: dict[str, list[str]] = {
     "07_finetune_hf.py": [
         r"^<\|user\|> what comes after monday <\|end\|><\|assistant\|>$",
         r"^epochs: 15 of 15 sequences each: 57 steps$",
-        r"^  chats: 29, written by the chat template of ",
+        r"^  learned: 116 of 331, in 29 documents not all$",
         r"^  > what comes after monday\n  \| it is tuesday$",
         r"^held out: [45]\.\d\d bits per token before, 0\.0\d after$",
         r"<\|assistant\|> it is tuesday <\|end\|>$",
