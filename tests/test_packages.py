@@ -46,7 +46,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_455, 4_900),
+    "core": (5_454, 4_900),
     "schedules and ground": (843, 800),
     "runtime": (3_046, 3_100),
     "optim": (3_060, 2_900),
@@ -142,7 +142,7 @@ def test_no_class_or_public_function_has_the_name_of_another() -> None:
                 continue
             if "overload" not in map(ast.unparse, node.decorator_list):
                 homes.setdefault(node.name, []).append(module)
-    stages = tuple(f"engine.step.{x}stages" for x in ("", "clipping_", "measure_", "update_"))
+    stages = tuple(f"engine.step.{x}stages" for x in ("", "clipping_", "move_", "update_"))
     assert not {name: x for name, x in homes.items() if len(x) > 1 and not set(x) & set(stages)}
 
 

@@ -24,7 +24,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PRINTED = {
     "README.md": r"^loss 0\.\d+\nlane copies\n[^|]*^lane compute$[^|]*^same bits: True\n(True|False) [\d.e-]+ s ",
-    "design.md": r"^Signum 1\nhost_last 1\n\['halve\[0,0,0\]'\]$",
+    "design.md": r"^Signum 1\none_bus 1\n\['halve\[0,0,0\]'\]$",
     "quickstart.md": r"^$",
     "optimizers.md": r"^\d+ buckets\nlr 0.01\nstep 2 True$",
     "checkpoints.md": r"^resumes after step 10$",

@@ -1,8 +1,7 @@
 """The settings of a training step: one field each, with its default, its check, and help that names the unit.
 
 `zfunc.compile` and `zfunc.plan` take them by name, in signature and docstring, and the command line derives its
-flags. A new setting is one
-field here and the code where it has an effect.
+flags. A new setting is one field here and the code where it has an effect.
 """
 
 import inspect
