@@ -31,9 +31,16 @@ from zfunc.models.hf.families import (
     kind_of_quantization,
     why_unsupported,
 )
+from zfunc.values import of_type
 
 SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _OLD_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 16),
+}
+"""Sizes of a config, and up to which one is believed: beyond, building it would take hours and all memory."""
 log = logging.getLogger("zfunc")
 
 
@@ -102,18 +109,26 @@ def read_config(place: Path) -> Any:
     from transformers import AutoConfig
 
     with _errors_of_config(place):
-        return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        of_type("architectures", config.architectures, list | None, "names of classes: correct it")
+        return config
 
 
 def empty_model(config: Any, place: Path | None = None) -> Any:
     """The causal language model of a config, on the meta device. `place` is where that was read, for errors.
 
-    Raises ValueError if transformers has none.
+    Raises ValueError if transformers has none, and for sizes that no model has.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise why_unsupported(next(iter(config.architectures or ()), config.model_type), "which is none")
+    for name, most in LARGEST.items():
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not 1 <= size <= most:  # some families have one for each layer
+            raise ValueError(
+                f"{place or 'config'}: got {name} {size!r:.30}, expected a whole number from 1 to {most:,}: {NEXT}"
+            )
     with _errors_of_config(place or "config"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
