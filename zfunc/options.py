@@ -85,7 +85,7 @@ count = partial(whole, least=1)
 zero_or_more = partial(whole, least=0)
 positive = partial(number, positive=True, hint="leave it out for its default")
 not_negative = partial(number, least=0, hint="pass 0 to go without")
-probability = partial(number, least=0, most=0.99, hint="pass 0 for none")
+probability = partial(number, least=0, below=1, hint="pass 0 for none")
 
 
 @frozen

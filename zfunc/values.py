@@ -14,6 +14,7 @@ def number(
     least: float = -math.inf,
     positive: bool = False,
     most: float = FLOAT32_MAX,
+    below: float = math.inf,
     hint: str = "pass a float in this range",
 ) -> float:
     """A finite number as a float: an int, a float, a scalar of NumPy, or a tensor of one element; no bool.
@@ -29,15 +30,16 @@ def number(
         except (RuntimeError, ValueError):  # of several elements, or without values
             plain = None
     known = isinstance(plain, int | float) and not isinstance(plain, bool)
-    if known and max(least, -FLOAT32_MAX) <= plain <= most and (plain > 0 or not positive):
+    if known and max(least, -FLOAT32_MAX) <= plain <= most and plain < below and (plain > 0 or not positive):
         return float(plain)
     refusal = ValueError if known else TypeError
-    raise refusal(f"{name}: got {value!r}, expected {_range(least, positive, most)}: {hint}")
+    raise refusal(f"{name}: got {value!r}, expected {_range(least, positive, most, below)}: {hint}")
 
 
-def _range(least: float, positive: bool, most: float) -> str:
+def _range(least: float, positive: bool, most: float, below: float) -> str:
     low = " above 0" if positive else "" if least == -math.inf else f" of at least {least:g}"
-    return f"a finite number{low}" + ("" if most == FLOAT32_MAX else f" and at most {most:g}")
+    high = f" and below {below:g}" if below < math.inf else f" and at most {most:g}" * (most < FLOAT32_MAX)
+    return f"a finite number{low}{high}"
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:

@@ -84,7 +84,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --lr nan", "--lr: got nan", "finite"),
     ("train --lr 1e400", "--lr: got inf", "finite"),
     ("train --clip -1", "--clip: got -1", "of at least 0: pass 0 to go without"),
-    ("train --dropout 1", "--dropout: got 1", "at most 0.99"),
+    ("train --dropout 1", "--dropout: got 1", "below 1"),
     ("train --seconds -5", "--seconds: got -5", "above 0"),
     ("train --steps many", "error: --steps: got 'many'", "expected a whole number"),
     (f"train --steps {'9' * 5000}", "--steps: got '999", "999..."),
@@ -186,7 +186,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ),
     (
         "plan --ema 1",
-        "--ema: got 1.0, expected a finite number above 0 and at most 0.999999: pass a decay such as 0.999",
+        "--ema: got 1.0, expected a finite number above 0 and below 1: pass a decay such as 0.999",
     ),
     (
         "draw --state-on disk",

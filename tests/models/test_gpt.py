@@ -168,7 +168,7 @@ def test_dropout_acts_in_training_only_and_follows_the_generator() -> None:
         ({"num_layers": 0}, "num_layers: got 0, expected a whole number of at least 1"),
         ({"vocab_size": 2.5}, "vocab_size: got 2.5, expected a whole number"),
         ({"seq_length": True}, "seq_length: got True, expected a whole number"),
-        ({"dropout": 1.0}, "dropout: got 1.0, expected a finite number of at least 0 and at most 0.99"),
+        ({"dropout": 1.0}, "dropout: got 1.0, expected a finite number of at least 0 and below 1"),
         ({"hidden_size": 30}, "got hidden_size=30 for num_attention_heads=4; .* try hidden_size=28 or 32"),
         ({"hidden_size": 3}, "try hidden_size=4$"),
     ],

@@ -359,38 +359,34 @@ class Regions:
 
 def _rings(at: Regions) -> Iterator[Ring]:
     """A ring for each row of `STAGING`, and two that only count: room for activations, and what is measured."""
-    spec, layout = at.spec, at.spec.layout
+    spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     segments = range(spec.num_segments)
     # Parameters, sums and states stay in their slots until another item needs one.
     weights = {b.index: b.numel for b in (*layout.buckets, *layout.frozen_buckets) if spec.streamed(b.index)}
     used = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
-    yield Ring.reused(
-        "weight_slot",
-        {b: n * spec.element_bytes for b, n in weights.items()},
-        used,
-        spec.settings.weight_slots,
-    )
+    slots = {b: n * spec.element_bytes for b, n in weights.items()}
+    yield Ring.reused("weight_slot", slots, used, settings.weight_slots)
     pages = {b: whole_blocks(at.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     read = [[b for b in own if b in pages] for own in used]
-    yield Ring.reused("weight_page", pages, read, spec.settings.weight_slots)
+    yield Ring.reused("weight_page", pages, read, settings.weight_slots)
     sums = {b: at.shard_bytes(b, FP32) for b in spec.offloaded if spec.sums_on_device}
     added = [[b for b in layout.buckets_of(s) if b in sums] for s in segments]
-    yield Ring.reused("sum_slot", sums, added, spec.settings.grad_slots)
+    yield Ring.reused("sum_slot", sums, added, settings.grad_slots)
     states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
-    yield Ring.reused("state_slot", states, [[b] for b in states], spec.settings.state_slots)
+    yield Ring.reused("state_slot", states, [[b] for b in states], settings.state_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
-    yield Ring.reused("grad_page", spilled, [[b] for b in spilled], spec.settings.host_slots)
+    yield Ring.reused("grad_page", spilled, [[b] for b in spilled], settings.host_slots)
 
     # Gradients pass in the order in which backward completes the buckets.
     backward = reversed(range(layout.first_trainable, spec.num_segments))
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if spec.settings.stage != 1}
-    yield Ring.passing("grad_slot", whole, completed, spec.settings.grad_slots)
+    whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if settings.stage != 1}
+    yield Ring.passing("grad_slot", whole, completed, settings.grad_slots)
     landing = {b: at.shard_bytes(b, at.delivered_bytes) for b in spec.offloaded if spec.lands(b)}
-    yield Ring.passing("host_slot", landing, completed, spec.settings.host_slots)
+    yield Ring.passing("host_slot", landing, completed, settings.host_slots)
     sent = {b: at.shard_bytes(b, spec.element_bytes) for b in spec.offloaded if spec.params_at(b) == "device"}
-    yield Ring.passing("param_slot", sent, [*sent], spec.settings.host_slots)
+    yield Ring.passing("param_slot", sent, [*sent], settings.host_slots)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
     whole = {b: layout.buckets[b].numel * BF16 for b in spec.matrix_buckets}
@@ -403,12 +399,9 @@ def _rings(at: Regions) -> Iterator[Ring]:
 
     # What a segment left passes once for each micro-batch of a group.
     stashed = {s: _stashed_bytes(spec, s) for s in segments if spec.activations_at(s) != "device"}
-    order = [
-        s
-        for s in stashed
-        for _ in range(min(spec.settings.group_size, spec.settings.host_slots + ACTIVATION_SLOTS))
-    ]
+    several = min(settings.group_size, settings.host_slots + ACTIVATION_SLOTS)
+    order = [s for s in stashed for _ in range(several)]
     yield Ring.passing("act_slot", stashed, order, ACTIVATION_SLOTS)
     yield Ring.passing("act_room", dict.fromkeys(stashed, 1), order, ACTIVATION_SLOTS)
     on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
-    yield Ring.passing("act_page", on_disk, order, spec.settings.host_slots)
+    yield Ring.passing("act_page", on_disk, order, settings.host_slots)

@@ -62,7 +62,6 @@ GONE["delayed"] = GONE["delay_from"]
 
 _names = ", ".join
 _count = partial(whole, least=1)
-_or_none: Callable[[float], float | None] = lambda typed: typed or None  # noqa: E731
 
 
 def _setting(
@@ -145,6 +144,10 @@ def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
         return value
 
     return either
+
+
+def _or_none(typed: float) -> float | None:
+    return typed or None
 
 
 def _read_number(typed: str) -> str | int:
@@ -289,7 +292,7 @@ class StepSettings:
     )
     ema: float | None = _setting(
         None,
-        partial(number, positive=True, most=0.999999, hint="pass a decay such as 0.999, or leave it out"),
+        partial(number, positive=True, below=1, hint="pass a decay such as 0.999, or leave it out"),
         "step",
         "keep a moving average of the weights, with this decay a step, such as 0.999",
         "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "

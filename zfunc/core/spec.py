@@ -282,11 +282,9 @@ class StepSpec:
 
     def num_deliveries(self, b: int) -> int:
         """The number of gradients of bucket `b` that a step reduces; several are accumulated in fp32."""
-        return (
-            1
-            if self.settings.stage == 1
-            else self.settings.micro_batches * len(self.layout.buckets[b].deliveries)
-        )
+        if self.settings.stage == 1:
+            return 1
+        return self.settings.micro_batches * len(self.layout.buckets[b].deliveries)
 
     def added(self, b: int) -> bool:
         """Whether several gradients of bucket `b` are added up in a step."""
@@ -337,11 +335,8 @@ class StepSpec:
 
     @cached_property
     def _activations_at(self) -> dict[int, Any]:
-        segments = range(self.layout.first_trainable, self.num_segments - 1)
-        return {
-            s: in_equal_shares(self.settings.activations_on.split(","), s, self.num_segments)
-            for s in segments
-        }
+        places, count = self.settings.activations_on.split(","), self.num_segments
+        return {s: in_equal_shares(places, s, count) for s in range(self.layout.first_trainable, count - 1)}
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""

@@ -7,6 +7,11 @@ from zfunc.errors import CheckpointError
 
 NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
 
+MOST_LAYERS, LARGEST_SIZE = (
+    10_000,
+    1 << 24,
+)  # of a model that is believed: building a larger one would take hours
+
 
 def check_config_file(place: Path) -> None:
     """Raise CheckpointError unless `place` is a config.json, or a folder with one."""

@@ -68,7 +68,7 @@ class Muon(Elementwise):
     matrix: ClassVar = True
 
     lr: settings.LearningRate = settings.lr_field(1e-3)
-    momentum: float = settings.number_field("momentum", 0.95, most=1.0 - 2.0**-53)
+    momentum: float = settings.number_field("momentum", 0.95, below=1)
     nesterov: bool = attrs.field(default=True, kw_only=True)
     weight_decay: float = settings.number_field("weight_decay", 0.1)
     adjust_lr_fn: AdjustLr = settings.choice_field("adjust_lr_fn", "original", get_args(AdjustLr))

@@ -12,7 +12,7 @@ from attrs import field
 
 from zfunc.core.optimizer_state import MOMENTS
 from zfunc.optim.rules import SMALLEST_NORMAL
-from zfunc.values import FLOAT32_MAX, number, whole
+from zfunc.values import number, whole
 
 MAX_STEP = 2**53  # the largest float64 up to which every integer is exact
 Betas = tuple[float, float]
@@ -63,9 +63,9 @@ def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: x if callable(x) and not isinstance(x, type) else check(x)
 
 
-def number_field(name: str, default: float, *, least: float = 0.0, most: float = FLOAT32_MAX) -> Any:
-    """A finite number of at least `least`, and at most `most`."""
-    return field(default=default, kw_only=True, converter=partial(number, name, least=least, most=most))
+def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:
+    """A finite number of at least `least`, within the `bounds` that `number` has: `most`, or `below`."""
+    return field(default=default, kw_only=True, converter=partial(number, name, least=least, **bounds))
 
 
 def eps_field(default: float) -> Any:

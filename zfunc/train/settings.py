@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
+from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS
 from zfunc.optim.by_name import CLASSES
 from zfunc.options import (
     AUTO,
@@ -45,7 +46,7 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which
 
 _names = ", ".join
 # Arithmetic alone refuses what would take for ever to plan.
-_layers, _size = (partial(whole, least=1, most=most) for most in (10_000, 1 << 24))
+_layers, _size = (partial(whole, least=1, most=most) for most in (MOST_LAYERS, LARGEST_SIZE))
 _seed = partial(whole, least=0, most=2**63 - 1)  # a checkpoint holds no larger one
 
 OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {

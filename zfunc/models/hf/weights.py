@@ -22,7 +22,7 @@ from torch import Tensor
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.compile.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.models.config_file import NEXT, check_config_file
+from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, draw_adapters
 from zfunc.models.hf.cutting import cut_model
 from zfunc.models.hf.families import (
@@ -36,8 +36,10 @@ from zfunc.values import of_type
 SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _OLD_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
 LARGEST = {
-    "num_hidden_layers": 10_000,
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 1 << 24),
+    "num_hidden_layers": MOST_LAYERS,
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), LARGEST_SIZE
+    ),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 16),
 }
 """Sizes of a config, and up to which one is believed: beyond, building it would take hours and all memory."""
