@@ -133,6 +133,7 @@ setup(
     package_data={
         "zfunc": ["py.typed"],
         "zfunc.optim": ["csrc/*.h"],  # rules of a reader's own are compiled with them
+        "zfunc.models": ["gpt2.toml"],
         "zfunc.planner": ["profiles/*.toml"],
         "zfunc.train.deepspeed": ["keys.toml"],
         "zfunc.viz": ["web/*"],

@@ -1,15 +1,19 @@
 """What the segments of a GPT-2 cost, from its size alone: their parameters, and the costs of their passes.
 
-A pass is the list of operations that torch runs, each with the memory that it reads and allocates; a layer is a
-function that runs its forward and leaves its backward. So `zfunc plan` and `zfunc draw` need no torch, nor wait
-until it has traced a model. The invariant: these costs equal those that `zfunc.engine.compile.cost_trace` finds.
+`gpt2.toml` has the parameters of each segment, and what torch runs in its passes, an operation a line; here lines
+are read and costed. So `zfunc plan` and `zfunc draw` need no torch, nor wait until it has traced a model. The
+invariant: these costs equal those that `zfunc.engine.compile.cost_trace` finds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from zfunc.core.layout import Parameter, round_up
 from zfunc.core.settings import StepSettings
@@ -21,12 +25,7 @@ from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
 from zfunc.planner.cost_model import SegmentCosts, StepCosts
 
-INT64, FP32, BOOL = 8, 4, 1  # bytes of an element
-# The layers of a block with parameters, by their widths in hidden sizes: of a norm one, of a matrix out and in.
-BLOCK: dict[str, tuple[int, ...]] = {
-    **{"ln_1": (1,), "qkv": (3, 1), "attn_out": (1, 1)},
-    **{"ln_2": (1,), "up": (4, 1), "down": (1, 4)},
-}
+TABLE: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("gpt2.toml").read_text())
 
 
 def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
@@ -35,21 +34,15 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
     >>> [p.name for p in gpt_parameters(GPTConfig(num_layers=1))[2]]
     ['head.ln_f.weight', 'head.ln_f.bias', 'embed.tok.weight']
     """
-    vocab, hidden = config.vocab_size, config.hidden_size
+    sizes = _sizes(config)
 
-    def layer(name: str, widths: tuple[int, ...]) -> list[Parameter]:
-        shape = tuple(n * hidden for n in widths)
-        return [Parameter(f"{name}.weight", shape), Parameter(f"{name}.bias", shape[:1])]
+    def own(kind: str, name: str) -> list[Parameter]:
+        shapes = (x.split(":") for x in TABLE[kind]["parameters"].split())
+        return [Parameter(f"{name}.{x}", tuple(_product(n, sizes) for n in y.split(","))) for x, y in shapes]
 
-    tok = Parameter("embed.tok.weight", (vocab, hidden))
-    return [
-        [tok, Parameter("embed.pos.weight", (config.seq_length, hidden))],
-        *(
-            [p for name, widths in BLOCK.items() for p in layer(f"block{n}.{name}", widths)]
-            for n in range(config.num_layers)
-        ),
-        [*layer("head.ln_f", (1,)), tok if config.tied else evolve(tok, name="head.out.weight")],
-    ]
+    embed, (*norm, out) = own("embed", "embed"), own("head", "head")
+    blocks = (own("block", f"block{n}") for n in range(config.num_layers))
+    return [embed, *blocks, [*norm, embed[0] if config.tied else out]]
 
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
@@ -58,35 +51,48 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
     They are asked for under settings, and the last segment, whose backward comes next, never recomputes. Raises
     ValueError then for a GPT with dropout.
     """
-    parameters = gpt_parameters(config)
 
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, _grouped: bool) -> StepCosts:
         if config.dropout:
-            got = f"dropout: got {config.dropout}, expected 0"
-            raise ValueError(f"{got}: pass the segments to zfunc.plan")
-        tokens, size = rows // settings.micro_batches * config.seq_length, spec.element_bytes
+            raise ValueError(f"dropout: got {config.dropout}, expected 0: pass the segments to zfunc.plan")
+        tokens = rows // settings.micro_batches * config.seq_length
+        sizes = {**_sizes(config), "T": tokens, "e": spec.element_bytes}
         recompute, compiled, moving = passes_key(settings)
 
         @cache  # blocks are alike
-        def cost(
-            layers: Callable[..., _Tensor], inputs: tuple[int, ...], weights: tuple[int, ...], returned: int
-        ) -> SegmentCost:
-            p = _Passes(config, tokens, size, functional=recompute == "min-cut", on_gpu=on_gpu)
-            p.run_both(layers, *([_Tensor(n, given=True) for n in sizes] for sizes in (inputs, weights)))
-            return p.cost(recompute == "all" and layers is not _head, moving, returned, bool(compiled))
+        def cost(kind: str, returned: int) -> SegmentCost:
+            # The partitioner of min-cut makes what is written in place anew.
+            passes = _Passes(kind, dict(sizes), in_place=recompute != "min-cut", on_gpu=on_gpu)
+            repeats = recompute == "all" and kind != "head"
+            return passes.cost(returned, repeats=repeats, moving=moving, compiled=bool(compiled))
 
-        ids, x = INT64 * tokens, tokens * config.hidden_size * size
-        segments = [(_embed, (ids,)), *[(_block, (x,))] * config.num_layers, (_head, (x, ids))]
-        costs = [
-            cost(layers, inputs, tuple(p.numel * size for p in own), spec.grad_bytes(s) + _held(x) * (s > 0))
-            for s, (own, (layers, inputs)) in enumerate(zip(parameters, segments, strict=True))
-        ]
-        return StepCosts(costs, _held(ids))
+        passed = _held(_product("eTH", sizes))  # the gradient of an input
+        kinds = ["embed", *["block"] * config.num_layers, "head"]
+        costs = [cost(kind, spec.grad_bytes(s) + passed * (s > 0)) for s, kind in enumerate(kinds)]
+        return StepCosts(costs, _held(8 * tokens))
 
-    return SegmentCosts(parameters, optimizer, rows, rows * config.seq_length, trace, world)
+    return SegmentCosts(gpt_parameters(config), optimizer, rows, rows * config.seq_length, trace, world)
 
 
-# --- operations on memory --------------------------------------------------------------------------------
+def _sizes(config: GPTConfig) -> dict[str, int]:
+    sizes = {"H": config.hidden_size, "A": config.num_attention_heads}
+    return {**sizes, "S": config.seq_length, "V": config.vocab_size}
+
+
+def _product(factors: str, sizes: Mapping[str, int]) -> int:
+    """A size, or FLOPs.
+
+    >>> _product("16TH", {"T": 10, "H": 3})
+    480
+    """
+    return math.prod(int(x) if x.isdigit() else sizes[x] for x in re.findall(r"\d+|\D", factors))
+
+
+def _held(nbytes: int) -> int:
+    return round_up(nbytes, ALLOCATION)
+
+
+# --- the operations of a segment --------------------------------------------------------------------------
 
 
 @frozen(eq=False)
@@ -101,268 +107,21 @@ class _Tensor:
         return _held(self.nbytes)
 
 
-def _held(nbytes: int) -> int:
-    return round_up(nbytes, ALLOCATION)
-
-
-_Part: TypeAlias = tuple[_Tensor, int]  # of a tensor, so many bytes
-_Read: TypeAlias = _Tensor | _Part
-
-
-def _parts(given: Iterable[_Read]) -> list[_Part]:
-    return [(t, t.nbytes) if isinstance(t, _Tensor) else t for t in given]
+_Part = tuple[_Tensor, int]  # of a tensor, so many bytes
 
 
 @frozen(eq=False)
 class _Operation:
-    reads: list[_Part] = field(converter=_parts)
+    reads: list[_Part]
+    writes: list[_Part]  # among them those that it makes
     makes: list[_Tensor]
-    changes: list[_Part] = field(default=(), converter=_parts)  # in place
-    flops: int = 0
-    attention_flops: int = 0  # of these
-    launched: bool = True
-    fusable: bool = True  # by a compiler, unless it has FLOPs
-    kernel_bytes: int = 0  # that its kernel allocates beside what it makes
+    flops: int
+    words: list[str]
+    kernel_bytes: int  # that its kernel allocates beside what it makes
 
-
-@define(eq=False)
-class _Passes:
-    """Forward and backward of a segment in the order of torch, for a micro-batch in a precision of `size` bytes.
-
-    A layer of forward leaves its backward in `tape`. `functional`: the partitioner of min-cut makes what is written
-    in place anew.
-    """
-
-    config: GPTConfig
-    tokens: int
-    size: int
-    functional: bool
-    on_gpu: bool
-    forward: list[_Operation] = field(factory=list["_Operation"])
-    backward: list[_Operation] = field(factory=list["_Operation"])
-    tape: list[Callable[[], None]] = field(factory=list[Callable[[], None]])
-    grads: dict[_Tensor, _Tensor] = field(factory=dict[_Tensor, _Tensor])
-    input: _Tensor = field(init=False)
-    output: _Tensor | None = None
-    results: set[_Tensor] = field(init=False)
-
-    def run(self, reads: Iterable[_Read], *sizes: int, **of: Any) -> list[_Tensor]:
-        """An operation that allocates tensors of so many bytes; `of` are other fields of it."""
-        made = [_Tensor(n) for n in sizes]
-        (self.backward if self.output else self.forward).append(_Operation(reads, made, **of))
-        return made
-
-    def one(self, reads: Iterable[_Read], size: int) -> _Tensor:
-        """An operation that allocates one tensor."""
-        return self.run(reads, size)[0]
-
-    def product(
-        self, sizes: tuple[int, int, int], *reads: _Read, transposed: bool = False, into: _Part | None = None
-    ) -> _Tensor:
-        """The product of matrices [m, k] and [k, n], plus a bias among what it reads, added to `into` if given.
-
-        The host's kernel of a transposed one sums in fp32 (`zfunc.engine.compile.cost_trace.cpu_kernel_bytes`).
-        """
-        m, k, n = sizes
-        sums = FP32 * m * n * (transposed and m > 1 and self.size == 2 and not self.on_gpu)
-        own = {"flops": 2 * m * k * n, "kernel_bytes": sums}
-        if into is None:
-            return self.run(reads, m * n * self.size, **own)[0]
-        self.run((*reads, into), changes=(into,), **own)
-        return into[0]
-
-    def cast(self, t: _Tensor, nbytes: int) -> _Tensor:
-        """To fp32 or from it."""
-        return t if self.size == FP32 else self.one((t,), nbytes)
-
-    def changed(self, t: _Tensor, *reads: _Tensor) -> _Tensor:
-        """`t`, written in place, or a new one."""
-        if self.functional:
-            return self.one((t, *reads), t.nbytes)
-        self.run((t, *reads), changes=(t,))
-        return t
-
-    def made(
-        self, y: _Tensor, leaves: Sequence[_Tensor], pull: Callable[[_Tensor], Iterable[_Tensor]]
-    ) -> _Tensor:
-        """`y`, of whose gradient backward makes those of `leaves`, which are added to what they have."""
-
-        def pulled() -> None:
-            for leaf, grad in zip(leaves, pull(self.grads[y]), strict=True):
-                known = self.grads.get(leaf)
-                self.grads[leaf] = self.one((known, grad), leaf.nbytes) if known else grad
-
-        self.tape.append(pulled)
-        return y
-
-    def run_both(self, layers: Callable[..., _Tensor], inputs: list[_Tensor], weights: list[_Tensor]) -> None:
-        """Forward of the layers, and backward from the cotangent of their output to the gradients of the rest."""
-        self.input = inputs[0]
-        self.output = output = layers(self, *inputs, *weights)
-        self.grads[output] = _Tensor(output.nbytes, given=True)
-        for pull in reversed(self.tape):
-            pull()
-        self.results = {self.grads[leaf] for leaf in (*inputs, *weights) if leaf in self.grads}
-
-    def cost(self, repeats: bool, moving: bool, returned: int, compiled: bool) -> SegmentCost:
-        """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there)."""
-        assert self.output
-        own = {t for operation in self.forward for t in operation.makes}
-        read = {t for operation in self.backward for t, _ in operation.reads}
-        residuals = {t for t in read if t in own or t.given} - {self.grads[self.output]}
-        residuals = set[_Tensor]() if repeats else residuals
-        kept = {t for t in residuals if not t.given}
-        stashed = {t for t in residuals if not (moving and t.given)} | {self.input}
-        backward = [*self._needed_of_forward(read), *self.backward] if repeats else self.backward
-        ends, residual_bytes = kept | {self.output}, sum(t.held for t in kept)
-        return SegmentCost(
-            flops=sum(x.flops for x in self.forward),
-            backward_flops=sum(x.flops for x in backward),
-            attention_flops=sum(x.attention_flops for x in self.forward),
-            backward_attention_flops=sum(x.attention_flops for x in backward),
-            moved_bytes=_moved(self.forward, ends, compiled),
-            backward_moved_bytes=_moved(backward, self.results, compiled),
-            input_bytes=self.input.held,
-            residual_bytes=residual_bytes,
-            stash_bytes=sum(t.held for t in stashed),
-            forward_workspace=max(0, _peak(self.forward, ends) - self.output.held - residual_bytes),
-            backward_workspace=max(0, _peak(backward, self.results) - returned),
-            forward_launches=0 if compiled else sum(x.launched for x in self.forward),
-            backward_launches=0 if compiled else sum(x.launched for x in backward),
-        )
-
-    def _needed_of_forward(self, needed: set[_Tensor]) -> list[_Operation]:
-        """The operations of forward that backward repeats."""
-        kept: list[_Operation] = []
-        for operation in reversed(self.forward):
-            if needed & {*operation.makes}:
-                kept.append(operation)
-                needed = needed | {t for t, _ in operation.reads}
-        return kept[::-1]
-
-
-def _moved(operations: Iterable[_Operation], results: Iterable[_Tensor], compiled: bool) -> int:
-    """The bytes that the kernels of a pass move."""
-    traffic = Traffic(compiled)
-    for x in operations:
-        if x.launched:
-            made = [(t, t.nbytes) for t in x.makes]
-            traffic.add(x.reads, [*made, *x.changes], fusable=x.fusable and not x.flops)
-    return traffic.ended(results)
-
-
-def _peak(operations: Sequence[_Operation], results: set[_Tensor]) -> int:
-    """The most that is allocated at once; what no later operation reads is freed, but for the `results`."""
-    touched = [[*x.makes, *(t for t, _ in x.reads)] for x in operations]
-    last = {t: n for n, tensors in enumerate(touched) for t in tensors}
-    own = {t for x in operations for t in x.makes}
-    live = peak = 0
-    for n, operation in enumerate(operations):
-        live += sum(t.held for t in operation.makes)
-        peak = max(peak, live + operation.kernel_bytes)
-        live -= sum(t.held for t in {*touched[n]} & own - results if last[t] == n)
-    return peak
-
-
-# --- layers: what forward runs, and what backward runs for it -----------------------------------------------
-
-
-def _add(p: _Passes, a: _Tensor, b: _Tensor) -> _Tensor:
-    return p.made(p.one((a, b), a.nbytes), (a, b), lambda grad: (grad, grad))
-
-
-def _norm(p: _Passes, x: _Tensor, weight: _Tensor, bias: _Tensor) -> _Tensor:
-    """A layer norm, which keeps the mean and deviation of each token."""
-    y, *stats = p.run((x, weight, bias), x.nbytes, p.tokens * p.size, p.tokens * p.size)
-    sizes = x.nbytes, weight.nbytes, bias.nbytes
-    return p.made(y, (x, weight, bias), lambda grad: p.run((grad, x, *stats, weight, bias), *sizes))
-
-
-def _linear(p: _Passes, x: _Tensor, weight: _Tensor, bias: _Tensor) -> _Tensor:
-    tokens, out, wide = p.tokens, bias.nbytes // p.size, weight.nbytes // bias.nbytes
-
-    def pull(grad: _Tensor) -> Iterable[_Tensor]:
-        grad_x = p.product((tokens, out, wide), grad, weight)
-        grad_weight = p.product((out, tokens, wide), grad, x, transposed=True)
-        return grad_x, grad_weight, p.one((grad,), bias.nbytes)
-
-    return p.made(p.product((tokens, wide, out), x, weight, bias), (x, weight, bias), pull)
-
-
-def _gelu(p: _Passes, x: _Tensor) -> _Tensor:
-    return p.made(p.one((x,), x.nbytes), (x,), lambda grad: (p.one((grad, x), x.nbytes),))
-
-
-def _attention(p: _Passes, qkv: _Tensor) -> _Tensor:
-    """Causal attention of queries, keys and values side by side, which keeps a number for each token and head."""
-    stream, heads = qkv.nbytes // 3, [(qkv, qkv.nbytes // 3)] * 3
-    pairs = p.tokens * p.config.seq_length * p.config.hidden_size  # FLOPs of a causal product
-
-    def run(reads: Iterable[_Read], products: int, *sizes: int) -> list[_Tensor]:
-        return p.run(reads, *sizes, flops=products * pairs, attention_flops=products * pairs)
-
-    mixed, sums = run(heads, 2, stream, FP32 * p.tokens * p.config.num_attention_heads)
-
-    def pull(grad: _Tensor) -> Iterable[_Tensor]:
-        return [p.one(run((grad, *heads, mixed, sums), 5, stream, stream, stream), qkv.nbytes)]
-
-    return p.made(mixed, (qkv,), pull)
-
-
-def _loss(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
-    """Cross entropy of all logits at once."""
-    tokens, vocab, hidden = p.tokens, p.config.vocab_size, p.config.hidden_size
-    logits = FP32 * tokens * vocab
-    log_softmax = p.one((p.cast(p.product((tokens, hidden, vocab), x, weight), logits),), logits)
-    loss, counted = p.run(((log_softmax, FP32), targets), FP32, FP32)
-
-    def pull(grad: _Tensor) -> Iterable[_Tensor]:
-        grad = p.one((grad, log_softmax, targets, counted), logits)
-        grad = p.cast(p.one((grad, log_softmax), logits), tokens * vocab * p.size)
-        grad_weight = p.product((vocab, tokens, hidden), grad, x, transposed=True)
-        return p.product((tokens, vocab, hidden), grad, weight), grad_weight
-
-    return p.made(loss, (x, weight), pull)
-
-
-def _loss_in_pieces(p: _Passes, x: _Tensor, weight: _Tensor, targets: _Tensor) -> _Tensor:
-    """The loss in pieces: forward of some tokens at a time, backward of some of the vocabulary."""
-    tokens, vocab, hidden = p.tokens, p.config.vocab_size, p.config.hidden_size
-    row, losses, log_sums = hidden * p.size, list[_Tensor](), list[_Tensor]()
-    for rows in _pieces(tokens, vocab):
-        some = targets, INT64 * rows
-        logits = p.product((rows, hidden, vocab), (x, rows * row), weight)
-        y = p.cast(logits, FP32 * rows * vocab)
-        own, _ = p.run(((p.one((y,), FP32 * rows * vocab), FP32 * rows), some), FP32 * rows, FP32)
-        ignored = p.one((some,), BOOL * rows)
-        labels = p.one((some, ignored), INT64 * rows)
-        at_label = p.one(((y, FP32 * rows), labels), FP32 * rows)
-        at_label = p.one((at_label, own), FP32 * rows)
-        losses.append(own)
-        log_sums.append(p.one((at_label, ignored), FP32 * rows))
-    joined, joined_sums = p.one(losses, FP32 * tokens), p.one(log_sums, FP32 * tokens)
-    total = p.one((joined,), FP32)
-    counted = p.one((p.one((targets,), BOOL * tokens),), INT64)
-    loss = p.one((total, counted), FP32)
-
-    def pull(grad: _Tensor) -> Iterable[_Tensor]:
-        grad = p.one((grad, counted), FP32)
-        grad_x = p.one((x,), FP32 * tokens * hidden)
-        (grad_weight,) = p.run((weight,), weight.nbytes, launched=False)
-        for columns in _pieces(vocab, tokens):
-            some, pairs = (weight, columns * row), tokens * columns
-            at_label = p.one((targets, p.one((), INT64 * columns)), BOOL * pairs)
-            y = p.cast(p.product((tokens, hidden, columns), x, some), FP32 * pairs)
-            # minus the log-sum-exp, exponential, minus 1 at the label, times the gradient
-            y = p.changed(p.changed(p.changed(p.changed(y, joined_sums)), at_label), grad)
-            part = p.cast(y, pairs * p.size)
-            grad_x = p.changed(grad_x, p.product((tokens, columns, hidden), part, some))
-            into = None if p.functional else (grad_weight, columns * row)
-            made = p.product((columns, tokens, hidden), part, x, transposed=True, into=into)
-            grad_weight = p.one((grad_weight, made), weight.nbytes) if p.functional else made
-        return p.cast(grad_x, tokens * row), grad_weight
-
-    return p.made(loss, (x, weight), pull)
+    @property
+    def launched(self) -> bool:
+        return "unlaunched" not in self.words
 
 
 def _pieces(total: int, width: int) -> Iterable[int]:
@@ -371,29 +130,121 @@ def _pieces(total: int, width: int) -> Iterable[int]:
     return (min(size, total - start) for start in range(0, total, size))
 
 
-# --- the segments of zfunc.models.gpt --------------------------------------------------------------------
+@define(eq=False)
+class _Passes:
+    """The passes of a segment of this kind, read from its lines; `tensors` has all of a name, as they are made."""
+
+    kind: str
+    sizes: dict[str, int]
+    in_place: bool
+    on_gpu: bool
+    tensors: dict[str, list[_Tensor]] = field(factory=dict[str, list[_Tensor]])
+
+    def cost(self, returned: int, *, repeats: bool, moving: bool, compiled: bool) -> SegmentCost:
+        """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there)."""
+        weights = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
+        given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {weights}"))
+        self.tensors |= {x: [_Tensor(n, given=True)] for x, n in given.items()}
+        inputs, (of_forward, of_backward) = self.tensors[next(iter(given))][0], self._lines()
+        forward, (y,) = [*self._read(of_forward)], self.tensors["y"]
+        self.tensors["d_y"] = [_Tensor(y.nbytes)]
+        backward = [*self._read(of_backward)]
+        results = {self.tensors[f"d_{x}"][-1] for x in given if f"d_{x}" in self.tensors}
+        own, read = {t for x in forward for t in x.makes}, {t for x in backward for t, _ in x.reads}
+        residuals = {t for t in read if not repeats and (t in own or t.given)}
+        kept = {t for t in residuals if not t.given}
+        backward = [*(_needed(forward, read) if repeats else ()), *backward]
+        residual_bytes = sum(t.held for t in kept)
+        return SegmentCost(
+            **_figures("forward", forward, kept | {y}, y.held + residual_bytes, compiled),
+            **_figures("backward", backward, results, returned, compiled),
+            input_bytes=inputs.held,
+            residual_bytes=residual_bytes,
+            stash_bytes=sum(t.held for t in {inputs, *(t for t in residuals if not (moving and t.given))}),
+        )
+
+    def _lines(self) -> tuple[str, str]:
+        """Forward and backward; the head has its loss at once, or in pieces where the logits are many."""
+        own, loss, pieces = (TABLE[x] for x in (self.kind, "loss", "loss_in_pieces"))
+        forward, backward, tokens, vocab = [], [], self.sizes["T"], self.sizes["V"]
+        if self.kind == "head" and 4 * tokens * vocab <= LOGITS_BYTES:
+            forward, backward = [loss["forward"]], [loss["backward"]]
+        elif self.kind == "head":
+            columns = f"{pieces['columns']}\n{pieces['in_place' if self.in_place else 'anew']}"
+            rows = (f"R := {n}\n{pieces['rows']}" for n in _pieces(tokens, vocab))
+            each = (f"C := {n}\n{columns}" for n in _pieces(vocab, tokens))
+            forward = [*rows, pieces["after_rows"]]
+            backward = [pieces["before_columns"], *each, pieces["after_columns"]]
+        return "\n".join([own["forward"], *forward]), "\n".join([*backward, own["backward"]])
+
+    def _sized(self, told: str) -> Iterator[tuple[str, int]]:
+        """The name and bytes of each "name:SIZE"."""
+        return ((x, _product(size, self.sizes)) for x, _, size in (y.partition(":") for y in told.split()))
+
+    def _read(self, lines: str) -> Iterator[_Operation]:
+        for line in filter(None, map(str.strip, lines.splitlines())):
+            names, sign, rest = re.split(r" (=|<-|:=) ?", line)
+            told, _, work = rest.partition("|")
+            if sign == ":=":
+                self.sizes[names] = int(rest)
+            elif "cast" in work and self.sizes["e"] == 4:  # it is what is read
+                self.tensors[names.partition(":")[0]] = [self._parts(told.strip())[0][0]]
+            else:
+                yield self._operation(names, told.split(), work.split(), changes=sign == "<-")
+
+    def _operation(self, names: str, told: list[str], words: list[str], *, changes: bool) -> _Operation:
+        changed = self._parts(names) if changes else []
+        reads = [*(x for name in told for x in self._parts(name)), *changed]
+        # The CPU's kernel of a transposed product sums in fp32 (`cost_trace.cpu_kernel_bytes`).
+        sums = "transposed" in words and reads[0][1] > _product("eT", self.sizes)
+        sums = sums and self.sizes["e"] == 2 and not self.on_gpu
+        made = dict[str, int]() if changes else dict(self._sized(names))
+        if changes and not self.in_place:
+            made = {names: changed[0][0].nbytes}
+        makes = [_Tensor(n) for n in made.values()]
+        for name, t in zip(made, makes, strict=True):
+            self.tensors.setdefault(name, []).append(t)
+        writes = [(t, t.nbytes) for t in makes] or changed
+        flops = sum(_product(x, self.sizes) for x in words if x[0].isdigit())
+        return _Operation(reads, writes, makes, flops, words, 2 * writes[0][1] * sums)
+
+    def _parts(self, told: str) -> list[_Part]:
+        """A tensor by its name, so many bytes of it, or all of that name."""
+        name, _, size = told.rstrip("]").partition("[")
+        if name.endswith("*"):
+            return [(t, t.nbytes) for t in self.tensors[name[:-1]]]
+        t = self.tensors[name][-1]
+        return [(t, min(t.nbytes, _product(size, self.sizes)) if size else t.nbytes)]
 
 
-def _embed(p: _Passes, tokens: _Tensor, tok: _Tensor, pos: _Tensor) -> _Tensor:
-    """The embeddings of tokens and of their positions, added."""
-    size = p.tokens * p.config.hidden_size * p.size
-
-    def pull(grad: _Tensor) -> Iterable[_Tensor]:
-        summed = p.one((grad,), pos.nbytes)
-        return [*p.run((grad, tokens), tok.nbytes, fusable=False), p.one((summed,), pos.nbytes)]
-
-    looked_up = p.one(((tok, min(tok.nbytes, size)), tokens), size)
-    return p.made(p.one((looked_up, pos), size), (tok, pos), pull)
+def _needed(forward: list[_Operation], needed: set[_Tensor]) -> list[_Operation]:
+    """The operations of forward that backward repeats."""
+    kept: list[_Operation] = []
+    for operation in reversed(forward):
+        if needed & {*operation.makes}:
+            kept.append(operation)
+            needed = needed | {t for t, _ in operation.reads}
+    return kept[::-1]
 
 
-def _block(p: _Passes, x: _Tensor, *weights: _Tensor) -> _Tensor:
-    """Attention, then MLP, each behind a norm and added to its input."""
-    ln_1, qkv, out, ln_2, up, down = zip(weights[::2], weights[1::2], strict=True)
-    middle = _add(p, x, _linear(p, _attention(p, _linear(p, _norm(p, x, *ln_1), *qkv)), *out))
-    return _add(p, middle, _linear(p, _gelu(p, _linear(p, _norm(p, middle, *ln_2), *up)), *down))
-
-
-def _head(p: _Passes, x: _Tensor, targets: _Tensor, *weights: _Tensor) -> _Tensor:
-    """The logits at once, or in pieces where they are many (`zfunc.models.loss`)."""
-    whole = FP32 * p.tokens * p.config.vocab_size <= LOGITS_BYTES
-    return (_loss if whole else _loss_in_pieces)(p, _norm(p, x, *weights[:2]), weights[2], targets)
+def _figures(
+    way: str, operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool
+) -> dict[str, Any]:
+    """The figures of a pass, which allocates `known` bytes and its workspace; all but `results` is freed early."""
+    touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
+    last = {t: n for n, tensors in enumerate(touched) for t in tensors}
+    own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0
+    for n, x in enumerate(operations):
+        if x.launched:
+            traffic.add(x.reads, x.writes, fusable="unfused" not in x.words and not x.flops)
+        live += sum(t.held for t in x.makes)
+        peak = max(peak, live + x.kernel_bytes)
+        live -= sum(t.held for t in touched[n] & own - results if last[t] == n)
+    prefix = "" if way == "forward" else "backward_"
+    return {
+        f"{prefix}flops": sum(x.flops for x in operations),
+        f"{prefix}attention_flops": sum(x.flops for x in operations if "attention" in x.words),
+        f"{prefix}moved_bytes": traffic.ended(results),
+        f"{way}_workspace": max(0, peak - known),
+        f"{way}_launches": 0 if compiled else sum(x.launched for x in operations),
+    }
