@@ -35,12 +35,7 @@ STARTS_WITHOUT_TORCH = (
 )
 INTERPRETERS = (
     *("core.plan", "core.verifier", "core.simulator", "core.hardware", "core.memory_model", "core.timeline"),
-    *(
-        "core.graph",
-        "core.bottleneck",
-        "runtime.executor",
-        "cli.report_page",
-    ),
+    *("core.graph", "runtime.executor", "cli.report_page"),
 )
 
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own

@@ -31,8 +31,8 @@ class Option:
 
     `metavar` stands for its value in the help; "" is that of its type. What of it is not in capitals is typed as it
     is: `PATH|auto`. A `positional` one has no flag. `words` are those there are to choose from, if there are.
-    `alone` is the value of its flag without one, if that may be. `name` is the flag's, where it is not the field's;
-    `read` makes the field's value of what is typed. A `common` one is in the short help.
+    `alone` is the value of its flag without one, if that may be. `name` is the flag's, where it is not the field's.
+    A `common` one is in the short help.
     """
 
     group: str
@@ -43,7 +43,6 @@ class Option:
     name: str = field(default="", kw_only=True)
     alone: str = field(default="", kw_only=True)
     common: bool = field(default=False, kw_only=True)
-    read: Callable[[Any], Any] = field(default=lambda typed: typed, kw_only=True)
     words: Collection[str] = field(kw_only=True)
 
     @words.default
@@ -197,13 +196,9 @@ def flag_fields(
 
 def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
     """The values of `settings` that the fields of `flags` give, by their names in `settings`."""
-    values: dict[str, Any] = {}
-    for f in attrs.fields(settings):
-        option: Option = f.metadata["option"]
-        name = option.name or f.name
-        if option.group and hasattr(flags, name):
-            values[f.name] = option.read(getattr(flags, name))
-    return values
+    options = {f.name: f.metadata["option"] for f in attrs.fields(settings)}
+    named = {name: x.name or name for name, x in options.items() if x.group}
+    return {name: getattr(flags, flag) for name, flag in named.items() if hasattr(flags, flag)}
 
 
 def multiple(name: str, value: int, of: str, parts: int) -> None:

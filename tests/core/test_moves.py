@@ -52,7 +52,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zfunc.core.memory_model.TIERS", graphs.TIERS)
     monkeypatch.setitem(LANES, ("host", toy), "network")
     monkeypatch.setitem(LANES, (toy, "host"), "network")
-    places = {"host": Place(lambda x: (x.at.ema(x.b),)), toy: Place(away)}
+    places = {"host": Place(otherwise=lambda x: (x.at.ema(x.b),)), toy: Place(otherwise=away)}
     monkeypatch.setitem(THINGS, "average", Thing(lambda x: x.at.ema(x.b).nbytes, places))
     monkeypatch.setitem(MOVES, "lend", Move("average", "host", toy))
     monkeypatch.setitem(MOVES, "call_back", Move("average", toy, "host"))

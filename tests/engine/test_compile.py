@@ -52,9 +52,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bucket_size": 0}, ValueError, "bucket_size: got 0, expected a whole number of at least 1"),
     ({"micro_batches": 10**400}, ValueError, "micro_batches: got 1000.* and at most 65536"),
     (
-        {"clip_norm": 0.0},
+        {"clip_norm": -1.0},
         ValueError,
-        "clip_norm: got 0.0, expected a finite .* above 0: pass None not to clip",
+        "clip_norm: got -1.0, expected a finite .* of at least 0: pass 0 to go without",
     ),
     ({"recompute": "min_cut"}, ValueError, "recompute: got 'min_cut'.*did you mean 'min-cut'"),
     ({"recompute": "none", "compile_segments": True}, ValueError, "compile_segments"),

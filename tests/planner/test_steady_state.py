@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from zfunc.core.bottleneck import bound_seconds, critical_path_of
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.timeline import bound_seconds, critical_path_of
 from zfunc.planner.candidate import FEW, step_of
 from zfunc.planner.candidate import MANY as TIMES
 

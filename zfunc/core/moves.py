@@ -20,19 +20,35 @@ from zfunc.core.spec import StepSpec
 class Item:
     """One bucket's thing, or one segment's of a micro-batch, at this point of a step."""
 
-    op: OpBuilder
     spec: StepSpec
     at: Regions
     m: int  # its micro-batch
     b: int  # its bucket or segment
 
+    @property
+    def in_group(self) -> int:
+        """The number of its micro-batch among those that pass a segment together."""
+        return self.m % self.spec.settings.group_size
+
+
+Where = Callable[[Item], tuple[Region, ...]]
+
 
 @frozen
 class Place:
-    """The place of a thing in a tier: the regions of an item, and the rings in which it takes slots."""
+    """The place of a thing in a tier: an item is in its slot of the first of these rings that it passes through,
+    or, if it passes through none, in the regions that `otherwise` finds."""
 
-    regions: Callable[[Item], tuple[Region, ...]]
     rings: tuple[str, ...] = ()
+    otherwise: Where | None = None
+
+    def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
+        """The regions of an item there. One that arrives is given a slot of each ring that it passes through."""
+        passed = [ring for ring in self.rings if x.b in x.at.rings[ring]]
+        if not passed and self.otherwise is not None:
+            return self.otherwise(x)
+        find = x.at.give if arrives and passed else x.at.slot
+        return tuple(find(ring, x.b) for ring in passed or self.rings)[:1]
 
 
 @frozen
@@ -66,24 +82,6 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 """The resource that a move from a tier to another occupies."""
 
 
-def _weights_in_memory(x: Item) -> tuple[Region, ...]:
-    """The parameters of a bucket in memory: in a page if they live on the disk."""
-    return (x.at.slot("weight_page", x.b) if x.spec.params_at(x.b) == "disk" else x.at.home(x.b),)
-
-
-def _stashed(x: Item) -> tuple[Region, ...]:
-    """The activations of a segment in pinned memory, in a page on their way to the disk or back."""
-    on_disk = x.spec.activations_at(x.b) == "disk"
-    return (
-        x.at.slot("act_page", x.b) if on_disk else x.at("host_act", x.m % x.spec.settings.group_size, x.b),
-    )
-
-
-def _arrived(x: Item) -> tuple[Region, ...]:
-    """A gradient on the host: in a slot if it is to be applied or added at once, or where it waits."""
-    return (x.at.slot("host_slot", x.b) if x.spec.lands(x.b) else x.at.gradient_to_apply(x.b),)
-
-
 def _new_params(x: Item) -> tuple[Region, ...]:
     """The new parameters of a bucket, unless they are the high half of its master, which memory or a slot has."""
     if not x.spec.sends_high_half(x.b):
@@ -91,62 +89,61 @@ def _new_params(x: Item) -> tuple[Region, ...]:
     return x.at.paged(x.b) if x.b in x.spec.paged else (x.at.high_half(x.b),)
 
 
-def _slot(buffer: str) -> Place:
-    """A slot of a ring."""
-    return Place(lambda x: (x.at.slot(buffer, x.b),), (buffer,))
+def _stashed_bytes(x: Item) -> int:
+    return x.at("host_act", 0, x.b).nbytes
 
 
-_EXTENT = Place(lambda x: (x.at("extent", x.b),))
+_STASHED = Place(("act_page",), lambda x: (x.at("host_act", x.in_group, x.b),))
+_EXTENT = Place(otherwise=lambda x: (x.at("extent", x.b),))
+_STATE = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
 
 THINGS: dict[str, Thing] = {
     "weights": Thing(
-        lambda x: x.at.weight_bytes(x.b),
+        lambda x: x.spec.weight_bytes(x.b),
         {
-            "device": _slot("weight_slot"),
-            "pinned": Place(_weights_in_memory, ("weight_page",)),
+            "device": Place(("weight_slot",)),
+            "pinned": Place(("weight_page",), lambda x: (x.at.home(x.b),)),
             "disk": _EXTENT,
         },
     ),
     "activations": Thing(
-        lambda x: x.at("host_act", 0, x.b).nbytes,
+        _stashed_bytes,
         {
-            "device": Place(lambda x: x.op.for_backward(x.m, x.b), ("act_slot",)),
-            "pinned": Place(_stashed, ("act_page",)),
-            "disk": Place(lambda x: (x.at("disk_act", x.m % x.spec.settings.group_size, x.b),)),
+            "device": Place(otherwise=lambda x: x.at.left_by_forward(x.m, x.b)),
+            "pinned": _STASHED,
+            "disk": Place(otherwise=lambda x: (x.at("disk_act", x.in_group, x.b),)),
         },
     ),
+    "activations for backward": Thing(_stashed_bytes, {"device": Place(("act_slot",)), "pinned": _STASHED}),
+    # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
+    # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.
     "gradient": Thing(
         lambda x: x.at.shard_bytes(x.b, x.at.delivered_bytes),
         {
-            "device": Place(lambda x: (x.at.delivered(x.b),)),
-            "pinned": Place(_arrived, ("host_slot", "grad_page")),
+            "device": Place(otherwise=lambda x: (x.at.delivered(x.b),)),
+            "pinned": Place(("host_slot", "grad_page"), lambda x: (x.at.waiting(x.b),)),
         },
     ),
     "waiting gradient": Thing(
         lambda x: x.at.spilled(x.b).nbytes,
-        {"pinned": _slot("grad_page"), "disk": Place(lambda x: (x.at.spilled(x.b),))},
+        {"pinned": Place(("grad_page",)), "disk": Place(otherwise=lambda x: (x.at.spilled(x.b),))},
     ),
     "squares": Thing(
         lambda x: x.at("squares", x.b).nbytes,
         {
-            "device": Place(lambda x: (x.at("squares", x.b),)),
-            "pinned": Place(lambda x: (x.at("host_squares", x.b),)),
+            "device": Place(otherwise=lambda x: (x.at("squares", x.b),)),
+            "pinned": Place(otherwise=lambda x: (x.at("host_squares", x.b),)),
         },
     ),
-    "state": Thing(
-        lambda x: x.spec.extent(x.b).moved_bytes, {"pinned": _slot("state_slot"), "disk": _EXTENT}
-    ),
-    # With what memory has of it, too.
-    "whole state": Thing(
-        lambda x: x.spec.extent(x.b).nbytes, {"pinned": _slot("state_slot"), "disk": _EXTENT}
-    ),
+    "state": Thing(lambda x: x.spec.extent(x.b).moved_bytes, _STATE),
+    "whole state": Thing(lambda x: x.spec.extent(x.b).nbytes, _STATE),  # with what memory has of it, too
     "direction": Thing(
         lambda x: x.at.shard_bytes(x.b, BF16),
-        {"device": _slot("direction_shard"), "pinned": _slot("host_direction")},
+        {"device": Place(("direction_shard",)), "pinned": Place(("host_direction",))},
     ),
     "new parameters": Thing(
         lambda x: x.at.shard_bytes(x.b, x.spec.element_bytes),
-        {"pinned": Place(_new_params), "device": Place(lambda x: (x.at.params(x.b),))},
+        {"pinned": Place(otherwise=_new_params), "device": Place(otherwise=lambda x: (x.at.params(x.b),))},
     ),
 }
 
@@ -156,7 +153,7 @@ MOVES: dict[str, Move] = {
     "stash": Move("activations", "device", "pinned"),
     "spill_act": Move("activations", "pinned", "disk"),
     "unspill_act": Move("activations", "disk", "pinned"),
-    "unstash": Move("activations", "pinned", "device"),
+    "unstash": Move("activations for backward", "pinned", "device"),
     "to_host": Move("gradient", "device", "pinned"),
     "squares_to_host": Move("squares", "device", "pinned"),
     "spill": Move("waiting gradient", "pinned", "disk"),
@@ -174,15 +171,11 @@ MOVES: dict[str, Move] = {
 def move(op: OpBuilder, verb: str, *index: int) -> Op:
     """The operation of this verb on a bucket, or on a micro-batch, then a segment or bucket, then more."""
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
-    x = Item(op, op.spec, op.at, index[0], index[min(1, len(index) - 1)])
-    source, to = thing.places[row.source], thing.places[row.to]
+    x = Item(op.spec, op.at, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
-    leaves = source.regions(x)
-    for ring in to.rings:
-        if x.b in op.at.rings[ring]:
-            op.at.rings[ring].give(x.b)
+    leaves = thing.places[row.source].of(x, arrives=False)
     number = op.number(verb, *index)
-    arrives = to.regions(x)
+    arrives = thing.places[row.to].of(x, arrives=True)
     nbytes = thing.nbytes(x)
     return Op(
         verb,

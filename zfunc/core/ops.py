@@ -5,13 +5,13 @@ exactly these regions; dependencies, memory and plans are derived from them.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from attrs import define, field
 
-from zfunc.core.graph import Kind, Op, Region
-from zfunc.core.optimizer_state import moment_buffers, weight_buffers
+from zfunc.core.graph import Op, Region
+from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.errors import PlanError, did_you_mean
@@ -74,12 +74,6 @@ class OpBuilder:
         weights = (at.slot("weight_slot", b) if self.spec.streamed(b) else at.params(b) for b in used)
         return (*weights, *at.some("constants"))
 
-    def for_backward(self, m: int, s: int) -> tuple[Region, ...]:
-        """The activations that backward of segment `s` reads: in their slot, or as forward left them."""
-        if self.times["unstash", (m, s)]:
-            return (self.at.slot("act_slot", s),)
-        return (*self.at.left_by_forward(m, s), *self.at.room(s))
-
     def forward(self, m: int, s: int) -> Op:
         """Run segment `s`; the last one returns the loss, and auxiliary outputs. Residuals are kept unless backward
         recomputes them.
@@ -115,11 +109,13 @@ class OpBuilder:
         above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
         below = (at("grad_act", m, s),) if s > layout.first_trainable else ()
         grads = (at("grads", m, s),) if layout.buckets_of(s) else ()
+        stashed = self.spec.activations_at(s) != "device"
+        kept = (at.slot("act_slot", s),) if stashed else at.left_by_forward(m, s)
         return Op(
             "backward",
             (m, s),
             "compute",
-            (*self._weights(s), *self.for_backward(m, s), *above),
+            (*self._weights(s), *kept, *above),
             (*below, *grads),
             flops=cost.backward_flops,
             nbytes=cost.backward_moved_bytes,
@@ -237,12 +233,28 @@ class OpBuilder:
 
     # --- the update -----------------------------------------------------------------------------------------
 
-    def _where(self, verb: str, b: int) -> tuple[str, Kind]:
-        """The verb and the resource of an operation on the state of bucket `b`, where that is."""
-        return (f"{verb}_on_device", "compute") if b in self.spec.resident else (verb, "host")
-
-    def _workspace(self, b: int) -> int:
-        return self.spec.update_workspace if b in self.spec.resident else 0
+    def _on_state(
+        self,
+        verb: str,
+        index: tuple[int, ...],
+        reads: Iterable[Region],
+        writes: Iterable[Region],
+        nbytes: int,
+        *,
+        named: bool = True,
+    ) -> Op:
+        """An operation on the state of a bucket, after the decision: on the host, or on the device, where one of
+        another stage is `named` so."""
+        on_device = index[-1] in self.spec.resident
+        return Op(
+            f"{verb}_on_device" if on_device and named else verb,
+            index,
+            "compute" if on_device else "host",
+            (self.at("decision"), *reads),
+            tuple(writes),
+            nbytes=nbytes,
+            workspace=self.spec.update_workspace if on_device else 0,
+        )
 
     def _gradient(self, b: int) -> Region:
         """The gradient that an update reads: where it waits, or in the slot where it has arrived."""
@@ -258,17 +270,9 @@ class OpBuilder:
         """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
         host or, as `momentum_on_device`, where the state is there."""
         state = self._updated(b, weight_buffers(self._format(b)))
-        nbytes = 2 * self._moment_bytes(b) + self.at.waiting_bytes(b) + self.at.shard_bytes(b, BF16)
-        verb, kind = self._where("momentum", b)
-        return Op(
-            verb,
-            (b,),
-            kind,
-            (self.at("decision"), self._gradient(b), *state),
-            (*state, self.at.give(self._direction(b), b)),
-            nbytes=nbytes,
-            workspace=self._workspace(b),
-        )
+        grad, direction = self._gradient(b), self.at.give(self._direction(b), b)
+        nbytes = 2 * self._moment_bytes(b) + self.at.waiting(b).nbytes + self.at.shard_bytes(b, BF16)
+        return self._on_state("momentum", (b,), (grad, *state), (*state, direction), nbytes)
 
     momentum_on_device = momentum
 
@@ -299,29 +303,22 @@ class OpBuilder:
         host or, as `measure_on_device`, where the state is there."""
         if i == 0:
             self.at.rings["measured"].give(b)
-        kept, joined = (self.at.measuring(b),), self._joined_of(b, i)
-        verb, kind = self._where("measure", b)
-        return Op(
-            verb,
-            (i, b),
-            kind,
-            (self.at("decision"), self._gradient(b), *self._updated(b), *joined, *(kept if i else ())),
-            (self.at.measures("measured", i, b), *kept),
-            nbytes=self._bytes_to_measure(b) // len(self.spec.rounds(b)),
-            workspace=self._workspace(b),
-        )
+        kept, own = self.at.measures("measuring", b), self.at.measures("measured", b, i)
+        reads = self._gradient(b), *self._updated(b), *self._joined_of(b, i), *((kept,) if i else ())
+        nbytes = self._bytes_to_measure(b) // len(self.spec.rounds(b))
+        return self._on_state("measure", (i, b), reads, (own, kept), nbytes)
 
     measure_on_device = measure
 
     def join_measures(self, i: int, b: int) -> Op:
         """Join what all ranks have measured in round `i`."""
         nbytes = 2 * self.spec.update_work[b].measured[i] * (self.spec.world - 1) // self.spec.world
-        own, joined = (self.at.measures(x, i, b) for x in ("measured", "joined"))
+        own, joined = (self.at.measures(x, b, i) for x in ("measured", "joined"))
         return Op("join_measures", (i, b), "network", (self.at("decision"), own), (joined,), nbytes=nbytes)
 
     def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
         """The joined measures of bucket `b` after so many rounds, or after all."""
-        return tuple(self.at.measures("joined", i, b) for i in self.spec.rounds(b)[:rounds])
+        return tuple(self.at.measures("joined", b, i) for i in self.spec.rounds(b)[:rounds])
 
     def update(self, b: int) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, the optimizer, and the copy for the device; or,
@@ -340,16 +337,8 @@ class OpBuilder:
         else:
             copy = (at.params(b) if spec.params_at(b) != "device" else at.give("param_slot", b),)
         kept = copy if resident or spec.params_at(b) != "device" else ()  # by a step that is skipped
-        verb, kind = self._where("update", b)
-        return Op(
-            verb,
-            (b,),
-            kind,
-            (at("decision"), grad, *state, *kept, *self._joined_of(b)),
-            (*state, *copy),
-            nbytes=self._sweep_bytes(b),
-            workspace=self._workspace(b),
-        )
+        reads = grad, *state, *kept, *self._joined_of(b)
+        return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
 
     update_on_device = update
 
@@ -357,15 +346,8 @@ class OpBuilder:
         """Move the average of the weights of bucket `b` towards the new ones."""
         names, average = weight_buffers(self._format(b)), self.at.ema(b)
         weights = tuple(r for r in self.at.bucket_state(b) if r.buffer in names)
-        return Op(
-            "average",
-            (b,),
-            "compute" if b in self.spec.resident else "host",
-            (self.at("decision"), *weights, average),
-            (average,),
-            nbytes=2 * average.nbytes + sum(r.nbytes for r in weights),
-            workspace=self._workspace(b),
-        )
+        nbytes = 2 * average.nbytes + sum(r.nbytes for r in weights)
+        return self._on_state("average", (b,), (*weights, average), (average,), nbytes, named=False)
 
     def all_gather(self, b: int) -> Op:
         """Gather the new slices of bucket `b` from all ranks."""
@@ -394,25 +376,26 @@ class OpBuilder:
         One of whole parameters has measured them, or `measure` has. One of whole matrices moves the weights alone,
         and the direction: `momentum` has moved the rest.
         """
-        numel = self.spec.layout.buckets[b].numel // self.spec.world
-        state = sum(x.nbytes(numel) for x in self.spec.state_buffers(b))
+        state = self._bytes_of(b, self.spec.state_buffers(b))
         copied = 0 if self.spec.sends_high_half(b) else self.at.shard_bytes(b, self.spec.element_bytes)
         if self.spec.whole_matrices(b):
             return 2 * (state - self._moment_bytes(b)) + self.at.shard_bytes(b, BF16) + copied
         measured = 0 if self.spec.rounds(b) else self._bytes_to_measure(b)
-        return measured + 2 * state + self.at.waiting_bytes(b) + copied
+        return measured + 2 * state + self.at.waiting(b).nbytes + copied
 
     def _bytes_to_measure(self, b: int) -> int:
         """Bytes that are read to measure whole parameters: the gradient three times, and the weights."""
-        numel = self.spec.layout.buckets[b].numel // self.spec.world
         kinds = self.spec.state_buffers(b)
         if not any(x.whole for x in kinds):
             return 0
-        return 3 * self.at.waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
+        return 3 * self.at.waiting(b).nbytes + self._bytes_of(b, [x for x in kinds if not x.whole])
 
     def _moment_bytes(self, b: int) -> int:
-        numel = self.spec.layout.buckets[b].numel // self.spec.world
-        return sum(x.nbytes(numel) for x in moment_buffers(self._format(b)))
+        return self._bytes_of(b, moment_buffers(self._format(b)))
+
+    def _bytes_of(self, b: int, kinds: Iterable[StateBuffer]) -> int:
+        """Bytes of these buffers of a rank's state of bucket `b`."""
+        return sum(x.nbytes(self.spec.shard_numel(b)) for x in kinds)
 
     # --- checkpoints, and the state on the disk -----------------------------------------------------------------
 
@@ -464,10 +447,7 @@ class OpBuilder:
         return Op("commit", (), kind, reads, (self.at("committed"),))
 
 
-_NO_VERBS = ("number", "for_backward")
 VERBS = tuple(
-    name
-    for name, value in vars(OpBuilder).items()
-    if callable(value) and name[0] != "_" and name not in _NO_VERBS
+    name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_" and name != "number"
 )
 """The verbs of the operations that `OpBuilder` constructs."""

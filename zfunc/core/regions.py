@@ -10,7 +10,7 @@ from attrs import evolve, field, frozen
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
 from zfunc.core.layout import round_up
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, measuring_room
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, measuring_room
 from zfunc.core.slots import Ring, Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
 
@@ -92,6 +92,14 @@ REGIONS: dict[str, Row] = {
     # of a bucket
     "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
     "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
+    # of stage 1; in another a gradient has a slot of this name
+    "grad_slot": Row(
+        lambda spec, b: spec.layout.buckets[b].numel * spec.element_bytes,
+        "device",
+        "program",
+        "compute",
+        "grad",
+    ),
     "extent": Row(_extent_bytes, "disk", "state", "uint8", "state"),  # its state, or frozen parameters
     "sent": Row(_none, "host"),  # and of a delivery: it orders a collective before the decision
     # of the step
@@ -158,7 +166,7 @@ class Regions:
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
         tier: Tier = "pinned" if spec.params_at(b) != "device" else "device"
-        return Region(buffer, (b,), self.weight_bytes(b), tier, "state", "compute", "params")
+        return Region(buffer, (b,), spec.weight_bytes(b), tier, "state", "compute", "params")
 
     @_once
     def home(self, b: int) -> Region:
@@ -177,22 +185,18 @@ class Regions:
         kept = not self.spec.recompute[s] or s in self.spec.stateful
         return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
 
-    def measures(self, buffer: str, i: int, b: int) -> Region:
-        """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined")."""
-        nbytes = max(work.measured[i] for work in self.spec.update_work if work.measured)
-        return self._of_measures(buffer, (i, self._measured(b)), nbytes, b in self.spec.resident)
-
-    def measuring(self, b: int) -> Region:
-        """The buffer that a rank keeps for a bucket from one round of measures to the next."""
-        largest = max(self.shard_bytes(b, 1) for b, x in enumerate(self.spec.update_work) if x.measured)
-        nbytes = measuring_room(0, largest).stop * FP64
-        return self._of_measures("measuring", (self._measured(b),), nbytes, b in self.spec.resident)
-
-    def _measured(self, b: int) -> int:
-        return self.rings["measured"].slot(b).number
+    def measures(self, buffer: str, b: int, *i: int) -> Region:
+        """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined"); or,
+        without a round, the buffer that a rank keeps from one to the next ("measuring")."""
+        return self._measures(buffer, b in self.spec.resident, *i, self.rings["measured"].slot(b).number)
 
     @_once
-    def _of_measures(self, buffer: str, index: tuple[int, ...], nbytes: int, on_device: bool) -> Region:
+    def _measures(self, buffer: str, on_device: bool, *index: int) -> Region:
+        work = {b: x.measured for b, x in enumerate(self.spec.update_work) if x.measured}
+        if buffer == "measuring":
+            nbytes = measuring_room(0, max(map(self.spec.shard_numel, work))).stop * FP64
+        else:
+            nbytes = max(measured[index[0]] for measured in work.values())
         buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
         return Region(buffer, index, nbytes, tier, "program", "fp64", "measures")
 
@@ -218,12 +222,7 @@ class Regions:
 
     def gradient(self, b: int) -> Region:
         """The flat gradient of a bucket on the device: in a slot, or in stage 1 in a buffer of its own."""
-        return self._own_gradient(b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
-
-    @_once
-    def _own_gradient(self, b: int) -> Region:
-        nbytes = self.spec.layout.buckets[b].numel * self.spec.element_bytes
-        return Region("grad_slot", (b,), nbytes, "device", "program", "compute", "grad")
+        return self("grad_slot", b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
 
     def delivered(self, b: int) -> Region:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
@@ -235,10 +234,10 @@ class Regions:
         return (Region("act_room", (ring.slot(s).number,)),) if s in ring else ()
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
-        """The activations that forward of a segment leaves for backward: input, residuals, maybe its output."""
+        """What forward of a segment leaves on the device for backward: its input, residuals, maybe its output."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
-        return (self("act", m, s), *kept, *((self("act", m, s + 1),) if output else ()))
+        return (self("act", m, s), *kept, *((self("act", m, s + 1),) if output else ()), *self.room(s))
 
     def sum(self, b: int, d: int) -> Region:
         """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
@@ -259,19 +258,16 @@ class Regions:
         """Bytes of an element of a gradient that leaves the device."""
         return FP32 if self.spec.sums_on_device else self.spec.element_bytes
 
-    def weight_bytes(self, b: int) -> int:
-        """Bytes of the parameters of a bucket, or of the slice of them that a rank keeps."""
-        return self.spec.kept_numel(b) * self.spec.element_bytes
-
     def shard_bytes(self, b: int, element_bytes: int) -> int:
         """Bytes of this rank's slice of a bucket."""
-        return self.spec.layout.weights(b).numel // self.spec.world * element_bytes
+        return self.spec.shard_numel(b) * element_bytes
 
     @_once
     def waiting(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
         added = self.spec.added(b)
-        nbytes, dtype = self.waiting_bytes(b), "fp32" if added else "compute"
+        nbytes = self.shard_bytes(b, FP32 if added else self.spec.element_bytes)
+        dtype = "fp32" if added else "compute"
         if b in self.spec.resident:
             buffer = "device_sum" if added else "device_grad"
             return Region(buffer, (b,), nbytes, "device", "program", dtype, "grad_shard")
@@ -279,11 +275,6 @@ class Regions:
         # It waits for the next step, or in this one.
         lifetime = "state" if self.spec.deferred else "program"
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
-
-    def waiting_bytes(self, b: int) -> int:
-        """Bytes of the gradient of a bucket that waits for its update."""
-        added = self.spec.added(b)
-        return self.shard_bytes(b, FP32 if added else self.spec.element_bytes)
 
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
@@ -314,21 +305,20 @@ class Regions:
         kinds = self.spec.state_buffers(b)
         if b in self.spec.paged:
             kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
-        return tuple(self._kept(b, x) for x in kinds)
+        numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.settings.precision == "bf16" else ""
+        tiers: dict[str, Tier] = {x.name: "pinned" if x.name == sent else "host" for x in kinds}
+        if b in self.spec.resident:
+            tiers = dict.fromkeys(tiers, "device")
+        return tuple(
+            Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state") for x in kinds
+        )
 
     @_once
     def ema(self, b: int) -> Region:
         """The moving average of the weights of a bucket, where its state is."""
-        nbytes = EMA.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
+        nbytes = EMA.nbytes(self.spec.shard_numel(b))
         where: Tier = "device" if b in self.spec.resident else "host"
         return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema")
-
-    def _kept(self, b: int, kind: StateBuffer) -> Region:
-        """One buffer of a bucket's optimizer state."""
-        tier: Tier = "pinned" if self.spec.settings.precision == "bf16" and kind.name == HIGH_HALF else "host"
-        nbytes = kind.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
-        where = "device" if b in self.spec.resident else tier
-        return Region(kind.name, (b,), nbytes, where, "state", kind.dtype, "state")
 
     def high_half(self, b: int) -> Region:
         """The half of a split master that the device gets as it is."""
@@ -366,7 +356,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     used = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
     slots = {b: n * spec.element_bytes for b, n in weights.items()}
     yield Ring.reused("weight_slot", slots, used, settings.weight_slots)
-    pages = {b: whole_blocks(at.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
+    pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     read = [[b for b in own if b in pages] for own in used]
     yield Ring.reused("weight_page", pages, read, settings.weight_slots)
     sums = {b: at.shard_bytes(b, FP32) for b in spec.offloaded if spec.sums_on_device}

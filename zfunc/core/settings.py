@@ -71,34 +71,22 @@ def _setting(
     help: str,
     detail: str = "",
     *,
-    typed: Check | None = None,
     note: str = "",
     tries: tuple[Any, ...] = (),
     **more: Any,
 ) -> Any:
-    """A field. Its flag is checked as the setting is, of what `read` makes of it, but has "auto" only where a
-    command offers it; `typed` is another check of the flag. `more` goes to its Option.
+    """A field. Its flag is checked as the setting is, but has "auto" only where a command offers it. `more` goes to
+    its Option.
 
     `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
     for what it computes.
 
     `detail` is added to `help` in documentation, `note` in the help of commands. Without a `group` it has no flag.
     """
-    if typed is None and isinstance(check, OneOf):
-        typed = evolve(check, names=[x for x in check.names if x != AUTO])
-    elif typed is None and (read := more.get("read")):
-        typed = partial(_check_text, check, read)
-    option = Option(group, help + note, typed or check, **more)
+    typed = evolve(check, names=[x for x in check.names if x != AUTO]) if isinstance(check, OneOf) else check
+    option = Option(group, help + note, typed, **more)
     documentation = f"{help}. {detail}" if detail else f"{help}."
     return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation, TRIES: tries})
-
-
-def _check_text(check: Check, read: Callable[[Any], Any], name: str, text: str) -> None:
-    """Check what was typed. Raises ValueError alone."""
-    try:
-        check(name, read(text))
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
@@ -134,30 +122,26 @@ def _schedule(name: str, value: Any) -> Any:
 
 
 def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
-    """A check that a value is one of `words`, or the `other`, which `check` takes."""
+    """A check that a value is one of `words`, or the `other`, a number as text too, which `check` takes."""
 
     def either(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             return check(name, value)
-        if value not in words:
-            raise ValueError(f"{name}: got {value!r}, expected {_names(words)}, or {other}: choose one")
-        return value
+        if value in words:
+            return value
+        try:
+            typed = int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            expected = f"{_names(words)}, or {other}"
+            raise ValueError(f"{name}: got {value!r}, expected {expected}: choose one") from None
+        return check(name, typed)
 
     return either
 
 
-def _or_none(typed: float) -> float | None:
-    return typed or None
-
-
-def _read_number(typed: str) -> str | int:
-    return int(typed) if typed.isdecimal() else typed
-
-
-def _read_share(typed: str) -> str | float:
-    with suppress(ValueError):
-        return float(typed)
-    return typed
+def _clip_norm(name: str, value: Any) -> float | None:
+    """A norm, or None for 0, which does not clip."""
+    return not_negative(name, value) or None
 
 
 def _persistent(name: str, value: Any) -> int | str:
@@ -170,7 +154,7 @@ def _persistent(name: str, value: Any) -> int | str:
         raise ValueError(
             f"{name}: got {value!r}, expected names of segments or parameters, joined by commas: name some"
         )
-    return _read_number(value)
+    return int(value) if value.isdecimal() else value
 
 
 def _swap(name: str, value: Any) -> tuple[str, ...]:
@@ -252,14 +236,12 @@ class StepSettings:
     )
     clip_norm: float | None = _setting(
         None,
-        partial(number, positive=True, hint="pass None not to clip"),
+        _clip_norm,
         "step",
         "largest global gradient norm",
-        "None does not clip. As `torch.nn.utils.clip_grad_norm_`; no update starts before the norm is known.",
+        "None or 0 does not clip. As `torch.nn.utils.clip_grad_norm_`; no update starts before the norm is known.",
         note="; 0 does not clip",
-        typed=not_negative,
         name="clip",
-        read=_or_none,
     )
     norms: bool = _setting(
         False,
@@ -275,18 +257,16 @@ class StepSettings:
         "order of micro-batches: horizontal (one by one), vertical (all pass a segment, then the next), or so many",
         "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
         "every one of them leaves for backward. Automatic is vertical where parameters are not on the device.",
-        read=_read_number,
         metavar=f"{AUTO}|horizontal|vertical|N",
         tries=("horizontal", "vertical", 2, 4, 8),
     )
-    stage: Literal[1, 2, 3] = _setting(
+    stage: int = _setting(
         2,
         partial(whole, least=1, most=3),
         "step",
         "ZeRO stage of several ranks: 3 shards parameters too, 2 reduces each micro-batch's gradient, 1 their sum",
         "In stage 3 a segment's parameters are gathered before its forward and backward. The sum of stage 1 is on "
         "the device, not sharded, and has the dtype of `precision`.",
-        read=_read_number,
         metavar="1|2|3",
         tries=(1, 2, 3),
     )
@@ -326,7 +306,6 @@ class StepSettings:
         "parameters that stay on the device where others are streamed: of at most so many elements, or by name",
         "Same result. Names are those of segments or parameters, joined by commas, a number among them: "
         '"embed,head,100000". Without effect where parameters are on the device and not sharded.',
-        read=_read_number,
         metavar="N|NAME,...",
         tries=(AUTO, 0),
     )
@@ -387,7 +366,6 @@ class StepSettings:
         "offload",
         "share of the optimizer state on the host, 0 to 1; the rest stays on the device",
         'In whole buckets, which are smaller below 1. "auto", with `example`: as much stays on the device as fits.',
-        read=_read_share,
         metavar=f"X|{AUTO}",
         tries=(AUTO,),
     )
@@ -615,46 +593,29 @@ class StepSettings:
 def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
     """Settings that exclude each other: one, whether it is given, another, whether it is, what is expected."""
     off_device, in_memory = s.params_on in ("host", DISK), s.state_on not in (DISK, AUTO)
-    all_or = "'all' or 'min-cut': "
-    left = all_or + "what backward keeps would be parameters of forward, which have left the device by then"
-    yield "compile_segments", s.compile_segments, "recompute", s.keeps_all, f"{all_or}leave one out"
-    yield "params_on", off_device, "recompute", s.keeps_all, left
-    yield "stage", s.stage == 3, "recompute", s.keeps_all, left
-    yield (
-        "activations_on",
-        s.stashes,
-        "recompute",
-        s.keeps_all,
-        f"{all_or}what autograd keeps cannot be moved",
-    )
-    sliced = "2 or 3: pass one of them, or leave stage out"
-    yield "stage", s.stage == 1, "params_on", off_device, sliced
-    yield "stage", s.stage == 1, "accumulate", s.group_size > 1, sliced
-    swaps = s.swap and not s.spills_activations and s.activations_on != AUTO
-    for name, given in (
-        ("params_on", s.params_on == DISK),
-        ("grads_on", s.grads_on == DISK),
-        ("swap", swaps),
+    left = "what backward keeps would be parameters of forward, which have left the device by then"
+    for name, given, why in (
+        ("compile_segments", s.compile_segments, "leave one out"),
+        ("params_on", off_device, left),
+        ("stage", s.stage == 3, left),
+        ("activations_on", s.stashes, "what autograd keeps cannot be moved"),
     ):
-        expected = "state_on='disk'" + " or activations_on='disk'" * (name == "swap")
-        yield name, given, "state_on", in_memory, f"{expected}: pass that, or leave it out"
-    yield (
-        "disk_ratio",
-        s.disk_ratio != 1,
-        "state_on",
-        in_memory,
-        "state_on='disk': pass that, or leave it out",
-    )
-    for place in ("state_on", "params_on", "grads_on"):
-        there, one = getattr(s, place) == DISK, "one of the two: leave the other out; "
-        yield place, there, "ema", s.ema is not None, f"{one}a swap space has no averages"
-        yield (
-            place,
-            there,
-            "offload_ratio",
-            s.offload_ratio != 1,
-            f"{one}disk_ratio keeps a part of it on the host",
-        )
+        yield name, given, "recompute", s.keeps_all, f"'all' or 'min-cut': {why}"
+    for name, given in (("params_on", off_device), ("accumulate", s.group_size > 1)):
+        yield "stage", s.stage == 1, name, given, "2 or 3: pass one of them, or leave stage out"
+    for name, given, or_else in (
+        ("params_on", s.params_on == DISK, ""),
+        ("grads_on", s.grads_on == DISK, ""),
+        ("swap", s.swap and not s.needs_folders and s.activations_on != AUTO, " or activations_on='disk'"),
+        ("disk_ratio", s.disk_ratio != 1, ""),
+    ):
+        expected = f"state_on='disk'{or_else}: pass that, or leave it out"
+        yield name, given, "state_on", in_memory, expected
+    for name in ("state_on", "params_on", "grads_on"):
+        there, one = getattr(s, name) == DISK, "one of the two: leave the other out; "
+        yield name, there, "ema", s.ema is not None, f"{one}a swap space has no averages"
+        kept = f"{one}disk_ratio keeps a part of it on the host"
+        yield name, there, "offload_ratio", s.offload_ratio != 1, kept
 
 
 def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> StepSettings:

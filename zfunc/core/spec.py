@@ -106,21 +106,15 @@ class StepSpec:
         if automatic := self.settings.automatic:
             raise ValueError(f"{automatic[0]}: got 'auto', expected what it stands for: pass that")
         self.settings.check_shares(count)
-
-    @resident.validator  # pyright: ignore
-    def _check_resident(self, _: object, resident: frozenset[int]) -> None:
-        if unknown := resident - set(range(len(self.layout.buckets))):
-            raise ValueError(
-                f"resident: got buckets {sorted(unknown)}, expected some of 0 to {len(self.layout.buckets) - 1}: "
-                "make it with zfunc.core.bucketing.resident_buckets"
-            )
-
-    @paged.validator  # pyright: ignore
-    def _check_paged(self, _: object, paged: frozenset[int]) -> None:
-        if wrong := paged - set(self.offloaded):
-            raise ValueError(
-                f"paged: got buckets {sorted(wrong)}, expected some of those whose state is not on the device"
-            )
+        for name, given, known in (
+            ("resident", self.resident, {*range(len(self.layout.buckets))}),
+            ("paged", self.paged, {*self.offloaded}),
+        ):
+            if unknown := given - known:
+                raise ValueError(
+                    f"{name}: got buckets {sorted(unknown)}, expected some of {sorted(known)}: make it with "
+                    "zfunc.core.bucketing"
+                )
 
     @property
     def element_bytes(self) -> int:
@@ -190,7 +184,7 @@ class StepSpec:
         return tuple(self._extent(b.index) for b in (*self.layout.buckets, *self.layout.frozen_buckets))
 
     def _extent(self, b: int) -> Extent:
-        numel = self.layout.weights(b).numel // self.world
+        numel = self.shard_numel(b)
         if b >= len(self.layout.buckets):
             frozen_parameters = [(FROZEN, numel * self.element_bytes)]
             here = self.params_at(b) == "disk"
@@ -342,9 +336,13 @@ class StepSpec:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
         return self.settings.stage == 3 and self.world > 1 and not self.layout.weights(b).persistent
 
-    def kept_numel(self, b: int) -> int:
-        """The elements that a rank keeps of the parameters of bucket `b`, trainable or frozen."""
-        return self.layout.weights(b).numel // (self.world if self.sharded(b) else 1)
+    def weight_bytes(self, b: int) -> int:
+        """Bytes of the parameters of bucket `b`, trainable or frozen, or of the slice of them that a rank keeps."""
+        return self.layout.weights(b).numel // (self.world if self.sharded(b) else 1) * self.element_bytes
+
+    def shard_numel(self, b: int) -> int:
+        """The elements of a rank's slice of bucket `b`, trainable or frozen."""
+        return self.layout.weights(b).numel // self.world
 
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""

@@ -9,13 +9,19 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
 from zfunc.core.plan import Plan
 from zfunc.core.settings import DISK
-from zfunc.core.timeline import Timeline
+from zfunc.core.timeline import (
+    Bound,
+    Timeline,
+    bound_seconds,
+    bounds_in_words,
+    critical_path_of,
+    largest_shares,
+)
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile
 from zfunc.planner.suggestions import Suggestion

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.plan import Plan
-from zfunc.core.timeline import Event, Timeline
+from zfunc.core.timeline import Event, Timeline, bound_by, bounds_in_words, critical_path_of
 from zfunc.units import format_seconds
 from zfunc.viz.legend import Timelines, timeline_tuple, verb_of
 

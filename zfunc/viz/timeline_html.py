@@ -10,11 +10,18 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by, last_of
 from zfunc.core.display import html_table
 from zfunc.core.graph import KINDS
 from zfunc.core.plan import Plan
-from zfunc.core.timeline import Timeline
+from zfunc.core.timeline import (
+    Timeline,
+    bound_by,
+    bounds_in_words,
+    critical_path_of,
+    events_of,
+    held_up_by,
+    last_of,
+)
 from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
 from zfunc.viz.legend import Timelines, colour_of, legend_summary, timeline_tuple, verbs_of

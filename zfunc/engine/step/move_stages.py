@@ -127,6 +127,7 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
 THINGS: dict[str, Stage] = {
     "weights": weights,
     "activations": activations,
+    "activations for backward": activations,
     "gradient": own_slice,
     "squares": squares,
     "waiting gradient": waiting_gradient,
