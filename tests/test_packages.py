@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_445, 4_900),
-    "schedules and ground": (845, 800),
+    "core": (5_337, 4_900),
+    "schedules and ground": (840, 800),
     "runtime": (3_046, 3_100),
     "optim": (3_060, 2_900),
     "checkpoint": (3_093, 3_000),
-    "engine": (6_250, 5_200),
-    "viz": (987, 1_000),
-    "planner": (2_828, 2_600),
+    "engine": (6_255, 5_200),
+    "viz": (993, 1_000),
+    "planner": (2_834, 2_600),
     "models": (2_807, 2_800),
-    "train": (4_251, 3_900),
-    "cli": (2_197, 2_200),
-    "tests": (33_716, 24_000),
+    "train": (4_250, 3_900),
+    "cli": (2_196, 2_200),
+    "tests": (33_718, 24_000),
 }
 
 

@@ -36,7 +36,7 @@ def on_disk(params_on: Any, grads_on: Any, defer: bool, commit: bool, slots: int
 
 def everything(job: StepSpec) -> list[int]:
     """All buckets, frozen ones too."""
-    return [b.index for b in (*job.layout.buckets, *job.layout.frozen_buckets)]
+    return [b.index for b in job.layout.all_buckets]
 
 
 @pytest.mark.parametrize("places", PLACES[::3], ids=str)

@@ -461,7 +461,7 @@ def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spe
         if op.verb in ("fetch", "gather"):
             (slot,), b = op.writes, op.index[1]
             assert spec.params_at(b) != "device" if op.verb == "fetch" else spec.sharded(b)
-            assert spec.layout.weights(b).numel * spec.element_bytes <= slot.nbytes
+            assert spec.layout.all_buckets[b].numel * spec.element_bytes <= slot.nbytes
             has[slot] = b
         if op.verb in ("forward", "backward"):
             slots = [has[r] for r in op.reads if r.buffer == "weight_slot"]
@@ -542,7 +542,7 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         if op.verb not in MOVING | SENDING:
             continue
         b = op.index[0 if op.verb == "join_sums" else min(1, len(op.index) - 1)]
-        elements = spec.layout.weights(b).numel
+        elements = spec.layout.all_buckets[b].numel
         whole = op.verb in ("pack", "add") or (op.verb == "fetch" and not spec.sharded(b))
         elements //= 1 if whole else spec.world
         share = elements * spec.element_bytes

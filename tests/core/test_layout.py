@@ -37,22 +37,22 @@ def test_every_parameter_has_one_span_of_its_shape(inputs: Inputs) -> None:
 @given(layouts())
 def test_spans_are_aligned_and_disjoint_and_inside_their_bucket(inputs: Inputs) -> None:
     layout = make(inputs)
-    for spans, numel in ((layout.spans, layout.numel), (layout.frozen, layout.frozen_numel)):
+    for spans, buckets in ((layout.spans, layout.buckets), (layout.frozen, layout.frozen_buckets)):
         assert all(s.start % ALIGNMENT == 0 for s in spans)
         assert all(a.stop <= b.start for a, b in pairwise(spans))
-        assert not spans or spans[-1].stop <= numel
-    for bucket in (*layout.buckets, *layout.frozen_buckets):
+        assert not spans or spans[-1].stop <= buckets[-1].stop
+    for bucket in layout.all_buckets:
         assert all(bucket.start <= s.start and s.stop <= bucket.stop for s in bucket.spans)
 
 
 @given(layouts())
 def test_buckets_tile_the_buffer_in_whole_shards(inputs: Inputs) -> None:
     layout = make(inputs)
-    for buckets, numel in ((layout.buckets, layout.numel), (layout.frozen_buckets, layout.frozen_numel)):
+    for buckets in (layout.buckets, layout.frozen_buckets):
         edges = [0, *(b.stop for b in buckets)]
         assert [(b.start, b.stop) for b in buckets] == list(pairwise(edges))
-        assert numel == edges[-1]
-    buckets = (*layout.buckets, *layout.frozen_buckets)
+    buckets = layout.all_buckets
+    assert layout.numel == layout.buckets[-1].stop
     assert [b.index for b in buckets] == list(range(len(buckets)))
     assert all(b.numel % (ALIGNMENT * inputs[2]) == 0 for b in buckets)
 

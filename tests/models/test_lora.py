@@ -127,7 +127,7 @@ def test_frozen_parameters_take_2_bytes_each_and_no_operation_but_a_fetch() -> N
         p.numel() for p in model.parameters() if p.requires_grad
     )
     held = [r for r in Regions(program.spec).state() if r.buffer == "frozen"]
-    assert sum(r.nbytes for r in held) == 2 * layout.frozen_numel
+    assert sum(r.nbytes for r in held) == 2 * layout.frozen_buckets[-1].stop
     assert {r.tier for r in held} == {"pinned"}
     touching = {op.verb for op in program.plan.graph for r in (*op.reads, *op.writes) if r.buffer == "frozen"}
     assert touching == {"fetch"}

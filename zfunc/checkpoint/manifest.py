@@ -375,7 +375,7 @@ def stored_kinds(
 
 def slices_of(layout: Layout, kinds: Kinds, rank: int, world: int) -> Iterator[Slice]:
     """One rank's slices of every parameter's state of these kinds, by bucket."""
-    for bucket in (*layout.buckets, *layout.frozen_buckets):
+    for bucket in layout.all_buckets:
         for span in bucket.spans if bucket.index in kinds else ():
             piece = layout.piece(span, rank, world)
             if piece.start < piece.stop:
@@ -428,7 +428,7 @@ class Snapshot:
                 by_kind = pieces.setdefault(x.parameter, {})
                 by_kind[x.kind] = (*by_kind.get(x.kind, ()), *places(rank, x))
         common, entries = self.layout.state_format, list[ParameterEntry]()
-        for bucket in (*self.layout.buckets, *self.layout.frozen_buckets):
+        for bucket in self.layout.all_buckets:
             trainable = bucket.index < len(self.layout.buckets)
             own = bucket.state_format if trainable and bucket.state_format != common else None
             for span in bucket.spans:  # an empty parameter has no pieces

@@ -87,20 +87,18 @@ class Region:
     def __attrs_post_init__(self) -> None:
         if self.nbytes < 0:
             raise PlanError(f"{self}: got nbytes {self.nbytes}, expected 0 or more")
-        if self.tier not in TIERS:
-            raise PlanError(f"{self}: got tier {self.tier!r}, expected one of {', '.join(TIERS)}")
-        if self.lifetime not in LIFETIMES:
-            raise PlanError(f"{self}: got lifetime {self.lifetime!r}, expected one of {', '.join(LIFETIMES)}")
-        if self.role is not None and self.role not in ROLES:
-            raise PlanError(f"{self}: got role {self.role!r}, expected None or one of {', '.join(ROLES)}")
+        for what, value, known in (
+            ("tier", self.tier, TIERS),
+            ("lifetime", self.lifetime, LIFETIMES),
+            ("role", self.role, (None, *ROLES)),
+            ("dtype", self.dtype, (None, "compute", *DTYPES)),
+        ):
+            if value not in known:
+                raise PlanError(f"{self}: got {what} {value!r}, expected one of {', '.join(map(str, known))}")
         if (self.dtype is not None) != (self.lifetime in ALLOCATED):
             raise PlanError(
                 f"{self}: got dtype {self.dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the "
                 "lifetime is 'program' or 'state', and only there"
-            )
-        if self.dtype is not None and self.dtype != "compute" and self.dtype not in DTYPES:
-            raise PlanError(
-                f"{self}: got dtype {self.dtype!r}, expected 'compute' or one of {', '.join(DTYPES)}"
             )
 
     @property

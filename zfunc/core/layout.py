@@ -214,11 +214,6 @@ class Layout:
         """Elements of the flat buffer of trainable parameters, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    @property
-    def frozen_numel(self) -> int:
-        """Elements of the flat buffer of frozen parameters, padding included."""
-        return self.frozen_buckets[-1].stop if self.frozen_buckets else 0
-
     @cached_property
     def num_trainable(self) -> int:
         """Trainable elements: tied parameters counted once, no padding."""
@@ -230,17 +225,17 @@ class Layout:
         return self.num_trainable + sum(span.stop - span.start for span in self.frozen)
 
     @cached_property
-    def _buckets_of(self) -> dict[str, int]:
-        return {
-            span.name: bucket.index
-            for bucket in (*self.buckets, *self.frozen_buckets)
-            for span in bucket.spans
-        }
+    def all_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of trainable parameters and those of frozen ones, each at its number."""
+        return (*self.buckets, *self.frozen_buckets)
+
+    @cached_property
+    def _bucket_of(self) -> dict[str, Bucket]:
+        return {span.name: bucket for bucket in self.all_buckets for span in bucket.spans}
 
     @cached_property
     def _read(self) -> tuple[tuple[int, ...], ...]:
-        index = self._buckets_of
-        return tuple(tuple(sorted({index[name] for name in names})) for names in self.segments)
+        return tuple(tuple(sorted({self._bucket_of[x].index for x in names})) for names in self.segments)
 
     @cached_property
     def _used(self) -> tuple[tuple[int, ...], ...]:
@@ -255,10 +250,11 @@ class Layout:
         (['a', 'b'], False)
         """
         known = {
-            span.name: Parameter(span.name, span.shape, trained, span.group, bucket.state_format, span.work)
-            for trained, buckets in ((True, self.buckets), (False, self.frozen_buckets))
-            for bucket in buckets
-            for span in bucket.spans
+            span.name: Parameter(
+                span.name, span.shape, b.index < len(self.buckets), span.group, b.state_format, span.work
+            )
+            for b in self.all_buckets
+            for span in b.spans
         }
         return tuple(tuple(known[name] for name in names) for names in self.segments)
 
@@ -270,10 +266,6 @@ class Layout:
         ([(1, 0, 64)], (1,), (0,))
         """
         return self._read[segment]
-
-    def weights(self, b: int) -> Bucket:
-        """Bucket number `b`, trainable or frozen."""
-        return self.buckets[b] if b < len(self.buckets) else self.frozen_buckets[b - len(self.buckets)]
 
     def buckets_of(self, segment: int) -> tuple[int, ...]:
         """The ascending indices of the buckets with parameters of segment number `segment`."""
@@ -296,7 +288,7 @@ class Layout:
 
     def bucket_of(self, span: Span) -> Bucket:
         """The bucket that contains a parameter."""
-        return self.weights(self._buckets_of[span.name])
+        return self._bucket_of[span.name]
 
     def piece(self, span: Span, rank: int, world: int) -> Piece:
         """The part of a parameter in the slice of `rank` of `world` ranks."""

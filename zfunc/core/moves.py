@@ -95,7 +95,7 @@ def _stashed_bytes(x: Item) -> int:
 
 _STASHED = Place(("act_page",), lambda x: (x.at("host_act", x.in_group, x.b),))
 _EXTENT = Place(otherwise=lambda x: (x.at("extent", x.b),))
-_STATE = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
+_STATE: dict[Tier, Place] = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
 
 THINGS: dict[str, Thing] = {
     "weights": Thing(

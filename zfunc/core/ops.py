@@ -419,7 +419,7 @@ class OpBuilder:
         and for the norm, because on the network lane it would delay all other collectives.
         """
         layout = self.spec.layout
-        written = tuple(self.at.written(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
+        written = tuple(self.at.written(b.index) for b in layout.all_buckets)
         kind = "network" if self.spec.world > 1 else "write"
         after = (self.at("norm"), self.at("decision")) if last else ()
         buffers = (self.at("written_buffers"),) if self.spec.stateful else ()
@@ -440,7 +440,7 @@ class OpBuilder:
         A gradient that was not finite, seen after the updates, leaves no commit.
         """
         layout = self.spec.layout
-        extents = tuple(self.at("extent", b.index) for b in (*layout.buckets, *layout.frozen_buckets))
+        extents = tuple(self.at("extent", b.index) for b in layout.all_buckets)
         kind = "network" if self.spec.world > 1 else "write"
         norm = () if self.spec.deferred else (self.at("norm"),)
         reads = (self.at("position"), self.at("decision"), *norm, *extents)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import index
-from typing import Any, cast
+from typing import Any
 
 from attrs import field, frozen
 
@@ -26,38 +26,32 @@ WORKS = ("flops", "attention_flops", "nbytes", "workspace", "launches")
 Clock = tuple[int, ...]
 
 
-def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
-    """A converter of operation positions from a schedule to a tuple of plain ints."""
+def _tuple_of(what: str, item: Callable[[Any], Any], expected: str) -> Callable[[Any], tuple[Any, ...]]:
+    """A converter of what a schedule returns to a tuple of what `item` makes of each."""
 
-    def convert(positions: Any) -> tuple[int, ...]:
+    def convert(items: Any) -> tuple[Any, ...]:
         try:
-            return tuple(map(index, positions))
+            return tuple(map(item, items))
         except TypeError:
-            raise PlanError(
-                f"{what}: got {positions!r:.200}, expected positions of operations in the graph, as integers: "
-                "[i for i, op in enumerate(graph) if ...]; of one by its name, graph.position[name]"
-            ) from None
+            raise PlanError(f"{what}: got {items!r:.200}, expected {expected}") from None
 
     return convert
 
 
-_waits = _positions("waits of an operation")
+def _lane(lane: Any) -> "Lane":
+    if not isinstance(lane, Lane):
+        raise TypeError
+    return lane
 
 
-def _all_waits(waits: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(waits, Iterable):
-        raise PlanError(
-            f"waits: got {waits!r:.200}, expected the waits of each operation: make a plan with build"
-        )
-    return tuple(map(_waits, cast("Iterable[Any]", waits)))
-
-
-def _lanes(lanes: Any) -> tuple["Lane", ...]:
-    lanes = tuple(cast("Iterable[Any]", lanes)) if isinstance(lanes, Iterable) else (lanes,)
-    for x in lanes:
-        if not isinstance(x, Lane):
-            raise PlanError(f"lanes: got {x!r:.200}, expected a zfunc.core.plan.Lane: make a plan with build")
-    return lanes
+_positions = _tuple_of(
+    "operations of a lane, waits of one",
+    index,
+    "positions of operations in the graph, as integers: [i for i, op in enumerate(graph) if ...]; of one by its "
+    "name, graph.position[name]",
+)
+_lanes = _tuple_of("lanes", _lane, "zfunc.core.plan.Lanes: make a plan with build")
+_waits = _tuple_of("waits", _positions, "the waits of each operation: make a plan with build")
 
 
 @frozen
@@ -68,7 +62,7 @@ class Lane:
     """
 
     name: str = field()
-    ops: tuple[int, ...] = field(converter=_positions("operations of a lane"))
+    ops: tuple[int, ...] = field(converter=_positions)
 
     def __repr__(self) -> str:
         return f"Lane({self.name!r}, {counted(len(self.ops), 'operation')})"
@@ -88,7 +82,7 @@ class Plan:
 
     graph: Graph = field()
     lanes: tuple[Lane, ...] = field(converter=_lanes)
-    waits: tuple[tuple[int, ...], ...] = field(converter=_all_waits)
+    waits: tuple[tuple[int, ...], ...] = field(converter=_waits)
 
     @graph.validator  # pyright: ignore
     def _check_graph(self, _: object, graph: Any) -> None:

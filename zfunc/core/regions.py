@@ -352,7 +352,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     segments = range(spec.num_segments)
     # Parameters, sums and states stay in their slots until another item needs one.
-    weights = {b.index: b.numel for b in (*layout.buckets, *layout.frozen_buckets) if spec.streamed(b.index)}
+    weights = {b.index: b.numel for b in layout.all_buckets if spec.streamed(b.index)}
     used = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
     slots = {b: n * spec.element_bytes for b, n in weights.items()}
     yield Ring.reused("weight_slot", slots, used, settings.weight_slots)

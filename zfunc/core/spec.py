@@ -181,7 +181,7 @@ class StepSpec:
 
     @cached_property
     def _extents(self) -> tuple[Extent, ...]:
-        return tuple(self._extent(b.index) for b in (*self.layout.buckets, *self.layout.frozen_buckets))
+        return tuple(self._extent(b.index) for b in self.layout.all_buckets)
 
     def _extent(self, b: int) -> Extent:
         numel = self.shard_numel(b)
@@ -309,9 +309,7 @@ class StepSpec:
     @cached_property
     def _params_at(self) -> dict[int, Where]:
         """The place of those off the device; on the disk they are part of the state, or frozen."""
-        buckets = (
-            (*self.layout.buckets, *self.layout.frozen_buckets) if self.settings.params_on != "device" else ()
-        )
+        buckets = self.layout.all_buckets if self.settings.params_on != "device" else ()
         streamed = [x.index for x in buckets if x.index not in self.resident and not x.persistent]
         on_disk = {b for b in streamed if b in self.paged or b >= len(self.layout.buckets)}
         return {b: "disk" if self.settings.params_on == "disk" and b in on_disk else "host" for b in streamed}
@@ -334,15 +332,15 @@ class StepSpec:
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
-        return self.settings.stage == 3 and self.world > 1 and not self.layout.weights(b).persistent
+        return self.settings.stage == 3 and self.world > 1 and not self.layout.all_buckets[b].persistent
 
     def weight_bytes(self, b: int) -> int:
         """Bytes of the parameters of bucket `b`, trainable or frozen, or of the slice of them that a rank keeps."""
-        return self.layout.weights(b).numel // (self.world if self.sharded(b) else 1) * self.element_bytes
+        return self.layout.all_buckets[b].numel // (self.world if self.sharded(b) else 1) * self.element_bytes
 
     def shard_numel(self, b: int) -> int:
         """The elements of a rank's slice of bucket `b`, trainable or frozen."""
-        return self.layout.weights(b).numel // self.world
+        return self.layout.all_buckets[b].numel // self.world
 
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""

@@ -264,7 +264,7 @@ def allocate(
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
     weights: dict[int, Flat] = {r.index[0]: flat for r, flat in memory.items() if r.role == "params"}
     for b, flat in weights.items():
-        flat.hold(layout.weights(b))
+        flat.hold(layout.all_buckets[b])
     for bucket in layout.buckets:
         if bucket.index not in weights and spec.params_at(bucket.index) != "disk":
             high = memory[Region(HIGH_HALF, (bucket.index,))]

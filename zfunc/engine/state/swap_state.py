@@ -99,7 +99,9 @@ def _write_missing(program: Program, state: State, swap: SwapSpace) -> None:
             if on_disk.is_written and not set(missing).isdisjoint(on_disk.moved):
                 on_disk.read(flat, on_disk.moved)
             places = on_disk.views(flat)
-            for name, values in _in_memory(state.buffers, program.layout.weights(b), program.ranks).items():
+            for name, values in _in_memory(
+                state.buffers, program.layout.all_buckets[b], program.ranks
+            ).items():
                 places[name].copy_(values)
             on_disk.write(flat, missing)
 
@@ -111,7 +113,7 @@ def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
             on_disk.read(flat, names)
             places = on_disk.views(flat)
-            for name, values in _in_memory(buffers, layout.weights(b), ranks).items():
+            for name, values in _in_memory(buffers, layout.all_buckets[b], ranks).items():
                 values.copy_(places[name])
 
 

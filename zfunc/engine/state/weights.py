@@ -49,7 +49,7 @@ def parameter_weights(
 
     Each bucket is a collective: all ranks have to exhaust the iterator.
     """
-    for bucket in (*layout.buckets, *layout.frozen_buckets):
+    for bucket in layout.all_buckets:
         flat = bucket_weights(buffers, bucket, ranks, ema=ema)
         for span in bucket.spans:
             yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
@@ -129,7 +129,7 @@ def segment_weights(
     """
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):
-        bucket, params = spec.layout.weights(b), buffers.parameters(b)
+        bucket, params = spec.layout.all_buckets[b], buffers.parameters(b)
         if ema and b < len(spec.layout.buckets):
             average = bucket_weights(buffers, bucket, ranks, ema=True)
             params = Flat.of(average.to(device, params.flat.dtype), bucket)

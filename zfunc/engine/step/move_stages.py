@@ -26,7 +26,7 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
         mem[source].read_weights(mem[target])
         return
     home = mem[source]
-    into = mem[target].hold(step.layout.weights(b))
+    into = mem[target].hold(step.layout.all_buckets[b])
     # Of the master's high half, the tensor itself.
     params = weights_in_page(home, step, b) if source.buffer == "weight_page" else getattr(home, "flat", home)
     if params.numel() < into.numel():
@@ -36,7 +36,7 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
 
 def weights_in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
     """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
-    return page.view(step.dtype)[: step.layout.weights(b).numel // step.ranks.world]
+    return page.view(step.dtype)[: step.layout.all_buckets[b].numel // step.ranks.world]
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
@@ -68,7 +68,9 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
     if source.role == "paged":
         values = values.views["master_high"]
     into = (
-        step.ranks.own_slice(step.layout.weights(b), into.flat) if target.role == "params" else into[:numel]
+        step.ranks.own_slice(step.layout.all_buckets[b], into.flat)
+        if target.role == "params"
+        else into[:numel]
     )
     into.copy_(values[shard] if source.role == "grad" else values[:numel], non_blocking=True)
 

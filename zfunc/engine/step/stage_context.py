@@ -78,7 +78,7 @@ class StepContext:
 
     def slice_of(self, b: int) -> slice:
         """This rank's slice of a bucket's elements."""
-        return slice(*self.layout.weights(b).slice_of(self.ranks.rank, self.ranks.world))
+        return slice(*self.layout.all_buckets[b].slice_of(self.ranks.rank, self.ranks.world))
 
 
 Stage = Callable[[Op, Memory, StepContext], None]

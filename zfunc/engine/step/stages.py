@@ -97,7 +97,7 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a bucket's parameters from the slices of all ranks into a slot."""
     _, b = op.index
-    into = mem[op.write("weight_slot")].hold(step.layout.weights(b))
+    into = mem[op.write("weight_slot")].hold(step.layout.all_buckets[b])
     fetched = op.write("weight_slot") in op.reads
     step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
 
@@ -226,7 +226,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     state = state_of(op, mem)
     if op.touches("frozen"):
-        state[FROZEN] = step.ranks.own_slice(step.layout.weights(b), mem[op.read("frozen")].flat)
+        state[FROZEN] = step.ranks.own_slice(step.layout.all_buckets[b], mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
         state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step, b)
     if op.touches("ema"):
@@ -238,7 +238,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
 def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
     """Write the buffers that forward changes to the checkpoint."""
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
-    number = len(step.layout.buckets) + len(step.layout.frozen_buckets)
+    number = len(step.layout.all_buckets)
     for r in op.operands("module_buffers"):
         for t in buffer_views(mem[r], step.calls[r.index[0]].buffers).values():
             checkpoint.write(number, {BUFFER: t.flatten()})

@@ -231,7 +231,7 @@ def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
 def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor:
     """This rank's slice of the parameters that the operation writes."""
     (b,) = op.index
-    return step.ranks.own_slice(step.layout.weights(b), mem[op.write("params")].flat)
+    return step.ranks.own_slice(step.layout.all_buckets[b], mem[op.write("params")].flat)
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
