@@ -314,7 +314,7 @@ def test_a_world_size_without_a_rank_is_of_some_other_job(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
-def test_why_a_gpu_computes_in_16_bits(
+def test_a_gpu_computes_in_16_bits(
     has_bf16: bool, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """The choice of a GPU with and without bf16, made for a CPU that then trains in it."""
@@ -324,9 +324,7 @@ def test_why_a_gpu_computes_in_16_bits(
         lambda s: attrs.evolve(resolve_settings(s), precision=best_precision(torch.device("cuda"))),
     )
     assert train("--device", "cpu", "--steps", 1, "--save-every", 0) == 0
-    out = capsys.readouterr().out
-    assert f"precision: {precision}, because a GPU computes fastest in " in out
-    assert ("this one has no bf16" in out) == (not has_bf16)
+    assert f"precision: {precision}\n" in capsys.readouterr().out
 
 
 # --- what is missing, or in the way ------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from zfunc.engine.state import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.launch import fresh_store
 from zfunc.train.events import INTERRUPT
-from zfunc.train.resume import TrainingClock, changed_settings, restored_clock
+from zfunc.train.resume import changed_settings, elapsed_in, end_reason, saved_extra
 from zfunc.train.settings import TrainSettings
 
 Out = pytest.CaptureFixture[str]
@@ -324,37 +324,27 @@ def test_auto_starts_a_new_run(capsys: Out) -> None:
 def test_what_ends_a_training(
     steps: int | None, seconds: float | None, step: int, elapsed: float, why: str
 ) -> None:
-    clock = TrainingClock(TrainSettings(steps=steps, seconds=seconds), elapsed)
-    assert clock.end_reason(step, stopping=INTERRUPT) == why
+    settings = TrainSettings(steps=steps, seconds=seconds)
+    assert end_reason(settings, step, elapsed, stopping=INTERRUPT) == why
 
 
-def test_the_seconds_of_all_sessions_count() -> None:
+def test_a_checkpoint_has_the_seconds_of_all_sessions() -> None:
+    """And those that were written before had more: losses, and what the pace was counted from."""
     settings = TrainSettings(steps=1000, seconds=100.0)
-    clock = TrainingClock(settings, elapsed=60.0)
-    for step in range(1, 301):
-        clock = clock.stepped(1.0 / step, skipped=step == 7)
-    extra = json.loads(json.dumps(clock.extra(("data",))))
-    assert restored_clock(extra, settings) == clock
-    assert restored_clock({}, settings) == TrainingClock(settings)
-    assert not list(changed_settings(extra, settings, ("data",)))
-
-
-def test_a_checkpoint_whose_length_was_planned_by_the_clock() -> None:
-    """As it was written before: the steps that were to fit into --seconds, and what their pace was counted from."""
-    settings = TrainSettings(steps=1000, seconds=100.0)
-    extra = TrainingClock(settings, 20.0, 1, (2.0, 1.0)).extra(("data",))
-    extra["train"] |= {"total": 400, "looks": 2, "counted": 70, "cold": 3.5}
-    assert restored_clock(extra, settings) == TrainingClock(settings, 20.0, 1, (2.0, 1.0))
-    assert not list(changed_settings(extra, settings, ("data",)))
+    for older in ({}, {"skipped": 1, "losses": [2.0, None]}, {"total": 400, "looks": 2, "cold": 3.5}):
+        extra = json.loads(json.dumps(saved_extra(settings, 60.0, ("data",))))
+        extra["train"] |= older
+        assert elapsed_in(extra) == 60.0
+        assert not list(changed_settings(extra, settings, ("data",)))
+    assert elapsed_in({}) == 0
 
 
 @pytest.mark.parametrize("value", [-1, "many", None, True, [1]])
 def test_a_damaged_clock_is_refused(value: Any) -> None:
-    settings = TrainSettings()
-    extra = TrainingClock(settings).extra(())
+    extra = saved_extra(TrainSettings(), 0.0, ())
     extra["train"]["elapsed"] = value
     with pytest.raises(CheckpointError, match="extra.train.elapsed: got"):
-        restored_clock(extra, settings)
+        elapsed_in(extra)
 
 
 # --- other ends ------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from zfunc.checkpoint.safetensors_file import (
     cut_elements,
     num_chunks,
 )
-from zfunc.core.decision import StepDecision
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError, RankError
 from zfunc.runtime.blocking_calls import in_parallel
@@ -49,15 +48,13 @@ def _folder(path: Any) -> Path:
 class Save:
     """A place for checkpoints: `folder` gets a folder for each, of which the newest `keep` stay.
 
-    `extra` is saved with it: a dict of JSON's own types. `extra_after`, for a folder of a swap space, makes it of
-    the step's decision, or of None if the commit is of the state before the step. Raises ValueError for a `keep`
-    below 1, and CheckpointError for an `extra` that JSON cannot hold.
+    `extra` is saved with it: a dict of JSON's own types. Raises ValueError for a `keep` below 1, and
+    CheckpointError for an `extra` that JSON cannot hold.
     """
 
     folder: Path = field(converter=_folder)
     keep: int = field(default=2, kw_only=True)
     extra: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
-    extra_after: Callable[[StepDecision | None], Mapping[str, Any]] | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         whole("keep", self.keep, 1)

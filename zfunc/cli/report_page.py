@@ -29,7 +29,6 @@ from zfunc.viz.timeline_svg import svg
 from zfunc.viz.web_page import web_page
 
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; timeline.html shows more
-LAST = 50  # steps that the loss is the mean of, as in the summary of a run
 LISTED = 24  # rows of a table of steps or events
 FIGURES = {  # of a step in a table: heading and format
     "loss": ("loss", ".4f"),
@@ -108,7 +107,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     steps, held_out = run.steps, numbers(run.of(run.held_out))
     total = finite_number(run.settings.get("steps"))
     yield "steps", f"{steps[-1]['step'] if steps else 0:,}" + (f" of {total:,.0f}" if total else "")
-    if losses := numbers(run.of("loss"))[-LAST:]:
+    if losses := run.last_losses:
         yield f"loss, mean of the last {len(losses)}", f"{fmean(losses):.4f}"
     if held_out:
         yield f"held out, bits per {run.unit}", f"{held_out[-1]:.4f}"

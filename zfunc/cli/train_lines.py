@@ -30,7 +30,7 @@ from zfunc.train.events import (
     Stepped,
     Working,
 )
-from zfunc.train.run_folder import RunFolder
+from zfunc.train.run_folder import RunFolder, read_history
 from zfunc.units import format_bytes, format_clock, format_parameters
 
 INTERVAL = 5.0  # seconds between two lines of steps
@@ -59,7 +59,7 @@ class TrainingOutput:
     def _lines(self, event: Event) -> Iterator[str]:
         match event:
             case Started():
-                self.step, self.total = event.step, event.settings.steps
+                self.step, self.total = event.step, event.job.settings.steps
                 yield from introduction(event, self.run)
             case Stepped() | Evaluated():
                 self.step = event.step
@@ -76,12 +76,11 @@ class TrainingOutput:
                     held_out = f"held out {event.held_out:.4f} bits per {self.unit}"
                     yield f"{self.counted_step(event.step)}  {held_out}"
             case Saved(path=path) if path is not None:  # else the failure is in the log
-                took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
-                yield f"{self.counted_step(event.step)}  saved {os.path.relpath(path)}{took}"
+                yield f"{self.counted_step(event.step)}  saved {os.path.relpath(path)}"
             case Finished():
                 yield ""
                 yield f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
-                for name, value in summary_lines(event, self.run, self.unit):
+                for name, value in summary_lines(event, self.run):
                     yield f"  {name:<12}  {value}"
             case Sampled():
                 yield f"sample: {len(event.tokens)} {self.unit}s at temperature {TEMPERATURE}"
@@ -122,18 +121,18 @@ def progress(output: TrainingOutput) -> Generator[None]:
 
 def introduction(event: Started, run: RunFolder) -> Iterator[str]:
     """Data, model, plan and run folder, in a few lines."""
-    s, plan = event.settings, event.plan
-    first, *more = event.data
+    job, s, plan = event.job, event.job.settings, event.job.program.plan
+    first, *more = job.corpus.description
     yield f"data: {first}"
     yield from (f"  {text}" for text in more)
-    size = attrs.asdict(s) | event.sizes
+    size, layout = attrs.asdict(s) | job.sizes, job.program.layout
     source = f" of {s.hf}:" if s.hf is not None else " of"
     yield (
-        f"model: {event.architecture or 'GPT'}{source} {size['num_layers']} blocks of {size['hidden_size']} "
-        f"features with {size['num_attention_heads']} heads, sequences of {s.seq_length} {event.unit}s: "
-        f"{format_parameters(event.parameters, event.trained)}"
+        f"model: {job.architecture or 'GPT'}{source} {size['num_layers']} blocks of {size['hidden_size']} "
+        f"features with {size['num_attention_heads']} heads, sequences of {s.seq_length} {job.corpus.unit}s: "
+        f"{format_parameters(layout.num_parameters, layout.num_trainable)}"
     )
-    planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
+    planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in job.planned_bytes.items() if n)
     what = f"{counted(len(plan.graph), 'operation')} on {counted(len(plan.lanes), 'lane')}"
     yield f"plan: {s.schedule}, {what} ({plan.digest})"
     yield f"  memory at most: {planned}"
@@ -157,25 +156,24 @@ def step_figures(event: Stepped) -> str:
     )
 
 
-def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[str, str]]:
+def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str]]:
     """The summary, as names and values."""
-    yield "loss", f"{event.loss:.4f}, the mean of the last {min(50, event.steps)} steps"
+    run, peaks = read_history(folder.path), event.peak_bytes
+    yield "loss", f"{folder.summary['loss']:.4f}, the mean of the last {len(run.last_losses)} steps"
     if event.held_out is not None:
-        yield "held out", f"{event.held_out:.4f} bits per {unit}"
+        yield "held out", f"{event.held_out:.4f} bits per {run.unit}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
-    peaks, planned, on_host = event.peak_bytes, event.planned_bytes, ["host", "pinned"]
     if "device" in peaks:
-        yield "device peak", f"{format_bytes(peaks['device'])}; planned {format_bytes(planned['device'])}"
-    else:
-        on_host.append("device")  # a CPU is its own device
+        planned = event.planned_bytes["device"]
+        yield "device peak", f"{format_bytes(peaks['device'])}; planned {format_bytes(planned)}"
     process, before = format_bytes(peaks["process"]), format_bytes(peaks["process"] - peaks["host"])
-    tensors = format_bytes(sum(planned[tier] for tier in on_host))
+    tensors = format_bytes(run.planned_on_host)
     yield (
         "host peak",
         f"{process} of this process, {before} of it before training; planned for tensors: {tensors}",
     )
-    if event.skipped:
-        yield "skipped", f"{event.skipped:,} steps, for an overflow"
-    yield "run folder", str(run.path)
+    if run.skipped:
+        yield "skipped", f"{len(run.skipped):,} steps, for an overflow"
+    yield "run folder", str(folder.path)
     if event.checkpoint and event.ended in (INTERRUPT, TERMINATED):
-        yield "to go on", f"the same command with --resume auto --out {run.path}"
+        yield "to go on", f"the same command with --resume auto --out {folder.path}"

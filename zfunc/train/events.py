@@ -4,12 +4,15 @@ An event has everything that is recorded or shown; nobody reads the loop's state
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
-from zfunc.train.settings import TrainSettings
+
+if TYPE_CHECKING:  # it needs torch
+    from zfunc.train.setup import TrainingJob
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
 TEMPERATURE = 0.8  # of the sample
@@ -27,20 +30,10 @@ ENDINGS = {  # how a training may end, in words
 class Started:
     """The job is ready, and continues after `step` from `checkpoint`."""
 
-    settings: TrainSettings  # resolved
-    data: tuple[str, ...]
-    unit: str  # "byte" or "token"
-    parameters: int  # of the model, the frozen ones too
-    trained: int  # of them
-    plan: Plan
-    planned_bytes: dict[str, int]
-    machine: dict[str, object]
+    job: "TrainingJob"
     step: int = 0
     checkpoint: Path | None = None
     own: bool = False  # whether an earlier session of this run saved the checkpoint
-    architecture: str = ""  # of --hf, with its `sizes` by the names of the settings
-    sizes: dict[str, int] = field(factory=dict[str, int])
-    sequences: int = 0  # trained on before, by all ranks
     seconds: float = 0.0  # trained before
 
 
@@ -80,8 +73,7 @@ class Saved:
 
     step: int
     path: Path | None  # None if it failed
-    failure: str
-    seconds: float | None  # None if it was written during the next step
+    failure: str = ""
 
 
 @frozen
@@ -107,8 +99,6 @@ class Finished:
 
     ended: str  # "steps" (all that were requested), "seconds", "interrupt" or "terminated"
     steps: int
-    skipped: int
-    loss: float  # mean of the last 50 steps
     held_out: float | None
     tokens_per_second: float
     seconds: float  # of training, evaluations included

@@ -15,12 +15,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save
-from zfunc.core.decision import StepDecision
-from zfunc.core.memory_model import peak_memory
 from zfunc.engine.compile.passes import loss_and_aux
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.init import init
@@ -49,11 +47,10 @@ from zfunc.train.events import (
     Traced,
     Working,
 )
-from zfunc.train.resume import ResumePoint, TrainingClock, changed_settings, restored_clock
-from zfunc.train.setup import Batch, TrainingJob, machine_record
+from zfunc.train.resume import ResumePoint, changed_settings, elapsed_in, end_reason, saved_extra
+from zfunc.train.setup import Batch, TrainingJob
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
-WARM_STEPS = 3  # of a session, which trace and compile and say nothing about its pace
 SAMPLE_TOKENS = 320
 # What a step itself measures, by its names in `Metrics` and `Stepped`.
 MEASURED = "loss", "lr", "grad_norm", "skipped", "loss_scale", "seconds", "host_seconds", "aux", "norms"
@@ -91,10 +88,9 @@ class _Loop:
     stop: Stop
     start: ResumePoint
     state: State = field(init=False)
-    progress: TrainingClock = field(init=False)
     first: int = field(init=False)  # steps of earlier sessions
     began: float = field(init=False)  # now, minus the seconds trained
-    warm_since: float = 0.0  # seconds trained when the session's WARM_STEPS ended
+    elapsed: float = 0.0  # seconds trained, in all sessions, evaluations included
     faults: tuple[Fault, ...] = field(factory=from_environment)
     busy: float = 0.0  # seconds in steps of this session
     tokens: int = 0
@@ -107,29 +103,12 @@ class _Loop:
     def begin(self) -> Iterator[Event]:
         """Make or load the state, and evaluate if that is due before the next step."""
         checkpoint, job = self._load(), self.job
-        settings, at = job.settings, self.state.batches
-        self.first = at
+        self.first = at = self.state.batches
         if checkpoint is None or self.start.own:
             self.checkpoint, self.saved_step = checkpoint, at
-        yield Started(
-            settings,
-            job.corpus.description,
-            job.corpus.unit,
-            self.program.layout.num_parameters,
-            self.program.layout.num_trainable,
-            self.program.plan,
-            self._planned(),
-            {**machine_record(self.program.device), "ranks": job.ranks.world},
-            at,
-            checkpoint,
-            self.start.own,
-            job.architecture,
-            job.sizes,
-            self.state.sequences,
-            self.progress.elapsed,
-        )
-        self.began = time.perf_counter() - self.progress.elapsed
-        self.ended = self.progress.end_reason(at)
+        yield Started(job, at, checkpoint, self.start.own, self.elapsed)
+        self.began = time.perf_counter() - self.elapsed
+        self.ended = end_reason(job.settings, at, self.elapsed)
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate_apart()
         signal = self._elapsed_and_signal()[1]
@@ -146,14 +125,13 @@ class _Loop:
         if saved is not None:
             yield saved
         self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
-        self.progress = self.progress.stepped(metrics.loss, skipped=metrics.skipped)
         yield from self._settle(number)
         yield Stepped(
             step=number,
             tokens_per_second=settings.batch_size * settings.seq_length / seconds,
             device_bytes=allocated_bytes(self.program.device),
             host_bytes=host_bytes(),
-            seconds_left=self._seconds_left(number),
+            seconds_left=self._seconds_left(number, seconds),
             held_out=self.held_out,
             epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
             **{name: getattr(metrics, name) for name in MEASURED},
@@ -168,23 +146,18 @@ class _Loop:
         if not self.ended and self._due_to_evaluate(number):
             yield from self._evaluate()
             self._stepped(number)  # again: the evaluation's time belongs to this step
-        if number == self.first + WARM_STEPS:
-            self.warm_since = self.progress.elapsed
 
     def _stepped(self, number: int) -> None:
         """Set the seconds trained after step `number`, and whether it was the last."""
-        elapsed, signal = self._elapsed_and_signal()
-        self.progress = evolve(self.progress, elapsed=elapsed)
-        ended = self.progress.end_reason(number, stopping=signal)
+        self.elapsed, signal = self._elapsed_and_signal()
+        ended = end_reason(self.job.settings, number, self.elapsed, stopping=signal)
         self.ended = signal if signal == TERMINATED else ended
 
-    def _seconds_left(self, number: int) -> float | None:
-        """Until `seconds` have passed, or all steps are taken at the pace of the warm ones."""
-        settings, elapsed = self.job.settings, self.progress.elapsed
-        left = [] if settings.seconds is None else [max(0.0, settings.seconds - elapsed)]
-        if settings.steps is not None and (warm := number - self.first - WARM_STEPS) > 0:
-            left.append((settings.steps - number) * (elapsed - self.warm_since) / warm)
-        return min(left, default=None)
+    def _seconds_left(self, number: int, pace: float) -> float | None:
+        """Until `seconds` have passed, or all steps are taken in as many seconds each as the last one."""
+        steps, seconds = self.job.settings.steps, self.job.settings.seconds
+        left = [] if seconds is None else [max(0.0, seconds - self.elapsed)]
+        return min([*left, *([] if steps is None else [(steps - number) * pace])], default=None)
 
     def end(self, host_before: int) -> Iterator[Event]:
         """Save, evaluate, sample: in this order, nothing is lost if the process is killed on the way."""
@@ -200,13 +173,11 @@ class _Loop:
         yield Finished(
             ended=self.ended,
             steps=at,
-            skipped=self.progress.skipped,
-            loss=fmean(self.progress.losses or (math.nan,)),
             held_out=self.held_out,
             tokens_per_second=self.tokens / self.busy if self.busy else 0.0,
             seconds=time.perf_counter() - self.began,
             peak_bytes=_peaks(self.program, host_before),
-            planned_bytes=self._planned(),
+            planned_bytes=job.planned_bytes,
             checkpoint=self.checkpoint,
         )
         if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
@@ -235,7 +206,6 @@ class _Loop:
         """Set state and progress. Returns the checkpoint that was loaded, if any."""
         job, start = self.job, self.start
         if start.origin is None:
-            self.progress = TrainingClock(job.settings)
             self.state = init(
                 self.program, seed=job.settings.seed, loss_scale=config_extras(job.settings).loss_scale
             )
@@ -243,7 +213,7 @@ class _Loop:
             return None
         restored = restore(start.origin, self.program)
         self.state, extra = restored.state, restored.extra
-        self.progress = restored_clock(extra, job.settings)
+        self.elapsed = elapsed_in(extra)
         changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
@@ -279,44 +249,39 @@ class _Loop:
             if not self.job.ranks.rank:
                 log.warning("checkpoint: none was saved of step %d: %s", at, error)
             self.state, metrics = step()
-            return metrics, self._saved(at, None, str(error), None)
+            return metrics, self._saved(at, None, str(error))
         if self.swap is not None or metrics.saved is None:
             return metrics, None
-        return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
+        return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure)
 
     def _due(self) -> Save | None:
         """The write of the next step: a commit of the swap space, or a checkpoint, if one is due."""
         settings, at = self.job.settings, self.state.batches
         if self.swap is not None:
-            due = commits(self.program, self.state.step)
-            return Save(self.swap, extra_after=self._extra) if due else None
+            return Save(self.swap, extra=self._extra()) if commits(self.program, self.state.step) else None
         no_time = not settings.save_every or at in (self.first, self.saved_step) or at % settings.save_every
         if self.start.folder is None or no_time:
             return None
         return Save(self.start.folder, keep=settings.keep, extra=self._extra())
 
     def _save(self, folder: Path) -> Saved:
-        start, at = time.perf_counter(), self.state.batches
-        path, failure = None, ""
+        at, keep = self.state.batches, self.job.settings.keep
         try:
-            path = save(folder, self.program, self.state, keep=self.job.settings.keep, extra=self._extra())
+            return self._saved(at, save(folder, self.program, self.state, keep=keep, extra=self._extra()))
         except CheckpointError as error:
-            failure = str(error)
-        return self._saved(at, path, failure, time.perf_counter() - start)
+            return self._saved(at, None, str(error))
 
-    def _saved(self, at: int, path: Path | None, failure: str, seconds: float | None) -> Saved:
+    def _saved(self, at: int, path: Path | None, failure: str = "") -> Saved:
         """The event of a save; what was saved is the run's checkpoint from now on."""
         if path is not None:
             self.checkpoint, self.saved_step = path, at
-        return Saved(at, path, failure, seconds)
+        return Saved(at, path, failure)
 
-    def _extra(self, decision: StepDecision | None = None) -> dict[str, Any]:
-        """The progress as it is saved, after a step with this decision, whose time does not count yet."""
-        progress, folder = self.progress, self.start.folder
-        if decision is not None:
-            progress = progress.stepped(decision.loss, skipped=decision.skip)
+    def _extra(self) -> dict[str, Any]:
+        """The progress as it is saved; the time of a step that is under way does not count yet."""
+        folder = self.start.folder
         run = None if self.swap is None or folder is None else folder.parent
-        return progress.extra(self.job.corpus.description, run)
+        return saved_extra(self.job.settings, self.elapsed, self.job.corpus.description, run)
 
     def _elapsed_and_signal(self) -> tuple[float, str]:
         """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.
@@ -329,9 +294,6 @@ class _Loop:
             [seconds, float(signal != ""), float(signal == TERMINATED)]
         )
         return elapsed, TERMINATED if terminated else INTERRUPT if stopping else ""
-
-    def _planned(self) -> dict[str, int]:
-        return {tier: peak.nbytes for tier, peak in peak_memory(self.program.plan).items()}
 
 
 def evaluate_held_out(

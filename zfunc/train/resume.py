@@ -1,11 +1,11 @@
 """How far a training is, and where it goes on: at step 0, or from which checkpoint.
 
-`TrainingClock` is what the loop carries from step to step beside its State: seconds, losses, and which step is the
-last. It is saved in every checkpoint, so a resumed training counts as if it had never stopped. Where to begin is
-decided once, by rank 0, which broadcasts it; if it raises, no rank starts.
+A checkpoint has the seconds that the run was trained, so a resumed training counts as if it had never stopped.
+Where to begin is decided once, by rank 0, which broadcasts it; if it raises, no rank starts.
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,14 +17,13 @@ from attrs.converters import optional
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.strict_json import Count, JsonNode, Within, decoded
+from zfunc.checkpoint.strict_json import JsonNode, Within
 from zfunc.checkpoint.swap_checkpoint import has_commit
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.run_folder import CONFIG, SUMMARY, jsonable, read_json_object
 from zfunc.train.settings import AUTO, TrainSettings
 
-LOSSES = 50  # last steps, whose mean loss is in the summary
 KEY = "train"  # in a checkpoint's extra
 # Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
 # fmt: off
@@ -35,53 +34,34 @@ DECIDING = (
 # fmt: on
 RUN = "run"  # in a commit's extra, with the rest of the progress: whose swap space it is
 COMPLETE = ("steps", "seconds")  # endings after which nothing is left to train
+log = logging.getLogger("zfunc")
 
 
-@frozen
-class TrainingClock:
-    """Time and losses of all sessions of a run."""
-
-    settings: TrainSettings
-    elapsed: float = 0.0  # seconds, evaluations included
-    skipped: int = 0  # steps, for an overflow
-    losses: tuple[float, ...] = ()  # of the last LOSSES steps
-
-    def stepped(self, loss: float, *, skipped: bool) -> "TrainingClock":
-        """After a step."""
-        losses = (*self.losses[1 - LOSSES :], loss)
-        return evolve(self, losses=losses, skipped=self.skipped + skipped)
-
-    def end_reason(self, step: int, *, stopping: str = "") -> str:
-        """Why `step` is the last one, or "". `stopping` is the reason if there is no other."""
-        if self.settings.steps is not None and step >= self.settings.steps:
-            return "steps"
-        if self.settings.seconds is not None and self.elapsed >= self.settings.seconds:
-            return "seconds"
-        return stopping
-
-    def extra(self, data: tuple[str, ...], run: Path | None = None) -> dict[str, Any]:
-        """The part that a checkpoint keeps. `data` describes the corpus, `run` is the owner of the swap space."""
-        own = {} if run is None else {RUN: run}
-        return {KEY: jsonable({**attrs.asdict(self), "data": data, **own})}
-
-
-def restored_clock(extra: Mapping[str, Any], settings: TrainSettings) -> TrainingClock:
-    """The clock in a checkpoint, to continue with `settings`.
-
-    A checkpoint that `zfunc train` did not write has none: seconds count from here. Raises CheckpointError for
-    values out of range.
+def end_reason(settings: TrainSettings, step: int, elapsed: float, *, stopping: str = "") -> str:
+    """Why `step` is the last one, or "". `elapsed` are the seconds trained, `stopping` the reason if there is no
+    other.
     """
-    kept, saved = _kept(extra)
-    if settings.steps is None and settings.epochs is not None and saved.get("epochs") == settings.epochs:
-        settings = evolve(settings, steps=saved["steps"])  # as they were counted; the data is not open yet
-    seconds, losses = Annotated[float, Within(float, 0, math.inf)], tuple[Annotated[float, _loss], ...]
-    kinds = {"elapsed": seconds, "skipped": Count, "losses": losses}
-    clock = {name: kept[name].read(kind) for name, kind in kinds.items() if name in kept}
-    return TrainingClock(settings, **clock)
+    if settings.steps is not None and step >= settings.steps:
+        return "steps"
+    if settings.seconds is not None and elapsed >= settings.seconds:
+        return "seconds"
+    return stopping
 
 
-def _loss(value: Any) -> float:
-    return math.nan if value is None else decoded(value, float)
+def saved_extra(
+    settings: TrainSettings, elapsed: float, data: tuple[str, ...], run: Path | None = None
+) -> dict[str, Any]:
+    """What a checkpoint keeps. `data` describes the corpus, `run` is the owner of the swap space."""
+    own = {} if run is None else {RUN: run}
+    return {KEY: jsonable({"settings": attrs.asdict(settings), "elapsed": elapsed, "data": data, **own})}
+
+
+def elapsed_in(extra: Mapping[str, Any]) -> float:
+    """The seconds trained, in all sessions and evaluations included, that a checkpoint has; 0 if `zfunc train` did
+    not write it. Raises CheckpointError for a value out of range.
+    """
+    kept = _kept(extra)[0]
+    return kept["elapsed"].read(Annotated[float, Within(float, 0, math.inf)]) if "elapsed" in kept else 0.0
 
 
 def changed_settings(
@@ -98,7 +78,7 @@ def changed_settings(
 
 
 def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, Any]]:
-    """The clock and settings that a checkpoint keeps; nothing if `zfunc train` did not write it."""
+    """The progress and settings that a checkpoint keeps; nothing if `zfunc train` did not write it."""
     kept = JsonNode(extra.get(KEY, {}), f"extra.{KEY}").entries()
     return kept, kept["settings"].read(dict) if "settings" in kept else {}
 
@@ -113,7 +93,6 @@ class ResumePoint:
     folder: Path | None = field(default=None, converter=optional(Path))  # of new checkpoints
     origin: Path | None = field(default=None, converter=optional(Path))  # a checkpoint, or a folder of them
     own: bool = False  # whether `origin` is in the run's own folder
-    line: str = ""  # for the log
     over: bool = False  # nothing is left to train
 
 
@@ -155,16 +134,17 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
     if checkpoint is not None:
         # Or the one before, if damaged.
         origin = folder if checkpoint.path.parent == folder else checkpoint.path
-        step, clock = (
-            checkpoint.manifest.position.batches,
-            restored_clock(checkpoint.manifest.extra, settings),
-        )
-        over = ended in COMPLETE and clock.end_reason(step) != ""
-        line = (
-            f"{run}: it ended at step {step:,}: nothing is left to train without more `steps`, `epochs` or "
-            "`seconds`"
-        )
-        return ResumePoint(folder, origin, True, line if over else "", over)
+        step, extra = checkpoint.manifest.position.batches, checkpoint.manifest.extra
+        saved = _kept(extra)[1]
+        if settings.steps is None and settings.epochs is not None and saved.get("epochs") == settings.epochs:
+            settings = evolve(
+                settings, steps=saved["steps"]
+            )  # as they were counted; the data is not open yet
+        over = ended in COMPLETE and end_reason(settings, step, elapsed_in(extra)) != ""
+        if over:
+            more = "without more `steps`, `epochs` or `seconds`"
+            log.info("%s: it ended at step %s: nothing is left to train %s", run, f"{step:,}", more)
+        return ResumePoint(folder, origin, True, over)
     if ended in COMPLETE:
         raise ValueError(
             f"`resume={AUTO}`: got {run}, whose training ended without a checkpoint, expected one to "
@@ -172,9 +152,8 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
         )
     if before is not None:
         return ResumePoint(folder, _open(Path(before)).path)
-    return ResumePoint(
-        folder, line=f"`resume={AUTO}`: no checkpoint in {run} yet: starting at the first step"
-    )
+    log.info("`resume=%s`: no checkpoint in %s yet: starting at the first step", AUTO, run)
+    return ResumePoint(folder)
 
 
 def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:

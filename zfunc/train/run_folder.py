@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import SEEK_END
 from pathlib import Path
+from statistics import fmean
 from typing import Any, BinaryIO, cast
 
 import attrs
@@ -46,6 +47,7 @@ from zfunc.viz.timeline_svg import svg
 CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 RUNS = Path("runs")
+LAST = 50  # steps that the loss of a run is the mean of
 Row = dict[str, Any]
 log = logging.getLogger("zfunc")
 
@@ -74,7 +76,7 @@ class RunFolder:
     summary: dict[str, Any] = field(factory=dict[str, Any])  # as written
     _config: dict[str, Any] = field(factory=dict[str, Any])  # as written
     _metrics: BinaryIO | None = None
-    _row: Row = field(factory=dict[str, Any])  # the last line of the metrics
+    row: Row = field(factory=dict[str, Any])  # the last line of the metrics
     _at: int = 0  # byte at which it begins
 
     def record(self, event: Event) -> None:
@@ -99,7 +101,8 @@ class RunFolder:
                 replace_text(self.path / TRACE, chrome_trace(timeline))
             case Finished():
                 fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
-                name = event.checkpoint and event.checkpoint.name
+                run, name = read_history(self.path), event.checkpoint and event.checkpoint.name
+                fields |= {"loss": fmean(run.last_losses or [math.nan]), "skipped": len(run.skipped)}
                 self._summarize({**fields, self._held_out: event.held_out, "checkpoint": name, "sample": ""})
             case Sampled():
                 self._summarize({"sample": event.text, **({"prompt": event.prompt} if event.prompt else {})})
@@ -136,7 +139,7 @@ class RunFolder:
             file.writelines(lines)
         self._metrics = self.path.joinpath(METRICS).open("r+b")
         if lines:
-            self._row, self._at = json.loads(lines[-1]), sum(map(len, lines[:-1]))
+            self.row, self._at = json.loads(lines[-1]), sum(map(len, lines[:-1]))
         self._write(CONFIG, self._config)
         self.begun = True
 
@@ -161,11 +164,11 @@ class RunFolder:
     def _add(self, step: int, fields: dict[str, Any]) -> None:
         """Add to the row of a step, which is the last one or a new one. A run that is killed keeps every step."""
         assert self._metrics is not None
-        if self._row.get("step") != step:
-            self._row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
-        self._row |= fields
+        if self.row.get("step") != step:
+            self.row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
+        self.row |= fields
         self._metrics.seek(self._at)
-        self._metrics.write(_line(self._row))
+        self._metrics.write(_line(self.row))
         self._metrics.flush()
 
     def _summarize(self, fields: dict[str, Any]) -> None:
@@ -188,23 +191,24 @@ def _line(row: Row) -> bytes:
 
 
 def _begun(event: Started) -> dict[str, Any]:
-    plan, file = event.plan, event.settings.config
+    job = event.job
+    program, plan, file = job.program, job.program.plan, job.settings.config
     return {
-        "settings": {**attrs.asdict(event.settings), **event.sizes},
-        "architecture": event.architecture or "GPT",
+        "settings": {**attrs.asdict(job.settings), **job.sizes},
+        "architecture": job.architecture or "GPT",
         "deepspeed": None if file is None else read_file(file),
-        "data": event.data,
-        "unit": event.unit,
-        "parameters": event.parameters,
-        "trained": event.trained,
+        "data": job.corpus.description,
+        "unit": job.corpus.unit,
+        "parameters": program.layout.num_parameters,
+        "trained": program.layout.num_trainable,
         "plan": {
             "digest": plan.digest,
             "operations": len(plan.graph.ops),
             "lanes": [lane.name for lane in plan.lanes],
             "waits": plan.num_waits,
-            "planned_bytes": event.planned_bytes,
+            "planned_bytes": job.planned_bytes,
         },
-        "machine": event.machine,
+        "machine": job.machine,
         "resumed_from": event.checkpoint and str(event.checkpoint),
     }
 
@@ -321,6 +325,11 @@ class RunHistory:
     def skipped(self) -> list[Row]:
         """The rows of steps that an overflow skipped."""
         return [row for row in self.steps if row.get("skipped") is True]
+
+    @property
+    def last_losses(self) -> list[float]:
+        """Those of the LAST steps that are finite numbers."""
+        return numbers(self.of("loss"))[-LAST:]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
         """(step, value) of every row that has a figure; None for a value that is not a finite number."""

@@ -19,6 +19,7 @@ from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import schedule_for
 from zfunc.engine.compile.compile import compile
 from zfunc.engine.compile.program import Program
@@ -47,11 +48,6 @@ from zfunc.train.settings import CPU_BUCKET_SIZE, FINAL_LR, TrainSettings, check
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
 FAR_TOO_LARGE = 100  # times the host's free memory, even with 8 bits a moment: no suggestion would help
-REASONS = {  # for the precision of "auto"
-    "fp32": "a CPU computes fastest in it",
-    "bf16": "a GPU computes fastest in it",
-    "fp16": "a GPU computes fastest in 16 bits, and this one has no bf16",
-}
 
 log = logging.getLogger("zfunc")
 
@@ -88,6 +84,25 @@ class TrainingJob:
         """Tokens as text; as numbers, without a tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
+    @property
+    def planned_bytes(self) -> dict[str, int]:
+        """The plan's peak on each tier."""
+        return {tier: peak.nbytes for tier, peak in peak_memory(self.program.plan).items()}
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """Machine, versions and ranks, for the record."""
+        return {
+            "cpu": cpu_model() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "gpu": device_name(self.program.device),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "zfunc": __version__,
+            "ranks": self.ranks.world,
+        }
+
     def batch(self, position: int) -> Batch:
         """This rank's rows of the batch at `position`, in sequences since the start."""
         return rank_batch(self.settings, self.corpus, position, self.ranks)
@@ -98,7 +113,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
 
     Raises ValueError or FileNotFoundError for settings and data that do not work together or on this machine.
     """
-    ranks, automatic = RankGroup.of(), settings.precision == AUTO
+    ranks = RankGroup.of()
     say = partial(log.log, logging.DEBUG if ranks.rank else logging.INFO)
     # What is trained, and on what
     settings = resolve_settings(settings)
@@ -122,7 +137,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     held_out = held_out_parts(settings, corpus, ranks)
     program = compile_job(settings, example, None if model is None else model.segments)
     check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
-    say("precision: %s%s", settings.precision, f", because {REASONS[settings.precision]}" * automatic)
+    say("precision: %s", settings.precision)
     decoder = BYTES if tokenizer is None and corpus.unit == "byte" else tokenizer
     source = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
     return TrainingJob(settings, corpus, held_out, program, decoder, **source)
@@ -245,16 +260,3 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
         return linear_warmup(settings.lr, warmup)
     decaying = warmup_linear if settings.lr_schedule == "linear" else warmup_cosine
     return decaying(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
-
-
-def machine_record(device: torch.device) -> dict[str, Any]:
-    """Machine and versions, for the record."""
-    return {
-        "cpu": cpu_model() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "gpu": device_name(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "zfunc": __version__,
-    }

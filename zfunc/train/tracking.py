@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from zfunc.train.events import Evaluated, Event, Started, Stepped
-from zfunc.train.run_folder import METRICS, Row, finite_number, jsonable, rows_of
+from zfunc.train.run_folder import METRICS, Row, RunFolder, finite_number, jsonable, rows_of
 from zfunc.train.settings import TrainSettings
 
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
@@ -34,7 +34,6 @@ SCALARS: Mapping[str, str] = {
 """The metrics that are written, and the names of their scalars, against steps."""
 GROUPS: Mapping[str, str] = {"aux": "train", "norms": "grad_norm"}
 """The metrics that are several, each with a name, and what the names of their scalars begin with."""
-FP16_ONLY = ("loss_scale", "skipped")  # constant in other precisions
 log = logging.getLogger("zfunc")
 
 
@@ -135,24 +134,24 @@ def check_packages(settings: TrainSettings) -> None:
 
 
 @contextmanager
-def tracking(settings: TrainSettings, run: Path) -> Generator[Callable[[Event], None]]:
-    """A function that writes the scalars of an event; call it after the event is recorded in the run folder."""
+def tracking(settings: TrainSettings, run: RunFolder) -> Generator[Callable[[Event], None]]:
+    """A function that writes the scalars of an event; call it after the run folder has recorded the event."""
     trackers: dict[str, Any] = {}
-    unit = "byte"
 
     def write(event: Event) -> None:
-        nonlocal unit
-        rows: tuple[Row, ...] = ()
-        if isinstance(event, Started):  # those that are in the run folder
-            unit, rows = event.unit, rows_of((run / METRICS).read_bytes())[0]
-        elif isinstance(event, Evaluated | Stepped):
-            rows = ({**attrs.asdict(event), f"held_out_bits_per_{unit}": event.held_out},)
-        for kind in trackers_of(settings) if isinstance(event, Started) else [*trackers]:
+        began, rows = isinstance(event, Started), ()
+        if began:  # those that are in the run folder
+            rows = rows_of((run.path / METRICS).read_bytes())[0]
+        elif isinstance(event, Stepped):
+            rows = (run.row,)
+        elif isinstance(event, Evaluated):  # perhaps after a step whose other figures are written
+            rows = ({k: x for k, x in run.row.items() if k == "step" or k.startswith("held_out")},)
+        for kind in trackers_of(settings) if began else [*trackers]:
             try:
                 if isinstance(event, Started):
-                    trackers[kind] = TRACKERS[kind](run, _config(event))
+                    trackers[kind] = TRACKERS[kind](run.path, _config(event.job))
                 for row in rows:
-                    if scalars := _scalars(row, settings.precision):
+                    if scalars := _scalars(row):
                         trackers[kind].log(scalars, row["step"])
             except Exception as error:  # of any kind: W&B and the disk have their own
                 message = f"{type(error).__name__}: {error}"
@@ -170,18 +169,15 @@ def tracking(settings: TrainSettings, run: Path) -> Generator[Callable[[Event], 
             close(kind)
 
 
-def _config(event: Started) -> dict[str, Any]:
-    config = {**jsonable(attrs.asdict(event.settings)), **event.sizes, **event.machine}
-    return {**config, "parameters": event.parameters, "trained": event.trained}
+def _config(job: Any) -> dict[str, Any]:
+    layout = job.program.layout
+    config = {**jsonable(attrs.asdict(job.settings)), **job.sizes, **job.machine}
+    return {**config, "parameters": layout.num_parameters, "trained": layout.num_trainable}
 
 
-def _scalars(row: Row, precision: str) -> dict[str, float]:
+def _scalars(row: Row) -> dict[str, float]:
     """The finite numbers of a row by the names of their scalars."""
-    left_out = [
-        *(() if precision == "fp16" else FP16_ONLY),
-        *(() if row.get("device_bytes") else ("device_bytes",)),
-    ]
-    values = {SCALARS[name]: x for name, x in row.items() if name in SCALARS and name not in left_out}
+    values = {SCALARS[name]: x for name, x in row.items() if name in SCALARS}
     for group, begin in GROUPS.items():
         values |= {f"{begin}/{name}": x for name, x in row.get(group, {}).items()}
     numbers = {name: finite_number(int(x) if isinstance(x, bool) else x) for name, x in values.items()}

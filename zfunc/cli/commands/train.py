@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
-from zfunc.cli.parser import EXIT_OK, Command, with_flags
-from zfunc.cli.terminal import can_redraw, interrupts, logged, printable
+from zfunc.cli.parser import EXIT_OK, Command
+from zfunc.cli.terminal import can_redraw, interrupts, logged
 from zfunc.options import AUTO
 from zfunc.train.settings import TrainSettings
 
@@ -52,8 +52,6 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
     from zfunc.train.setup import prepare_job
     from zfunc.train.tracking import tracking
 
-    if start.line and run is not None:
-        print(printable(with_flags(start.line, COMMAND.options)), flush=True)
     if start.over:
         return
     begun, failure, kept = False, "", "" if run is None else f"\nThe run up to here is in {run.path}"
@@ -66,7 +64,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
                 steps = config_extras(job.settings).values["steps_per_print"]
                 lines = TrainingOutput(run, job.corpus.unit, steps, stop)
                 stack.enter_context(progress(lines) if can_redraw() else ExitStack())
-                track = stack.enter_context(tracking(job.settings, run.path))
+                track = stack.enter_context(tracking(job.settings, run))
                 readers += [run.record, lines.show, track]
             for event in train_events(job, stop=stop, start=start):
                 for read in readers:

@@ -101,10 +101,6 @@ def save(
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
-    if save.extra_after is not None:
-        raise ValueError(
-            f"save: got extra_after for {save.folder}, expected it for a folder of the swap space: pass extra"
-        )
     kept_in: Dtype = program.settings.precision
     frozen = {x.index: kept_in for x in program.layout.frozen_buckets}
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")

@@ -117,14 +117,11 @@ def _train_step(
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
         """The record of a commit; None where the loss scale ends the training."""
-        deferred, extra = shaped.spec.deferred, {} if committed is None else committed.extra
-        if committed is not None and committed.extra_after is not None:
-            extra = committed.extra_after(None if deferred else decision)
         try:
-            now = state if deferred else _after(program, state, batch, decision)
+            now = state if shaped.spec.deferred else _after(program, state, batch, decision)
         except NonFiniteError:
             return None
-        return commit_metadata(program, now, extra)
+        return commit_metadata(program, now, {} if committed is None else committed.extra)
 
     own[Region("position")] = commit_record
     own[Region("checkpoint")] = writer = None if save is None else begin_save(program, state, save)
