@@ -16,7 +16,7 @@ from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed.keys import KEYS
-from zfunc.train.deepspeed.learning_rate_schedules import WarmupLR, params_of
+from zfunc.train.deepspeed.learning_rate_schedules import SCHEDULERS, LRSchedule
 from zfunc.train.deepspeed.mapping import config_extras, optimizer_params, with_config
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import learning_rate, optimizer_of
@@ -78,13 +78,14 @@ def test_a_run_is_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None
         "zero_optimization.cpu_offload is the old name of",
         "no effect: zero_optimization.overlap_comm: ",
         "train_batch_size: 8 = 4 x 2 micro-batches x 1 ranks",
-        "scheduler: WarmupDecayLR: WarmupLR(warmup_min_lr=0.0, warmup_max_lr=0.002",
+        "scheduler: WarmupDecayLR: warmup_min_lr 0.0, warmup_max_lr 0.002",
     ):
         assert out.count(f"ds.json: {words}") == 1, words
     printed = [line.split()[1] for line in out.splitlines() if "norm" in line and "loss" in line]
     assert printed == ["3/6", "6/6"]
 
-    rate = WarmupLR(total_num_steps=6, warmup_max_lr=0.002, warmup_num_steps=3)
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.002, "warmup_num_steps": 3, "warmup_type": "log"}
+    rate = LRSchedule("WarmupDecayLR", params | {"total_num_steps": 6})
     assert [row["lr"] for row in rows("run")[1:]] == [rate(step) for step in range(1, 7)]
     assert all(row["loss_scale"] == 64 for row in rows("run")[1:])
     settings = config("run")["settings"]
@@ -189,7 +190,7 @@ def test_auto_is_what_holds_without_the_file(run: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 def test_an_auto_of_a_scheduler_is_the_rate_that_holds_without_it(run: str, kind: str) -> None:
     """From 0, along a line, as many steps up to the same rate; and a cosine falls to the same end."""
-    names = [f"scheduler.params.{x}" for x in params_of(kind)]
+    names = [f"scheduler.params.{x}" for x in SCHEDULERS[kind][1]]
     for optimizer in ({}, {"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}):
         file = all_auto([*names, "train_batch_size"], scheduler={"type": kind}, **optimizer)
         rate, own = (learning_rate(x, 60) for x in (with_file(file, RUNS[run]), typed(RUNS[run])))

@@ -20,9 +20,6 @@ from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, ConfigValues, re
 from zfunc.train.deepspeed.learning_rate_schedules import (
     SCHEDULERS,
     LRSchedule,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupLR,
     lr_schedule,
 )
 from zfunc.train.deepspeed.mapping import DeepSpeedSettings, named_optimizer, notes, with_config
@@ -360,12 +357,13 @@ def test_a_scheduler_takes_open_keys_from_the_optimizer_or_the_caller() -> None:
         given = {"scheduler.params.total_num_steps": 50} if kind != "WarmupLR" else None
         return from_deepspeed(rate(kind, **params), given=given).compile["optimizer"].lr
 
+    usual = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.5, "warmup_num_steps": 1000, "warmup_type": "log"}
     made = scheduled("WarmupDecayLR", warmup_max_lr=AUTO, total_num_steps=AUTO)
-    assert (made.warmup_max_lr, made.total_num_steps, made.warmup_num_steps) == (0.5, 50, 1000)
+    assert made.params == usual | {"total_num_steps": 50}
     made = scheduled("WarmupDecayLR", warmup_num_steps=AUTO)
-    assert (made.warmup_max_lr, made.total_num_steps) == (1e-3, 50)
-    assert scheduled("WarmupLR") == SCHEDULERS["WarmupLR"](warmup_max_lr=0.5)
-    assert scheduled("WarmupCosineLR").lr == 0.5
+    assert (made.params["warmup_max_lr"], made.params["total_num_steps"]) == (1e-3, 50)
+    assert scheduled("WarmupLR") == LRSchedule("WarmupLR", usual)
+    assert scheduled("WarmupCosineLR").params["lr"] == 0.5
 
 
 def test_auto_is_what_is_given_or_the_default() -> None:
@@ -425,15 +423,18 @@ def test_betas_of_one_cycle_equal_deepspeeds_at_every_update(case: dict[str, Any
 
 
 def test_an_update_whose_beta_has_risen_to_1_is_refused() -> None:
-    cycle = OneCycle(0.1, 1.0, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.1)
-    adam = AdamW(betas=cycle.betas)
+    params = {"cycle_first_step_size": 2, "decay_step_size": 1, "decay_mom_rate": 0.1}
+    file = rate("OneCycle", cycle_min_lr=0.1, cycle_max_lr=1.0, **params)
+    adam = from_deepspeed(file).compile["optimizer"]
     assert adam.factors(6)["betas"][0] == pytest.approx(0.99)
     with pytest.raises(ValueError, match=r"^betas at step 7: got \(1\.08"):
         adam.factors(7)
 
 
-@pytest.mark.parametrize("rate", [WarmupLR(warmup_num_steps=4), WarmupCosineLR(lr=1e-3)])
-def test_nothing_decays_while_the_end_is_not_known(rate: LRSchedule) -> None:
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_nothing_decays_while_the_end_is_not_known(kind: str) -> None:
+    rate = lr_schedule(read_values({"scheduler": {"type": kind}}), lr=1e-3, total_num_steps=None)
+    assert rate is not None
     assert rate(2000) == rate(10_000) == 1e-3
 
 

@@ -59,7 +59,9 @@ def test_a_failed_run_resumes_from_its_last_commit_to_the_bit(
     ]
     ends = [summary(x) for x in ("run", in_memory)]
     assert all(ends[0][k] == ends[1][k] for k in ("steps", "held_out_bits_per_byte"))
-    assert (ends[0]["loss"] == ends[1]["loss"]) == (name != "each step"), "the mean of the lines that are there"
+    assert (ends[0]["loss"] == ends[1]["loss"]) == (name != "each step"), (
+        "the mean of the lines that are there"
+    )
     assert not Path("run/checkpoints").exists()
     before = files(".")
     assert train(*more, "--resume", "auto") == 0

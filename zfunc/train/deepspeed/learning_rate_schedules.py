@@ -5,17 +5,17 @@ first update runs before the scheduler has started: update n uses batch n - 2, t
 warm-up moves nothing in its first two. That looks off by one and is kept. Updates skipped for an overflow do not
 count, in DeepSpeed or here.
 
-Fields have the names and defaults of the file's keys. `total_num_steps` is None while the length is not known: then
-nothing decays.
+A scheduler is a function of a batch and of its parameters, whose names and defaults are the file's keys.
 """
 
 import math
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
-import attrs
-from attrs import frozen
+from attrs import field, frozen
 
-from zfunc.train.deepspeed.keys import ConfigValues
+from zfunc.train.deepspeed.keys import KEYS, ConfigValues
 from zfunc.train.settings import FINAL_LR
 
 PARAMS = "scheduler.params."
@@ -24,181 +24,136 @@ BETA2 = 0.99  # of OneCycle, whatever the optimizer's betas are
 
 @frozen
 class LRSchedule:
-    """A learning rate whose fields are keys of the file."""
+    """A learning rate by a scheduler of the file, with all of its parameters.
+
+    >>> params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
+    >>> rate = LRSchedule("WarmupLR", params)
+    >>> [rate(step) for step in (1, 2, 3, 6, 9)]
+    [0.0, 0.0, 0.25, 1.0, 1.0]
+    """
+
+    kind: str
+    params: Mapping[str, Any] = field(hash=False)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
         if step < 1:
             raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
-        return self._at(step - 2)
-
-    def _at(self, batch: int) -> float:
-        """The learning rate of a batch as DeepSpeed counts them; -1 is the first update's."""
-        raise NotImplementedError
-
-
-@frozen
-class LRRangeTest(LRSchedule):
-    """Rises from `lr_range_test_min_lr` without end, to find the highest that trains (Smith 2018, section 3)."""
-
-    lr_range_test_min_lr: float = 1e-3
-    lr_range_test_step_size: int = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
-
-    def _at(self, batch: int) -> float:
-        interval = float(batch + 1) / self.lr_range_test_step_size
-        if self.lr_range_test_staircase:
-            interval = math.floor(interval)
-        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * interval)
-
-
-@frozen
-class OneCycle(LRSchedule):
-    """One cycle up and down between two rates, then a decay from the lower one (Smith 2018, section 4).
-
-    `betas` of an update: beta1 falls while the rate rises, and rises after the cycle.
-
-    >>> rate = OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=2)
-    >>> [rate(step) for step in (1, 2, 3, 4, 5, 6)]
-    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
-    """
-
-    cycle_min_lr: float
-    cycle_max_lr: float
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
-    decay_mom_rate: float = 0.0
-
-    def _at(self, batch: int) -> float:
-        height = self._height(batch)
-        if height is None:
-            return self.cycle_min_lr / self._decay(batch, self.decay_lr_rate)
-        return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+        return SCHEDULERS[self.kind][0](SimpleNamespace(**self.params), step - 2)
 
     def betas(self, step: int) -> tuple[float, float]:
-        """The betas of an update, counted from 1. AdamW refuses an update for which beta1 has decayed up to 1.
+        """The betas of an update by OneCycle. AdamW refuses an update for which beta1 has decayed up to 1."""
+        return one_cycle_betas(SimpleNamespace(**self.params), step - 2)
 
-        The first has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas after it.
-        """
-        if step == 1:
-            return self.cycle_min_mom, BETA2
-        height = self._height(step - 2)
-        if height is None:
-            return self.cycle_max_mom * self._decay(step - 2, self.decay_mom_rate), BETA2
-        return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height, BETA2
-
-    @property
-    def _sizes(self) -> tuple[float, float]:
-        """Batches in which the rate rises, and falls."""
-        first, second = self.cycle_first_step_size, self.cycle_second_step_size
-        return float(first), float(first if second is None else second)
-
-    def _decay(self, batch: int, rate: float) -> float:
-        """The factor of a batch after the cycle: 1, plus `rate` every `decay_step_size` batches."""
-        if not self.decay_step_size:
-            return 1.0
-        first, second = self._sizes
-        return 1 + rate * ((batch + 1 - first - second) / self.decay_step_size)
-
-    def _height(self, batch: int) -> float | None:
-        """The position of a batch in the cycle, 0 at the lower rate to 1 at the higher; None after it."""
-        first, second = self._sizes
-        total = first + second
-        if batch >= total:
-            return None
-        batch += 1
-        ratio = first / total  # in DeepSpeed's order of operations, for the same bits
-        x = 1.0 + batch / total - math.floor(1 + batch / total)
-        rising, stairs = x <= ratio, self.cycle_first_stair_count
-        if not rising and self.cycle_second_stair_count is not None:
-            stairs = self.cycle_second_stair_count
-        if stairs > 0:
-            at = batch % total
-            up = at * stairs / first if at <= first else (total - at) * stairs / second
-            return math.floor(up) / stairs
-        return x / ratio if rising else (x - 1) / (ratio - 1)
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.params.items())
 
 
-@frozen(kw_only=True)
-class WarmupLR(LRSchedule):
-    """Rises from `warmup_min_lr` to `warmup_max_lr`, along a logarithm or a line, and stays there; or, as
-    WarmupDecayLR, falls along a line, back at `total_num_steps`.
+# --- of a batch, counted as DeepSpeed does; -1 is the first update's --------------------------------------
 
-    >>> rate = WarmupLR(warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
-    >>> [rate(step) for step in (1, 2, 3, 6, 9)]
-    [0.0, 0.0, 0.25, 1.0, 1.0]
+
+def range_test(p: Any, batch: int) -> float:
+    """Rises without end, to find the highest rate that trains (Smith 2018, section 3)."""
+    interval = float(batch + 1) / p.lr_range_test_step_size
+    if p.lr_range_test_staircase:
+        interval = math.floor(interval)
+    return p.lr_range_test_min_lr * (1 + p.lr_range_test_step_rate * interval)
+
+
+def one_cycle(p: Any, batch: int) -> float:
+    """One cycle up and down between two rates, then a decay from the lower one (Smith 2018, section 4)."""
+    height, gone = _cycle(p, batch)
+    if height is None:
+        return p.cycle_min_lr / (1 + p.decay_lr_rate * gone)
+    return p.cycle_min_lr + (p.cycle_max_lr - p.cycle_min_lr) * height
+
+
+def one_cycle_betas(p: Any, batch: int) -> tuple[float, float]:
+    """Beta1 falls while the rate rises, and rises after the cycle. The first update has the lowest one, though the
+    cycle begins with the highest: DeepSpeed sets betas after it.
     """
-
-    warmup_min_lr: float = 0.0
-    warmup_max_lr: float = 1e-3
-    warmup_num_steps: int = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-    total_num_steps: int | None = None
-
-    def _at(self, batch: int) -> float:
-        if batch < 0:
-            return self.warmup_min_lr
-        rise, total = _rise(self, batch), self.total_num_steps
-        if rise is None and total is not None:
-            span = float(max(1.0, total - max(2, self.warmup_num_steps)))
-            rise = max(0.0, float(total - batch) / span)
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * (
-            1.0 if rise is None else rise
-        )
+    height, gone = _cycle(p, batch)
+    if batch < 0:
+        return p.cycle_min_mom, BETA2
+    if height is None:
+        return p.cycle_max_mom * (1 + p.decay_mom_rate * gone), BETA2
+    return p.cycle_max_mom - (p.cycle_max_mom - p.cycle_min_mom) * height, BETA2
 
 
-@frozen(kw_only=True)
-class WarmupCosineLR(LRSchedule):
-    """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio`."""
-
-    lr: float
-    warmup_min_ratio: float = 0.0
-    warmup_num_steps: int = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-    cos_min_ratio: float = 0.0001
-    total_num_steps: int | None = None
-
-    def _at(self, batch: int) -> float:
-        if batch < 0:
-            return 0.0
-        if (rise := _rise(self, batch)) is not None:
-            return self.lr * (self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio))
-        if self.total_num_steps is None:
-            return self.lr
-        warmup = max(2, self.warmup_num_steps)
-        progress = min(1.0, (batch - warmup + 1) / max(1, self.total_num_steps - warmup))
-        ratio = (1 + math.cos(math.pi * progress)) / 2
-        return self.lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
+def _cycle(p: Any, batch: int) -> tuple[float | None, float]:
+    """The position of a batch in the cycle, 0 at the lower rate to 1 at the higher, None after it; and how often
+    `decay_step_size` has passed since.
+    """
+    first, second = p.cycle_first_step_size, p.cycle_second_step_size
+    first, second = float(first), float(first if second is None else second)
+    total = first + second
+    if batch >= total:
+        return None, (batch + 1 - first - second) / p.decay_step_size if p.decay_step_size else 0.0
+    batch += 1
+    ratio = first / total  # in DeepSpeed's order of operations, for the same bits
+    x = 1.0 + batch / total - math.floor(1 + batch / total)
+    rising, stairs = x <= ratio, p.cycle_first_stair_count
+    if not rising and p.cycle_second_stair_count is not None:
+        stairs = p.cycle_second_stair_count
+    if stairs > 0:
+        at = batch % total
+        up = at * stairs / first if at <= first else (total - at) * stairs / second
+        return math.floor(up) / stairs, 0.0
+    return x / ratio if rising else (x - 1) / (ratio - 1), 0.0
 
 
-def _rise(rate: WarmupLR | WarmupCosineLR, batch: int) -> float | None:
+def warmup(p: Any, batch: int) -> float:
+    """Rises along a logarithm or a line, and stays there; with `total_num_steps`, as WarmupDecayLR, it falls
+    along a line, back at that step.
+    """
+    if batch < 0:
+        return p.warmup_min_lr
+    rise, total = _rise(p, batch), getattr(p, "total_num_steps", None)
+    if rise is None and total is not None:
+        rise = max(0.0, float(total - batch) / float(max(1.0, total - max(2, p.warmup_num_steps))))
+    return p.warmup_min_lr + (p.warmup_max_lr - p.warmup_min_lr) * (1.0 if rise is None else rise)
+
+
+def warmup_cosine(p: Any, batch: int) -> float:
+    """Rises from a ratio of the optimizer's `lr`, then falls along half a cosine, unless the end is not known."""
+    if batch < 0:
+        return 0.0
+    if (rise := _rise(p, batch)) is not None:
+        return p.lr * (p.warmup_min_ratio + rise * (1.0 - p.warmup_min_ratio))
+    if p.total_num_steps is None:
+        return p.lr
+    steps = max(2, p.warmup_num_steps)
+    progress = min(1.0, (batch - steps + 1) / max(1, p.total_num_steps - steps))
+    ratio = (1 + math.cos(math.pi * progress)) / 2
+    return p.lr * max(0.0, p.cos_min_ratio + (1.0 - p.cos_min_ratio) * ratio)
+
+
+def _rise(p: Any, batch: int) -> float | None:
     """The progress of the warm-up, 0 to 1; None when it is over."""
-    steps = max(2, rate.warmup_num_steps)  # the logarithm of 1 is 0, and divides
+    steps = max(2, p.warmup_num_steps)  # the logarithm of 1 is 0, and divides
     if batch >= steps:
         return None
-    return batch / steps if rate.warmup_type == "linear" else 1.0 / math.log(steps) * math.log(batch + 1)
+    return batch / steps if p.warmup_type == "linear" else 1.0 / math.log(steps) * math.log(batch + 1)
 
 
 # --- from a file -----------------------------------------------------------------------------------------
 
-SCHEDULERS: dict[str, type[LRSchedule]] = {
-    **{x.__name__: x for x in (LRRangeTest, OneCycle, WarmupLR, WarmupCosineLR)},
-    "WarmupDecayLR": WarmupLR,
+
+def _names(*begin: str) -> tuple[str, ...]:
+    """The keys in `scheduler.params` that begin so."""
+    return tuple(name for x in KEYS if (name := x.removeprefix(PARAMS)).startswith(begin) and name != x)
+
+
+_WARMUP = ("warmup_num_steps", "warmup_type")
+SCHEDULERS: Mapping[str, tuple[Callable[[Any, int], float], tuple[str, ...]]] = {
+    "LRRangeTest": (range_test, _names("lr_range_test_")),
+    "OneCycle": (one_cycle, _names("cycle_", "decay_")),
+    "WarmupLR": (warmup, ("warmup_min_lr", "warmup_max_lr", *_WARMUP)),
+    "WarmupDecayLR": (warmup, ("warmup_min_lr", "warmup_max_lr", *_WARMUP, "total_num_steps")),
+    "WarmupCosineLR": (warmup_cosine, ("warmup_min_ratio", *_WARMUP, "cos_min_ratio", "total_num_steps")),
 }
-
-
-def params_of(kind: str) -> list[str]:
-    """The names that a scheduler has in `scheduler.params`."""
-    without = ("lr", "total_num_steps" if kind == "WarmupLR" else "")
-    return [x.name for x in attrs.fields(cast("Any", SCHEDULERS[kind])) if x.name not in without]
+"""Each scheduler, and the names that it has in `scheduler.params`."""
+_NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")  # they have no default
 
 
 def lr_schedule(values: ConfigValues, **own: Any) -> LRSchedule | None:
@@ -212,20 +167,22 @@ def lr_schedule(values: ConfigValues, **own: Any) -> LRSchedule | None:
     own = {"warmup_max_lr": own["lr"], "warmup_type": "linear", "cos_min_ratio": FINAL_LR, **own}
     without_key = ("total_num_steps", "warmup_max_lr" if kind == "WarmupLR" else "")
     params = {"lr": own["lr"]} if kind == "WarmupCosineLR" else {}
-    for name in params_of(kind):
-        if values.sets(PARAMS + name):
-            params[name] = values[PARAMS + name]
-        elif name in own and (name in without_key or values.leaves_open(PARAMS + name)):
+    for name in SCHEDULERS[kind][1]:
+        key = PARAMS + name
+        if name in own and (values.leaves_open(key) or (name in without_key and not values.sets(key))):
             params[name] = own[name]
-    needed = {*params_of(kind)} & {"total_num_steps", "cycle_min_lr", "cycle_max_lr"}
-    if lacking := sorted(needed - params.keys(), reverse=True):
+        elif values.sets(key) or name not in _NEEDED:
+            params[name] = values[key]
+    if kind == "WarmupDecayLR" and params["warmup_max_lr"] is None:
+        params["warmup_max_lr"] = 1e-3
+    if lacking := [x for x in _NEEDED if x in SCHEDULERS[kind][1] and x not in params]:
         raise ValueError(
             f"{values.source}: got {kind} without {' and '.join(lacking)}, expected it in scheduler.params: add it"
         )
-    return SCHEDULERS[kind](**params)
+    return LRSchedule(kind, params)
 
 
 def moved_betas(values: ConfigValues) -> dict[str, Any]:
     """The argument `betas` of an optimizer, where OneCycle moves them with the learning rate."""
     rate = lr_schedule(values, lr=0.0) if values["scheduler.type"] == "OneCycle" else None
-    return {"betas": rate.betas} if isinstance(rate, OneCycle) and rate.cycle_momentum else {}
+    return {"betas": rate.betas} if rate is not None and rate.params["cycle_momentum"] else {}

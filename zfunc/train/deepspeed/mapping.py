@@ -21,10 +21,10 @@ from zfunc.options import AUTO
 from zfunc.train.deepspeed.keys import KEYS, OPTIMIZERS, ConfigValues, Source, read_values
 from zfunc.train.deepspeed.learning_rate_schedules import (
     PARAMS,
+    SCHEDULERS,
     LRSchedule,
     lr_schedule,
     moved_betas,
-    params_of,
 )
 from zfunc.train.settings import TrainSettings
 
@@ -329,7 +329,7 @@ def notes(values: ConfigValues, batch: str, rate: LRSchedule | None) -> Iterator
             idle["for stage 3 only, as in DeepSpeed"] = [name]
         elif block == PARAM[:-1] and made and last not in optimizer_params(named_optimizer(values)[0]):
             idle.setdefault(f"not of the optimizer {made}", []).append(name)
-        elif block == PARAMS[:-1] and kind and last not in params_of(kind):
+        elif block == PARAMS[:-1] and kind and last not in SCHEDULERS[kind][1]:
             idle.setdefault(f"not of the scheduler {kind}", []).append(name)
     idle |= {"nothing reads it": values.unread} if values.unread else {}
     yield from (f"no effect: {', '.join(keys)}: {reason}" for reason, keys in idle.items())
