@@ -3,9 +3,11 @@
 A setting that does not go with the model (vocabulary, length, tokenizer) is refused before the data is read.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 from attrs import frozen
 
 from zfunc.engine.compile.segment import Segment
@@ -14,7 +16,6 @@ from zfunc.models.config_file import check_flags
 from zfunc.models.hf.adapters import lora_config
 from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
-from zfunc.train.run_folder import CONFIG, read_json_object
 from zfunc.train.settings import TrainSettings
 
 TOKENIZER = "tokenizer.json"
@@ -60,7 +61,7 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
     if place is None:
         return None
     try:
-        lora = _adapters(flags.lora, flags.lora_alpha, flags.lora_targets, flags.hf)
+        lora = adapters(attrs.asdict(flags))
         config, segments = (hf.load if weights else hf.describe)(place, lora=lora)
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
@@ -71,18 +72,12 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
     return model
 
 
-def _adapters(rank: int | None, alpha: float | None, targets: str | None, base: Any) -> Any:
-    return None if rank is None else lora_config(rank, alpha=alpha, targets=targets, base=base)
-
-
-def adapters_of_run(source: Path) -> Any:
-    """The `peft.LoraConfig` of a run, or of the one that a checkpoint is in; None if it has no adapters."""
-    for folder in (source, *source.absolute().parents[:2]):
-        if (folder / CONFIG).is_file():
-            settings = read_json_object(folder / CONFIG).get("settings") or {}
-            if settings.get("lora") is not None:
-                return _adapters(*(settings[x] for x in ("lora", "lora_alpha", "lora_targets", "hf")))
-    return None
+def adapters(settings: Mapping[str, Any]) -> Any:
+    """The `peft.LoraConfig` of a training's settings; None without adapters."""
+    if (rank := settings.get("lora")) is None:
+        return None
+    alpha, targets = settings["lora_alpha"], settings["lora_targets"]
+    return lora_config(rank, alpha=alpha, targets=targets, base=settings["hf"])
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:

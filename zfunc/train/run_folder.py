@@ -357,6 +357,14 @@ def read_history(run: Path) -> RunHistory:
     return RunHistory(run, config, valid, summary, damage)
 
 
+def settings_of(place: Path) -> dict[str, Any]:
+    """The settings of the run in a folder, or of that which a checkpoint is in; empty without a run."""
+    for config in (folder / CONFIG for folder in (place, *place.absolute().parents[:2])):
+        if config.is_file() and (settings := read_json_object(config).get("settings")):
+            return settings
+    return {}
+
+
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
     """The complete lines of metrics as rows, and the number of the first invalid one, 0 if all are valid.
 

@@ -56,9 +56,10 @@ def run_export(settings: ExportSettings) -> int:
             x = export_weights(source, out, **given)
         else:
             from zfunc.models import hf
-            from zfunc.train.pretrained import adapters_of_run
+            from zfunc.train.pretrained import adapters
+            from zfunc.train.run_folder import settings_of
 
-            lora, alone = adapters_of_run(source), settings.adapter_only
+            lora, alone = adapters(settings_of(source)), settings.adapter_only
             x = hf.export(source, out, config=settings.hf, lora=lora, adapter_only=alone, **given)
     what = f"{x.parameters} parameters of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
     print(f"written: {x.path}: {what}")
