@@ -7,12 +7,12 @@ them) that its functions read of closures and globals. The latter are compared a
 
 import inspect
 import random
-import reprlib
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -41,12 +41,14 @@ Facts = dict[str, Any]  # what is compared of a value, by a name that the user k
 
 
 class _Same:
-    """A weak reference to a tensor, equal while it is the same tensor with the same requires_grad and version. (The
-    version of a parameter does not count.)"""
+    """An object that is equal to itself alone; a tensor, held weakly, while requires_grad and version are the same.
+    (The version of a parameter does not count.)"""
 
-    def __init__(self, t: Tensor) -> None:
-        unversioned = isinstance(t, nn.Parameter) or t.is_inference()  # a parameter's values may change
-        self.ref, self.state = weakref.ref(t), (0 if unversioned else t._version, t.requires_grad)
+    def __init__(self, x: Any) -> None:
+        self.ref, self.state = (lambda: x), ()
+        if isinstance(x, Tensor):
+            unversioned = isinstance(x, nn.Parameter) or x.is_inference()  # a parameter's values may change
+            self.ref, self.state = weakref.ref(x), (0 if unversioned else x._version, x.requires_grad)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.ref() is other.ref() and self.state == other.state
@@ -54,21 +56,26 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def attributes(module: nn.Module, *, tensors: bool) -> Iterator[tuple[str, Any]]:
+def _itself(x: Any) -> Any:
+    """An object for a comparison: by its own equality if that is permanent (it can be hashed), else by identity."""
+    return _Same(x) if isinstance(x, Tensor) or type(x).__hash__ is None else x
+
+
+def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str, Any]]:
     """The type and the attributes of a module and of those in it; with `tensors` parameters and buffers."""
-    for path, m in module.named_modules():
-        yield f"attribute {path}" if path else "the module", type(m).__qualname__
+    for path, m in module.named_modules() if module is not None else ():
+        yield f"attribute {path}" if path else "the module", type(m)
         slots = {**m._parameters, **m._buffers} if tensors else {}
         own = {k: v for k, v in vars(m).items() if k not in ("_parameters", "_buffers", "_modules")}
         for name, value in {**own, **slots}.items():
             yield f"attribute {path}.{name}" if path else f"attribute {name}", value
 
 
-def held(module: nn.Module | None, *, same_tensors: bool = True) -> Facts:
-    """The attributes of a module for a comparison: tensors by identity, or by type alone."""
-    of_tensor = _Same if same_tensors else type
-    found = () if module is None else attributes(module, tensors=same_tensors)
-    return {name: _compared(value, of_tensor, 0) for name, value in found}
+def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], Any] = _itself) -> Facts:
+    """The attributes of a module for a comparison, with `tensors` its parameters and buffers. A tensor, a function
+    and what else has no plain value are compared `by` identity, or by type alone. Modules of equal attributes
+    without tensors behave alike."""
+    return {name: _compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
 
 
 def read_outside(module: nn.Module | None, function: Callable[..., Any]) -> Facts:
@@ -85,7 +92,7 @@ def read_outside(module: nn.Module | None, function: Callable[..., Any]) -> Fact
         named = {f"closure variable {x}": value for x, value in read.nonlocals.items()}
         named |= {f"global {x}": value for x, value in read.globals.items()}
         left += [x for x in named.values() if inspect.isfunction(x)]
-        found |= {name: _compared(x, id, 0) for name, x in named.items() if _is_plain(x)}
+        found |= {name: _compared(x, type, 0) for name, x in named.items() if _is_plain(x)}
     return found
 
 
@@ -98,26 +105,24 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, PLAIN) or (isinstance(x, tuple) and all(map(_is_plain, x)))
 
 
-def _compared(value: Any, of_tensor: Callable[[Tensor], Any], depth: int) -> Any:
-    """The part of a value that is compared. Reading it changes nothing and calls no code of the user."""
-    if isinstance(value, float | np.generic):
-        return repr(value)  # so that a NaN equals itself
+def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
+    """The part of a value that is compared: by its values where it has plain ones, else `by` such as its type."""
     if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        return of_tensor(value)
+        return repr(value)  # so that a NaN equals itself, and 1 is not True
     if isinstance(value, np.ndarray):
         small = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
-        return value.shape, hash(value.tobytes()) if small else id(value)
-    if depth == MAX_DEPTH:
-        return type(value)
+        return value.shape, value.dtype, hash(value.tobytes()) if small else id(value)
+    if depth == MAX_DEPTH or isinstance(value, Tensor):
+        return by(value)
     if isinstance(value, Mapping):
-        return [(repr(key), _compared(x, of_tensor, depth + 1)) for key, x in [*value.items()]]
+        return type(value), [(repr(key), _compared(x, by, depth + 1)) for key, x in [*value.items()]]
     if isinstance(value, list | tuple | set | frozenset):
-        return [_compared(x, of_tensor, depth + 1) for x in [*value]]
+        return type(value), [_compared(x, by, depth + 1) for x in [*value]]
+    if isinstance(value, partial):
+        return _compared((value.func, value.args, value.keywords), by, depth + 1)
     if hasattr(value, "__dict__") and not _of_library(type(value)) and not callable(value):
-        return _compared(vars(value), of_tensor, depth + 1)
-    return type(value)
+        return type(value), _compared(vars(value), by, depth + 1)
+    return by(value)
 
 
 def first_change(before: Facts, after: Facts) -> str:
@@ -125,8 +130,7 @@ def first_change(before: Facts, after: Facts) -> str:
     for name in {**before, **after}:
         values = [x.get(name, "absent") for x in (before, after)]
         if values[0] != values[1]:
-            shown = (x if isinstance(x, str) else reprlib.repr(x) for x in values)
-            return f"{name} ({', then '.join(shown)})" if any(isinstance(x, PLAIN) for x in values) else name
+            return f"{name} ({', then '.join(values)})" if all(isinstance(x, str) for x in values) else name
     return ""
 
 
@@ -206,7 +210,7 @@ def check_deterministic(
         return function(params, *inputs)
 
     def values() -> Facts:
-        return held(module, same_tensors=False) | read_outside(module, function)
+        return held(module, tensors=False, by=type) | read_outside(module, function)
 
     # 1. Two calls, and what Python keeps of them.
     python_state, generator = random.getstate(), np.random.get_bit_generator()

@@ -9,8 +9,8 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -72,6 +72,7 @@ class Segment:
     buffers: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
     _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
+    _behaviour: Facts = field(factory=dict, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         trained = sum(math.prod(p.shape) for p in self.parameters)
@@ -150,14 +151,14 @@ class Segment:
     def like(self, other: "Segment") -> bool:
         """Whether both compute the same function, so that they can share a trace and a compilation."""
         signatures = [
-            (x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters]) for x in (self, other)
+            (x.short, x.twins, [*x.constants], [*x.buffers], [(p.shape, p.trainable) for p in x.parameters])
+            for x in (self, other)
         ]
         if signatures[0] != signatures[1]:
             return False
         if self.module is None or other.module is None:
-            tensors = (self.constants, other.constants, self.buffers, other.buffers)
-            return self.function is other.function and not any(tensors)
-        return same_modules(self.module, other.module)
+            return self.function is other.function and not (self.constants or self.buffers)
+        return self._behaviour == other._behaviour
 
 
 def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = None) -> Segment:
@@ -193,7 +194,7 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
     )
     share = dict(share or {})
     own = _slots(module, "_parameters")
-    _check_hooks(name, module)
+    check_hooks(name, own, module)
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
     for short, p in own.items():
         if is_lazy(p):
@@ -231,10 +232,7 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
     parameters = tuple(Parameter(f, tuple(own[x].shape), own[x].requires_grad) for f, x in chosen.items())
 
     # 3. Buffers: constants, and those that forward changes.
-    try:
-        changing, types = changed_by_forward(module)
-    except ValueError as error:
-        raise ValueError(f"segment {name!r}: {error}") from error
+    changing, types = changed_by_forward(name, module)
     meta, constants = on_meta == {True}, _slots(module, "_buffers")
     if meta and constants:
         constants = _real_module(name, module, 0)[1]
@@ -262,31 +260,27 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
         buffers={k: constants[k] for k in changing},
         module=skeleton,
         source=(module, held(module)),
+        behaviour=held(module, tensors=False),
     )
 
 
-def _check_hooks(name: str, module: nn.Module) -> None:
-    """Raise ValueError for gradient hooks, which `vjp` does not run."""
+def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module | None = None) -> None:
+    """Raise ValueError for gradient hooks on these parameters, or on the module, which `vjp` does not run."""
+    modules = module.named_modules() if module is not None else ()
     hooked = [
-        *(f"parameter {x!r}" for x, p in module.named_parameters() if gradient_hooks(p)),
-        *(f"module {x!r}" for x, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks),
+        *(
+            f"parameter {x!r}"
+            for x, p in parameters.items()
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        ),
+        *(f"module {x!r}" for x, m in modules if m._backward_hooks or m._backward_pre_hooks),
     ]
     if hooked:
-        refuse_hooks(name, hooked[0])
-
-
-def gradient_hooks(p: Tensor) -> bool:
-    """Whether a parameter has hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
-    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
-
-
-def refuse_hooks(name: str, owner: str) -> NoReturn:
-    """Raise ValueError for a gradient hook on `owner`, with what to use instead."""
-    raise ValueError(
-        f"segment {name!r}: got a gradient hook on {owner}, expected none, because it would never run: to clip, "
-        "pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in forward; to read "
-        "gradients, pass norms=True or a stage in place of pack (docs/recipes.md)"
-    )
+        raise ValueError(
+            f"segment {name!r}: got a gradient hook on {hooked[0]}, expected none, because it would never run: "
+            "to clip, pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in "
+            "forward; to read gradients, pass norms=True or a stage in place of pack (docs/recipes.md)"
+        )
 
 
 def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
@@ -371,30 +365,3 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
                 "set it: define it there, or build the module on the CPU"
             )
     return _slots(real, "_parameters"), _slots(real, "_buffers")
-
-
-def same_modules(a: Any, b: Any) -> bool:
-    """Whether two modules, or two attributes, certainly behave alike; False if in doubt."""
-    if a is b:
-        return True
-    if isinstance(a, nn.Module) and type(a) is type(b):
-        # Buffers are passed to the function by name, so their values do not matter here.
-        skip = {"_parameters", "_buffers", "_modules"}
-        mine, theirs = ({k: v for k, v in vars(x).items() if k not in skip} for x in (a, b))
-        children = same_modules(dict(a._modules), dict(b._modules))
-        return children and same_modules(mine, theirs) and a._buffers.keys() == b._buffers.keys()
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return list(a) == list(b) and all(same_modules(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(same_modules, a, b))
-    if isinstance(a, (set, frozenset)) and type(a) is type(b):
-        return a == b
-    if isinstance(a, partial) and type(a) is type(b):
-        return same_modules((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    return type(a) is type(b) and _is_value(a) and a == b
-
-
-def _is_value(a: Any) -> bool:
-    """Whether equality is permanent: the type defines it and is hashable. Tensors are excluded."""
-    kind = type(a)
-    return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and not isinstance(a, Tensor)

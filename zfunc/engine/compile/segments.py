@@ -11,13 +11,7 @@ from typing import Any
 from torch import nn
 
 from zfunc.core.layout import Parameter
-from zfunc.engine.compile.segment import (
-    Segment,
-    check_memory_apart,
-    gradient_hooks,
-    make_segment,
-    refuse_hooks,
-)
+from zfunc.engine.compile.segment import Segment, check_hooks, check_memory_apart, make_segment
 from zfunc.errors import did_you_mean
 from zfunc.values import of_type
 
@@ -57,9 +51,8 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
                     f"segment {s.name!r}, or tie them with share="
                 )
             known[name] = p
+        check_hooks(s.name, s.origins)
         for name, tensor in s.origins.items():
-            if gradient_hooks(tensor):
-                refuse_hooks(s.name, f"parameter {name!r}")
             if origins.setdefault(id(tensor), name) != name and name not in s.shared:
                 raise ValueError(
                     f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "

@@ -16,7 +16,7 @@ from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
 
 
-def changed_by_forward(module: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
+def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
     """The names of the buffers that forward changes, of submodules in training mode; and by name which tensors
     need the type of which.
 
@@ -29,7 +29,7 @@ def changed_by_forward(module: nn.Module) -> tuple[tuple[str, ...], dict[str, st
         own: list[str] = []
         if _tracks(m):
             if m.training:
-                _check_norm(path, m)
+                _check_norm(f"segment {segment!r}: got the {type(m).__name__}{path and f' {path!r}'}", m)
             own = [x for x, t in m._buffers.items() if t is not None]
             types |= {_joined(path, x): _joined(path, "running_mean") for x in ("weight", "bias")}
         elif isinstance(m, parametrizations._SpectralNorm):
@@ -51,16 +51,15 @@ def _hooks(m: nn.Module) -> list[SpectralNorm]:
     return [x for x in m._forward_pre_hooks.values() if isinstance(x, SpectralNorm)]
 
 
-def _check_norm(path: str, m: nn.Module) -> None:
-    where = f"{type(m).__name__}{path and f' {path!r}'}"
+def _check_norm(got: str, m: nn.Module) -> None:
     if isinstance(m, nn.SyncBatchNorm):
         raise ValueError(
-            f"got the {where}, whose forward sends to other ranks, expected a norm of each rank's own rows: use "
+            f"{got}, whose forward sends to other ranks, expected a norm of each rank's own rows: use "
             "nn.BatchNorm2d, or nn.GroupNorm"
         )
     if m.momentum is None:  # pyright: ignore[reportUnnecessaryComparison]
         raise ValueError(
-            f"got the {where} with momentum=None, which reads the value of a tensor in forward, expected a number: "
+            f"{got} with momentum=None, which reads the value of a tensor in forward, expected a number: "
             "pass such as momentum=0.1"
         )
 

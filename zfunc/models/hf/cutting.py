@@ -14,7 +14,8 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zfunc.engine.compile.segment import Segment, Values, same_modules, segment
+from zfunc.engine.compile.purity import held
+from zfunc.engine.compile.segment import Segment, Values, segment
 from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare
@@ -152,17 +153,18 @@ class _Cutter:
         cut = _Cut(self._name(model.get_input_embeddings(), "embed"), self._embed(), model)
         yield cut.segment.name, cut, cut.part
         around = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()}
-        known: list[tuple[Any, nn.Module, _Cut]] = []
+        known: list[tuple[Any, _Cut]] = []
         for n, own in enumerate(self.layers):
             name, layer = f"{self.recording.layers}.{n}", self.copied(own, {})
             for m in layer.modules():
                 if hasattr(m, "layer_idx"):
                     m.layer_idx = self.recording.places[n]
-            signature = self.recording.places[n], self.routers[n], _signature(layer, around)
-            cut = next((x for s, m, x in known if s == signature and same_modules(m, layer)), None)
+            behaviour = held(layer, tensors=False)
+            signature = self.recording.places[n], self.routers[n], _signature(layer, around), behaviour
+            cut = next((x for s, x in known if s == signature), None)
             if cut is None:
                 cut = _Cut(name, self._layer(n, layer), model)
-                known.append((signature, layer, cut))
+                known.append((signature, cut))
             yield name, cut, nn.ModuleDict({"layer": layer})
         cut = _Cut(self._name(model.get_output_embeddings(), "head"), self._head(loss), model)
         yield cut.segment.name, cut, cut.part
