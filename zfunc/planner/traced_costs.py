@@ -16,8 +16,7 @@ from zfunc.engine.compile.compile import compile
 from zfunc.engine.compile.fit_to_memory import share_on_host
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.segment import Segment
-from zfunc.engine.compile.segments import checked_segments
+from zfunc.engine.compile.segment import Segment, checked_segments
 from zfunc.engine.compile.specialize import specialize, traced_spec
 from zfunc.engine.compile.step_spec import passes_key
 from zfunc.engine.step.batches import Batch, split_batch

@@ -1,7 +1,6 @@
 """Segments and settings become a Program: its traces, its verified plan, its buffers' sizes.
 
-    segment                 nn.Module -> pure function
-    segments                a model's segments, checked together; of an nn.Sequential
+    segment                 nn.Module -> pure function; the segments of a model, checked together
     purity                  refuses segments with hidden state, and values that change
     vjp                     forward and backward of a segment, traced or by torch.func.vjp
     recompute               what backward recomputes: their joint graph, cut in two

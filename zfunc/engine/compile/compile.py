@@ -18,8 +18,7 @@ from zfunc.core.settings import StepSettings, settings_with, takes_settings
 from zfunc.engine.compile.fit_to_memory import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan
-from zfunc.engine.compile.segment import Segment
-from zfunc.engine.compile.segments import checked_segments
+from zfunc.engine.compile.segment import Segment, checked_segments
 from zfunc.engine.compile.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
 from zfunc.engine.state.state import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.step.batches import Batch, unpacked

@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
@@ -21,47 +20,25 @@ def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...]
     need the type of which.
 
     Statistics stay in fp32 where the step computes in 16 bits, so the weight and bias beside them are widened, as
-    PyTorch's kernels expect. Vectors that are multiplied with a matrix have its type. Raises ValueError for a
-    SyncBatchNorm, and for a BatchNorm with momentum=None.
+    PyTorch's kernels expect. Vectors that are multiplied with a matrix have its type. Raises ValueError, with the
+    name of the `segment`, for a SyncBatchNorm in training mode.
     """
     names, types = list[str](), dict[str, str]()
     for path, m in module.named_modules():
         own: list[str] = []
-        if _tracks(m):
-            if m.training:
-                _check_norm(f"segment {segment!r}: got the {type(m).__name__}{path and f' {path!r}'}", m)
+        if isinstance(m, nn.modules.batchnorm._NormBase) and m._buffers.get("running_mean") is not None:
+            if m.training and isinstance(m, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"segment {segment!r}: got the SyncBatchNorm {path!r}, whose forward sends to other ranks, "
+                    "expected a norm of each rank's own rows: use nn.BatchNorm2d, or nn.GroupNorm"
+                )
             own = [x for x, t in m._buffers.items() if t is not None]
             types |= {_joined(path, x): _joined(path, "running_mean") for x in ("weight", "bias")}
         elif isinstance(m, parametrizations._SpectralNorm):
             own, original = [*m._buffers], _joined(path.rpartition(".")[0], "original")
             types |= {_joined(path, x): original for x in own}
-        else:
-            for x in _hooks(m):
-                own += (vectors := [f"{x.name}_u", f"{x.name}_v"])
-                types |= {_joined(path, vector): _joined(path, f"{x.name}_orig") for vector in vectors}
         names += [_joined(path, x) for x in own if m.training]
     return tuple(names), types
-
-
-def _tracks(m: nn.Module) -> bool:
-    return isinstance(m, nn.modules.batchnorm._NormBase) and m._buffers.get("running_mean") is not None
-
-
-def _hooks(m: nn.Module) -> list[SpectralNorm]:
-    return [x for x in m._forward_pre_hooks.values() if isinstance(x, SpectralNorm)]
-
-
-def _check_norm(got: str, m: nn.Module) -> None:
-    if isinstance(m, nn.SyncBatchNorm):
-        raise ValueError(
-            f"{got}, whose forward sends to other ranks, expected a norm of each rank's own rows: use "
-            "nn.BatchNorm2d, or nn.GroupNorm"
-        )
-    if m.momentum is None:  # pyright: ignore[reportUnnecessaryComparison]
-        raise ValueError(
-            f"{got} with momentum=None, which reads the value of a tensor in forward, expected a number: "
-            "pass such as momentum=0.1"
-        )
 
 
 def _joined(path: str, name: str) -> str:

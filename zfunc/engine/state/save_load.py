@@ -17,8 +17,9 @@ from attrs import asdict, frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import Snapshot, TrainingPosition, check_model, stored_kinds
+from zfunc.checkpoint.manifest import Manifest, Snapshot, check_model, stored_kinds
 from zfunc.checkpoint.safetensors_file import TensorInfo
+from zfunc.checkpoint.swap_checkpoint import CommitMetadata
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
@@ -176,14 +177,10 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
             continue
         for failure in damaged:
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
-        send_weights(buffers, program.layout, ranks)
-        manifest = checkpoint.manifest
         _log_begun(begun, ranks)
-        _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
-        state = _state_at(manifest.position, manifest.optimizer, buffers, program)
-        commit_state(program, state, manifest.extra)
-        all_or_none(ranks, partial(staging_buffers, program))
-        return Restored(state, checkpoint.path, manifest.extra)
+        restored = _restored(program, buffers, checkpoint.manifest, checkpoint.path)
+        commit_state(program, restored.state, restored.extra)
+        return restored
     raise CheckpointError("; ".join(damaged))
 
 
@@ -206,22 +203,19 @@ def _resume_swap(program: Program) -> Restored:
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
     all_or_none(ranks, partial(read_memory, buffers, program.layout, ranks))
     gather_frozen(buffers, program.layout, ranks)
-    send_weights(buffers, program.layout, ranks)
-    folder = swap_folders(program)[0]
-    all_or_none(ranks, partial(staging_buffers, program))
-    _log_changed_settings(folder, said.optimizer, said.position.step, program)
-    return Restored(_state_at(said.position, said.optimizer, buffers, program), folder, said.extra)
+    return _restored(program, buffers, said, swap_folders(program)[0])
 
 
-def _state_at(
-    position: TrainingPosition, saved: Mapping[str, Any], buffers: Buffers, program: Program
-) -> State:
-    """The State that was at this position, with these saved `optimizer_settings`."""
-    scale, scaled = position.loss_scale, program.settings.precision == "fp16"
-    if scaled != (saved.get("precision") == "fp16"):
+def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetadata, path: Path) -> Restored:
+    """The State of these buffers at the position that was saved with them, with its parameters and staging."""
+    send_weights(buffers, program.layout, program.ranks)
+    all_or_none(program.ranks, partial(staging_buffers, program))
+    _log_changed_settings(path, saved.optimizer, saved.position.step, program)
+    scale, scaled = saved.position.loss_scale, program.settings.precision == "fp16"
+    if scaled != (saved.optimizer.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
-    counters = asdict(position, recurse=False)
-    return State(buffers, program.identity, buffers.owner.generation, **{**counters, "loss_scale": scale})
+    counters = {**asdict(saved.position, recurse=False), "loss_scale": scale}
+    return Restored(State(buffers, program.identity, buffers.owner.generation, **counters), path, saved.extra)
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:
