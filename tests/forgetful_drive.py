@@ -6,8 +6,8 @@ the bytes are those of a Drive. It can kill its process, that is raise Killed, i
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from attrs import define, field
 
@@ -96,15 +96,15 @@ class ForgetfulFile:
         return file
 
     @classmethod
-    def opened(cls, path: Path) -> tuple[Callable[[int, int], bytes], int]:
-        """In the place of `durable_files.opened`."""
+    def open_file(cls, path: Path) -> SimpleNamespace:
+        """In the place of `durable_files.open_file`."""
 
         def read(offset: int, nbytes: int) -> bytes:
             into = bytearray(nbytes)
             cls.open(path).read([memoryview(into)], offset, "")
             return bytes(into)
 
-        return read, 0
+        return SimpleNamespace(read=read)
 
     @classmethod
     def open(cls, path: Path) -> "ForgetfulFile":

@@ -17,10 +17,9 @@ from torch import Tensor
 import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
-from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.elementwise import Elementwise, lr_field, number_field
 from zfunc.optim.formats import BLOCK
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.optimizer_settings import lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_FLOOR
 
 State = dict[str, Tensor]

@@ -60,11 +60,11 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.optim.adagrad import Adagrad as Adagrad
     from zfunc.optim.adamw import AdamW as AdamW
     from zfunc.optim.adamw import adam_update_ as adam_update_
+    from zfunc.optim.elementwise import matrices_only as matrices_only
     from zfunc.optim.groups import groups as groups
     from zfunc.optim.lion import Lion as Lion
     from zfunc.optim.loss_scale import LossScale as LossScale
     from zfunc.optim.muon import Muon as Muon
-    from zfunc.optim.optimizer_settings import matrices_only as matrices_only
     from zfunc.optim.sgd import SGD as SGD
     from zfunc.planner.plan_step import plan as plan
     from zfunc.runtime.executor import Jitter as Jitter

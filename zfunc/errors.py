@@ -4,6 +4,7 @@ import errno
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 
 class PlanError(ValueError):
@@ -88,6 +89,11 @@ def explain_os_errors(
         raise kind(str(error)) from error
     except OSError as error:
         raise _explained(kind, path, doing, advice, error) from error
+
+
+def refuse(name: str, got: str, expected: str, do: str, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raise `kind` with what was got, what was expected, and what to do."""
+    raise kind(f"{name}: got {got}, expected {expected}: {do}")
 
 
 USE_ANOTHER = "use another checkpoint, or start anew in another folder"  # instead of a damaged one

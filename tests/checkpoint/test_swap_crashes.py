@@ -159,7 +159,7 @@ def simulate(module: ModuleType, tmp_path: Path, kills: int, seed: int) -> int:
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_space, "DirectFile", ForgetfulFile)
-    monkeypatch.setattr(durable_files, "opened", ForgetfulFile.opened)
+    monkeypatch.setattr(durable_files, "open_file", ForgetfulFile.open_file)
     monkeypatch.setattr(swap_file, "in_parallel", in_any_order)
 
 

@@ -68,7 +68,7 @@ def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_
     del programs
     gc.collect()
     said = (
-        r"got a swap space of 2 ranks, expected one of 1: .* `swap` with `resume=auto` .*"
+        r"got none, expected a file of the swap space: .* another number of ranks .* `swap` with `resume=auto` .*"
         rf"zfunc\.load\('{one}', program\)"
     )
     with refused(said):

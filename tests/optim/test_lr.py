@@ -2,10 +2,10 @@
 
 import pytest
 
-from zfunc.optim.learning_rate_schedules import constant, linear_warmup, warmup_cosine, warmup_linear
+from zfunc.optim.learning_rate_schedules import linear_warmup, warmup_cosine, warmup_linear
 
 SCHEDULES = [
-    constant(0.5),
+    linear_warmup(0.5, 0),
     linear_warmup(0.5, 10),
     warmup_cosine(0.5, 10, 100, final=0.1),
     warmup_linear(0.5, 10, 100, final=0.1),
@@ -41,8 +41,8 @@ def test_values_print_and_compare(rate):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: constant(-1.0), "lr"),
-        (lambda: constant(float("nan")), "lr"),
+        (lambda: linear_warmup(-1.0, 0), "lr"),
+        (lambda: linear_warmup(float("nan"), 0), "lr"),
         (lambda: linear_warmup(1.0, -1), "warmup"),
         (lambda: linear_warmup(1.0, 1.5), "warmup"),
         (lambda: warmup_cosine(1.0, 10, 10), "total"),

@@ -474,6 +474,13 @@ def test_bytes_of_a_parameter() -> None:
     )
 
 
+def test_every_optimizer_by_name_has_its_rows() -> None:
+    """A rule for each element has rows of this file, as all have of `parity`; and a learning rate to begin with."""
+    elementwise = {x for x in CLASSES.values() if issubclass(x, Elementwise) and not x.matrix}
+    assert elementwise <= {type(x) for x in RULES.values()}
+    assert all(x.usual[0] > 0 for x in CLASSES.values())
+
+
 def test_optimizers_are_frozen_values() -> None:
     assert zfunc.AdamW(1e-3, betas=[0.9, 0.99]) == zfunc.AdamW(lr=1e-3, betas=(0.9, 0.99))  # pyright: ignore
     with pytest.raises(AttributeError):

@@ -14,8 +14,8 @@ import pytest
 import zfunc
 from zfunc.errors import NonFiniteError
 from zfunc.optim.adamw import AdamW
+from zfunc.optim.elementwise import matrices_only
 from zfunc.optim.loss_scale import LossScale
-from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, ConfigValues, read_value, read_values
 from zfunc.train.deepspeed.learning_rate_schedules import (
     SCHEDULERS,

@@ -23,7 +23,7 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import FILE, Checkpoint, Manifest, read_manifest, to_json
 from zfunc.checkpoint.safetensors_file import open_shard
 from zfunc.checkpoint.swap_checkpoint import has_swap_files, open_swap_checkpoint
-from zfunc.errors import USE_ANOTHER, CheckpointError
+from zfunc.errors import CheckpointError
 
 LATEST = "latest"
 FOLDER = "checkpoints"  # in the folder of a run
@@ -121,7 +121,7 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
     if checkpoint is not None and refused:
         log.warning("checkpoints: %s is the newest complete one: %s", checkpoint.path, reasons)
     elif refused:
-        raise CheckpointError(f"{folder}: got no complete checkpoint, expected one: {reasons}")
+        disk.reject(folder, "no complete checkpoint", "one", reasons)
     return checkpoint
 
 
@@ -150,9 +150,8 @@ def locate_checkpoint(path: Path) -> Path:
     if (checkpoint := find_checkpoint(folder)) is not None:
         return checkpoint.path
     got = "no checkpoint in it" if os.path.lexists(folder) else "no such folder"
-    raise CheckpointError(
-        f"{folder}: got {got}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: check "
-        "the path"
+    disk.reject(
+        folder, got, f"a checkpoint, a folder of them, or a run with a folder {FOLDER!r}", "check the path"
     )
 
 
@@ -167,9 +166,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     name, step = _STEP.fullmatch(path.name), manifest.position.step
     if name and int(name[1]) != step:
-        raise CheckpointError(
-            f"{path}: got a manifest of step {step}, expected that of the folder's name: {USE_ANOTHER}"
-        )
+        disk.reject(path, f"a manifest of step {step}", "that of the folder's name")
     _check_files(path, manifest)
     return Checkpoint(path, manifest)
 

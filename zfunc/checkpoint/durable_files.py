@@ -10,14 +10,14 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from attrs import define
 
-from zfunc.errors import CheckpointError, explain_os_errors
+from zfunc.errors import USE_ANOTHER, CheckpointError, explain_os_errors, refuse
 
 log = logging.getLogger("zfunc")
 UNFINISHED = "unfinished-"  # prefix of files and folders that a crash may leave behind
@@ -26,6 +26,11 @@ _NEXT = {
     errno.EDQUOT: "free some of your quota, or keep fewer checkpoints",
     errno.ENOENT: "use a complete checkpoint",
 }
+
+
+def reject(where: object, got: str, expected: str, do: str = USE_ANOTHER) -> NoReturn:
+    """Raise CheckpointError with the place, what was got and expected there, and what to do."""
+    refuse(str(where), got, expected, do, CheckpointError)
 
 
 @contextmanager
@@ -40,21 +45,32 @@ class Opened:
     """An open file, until nothing refers to it: a call under way would go on in the next file with its number."""
 
     fd: int = -1  # of a closed one
+    path: Path = Path()
+    size: int = 0  # in bytes
 
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """So many bytes of it from an offset. Raises CheckpointError, for too many before it allocates memory."""
+        with os_errors_as(self.path, f"reading bytes {offset} to {offset + nbytes}"):
+            if offset + nbytes > self.size:
+                raise OSError(errno.EIO, "the file ended early")
+            read_all(self.fd, memoryview(raw := bytearray(nbytes)), offset)
+        return bytes(raw)
 
-def open_file(path: Path) -> tuple[Opened, int]:
-    """A regular file, to read, and its size in bytes. Raises CheckpointError for anything else."""
+
+def open_file(path: Path) -> Opened:
+    """A regular file, to read. Raises CheckpointError for anything else."""
     with os_errors_as(path, "opening it"):
         # Without O_NONBLOCK opening a pipe would block until it has a writer.
-        file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+        file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), path)
         status = os.fstat(file.fd)
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: got something else than a regular file: {_NEXT[errno.ENOENT]}")
-    return file, status.st_size
+    file.size = status.st_size
+    return file
 
 
 def bytes_of(buffer: Any) -> memoryview:
@@ -81,32 +97,12 @@ def read_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[read:], offset + read
 
 
-def opened(path: Path) -> tuple[Callable[[int, int], bytes], int]:
-    """A function that reads so many bytes from an offset of a regular file, and the file's size in bytes.
-
-    Both raise CheckpointError.
-    """
-    file, size = open_file(path)
-
-    def read(offset: int, nbytes: int) -> bytes:
-        with os_errors_as(path, f"reading bytes {offset} to {offset + nbytes}"):
-            if offset + nbytes > size:  # before memory is allocated for them
-                raise OSError(errno.EIO, "the file ended early")
-            raw = bytearray(nbytes)
-            read_all(file.fd, memoryview(raw), offset)
-        return bytes(raw)
-
-    return read, size
-
-
 def read_small(path: Path, limit: int) -> bytes:
     """The bytes of a file of at most `limit` bytes. Raises CheckpointError for a larger one, before reading it."""
-    read, size = opened(path)
-    if size > limit:
-        raise CheckpointError(
-            f"{path}: got {size} bytes, expected at most {limit}: zfunc did not write this file; use another"
-        )
-    return read(0, size)
+    file = open_file(path)
+    if file.size > limit:
+        reject(path, f"{file.size} bytes", f"at most {limit}", "zfunc did not write this file; use another")
+    return file.read(0, file.size)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from attrs import evolve, field, fields, frozen
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
+from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
     HEADER_LIMIT,
@@ -36,7 +37,7 @@ from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.layout import Layout, Parameter, Span
 from zfunc.core.optimizer_state import EMA, FORMER_FORMATS, STATE_FORMATS, StateBuffer, stored_buffers
 from zfunc.core.spec import FROZEN
-from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
+from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
@@ -140,7 +141,7 @@ class Manifest:
             for t in shard.tensors:
                 ranges = sorted(used.get((n, t.name), ()))
                 if flaw := _flaw(ranges, t.numel, gaps=shard.places is not None):
-                    raise _bad(f"{shard.file}, {t.name!r}", flaw, f"each of {t.numel} to be one parameter's")
+                    reject(f"{shard.file}, {t.name!r}", flaw, f"each of {t.numel} to be one parameter's")
 
     @cached_property
     def by_name(self) -> dict[str, ParameterEntry]:
@@ -225,17 +226,16 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: 
 
 def _check_shard(shard: Shard) -> None:
     if not _FILE_NAME.fullmatch(shard.file) or shard.file == FILE:
-        raise _bad(
-            "shards", f"the file name {shard.file!r:.300}", "letters, digits and ._- only, in the folder"
-        )
+        expected = "letters, digits and ._- only, in the folder"
+        reject("shards", f"the file name {shard.file!r:.300}", expected)
     _check_unique(f"{shard.file}: tensor", [t.name for t in shard.tensors])
     if shard.header_size <= 0 and shard.places is None:
-        raise _bad(shard.file, "tensors larger than the file", f"them to fit in {shard.size} bytes")
+        reject(shard.file, "tensors larger than the file", f"them to fit in {shard.size} bytes")
     if shard.header_size > (limit := LENGTH + HEADER_LIMIT) and shard.places is None:
-        raise _bad(shard.file, f"a header of {shard.header_size} bytes", f"at most {limit}")
+        reject(shard.file, f"a header of {shard.header_size} bytes", f"at most {limit}")
     for t in shard.tensors:
         if len(t.checksums) != (count := num_chunks(t.nbytes, shard.chunk)):
-            raise _bad(f"{shard.file}, {t.name!r}", "another number of checksums", f"{count}")
+            reject(f"{shard.file}, {t.name!r}", "another number of checksums", f"{count}")
 
 
 def _check_pieces(
@@ -244,23 +244,23 @@ def _check_pieces(
     """The pieces of each kind tile it, in tensors of one type. Adds their ranges in the tensors to `used`."""
     kinds = manifest.kinds(entry)
     if set(entry.pieces) != set(kinds):
-        raise _bad(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
+        reject(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
     for kind, (numel, dtypes) in kinds.items():
         where = f"{entry.name!r}, {kind}"
         if flaw := _flaw([(x.start, x.stop) for x in entry.pieces[kind]], numel):
-            raise _bad(where, flaw, f"pieces that tile its {numel}")
+            reject(where, flaw, f"pieces that tile its {numel}")
         stored: set[str] = set()
         for piece in entry.pieces[kind]:
             tensors = manifest.shards[piece.shard].by_name if 0 <= piece.shard < len(manifest.shards) else {}
             if (tensor := tensors.get(piece.tensor)) is None:
-                raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one of that shard's")
+                reject(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one of that shard's")
             if tensor.dtype not in dtypes:
-                raise _bad(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(dtypes))
+                reject(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(dtypes))
             stored.add(tensor.dtype)
             ends = (piece.offset, piece.offset + piece.stop - piece.start)
             used.setdefault((piece.shard, piece.tensor), []).append(ends)
         if len(stored) > 1:
-            raise _bad(where, f"elements of {' and '.join(sorted(stored))}", "one type")
+            reject(where, f"elements of {' and '.join(sorted(stored))}", "one type")
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
@@ -277,7 +277,7 @@ def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> s
 
 def _check_unique(what: str, names: list[str]) -> None:
     for name in (x for x, n in Counter(names).items() if n > 1):
-        raise _bad(f"{what} {name!r}", "it twice", "it once")
+        reject(f"{what} {name!r}", "it twice", "it once")
 
 
 def check_plain(value: object, where: str) -> None:
@@ -291,11 +291,7 @@ def check_plain(value: object, where: str) -> None:
             return
     except (ValueError, TypeError, RecursionError) as error:
         reason = f": {error}"
-    raise _bad(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
-
-
-def _bad(where: str, got: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{where}: got {got}, expected {expected}: {USE_ANOTHER}")
+    reject(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -306,9 +302,7 @@ def to_json(manifest: Manifest) -> bytes:
             x["moments"] = _written(x["moments"])
     raw = strict_json.render({**named, "checksum": _checksum(named)})
     if len(raw) > LIMIT:
-        raise CheckpointError(
-            f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: save with fewer ranks"
-        )
+        reject(FILE, f"{len(raw)} bytes", f"at most {LIMIT}", "save with fewer ranks")
     return raw
 
 

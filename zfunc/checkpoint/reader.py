@@ -74,12 +74,8 @@ class CheckpointReader:
 
     def tensors(self, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:
         """Slices of different kinds as new tensors on the host, by kind."""
-        values = {
-            x: torch.empty(
-                x.stop - x.start, dtype=TORCH_DTYPES[self.dtype(x.parameter, x.kind)], device="cpu"
-            )
-            for x in wanted
-        }
+        typed = ((x, TORCH_DTYPES[self.dtype(x.parameter, x.kind)]) for x in wanted)
+        values = {x: torch.empty(x.stop - x.start, dtype=dtype, device="cpu") for x, dtype in typed}
         self.read([(x, as_bytes(own)) for x, own in values.items()])
         return {x.kind: own for x, own in values.items()}
 

@@ -189,10 +189,8 @@ class ShardWriter:
         for name, missing in self._missing.items():
             if missing:
                 nbytes = self.shard.by_name[name].nbytes
-                raise CheckpointError(
-                    f"{self.path}: got {nbytes - missing} bytes of {name!r}, expected {nbytes}: call write_at once "
-                    "for every slice before finish"
-                )
+                do = "call write_at once for every slice before finish"
+                disk.reject(self.path, f"{nbytes - missing} bytes of {name!r}", f"{nbytes}", do)
         with disk.os_errors_as(self.path, "waiting until it is on the disk"):
             os.fsync(self._file.fd)
         self.close()
@@ -302,14 +300,11 @@ class ShardReader:
 
 def open_shard(path: Path, shard: Shard) -> ShardReader:
     """Open the file that `shard` describes. Raises CheckpointError if it has another size or header."""
-    file, size = disk.open_file(path)
-    header = bytearray(shard.header_size if shard.places is None else 0)
-    if size != shard.size:
-        raise CheckpointError(
-            f"{path}: got {size} bytes, expected {shard.size}: the file is truncated or another one; {USE_ANOTHER}"
-        )
-    with disk.os_errors_as(path, "reading its header"):
-        disk.read_all(file.fd, memoryview(header), 0)
+    file = disk.open_file(path)
+    if file.size != shard.size:
+        do = f"the file is truncated or another one; {USE_ANOTHER}"
+        disk.reject(path, f"{file.size} bytes", f"{shard.size}", do)
+    header = b"" if shard.places is not None else file.read(0, shard.header_size)
     if shard.places is None and zlib.crc32(header) != shard.header:
         raise CheckpointError(
             f"{path}: got another header than was written, in bytes 0 to {len(header)}: the checksum differs; "

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from reprlib import Repr
 from typing import Annotated, Any, NoReturn, TypeAlias, cast, get_args, get_origin, get_type_hints
 
@@ -28,13 +28,7 @@ _short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
 def parse_json(raw: bytes, where: str) -> "JsonNode":
     """Parse a JSON text, called `where` in errors. Raises CheckpointError for anything but strict JSON."""
     try:
-        value = json.loads(
-            raw.decode(),
-            object_pairs_hook=unique_keys,
-            parse_int=_integer,
-            parse_float=_number,
-            parse_constant=_constant,
-        )
+        value = _loads(raw.decode(), object_pairs_hook=unique_keys)
         if _SURROGATE.search(raw):  # an escaped lone surrogate cannot be encoded in a file name or a log
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -84,6 +78,9 @@ def _number(text: str) -> float:
 
 def _constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which JSON does not have")
+
+
+_loads = partial(json.loads, parse_int=_integer, parse_float=_number, parse_constant=_constant)
 
 
 @define
@@ -206,9 +203,8 @@ def to_plain(value: Any) -> Any:
         return {name: to_plain(x) for name, x in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
         values = cast("Sequence[Any]", value)
-        return (
-            [*values] if values and type(values[0]) is int else [*map(to_plain, values)]
-        )  # of checksums: millions
+        plain = values and type(values[0]) is int  # checksums: millions
+        return [*values] if plain else [*map(to_plain, values)]
     return value
 
 
@@ -223,10 +219,11 @@ class JsonNode:
         self, expected: str, got: str = "", place: str = "", cause: Exception | None = None
     ) -> NoReturn:
         """Raise CheckpointError for this value, or for what is at a `place` in it, with what was `got` there."""
-        raise CheckpointError(
-            f"{self.where}{place}: got {got or _short.repr(self.value)}, expected {expected}: the file is damaged "
-            f"or not one of zfunc's; {USE_ANOTHER}"
-        ) from cause
+        found, do = (
+            got or _short.repr(self.value),
+            f"the file is damaged or not one of zfunc's; {USE_ANOTHER}",
+        )
+        raise CheckpointError(f"{self.where}{place}: got {found}, expected {expected}: {do}") from cause
 
     def read(self, hint: Any) -> Any:
         """The value that an annotation says. Raises CheckpointError, with the place in the file, for another.

@@ -36,7 +36,6 @@ from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.extents import SUMMED
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import MASTER, STATE_FORMATS
-from zfunc.errors import CheckpointError
 
 _Edges: TypeAlias = tuple[tuple[Count, Count], ...]
 _Spans: TypeAlias = tuple[tuple[Text, tuple[Count, ...], Count, Count], ...]  # name, shape, start, stop
@@ -62,9 +61,7 @@ class SwapIdentity:
         """The layout that `swap_identity` was given, as far as slices need it."""
         formats = self.state_formats or (self.state_format,) * len(self.buckets)
         if len(formats) != len(self.buckets):
-            raise CheckpointError(
-                "swap space: got formats of other buckets than it has, expected one for each"
-            )
+            disk.reject("swap space", "formats of other buckets than it has", "one for each")
         formats += (self.state_format,) * len(self.frozen_buckets)
         own: list[Bucket] = []
         for edges, fields in ((self.buckets, self.trained), (self.frozen_buckets, self.frozen)):
@@ -120,9 +117,8 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
             raise in_use(first)
         own, commits = read_space(first)
         if (own.run, own.identity) != (header.run, header.identity):
-            raise CheckpointError(
-                f"{first}: got the swap space of another run than {some}, expected that of one: name another folder"
-            )
+            got = f"the swap space of another run than {some}"
+            disk.reject(first, got, "that of one", "name another folder")
         headers.append(own)
         records.append(commits)
         others = range(1, len(own.folders))
@@ -131,7 +127,7 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
     commits = [x[number] for x in records] if number else []
     if not commits or any(x.metadata != commits[0].metadata for x in commits):
         got = "different commits of one number" if commits else "no commit that all ranks have"
-        raise CheckpointError(f"{folder}: got {got}, expected one: resume from a checkpoint instead")
+        disk.reject(folder, got, "one", "resume from a checkpoint instead")
     return Checkpoint(folder, _manifest(headers, commits, str(paths[0])), {x.name: x for x in paths})
 
 
@@ -139,10 +135,8 @@ def _there(header: SwapHeader, n: int, folder: Path, number: int) -> Path:
     """A rank's file in its folder `n`, which is there; the folder of this `number` is now `folder`."""
     path = folder / header.paths[n].name if n == number else header.paths[n]
     if not path.exists():
-        raise CheckpointError(
-            f"{path}: got none, expected the files of all ranks: mount its drive; if another host has it, copy it "
-            "here, or resume on those hosts with the same ranks and folders"
-        )
+        do = "if another host has it, copy it here, or resume on those hosts with the same ranks and folders"
+        disk.reject(path, "none", "the files of all ranks", f"mount its drive; {do}")
     return path
 
 

@@ -117,6 +117,10 @@ class _Chunk:
     nbytes: int
     place: int
 
+    @property
+    def end(self) -> int:
+        return self.place + self.data.nbytes
+
     def sum(self) -> int:
         return block_checksum(self.data[: self.nbytes])
 
@@ -132,7 +136,7 @@ def read_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) 
 
 
 def _transfer(
-    call: Callable[[DirectFile, list[_Chunk], str], None],
+    call: Callable[[DirectFile, list[_Chunk]], None],
     files: Sequence[DirectFile],
     buffers: Sequence[StripedBuffer],
 ) -> None:
@@ -144,36 +148,33 @@ def _transfer(
                 chunk = _Chunk(buffer, n, data[start : whole_blocks(stop)], stop - start, x.place + start)
                 by_file.setdefault(x.file, []).append(chunk)
     # Of the threads of a drive one sums while another waits for it.
-    in_parallel(call, *([(files[n], *x) for x in _batches(chunks)] for n, chunks in by_file.items()))
+    in_parallel(call, *([(files[n], x) for x in _batches(chunks)] for n, chunks in by_file.items()))
 
 
-def _batches(chunks: Sequence[_Chunk]) -> Iterator[tuple[list[_Chunk], str]]:
-    """Chunks that follow one another, BATCH bytes at most, and what they are of."""
+def _batches(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Chunks that follow one another, BATCH bytes at most."""
     batch: list[_Chunk] = []
-    end = room = 0
     for x in chunks:
-        if batch and (x.place != end or room < x.data.nbytes):
-            yield batch, _names(batch)
+        if batch and (x.place != batch[-1].end or x.end - batch[0].place > BATCH):
+            yield batch
             batch = []
-        room = (room if batch else BATCH) - x.data.nbytes
         batch.append(x)
-        end = x.place + x.data.nbytes
     if batch:
-        yield batch, _names(batch)
+        yield batch
 
 
 def _names(batch: list[_Chunk]) -> str:
     return " and ".join(dict.fromkeys(x.buffer.name for x in batch))
 
 
-def _write(file: DirectFile, batch: list[_Chunk], what: str) -> None:
+def _write(file: DirectFile, batch: list[_Chunk]) -> None:
     for x in batch:
         x.buffer.checksums[x.number] = x.sum()
-    file.write([x.data for x in batch], batch[0].place, what)
+    file.write([x.data for x in batch], batch[0].place, _names(batch))
 
 
-def _read(file: DirectFile, batch: list[_Chunk], what: str) -> None:
-    file.read([x.data for x in batch], batch[0].place, what)
+def _read(file: DirectFile, batch: list[_Chunk]) -> None:
+    file.read([x.data for x in batch], batch[0].place, _names(batch))
     for x in batch:
         if x.sum() != x.buffer.checksums[x.number]:
             raise CheckpointError(
@@ -238,10 +239,8 @@ class SwapHeader:
         named = {"version": VERSION, **asdict(self, recurse=False), "extents": extents}
         text = strict_json.render(named)
         if len(text) > HEADER_LIMIT:
-            raise CheckpointError(
-                f"swap space: got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer and "
-                "larger buckets"
-            )
+            got, most = f"a header of {len(text)} bytes", f"at most {HEADER_LIMIT}"
+            disk.reject("swap space", got, most, "use fewer and larger buckets")
         return frame_header(text)
 
     @property
@@ -324,9 +323,7 @@ def read_header(read: Read, where: str) -> SwapHeader:
     """The header of a file called `where`. Raises CheckpointError if it is damaged or not a swap space's."""
     magic, size, _ = _HEADER.unpack_from(read(0, BLOCK))
     if magic != _HEADER_MAGIC or size > HEADER_LIMIT:
-        raise CheckpointError(
-            f"{where}: got another kind of file, expected a swap space of zfunc's: move it away"
-        )
+        disk.reject(where, "another kind of file", "a swap space of zfunc's", "move it away")
     return parse_header(read(0, whole_blocks(_HEADER.size + size)), where)
 
 
@@ -359,15 +356,11 @@ def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: Sw
     named = f"with its folders in their order, {', '.join(header.folders)}"
     for key, (got, other) in pairs.items():
         if got != other:
-            raise CheckpointError(
-                f"{path}: got a swap space with {key} {got!r:.60}, expected {other!r:.60}: continue with the "
-                f"settings it was made with, and {named}; or name another swap folder"
-            )
+            do = f"continue with the settings it was made with, and {named}; or name another swap folder"
+            disk.reject(path, f"a swap space with {key} {got!r:.60}", f"{other!r:.60}", do)
     if header != first:
-        raise CheckpointError(
-            f"{path}: got a file of another swap space than {first.folders[0]}, expected one of the same: continue "
-            f"{named}"
-        )
+        got = f"a file of another swap space than {first.folders[0]}"
+        disk.reject(path, got, "one of the same", f"continue {named}")
 
 
 # --- the records of commits -----------------------------------------------------------------------------------
@@ -390,8 +383,8 @@ class CommitRecord:
         """Its bytes. Raises CheckpointError if they are more than `room`."""
         raw = frame_record(self.number, strict_json.render(strict_json.to_plain(self)), self.checksums)
         if len(raw) > room:
-            raise CheckpointError(
-                f"swap space: got a record of {len(raw)} bytes, expected at most {room}: save less as extra="
+            disk.reject(
+                "swap space", f"a record of {len(raw)} bytes", f"at most {room}", "save less as extra="
             )
         return raw
 
@@ -415,10 +408,8 @@ def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, Commit
             if record is not None:
                 records[number] = record
     if not records:
-        raise CheckpointError(
-            f"{where}: got no record of a commit, expected one: the file is damaged; check this disk, and resume "
-            "from a checkpoint, with another swap folder"
-        )
+        do = "the file is damaged; check this disk, and resume from a checkpoint, with another swap folder"
+        disk.reject(where, "no record of a commit", "one", do)
     return records
 
 
@@ -437,6 +428,6 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
 
 def read_space(path: Path) -> tuple[SwapHeader, dict[int, CommitRecord]]:
     """The header of a file, and the commits in it by number if it is the first of its space."""
-    read, _ = disk.opened(path)
-    header = read_header(read, str(path))
-    return header, {} if header.folder else read_records(read, header, str(path))
+    file = disk.open_file(path)
+    header = read_header(file.read, str(path))
+    return header, {} if header.folder else read_records(file.read, header, str(path))

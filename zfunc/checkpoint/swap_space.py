@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 from attrs import define, evolve, field
 
@@ -59,7 +59,6 @@ class _Bucket:
     stripes: tuple[Stripes, ...]  # of the generations
     committed: int
     written: set[str] = field(factory=set[str])  # buffers whose newest bytes are in the other generation
-    lost: set[str] = field(factory=set[str])  # buffers of which a write has failed
 
     @property
     def other(self) -> int:
@@ -73,8 +72,8 @@ class _Bucket:
     @property
     def missing(self) -> list[str]:
         """The writes that a commit still needs."""
-        changed = self.committed < 0 or self.written or self.lost
-        return [x for x in self.sizes if changed and (x not in self.written or x in self.lost)]
+        changed = self.committed < 0 or self.written
+        return [x for x in self.sizes if changed and x not in self.written]
 
 
 @define(eq=False)
@@ -167,11 +166,9 @@ class SwapSpace:
         try:
             for path in paths:
                 if not path.exists():
-                    _refuse_other_worlds(path, expected.world)
-                    raise CheckpointError(
-                        f"{path}: got none, expected a file of the swap space: name all of its folders, in "
-                        "their order"
-                    )
+                    do = "name all of its folders in their order; if another number of ranks made it, pass another "
+                    do += f"one as `swap` with `resume=auto` (zfunc.load({str(path.parent)!r}, program))"
+                    disk.reject(path, "none", "a file of the swap space", do)
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))
                     files.append(DirectFile.open(path))
@@ -186,10 +183,11 @@ class SwapSpace:
             records = read_records(_reads(files[0]), header, str(paths[0]))
             if at is not None:
                 if at not in records:
-                    raise CheckpointError(
-                        f"{paths[0]}: got no commit {at}, expected one of {', '.join(map(str, sorted(records)))}: "
-                        "resume from a checkpoint, with another swap folder"
+                    there, do = (
+                        map(str, sorted(records)),
+                        "resume from a checkpoint, with another swap folder",
                     )
+                    disk.reject(paths[0], f"no commit {at}", f"one of {', '.join(there)}", do)
                 for number in [x for x in records if x > at]:
                     _retire(files[0], header, records.pop(number))
             return cls(header, files, locks, records)
@@ -233,28 +231,23 @@ class SwapSpace:
         one request. Raises CheckpointError, with file and bucket, for bytes that are not what was written.
         """
         bucket = self._usable(b, names, into)
-        for name in names:
-            if name in bucket.lost or bucket.newest(name) < 0:
-                why = "a write of it has failed" if name in bucket.lost else "none"
-                raise self._refusal(
-                    f"bucket {b}, {name!r}: got {why}, expected it to be written before it is read: {_GO_ON}"
-                )
+        for name in (x for x in names if bucket.newest(x) < 0):
+            self._refuse(f"bucket {b}, {name!r}", "none", "it to be written before it is read")
         read_striped(self._files, self._buffers(b, names, into, bucket.newest))
 
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
         """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
 
-        What a failed write was to replace is gone, and `commit` refuses until it has been written. Raises
-        ValueError for a bucket of one generation that was committed.
+        After a write that failed the space cannot be used: what it was to replace is gone. Raises ValueError for a
+        bucket of one generation that was committed.
         """
         bucket = self._usable(b, names, data)
         if bucket.other == len(bucket.stripes):
             raise ValueError(f"bucket {b}: got a write after a commit, expected none: it has one generation")
         self._retire_older()
-        bucket.lost.update(names)
-        write_striped(self._files, self._buffers(b, names, data, lambda _: bucket.other))
+        with self._lost_if_it_fails(f"a write of bucket {b}"):
+            write_striped(self._files, self._buffers(b, names, data, lambda _: bucket.other))
         bucket.written.update(names)
-        bucket.lost.difference_update(names)
 
     def commit(self, record: Mapping[str, Any]) -> None:
         """Make what was written the state that `open` finds, with `record`, a dict of JSON's own types.
@@ -267,10 +260,8 @@ class SwapSpace:
         check_plain(record, "record")
         for b, bucket in self._buckets.items():
             if missing := bucket.missing:
-                raise self._refusal(
-                    f"bucket {b}: got {', '.join(missing)} not written since the last commit, expected all of its "
-                    f"buffers: write them, or {_GO_ON}"
-                )
+                got = f"{', '.join(missing)} not written since the last commit"
+                self._refuse(f"bucket {b}", got, "all of its buffers", f"write them, or {_GO_ON}")
         now, first = self._records[self.number], self._files[0]
         chosen = {b: x.other if x.written else x.committed for b, x in self._buckets.items()}
         sums = [0] * self.header.num_checksums
@@ -285,9 +276,8 @@ class SwapSpace:
             _write(first, raw, at, what)
             first.sync()
             if _reads(first)(at, len(raw)) != raw:  # everything hangs on it
-                raise self._refusal(
-                    f"{what}: got other bytes than were written: check this disk, and resume from a checkpoint"
-                )
+                do = "check this disk, and resume from a checkpoint"
+                self._refuse(what, "other bytes than were written", "those", do)
         self._records = {now.number: now, new.number: new}
         for b, bucket in self._buckets.items():
             bucket.committed = chosen[b]
@@ -303,12 +293,14 @@ class SwapSpace:
             for name, view, g in zip(names, views, map(of, names), strict=True)
         ]
 
-    def _refusal(self, text: str) -> CheckpointError:
-        return CheckpointError(f"{self._files[0].path}: {text}")
+    def _refuse(self, what: str, got: str, expected: str, do: str = _GO_ON) -> NoReturn:
+        disk.reject(f"{self._files[0].path}: {what}", got, expected, do)
 
     def _check_not_lost(self) -> None:
         if self._lost:
-            raise self._refusal(f"got a swap space that is lost ({self._lost}): {_GO_ON}")
+            raise CheckpointError(
+                f"{self._files[0].path}: got a swap space that is lost ({self._lost}): {_GO_ON}"
+            )
 
     def _usable(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> _Bucket:
         self._check_not_lost()
@@ -327,7 +319,7 @@ class SwapSpace:
 
     @contextmanager
     def _lost_if_it_fails(self, doing: str) -> Generator[None, None, None]:
-        """After a failed sync nobody knows what is on the disk, and another one would not tell."""
+        """After a write or sync that failed nobody knows what is on the disk, and another one would not tell."""
         try:
             yield
         except BaseException:
@@ -415,21 +407,8 @@ def _refuse_others(path: Path, run: str) -> None:
     """Refuse a folder that has a swap space of another run, or this file."""
     for other in swap_files(path.parent):
         if other == path or read_space(other)[0].run != run:
-            raise CheckpointError(
-                f"{other}: got the swap space of another run, expected none: resume that run, name another folder, "
-                "or delete its .swap files if its state is not wanted"
-            )
-
-
-def _refuse_other_worlds(path: Path, world: int) -> None:
-    """Refuse a folder with the swap space of another number of ranks than `world`."""
-    made = {int(x.name.split("-")[3]) for x in swap_files(path.parent)}
-    if made and world not in made:
-        raise CheckpointError(
-            f"{path.parent}: got a swap space of {min(made)} ranks, expected one of {world}: keep it, make another "
-            "folder, and pass that one as `swap` with `resume=auto` (in Python: swap=[that], and zfunc.load("
-            f"{str(path.parent)!r}, program)); its state is read for any number of ranks"
-        )
+            do = "resume that run, name another folder, or delete its .swap files if its state is not wanted"
+            disk.reject(other, "the swap space of another run", "none", do)
 
 
 def _delete_uncommitted(folder: Path, run: str) -> None:

@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
 from zfunc.checkpoint.manifest import Slice, Snapshot, check_plain
@@ -212,8 +213,6 @@ def _message(error: Exception) -> str:
 
 def _create(folder: Path, ranks: RankGroup, slices: list[Slice]) -> ShardWriter:
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: got no such folder, expected the one that rank 0 made: save to a file system that all "
-            "ranks share"
-        )
+        do = "save to a file system that all ranks share"
+        disk.reject(folder, "no such folder", "the one that rank 0 made", do)
     return create_shard(folder / checkpoints.shard_name(ranks.rank, ranks.world), [x.stored for x in slices])

@@ -1,7 +1,7 @@
 """The optimizer: its settings, its state, and its update on the host and on the device, with the same bits.
 
     base                  the `Optimizer` protocol: state by name, factors of a step, an update
-    elementwise           what zfunc's own have in common; `Elementwise`: an optimizer that is its state and a rule
+    elementwise           what zfunc's own have in common, fields of settings; `Elementwise`: a state and a rule
     rules                 the frame of an element-wise step, its scalars and floors
     rules_in_c            the C of the rules, printed from them, and compiled for a rule of one's own
     adamw                 `AdamW`
@@ -12,7 +12,6 @@
     muon                  `Muon`
     groups                several of them in one model, by the names of parameters
     by_name               the optimizers by their names on the command line, and as rules of the kernel
-    optimizer_settings    fields of settings, and their checks, without torch
     learning_rate_schedules  functions of the step; public as `zfunc.lr`
     loss_scale            fp16's loss scale, as a value
     formats               the formats of the state in torch operations, which the kernel matches bit for bit

@@ -39,9 +39,9 @@ import attrs
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, UpdateWork
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, StateBuffer, weight_buffers
-from zfunc.optim import optimizer_settings as settings
+from zfunc.errors import refuse
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.elementwise import KernelOptimizer
+from zfunc.optim.elementwise import KernelOptimizer, LearningRate, lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR, as_float32, grad_floor_of
 from zfunc.values import FLOAT32_MAX, number
 
@@ -168,7 +168,7 @@ class AdafactorFactors(NamedTuple):
 
 def _eps(value: Any) -> tuple[float, float]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        settings.refuse("eps", repr(value), "two numbers", "pass such as (1e-7, 1e-3)")
+        refuse("eps", repr(value), "two numbers", "pass such as (1e-7, 1e-3)")
     first = FP32_EPS if value[0] is None else value[0]
     return number("eps[0]", first, least=0), number("eps[1]", value[1], least=0)
 
@@ -195,10 +195,10 @@ class Adafactor(KernelOptimizer):
 
     usual: ClassVar = 5e-2, 0.0, {}
 
-    lr: settings.LearningRate = settings.lr_field(1e-2)
-    beta2_decay: float = settings.number_field("beta2_decay", -0.8, least=-inf, most=0.0)
+    lr: LearningRate = lr_field(1e-2)
+    beta2_decay: float = number_field("beta2_decay", -0.8, least=-inf, most=0.0)
     eps: tuple[float, float] = attrs.field(default=(None, 1e-3), kw_only=True, converter=_eps)
-    d: float = settings.number_field("d", 1.0, least=1.0)
+    d: float = number_field("d", 1.0, least=1.0)
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
@@ -364,11 +364,8 @@ class Update:
     @cached_property
     def _counts(self) -> Tensor:
         """The elements of each line: fp64."""
-        counts = self._zeros(self.matrices.num_lines)
-        counts[: self.matrices.num_rows], counts[self.matrices.num_rows :] = (
-            self.matrices.columns,
-            self.matrices.rows,
-        )
+        rows, columns = self.matrices.split(counts := self._zeros(self.matrices.num_lines))
+        rows.fill_(self.matrices.columns), columns.fill_(self.matrices.rows)
         return counts
 
     @cached_property
@@ -395,7 +392,8 @@ class Update:
             row.div_(_mean(row).clamp_(min=self.k.least_mean))
         else:
             row.fill_(1.0)
-        return _inverse_root(lines)
+        root = _root(lines)
+        return root.new_ones(()) / root
 
     @property
     def _rate(self) -> Tensor:
@@ -570,11 +568,6 @@ def _over(sums: Tensor, count: int | Tensor) -> Tensor:
 def _mean(x: Tensor) -> Tensor:
     """The mean of each row of x [matrices, n] fp32: [matrices, 1]."""
     return _over(exact_sum(x.double()), x.shape[1])[:, None]
-
-
-def _inverse_root(x: Tensor) -> Tensor:
-    root = _root(x)
-    return root.new_ones(()) / root
 
 
 def _root(x: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from zfunc.optim import optimizer_settings as settings
-from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.elementwise import Elementwise, LearningRate, eps_field, lr_field, number_field
 from zfunc.optim.rules import Factors, Operations
 
 
@@ -30,10 +29,10 @@ class Adagrad(Elementwise):
     usual: ClassVar = 2e-2, 0.0, {}
     deepspeed: ClassVar = "eps lr_decay initial_accumulator_value"
 
-    lr: settings.LearningRate = settings.lr_field(1e-2)
-    lr_decay: float = settings.number_field("lr_decay", 0.0)
-    initial_accumulator_value: float = settings.number_field("initial_accumulator_value", 0.0)
-    eps: float = settings.eps_field(1e-10)
+    lr: LearningRate = lr_field(1e-2)
+    lr_decay: float = number_field("lr_decay", 0.0)
+    initial_accumulator_value: float = number_field("initial_accumulator_value", 0.0)
+    eps: float = eps_field(1e-10)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """Over the root of the sum of all squares."""

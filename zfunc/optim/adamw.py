@@ -11,9 +11,16 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim import optimizer_settings as settings
-from zfunc.optim.elementwise import Elementwise
-from zfunc.optim.rules import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, Factors, Operations
+from zfunc.optim.elementwise import (
+    Betas,
+    Elementwise,
+    LearningRate,
+    betas_field,
+    eps_field,
+    lr_field,
+    number_field,
+)
+from zfunc.optim.rules import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, Factors, Operations, checked_step
 from zfunc.values import truth
 
 if TYPE_CHECKING:
@@ -49,10 +56,10 @@ class AdamW(Elementwise):
     usual: ClassVar = 4e-3, 0.1, {"betas": (0.9, 0.95)}
     deepspeed: ClassVar = "betas eps"
 
-    lr: settings.LearningRate = settings.lr_field(1e-3)
-    betas: settings.Betas | Callable[[int], settings.Betas] = settings.betas_field((0.9, 0.999))
-    eps: float = settings.eps_field(1e-8)
-    weight_decay: float = settings.number_field("weight_decay", 0.01)
+    lr: LearningRate = lr_field(1e-3)
+    betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.999))
+    eps: float = eps_field(1e-8)
+    weight_decay: float = number_field("weight_decay", 0.01)
     decoupled: bool = field(default=True, kw_only=True, converter=partial(truth, "decoupled"))
     split_master: bool = field(default=False, kw_only=True, repr=False)
 
@@ -62,7 +69,7 @@ class AdamW(Elementwise):
         v = o.flush(k.keep_sq * v + k.add_sq * (g * g), EXP_AVG_SQ_FLOOR)
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
 
-    def scalars(self, step: int, lr: float, betas: settings.Betas) -> dict[str, float]:
+    def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
         """The numbers of step `step` for the rule, bias corrections included (Kingma & Ba 2015, section 3)."""
         beta1, beta2 = betas
         return {
@@ -100,7 +107,7 @@ def adam_update_(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     step: int,
     lr: float,
-    betas: settings.Betas = (0.9, 0.999),
+    betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
@@ -131,7 +138,7 @@ def adam_update_(
     (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
     """
     adam = AdamW(lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
-    decision = StepDecision(False, grad_scale, settings.checked_step(step), adam.factors(step))
+    decision = StepDecision(False, grad_scale, checked_step(step), adam.factors(step))
     names = ("master", *AdamW.state)
     state = dict(zip(names, (master, exp_avg, exp_avg_sq), strict=True))
     new = None if into is None else dict(zip(names, into, strict=True))

@@ -5,10 +5,10 @@ from typing import Any
 from zfunc.optim.adafactor import Adafactor
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
+from zfunc.optim.elementwise import Betas, hidden_matrices
 from zfunc.optim.groups import GroupedOptimizer, groups
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
-from zfunc.optim.optimizer_settings import Betas, hidden_matrices
 from zfunc.optim.rules_in_c import RULES_H, header
 from zfunc.optim.sgd import SGD
 

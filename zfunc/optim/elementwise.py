@@ -4,24 +4,35 @@ A class of the latter has `state`, the names of its moments, fields with its set
 `update`. The formats of the state, its memory and names in checkpoints, conversion, the update on the device and on
 the host follow from them.
 
-Parameters with weight decay are a group, those without are another.
+A setting is checked when it is made; a schedule, a pure function of the step counted from 1, at each step.
+Parameters with weight decay are a group, those without are another. No torch is needed before an update.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from attrs import evolve, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments, formats_of, owner_of, stored_buffers
-from zfunc.errors import CheckpointError
-from zfunc.optim import optimizer_settings as settings
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of, stored_buffers
+from zfunc.errors import CheckpointError, refuse
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.rules import PIECE, Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
+from zfunc.optim.rules import (
+    PIECE,
+    SMALLEST_NORMAL,
+    Decay,
+    Factors,
+    Operations,
+    Rule,
+    RuleStep,
+    grad_floor_of,
+)
+from zfunc.options import one_of
 from zfunc.values import number
 
 if TYPE_CHECKING:
@@ -31,6 +42,94 @@ if TYPE_CHECKING:
 UNDESCRIBED = ("lr", "betas", "decay", "split_master")
 _OWNERS: dict[str, str] = {}  # the class of each kind, whose state formats are registered
 
+Betas = tuple[float, float]
+LearningRate = float | Callable[[int], float]
+WhichDecay = Callable[[str, tuple[int, ...]], bool]
+
+
+def decay_all(name: str, shape: tuple[int, ...]) -> bool:
+    """Decay every parameter, as torch's optimizers do."""
+    del name, shape
+    return True
+
+
+def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
+    """Decay matrices and embeddings, but not norms and biases, which are vectors.
+
+    >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
+    (True, False)
+    """
+    del name
+    return len(shape) >= 2
+
+
+def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
+    """Matrices but those of embeddings and of the head, by their names in zfunc's GPT and Hugging Face's models.
+
+    >>> [hidden_matrices(x, (8, 4)) for x in ("block0.up.weight", "embed.tok.weight", "lm_head.weight")]
+    [True, False, False]
+    """
+    return len(shape) == 2 and not any(x in name for x in ("embed", "lm_head", "wte", "wpe"))
+
+
+# ---- fields of settings: each converter raises TypeError or ValueError ---------------------------------
+
+
+def lr_field(default: float) -> Any:
+    """A learning rate of at least 0, or a schedule."""
+    return field(default=default, converter=_schedule_or(partial(number, "lr", least=0)))
+
+
+def betas_field(default: Betas) -> Any:
+    """Two decay rates in [0, 1), or a schedule of them."""
+    return field(default=default, kw_only=True, converter=_schedule_or(partial(checked_betas, "betas")))
+
+
+def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A schedule is a function of the step: neither a tensor nor a class."""
+    return lambda x: x if callable(x) and not isinstance(x, type) else check(x)
+
+
+def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:
+    """A finite number of at least `least`, within the `bounds` that `number` has: `most`, or `below`."""
+    return field(default=default, kw_only=True, converter=partial(number, name, least=least, **bounds))
+
+
+def eps_field(default: float) -> Any:
+    """0 or a normal float32: the kernel flushes subnormal values to 0."""
+
+    def converted(value: Any) -> float:
+        if 0.0 < (eps := number("eps", value, least=0)) < SMALLEST_NORMAL:
+            refuse("eps", repr(value), "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
+        return eps
+
+    return field(default=default, kw_only=True, converter=converted)
+
+
+def choice_field(name: str, default: str, choices: tuple[str, ...]) -> Any:
+    """One of some names."""
+    return field(default=default, kw_only=True, converter=partial(one_of(choices), name))
+
+
+def _decay(value: Any) -> WhichDecay:
+    if not callable(value):
+        refuse("decay", repr(value), "(name, shape) -> bool", "pass such as matrices_only", TypeError)
+    return value
+
+
+def checked_betas(name: str, betas: Any) -> Betas:
+    """Two decay rates in [0, 1)."""
+    try:
+        beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
+        if max(beta1, beta2) < 1.0:
+            return beta1, beta2
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    refuse(name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------
+
 
 @frozen
 class KernelOptimizer(ABC):
@@ -39,14 +138,14 @@ class KernelOptimizer(ABC):
     A class has `lr` beside them, and another default of one by a field of its own.
     """
 
-    # Learning rate, weight decay and other arguments with which `zfunc train` begins; and of the DeepSpeed type of
-    # this name, if there is one, the parameters that are arguments here.
-    usual: ClassVar[tuple[float, float, Mapping[str, Any]]] = (0.0, 0.0, {})
+    # Of a class in `by_name`: learning rate, weight decay and other arguments with which `zfunc train` begins; and
+    # of the DeepSpeed type of this name, if there is one, the parameters that are arguments here.
+    usual: ClassVar[tuple[float, float, Mapping[str, Any]]]
     deepspeed: ClassVar[str] = ""
 
-    weight_decay: float = settings.number_field("weight_decay", 0.0)
-    decay: settings.Decay = settings.decay_field()
-    moments: Moments = settings.moments_field()
+    weight_decay: float = number_field("weight_decay", 0.0)
+    decay: WhichDecay = field(default=decay_all, kw_only=True, converter=_decay)
+    moments: Moments = choice_field("moments", "fp32", MOMENTS)
 
     @abstractmethod
     def state_format(self, group: int = 0) -> str:
@@ -70,7 +169,7 @@ class KernelOptimizer(ABC):
         found = {"lr": number(f"lr at step {step}", lr(step), least=0) if callable(lr) else lr}
         if betas is not None:
             given = f"betas at step {step}"
-            found["betas"] = settings.checked_betas(given, betas(step)) if callable(betas) else betas
+            found["betas"] = checked_betas(given, betas(step)) if callable(betas) else betas
         self.checked_factors(StepDecision(False, 1.0, step, found), 0)
         return found
 

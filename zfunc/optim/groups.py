@@ -6,7 +6,6 @@ one format, so groups that differ in their settings alone share buckets.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,8 +15,8 @@ from attrs import evolve, field, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
+from zfunc.errors import refuse
 from zfunc.optim.base import Optimizer, has_moments
-from zfunc.optim.optimizer_settings import refuse
 
 Rule = str | Callable[[str, tuple[int, ...]], bool]
 
@@ -83,30 +82,15 @@ class GroupedOptimizer:
     def check_parameters(self, parameters: Iterable[Parameter]) -> None:
         """Raise ValueError unless every rule matches a parameter, and every group has one that is trained."""
         known = {p.name: p for p in parameters}.values()
-        found = Counter(self._member(p.name, p.shape) for p in known if p.trainable)
-        for n, rule in enumerate(self.rules[:-1]):
-            matched = [p for p in known if _matches(rule, p.name, p.shape)]
-            got = f"the rule {rule!r}, "
-            if not matched:
+        found = {self._member(p.name, p.shape) for p in known if p.trainable}
+        for n, rule in enumerate(self.rules):
+            if n not in found:
+                matched = [p.name for p in known if _matches(rule, p.name, p.shape)]
+                why = f"whose parameters, such as {', '.join(matched[:1])!r}, are frozen or match an earlier rule"
+                got = f"the rule {rule!r}, {why if matched else 'which matches no parameter'}"
                 names = ", ".join(repr(p.name) for p in [*known][:3])
-                refuse(
-                    "groups",
-                    got + "which matches no parameter",
-                    "one that does",
-                    f"names are such as {names}",
-                )
-            if not found[n]:
-                taken = any(p.trainable for p in matched)
-                why, do = (
-                    ("match an earlier rule", "move it to the front")
-                    if taken
-                    else ("are frozen", "leave it out")
-                )
-                got += f"whose parameters, such as {matched[0].name!r}, all {why}"
-                refuse("groups", got, "one for its optimizer", do)
-        if not found[len(self.rules) - 1]:
-            do = "pass the last rule's optimizer as the default"
-            refuse("groups", "rules that match every parameter", "one for the default", do)
+                do = f"move it to the front or leave it out; names are such as {names}"
+                refuse("groups", got, "one with a parameter for its optimizer, the default's too", do)
 
     def _member(self, name: str, shape: tuple[int, ...]) -> int:
         return next(n for n, rule in enumerate(self.rules) if _matches(rule, name, shape))

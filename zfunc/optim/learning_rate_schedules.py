@@ -1,7 +1,7 @@
 """Learning rates: pure functions of the step, counted from 1.
 
 Each is a frozen value, so it prints, compares and can be kept with a run; there is no state to restore.
-Any function `step -> lr` serves as well.
+Any function `step -> lr` serves as well, and so does a number: a constant one.
 """
 
 import math
@@ -107,15 +107,6 @@ class Scaled:
     def __call__(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
         return self.rate(step) * self.factor
-
-
-def constant(lr: float) -> LinearWarmup:
-    """The same learning rate at every step: without a warmup.
-
-    >>> constant(1e-3)(7)
-    0.001
-    """
-    return LinearWarmup(lr, 0)
 
 
 linear_warmup, warmup_cosine, warmup_linear, scaled = LinearWarmup, WarmupCosine, WarmupLinear, Scaled

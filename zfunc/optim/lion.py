@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from zfunc.optim import optimizer_settings as settings
-from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.elementwise import Betas, Elementwise, LearningRate, betas_field, lr_field
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 
@@ -33,15 +32,15 @@ class Lion(Elementwise):
     deepspeed: ClassVar = "betas"
     decoupled: ClassVar = True
 
-    lr: settings.LearningRate = settings.lr_field(1e-4)
-    betas: settings.Betas | Callable[[int], settings.Betas] = settings.betas_field((0.9, 0.99))
+    lr: LearningRate = lr_field(1e-4)
+    betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
         """The sign of one mean; the other one is kept."""
         change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 
-    def scalars(self, step: int, lr: float, betas: settings.Betas) -> dict[str, float]:
+    def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
         """The numbers of step `step` for the rule."""
         del step
         look, keep = betas

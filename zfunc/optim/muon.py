@@ -17,9 +17,8 @@ from attrs import evolve
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import UpdateWork, round_up
 from zfunc.core.spec import ALLOCATION
-from zfunc.optim import optimizer_settings as settings
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.elementwise import Elementwise
+from zfunc.optim.elementwise import Elementwise, LearningRate, choice_field, lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, RuleStep
 from zfunc.values import number, whole
 
@@ -67,14 +66,14 @@ class Muon(Elementwise):
     decoupled: ClassVar = True
     matrix: ClassVar = True
 
-    lr: settings.LearningRate = settings.lr_field(1e-3)
-    momentum: float = settings.number_field("momentum", 0.95, below=1)
+    lr: LearningRate = lr_field(1e-3)
+    momentum: float = number_field("momentum", 0.95, below=1)
     nesterov: bool = attrs.field(default=True, kw_only=True)
-    weight_decay: float = settings.number_field("weight_decay", 0.1)
-    adjust_lr_fn: AdjustLr = settings.choice_field("adjust_lr_fn", "original", get_args(AdjustLr))
+    weight_decay: float = number_field("weight_decay", 0.1)
+    adjust_lr_fn: AdjustLr = choice_field("adjust_lr_fn", "original", get_args(AdjustLr))
     ns_steps: int = attrs.field(default=5, kw_only=True, converter=lambda x: whole("ns_steps", x, 1, 99))
     ns_coefficients: Quintic = attrs.field(default=QUINTIC, kw_only=True, converter=_quintic_setting)
-    eps: float = settings.number_field("eps", 1e-7)
+    eps: float = number_field("eps", 1e-7)
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
         """Along the orthogonal direction, which is the gradient here."""

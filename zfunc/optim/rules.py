@@ -10,6 +10,8 @@ from collections.abc import Callable
 from ctypes import c_float
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from zfunc.values import whole
+
 Decay = Literal["none", "l2", "decoupled"]
 T = TypeVar("T", bound=Any)  # a tuple of factors
 
@@ -19,6 +21,7 @@ T = TypeVar("T", bound=Any)  # a tuple of factors
 # changes no weight. NaN is below no floor.
 GRAD_FLOOR, EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR = 2.0**-56, 2.0**-100, 2.0**-120
 SMALLEST_NORMAL = 2.0**-126
+MAX_STEP = 2**53  # the largest float64 up to which every integer is exact
 
 PIECE = 1 << 21  # elements updated together on a device: much for it, little beside a bucket
 EMA_PIECE = 1 << 18  # elements of a moving average at a time, which stay in the caches
@@ -106,6 +109,12 @@ def scaled(o: Operations, k: Factors, grad: Any) -> Any:
 def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
     """The gradient of a loss with the weights' squares in it."""
     return o.flush(g + k.decay * p, GRAD_FLOOR)
+
+
+def checked_step(step: Any) -> int:
+    """A step number, counted from 1."""
+    plain = step if isinstance(step, bool) or not hasattr(step, "__index__") else int(step)
+    return whole("step", plain, 1, MAX_STEP)
 
 
 def as_float32(factors: T) -> T:

@@ -35,11 +35,7 @@ from zfunc.optim.rules import Factors, Rule
 
 RULES_H = Path(__file__).with_name("csrc") / "_rules.h"
 SPECIAL = "NAN", "INFINITY"  # of math.h
-FLOORS = {
-    rules.GRAD_FLOOR: "grad",
-    rules.EXP_AVG_FLOOR: "exp_avg",
-    rules.EXP_AVG_SQ_FLOOR: "exp_avg_sq",
-}
+FLOORS = {rules.GRAD_FLOOR: "grad", rules.EXP_AVG_FLOOR: "exp_avg", rules.EXP_AVG_SQ_FLOOR: "exp_avg_sq"}
 # As setup.py compiles the extension.
 FLAGS = "-O3", "-std=gnu11", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w"
 ENTRY = """
@@ -320,19 +316,10 @@ def _compile(compiler: str, text: str, num_moments: int, library: Path) -> None:
         source, built = Path(work, "own.c"), Path(work, "own.so")
         Path(work, "own_rules.h").write_text(text)
         source.write_text(f'#include "_update_kernel.h"\n{ENTRY}')
-        rules_h, folders = '-DZF_RULES="own_rules.h"', (f"-I{work}", f"-I{RULES_H.parent}")
+        own = ['-DZF_RULES="own_rules.h"', f"-DZF_MOMENTS={num_moments}", f"-I{work}", f"-I{RULES_H.parent}"]
         # In two steps: linking with -fopenmp would bring a second OpenMP runtime.
         for words in (
-            [
-                *FLAGS,
-                rules_h,
-                f"-DZF_MOMENTS={num_moments}",
-                *folders,
-                "-c",
-                str(source),
-                "-o",
-                f"{work}/own.o",
-            ],
+            [*FLAGS, *own, "-c", str(source), "-o", f"{work}/own.o"],
             ["-shared", f"{work}/own.o", "-o", str(built), "-Wl,-z,now", "-lm"],
         ):
             subprocess.run([compiler, *words], check=True, capture_output=True, text=True, timeout=120)

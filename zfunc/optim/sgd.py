@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from attrs import field, frozen
 
-from zfunc.optim import optimizer_settings as settings
-from zfunc.optim.elementwise import Elementwise
+from zfunc.errors import refuse
+from zfunc.optim.elementwise import Elementwise, LearningRate, lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 
@@ -30,18 +30,16 @@ class SGD(Elementwise):
     usual: ClassVar = 0.1, 1e-4, {"momentum": 0.9}
     deepspeed: ClassVar = "momentum dampening nesterov"
 
-    lr: settings.LearningRate = settings.lr_field(1e-3)
-    momentum: float = settings.number_field("momentum", 0.0)
-    dampening: float = settings.number_field("dampening", 0.0)
+    lr: LearningRate = lr_field(1e-3)
+    momentum: float = number_field("momentum", 0.0)
+    dampening: float = number_field("dampening", 0.0)
     nesterov: bool = field(default=False, kw_only=True)
 
     @nesterov.validator  # pyright: ignore
     def _check_nesterov(self, _: object, value: Any) -> None:
         if value and not (self.momentum and not self.dampening):
             got = f"momentum={self.momentum} and dampening={self.dampening}"
-            settings.refuse(
-                "nesterov", got, "a momentum above 0 and no dampening", "pass such as momentum=0.9"
-            )
+            refuse("nesterov", got, "a momentum above 0 and no dampening", "pass such as momentum=0.9")
 
     @property
     def kernel(self) -> str:  # pyright: ignore

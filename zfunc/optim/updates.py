@@ -24,10 +24,10 @@ from torch._subclasses import FakeTensor
 
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
 from zfunc.core.regions import SUM_PARTS
+from zfunc.errors import refuse
 from zfunc.optim.formats import first_dither, kernel_layout, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
-from zfunc.optim.optimizer_settings import checked_step, refuse
-from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32
+from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32, checked_step
 from zfunc.optim.rules_in_c import compiled
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES

@@ -2,7 +2,7 @@
 
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
-from zfunc.optim.optimizer_settings import matrices_only
+from zfunc.optim.elementwise import matrices_only
 from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 from zfunc.train.settings import OPTIMIZERS, GPTFlags

@@ -28,8 +28,8 @@ from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
+from zfunc.optim.elementwise import matrices_only
 from zfunc.optim.learning_rate_schedules import linear_warmup, warmup_cosine, warmup_linear
-from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
 from zfunc.planner.traced_costs import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device

@@ -15,8 +15,8 @@ from attrs import evolve, frozen
 
 from zfunc.core.settings import StepSettings
 from zfunc.optim.by_name import CLASSES, make_optimizer
+from zfunc.optim.elementwise import decay_all
 from zfunc.optim.loss_scale import LossScale
-from zfunc.optim.optimizer_settings import decay_all
 from zfunc.options import AUTO
 from zfunc.train.deepspeed.keys import KEYS, OPTIMIZERS, ConfigValues, Source, read_values
 from zfunc.train.deepspeed.learning_rate_schedules import (
