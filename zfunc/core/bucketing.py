@@ -16,7 +16,9 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
     """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
-    size = part_size(settings.bucket_size or default_bucket_size(world), sum(trainable.values()), share)
+    size = settings.bucket_size or default_bucket_size(world)
+    if share not in (0, 1):  # then it is whole buckets
+        size = max(1, min(size, -(-sum(trainable.values()) // MIN_PARTIAL_BUCKETS)))
     return make_layout(
         parameters,
         bucket_size=size,
@@ -46,19 +48,6 @@ def default_bucket_size(world: int) -> int:
     [50000000, 50000000, 200000000, 500000000]
     """
     return min(LARGEST, BUCKET_SIZE * max(1, world // FEW_RANKS))
-
-
-def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:
-    """The bucket size of the layout: `bucket_size`, or less if only a share of the buckets is offloaded.
-
-    >>> part_size(1000, 6400, 1.0), part_size(1000, 6400, 0.5)
-    (1000, 200)
-    """
-    return (
-        bucket_size
-        if offload_ratio in (0, 1)
-        else max(1, min(bucket_size, -(-num_trainable // MIN_PARTIAL_BUCKETS)))
-    )
 
 
 def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:

@@ -314,42 +314,18 @@ def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
     return f"{name} (lane {lane}) waits for {before} (lane {other}){reason}"
 
 
-def plan_excerpt(plan: Plan, ops: Iterable[int], *, missing: int | None = None) -> str:
-    """The lanes as text, with "->" at the lines of `ops`; of a long plan only the lines near them.
-
-    A `missing` operation has a line with "+>" where its kind and the graph's order put it.
-    """
+def plan_excerpt(plan: Plan, ops: Iterable[int]) -> str:
+    """The lanes as text, with "->" at the lines of `ops`; of a long plan only the lines near them."""
     names = {f"  {plan.graph.ops[i].name}" for i in ops}
     lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
-    if missing is not None:
-        lines.insert(_line_for(plan, missing), f"+>  {plan.graph.ops[missing].name}  is missing")
     if len(lines) <= 60:
         return "\n".join(lines)
-    hits = [i for i, line in enumerate(lines) if line.startswith(("->", "+>"))]
+    hits = [i for i, line in enumerate(lines) if line.startswith("->")]
     near = [i for i, line in enumerate(lines) if "  lane " in line or any(abs(i - h) <= 2 for h in hits)]
     shown: list[str] = []
     for i, previous in zip(near, [-1, *near], strict=False):
         shown += [*(["    ..."] if i > previous + 1 else []), lines[i]]
     return "\n".join(shown)
-
-
-def lane_for(plan: Plan, op: int) -> Lane | None:
-    """The lane with the most operations of the kind of `op`; None if no lane has any."""
-    kind, ops = plan.graph.ops[op].kind, plan.graph.ops
-    count = {n: sum(ops[i].kind == kind for i in lane.ops) for n, lane in enumerate(plan.lanes)}
-    best = max(count, key=lambda n: count[n], default=-1)
-    return plan.lanes[best] if best >= 0 and count[best] else None
-
-
-def _line_for(plan: Plan, op: int) -> int:
-    """The number of the text line before which `op` belongs."""
-    lane, line = lane_for(plan, op), 0
-    for other in plan.lanes:
-        line += 1
-        line += sum(i < op for i in other.ops) if other is lane else len(other.ops)
-        if other is lane:
-            break
-    return line
 
 
 def _lane_lines(plan: Plan) -> Iterator[str]:

@@ -4,12 +4,13 @@ A plan that passes gives the serial result, to the bit, in any timing. The check
 not how the plan was made, and is linear in the size of the plan.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from attrs import evolve
 
 from zfunc.core.graph import Conflict, Graph
-from zfunc.core.plan import Plan, check_is_plan, lane_errors, lane_for, plan_excerpt
+from zfunc.core.plan import Plan, check_is_plan, lane_errors, plan_excerpt
 from zfunc.core.settings import Schedule
 from zfunc.errors import PlanError
 
@@ -78,7 +79,7 @@ def _count(plan: Plan) -> Iterator[str]:
     for i, op in enumerate(plan.graph):
         if i not in planned:
             got = f"{op.name}: got it on the lanes 0 times"
-            yield f"{got}, {expected}: {_dropped(plan, i)}:\n{plan_excerpt(plan, [], missing=i)}"
+            yield f"{got}, {expected}: {_dropped(plan, i)}"
     if len(plan.waits) != len(plan.graph):
         yield f"got waits for {len(plan.waits)} operations, {expected}: there are {len(plan.graph)}"
     for i, waits in enumerate(plan.waits):
@@ -88,18 +89,16 @@ def _count(plan: Plan) -> Iterator[str]:
 
 
 def _dropped(plan: Plan, i: int) -> str:
-    """The lane of a missing operation, and the operation that needs its result."""
-    lane = lane_for(plan, i)
+    """Where a missing operation belongs, and the operation that needs its result, marked in the plan."""
     kind = plan.graph.ops[i].kind
-    where = f"put it on lane {lane.name}, with the others of kind {kind}" if lane else f"give {kind} a lane"
-    needed = next(
-        (c for c in plan.graph.conflicts if c.before == i and c.region in plan.graph.ops[i].writes), None
-    )
-    if needed is None:
-        return where
-    after = plan.graph.ops[needed.after].name
-    reader = next((f" (lane {x.name})" for x in plan.lanes if needed.after in x.ops), "")
-    return f"without it {needed.region} is not written before {after}{reader}; {where}"
+    alike = Counter(lane.name for lane in plan.lanes for n in lane.ops if plan.graph.ops[n].kind == kind)
+    lane = next((name for name, _ in alike.most_common(1)), None)
+    where = f"put it on lane {lane}, with the others of kind {kind}" if lane else f"give {kind} a lane"
+    needed = [c for c in plan.graph.conflicts if c.before == i and c.region in plan.graph.ops[i].writes][:1]
+    for _, after, region in needed:
+        reader = next((f" (lane {x.name})" for x in plan.lanes if after in x.ops), "")
+        where = f"without it {region} is not written before {plan.graph.ops[after].name}{reader}; {where}"
+    return f"{where}:\n{plan_excerpt(plan, [c.after for c in needed])}"
 
 
 def _defined(plan: Plan) -> Iterator[str]:
