@@ -1,7 +1,7 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
@@ -11,28 +11,12 @@ from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, measuring_room
-from zfunc.core.slots import Ring, Slot
+from zfunc.core.slots import Ring
 from zfunc.core.spec import ALLOCATION, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
 ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
-STAGING: dict[str, tuple[Tier, RegionDtype | None, Role | None]] = {
-    "weight_slot": ("device", "compute", "params"),  # of a segment that uses them
-    "weight_page": ("pinned", "uint8", None),  # read from the disk, all or this rank's slice
-    "grad_slot": ("device", "compute", "grad"),
-    "sum_slot": ("device", "fp32", "grad_shard"),  # over the micro-batches
-    "host_slot": ("pinned", None, "grad_shard"),  # as it arrives on the host
-    "grad_page": ("pinned", None, "grad_shard"),  # on its way to the disk, or back
-    "state_slot": ("pinned", "uint8", "paged"),  # while it is updated
-    "param_slot": ("pinned", "compute", "copy"),  # new ones, before their copy to the device
-    "direction_slot": ("device", "bf16", None),  # from the slices of all ranks
-    "direction_shard": ("device", "bf16", "grad_shard"),
-    "host_direction": ("pinned", "bf16", "grad_shard"),  # on its way to the device, or back
-    "act_slot": ("device", "uint8", "act"),  # what backward needs, back on the device
-    "act_page": ("pinned", "uint8", "act"),  # on its way to the disk, or back
-}
-"""Tier, dtype and role of the slots of each ring; a dtype of None is that of delivered gradients."""
 
 
 @frozen
@@ -92,7 +76,7 @@ REGIONS: dict[str, Row] = {
     # of a bucket
     "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
     "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
-    # of stage 1; in another a gradient has a slot of this name
+    # of stage 1; in another a gradient has a slot of a ring
     "grad_slot": Row(
         lambda spec, b: spec.layout.buckets[b].numel * spec.element_bytes,
         "device",
@@ -188,7 +172,7 @@ class Regions:
     def measures(self, buffer: str, b: int, *i: int) -> Region:
         """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined"); or,
         without a round, the buffer that a rank keeps from one to the next ("measuring")."""
-        return self._measures(buffer, b in self.spec.resident, *i, self.rings["measured"].slot(b).number)
+        return self._measures(buffer, b in self.spec.resident, *i, *self.slot("measured", b).index)
 
     @_once
     def _measures(self, buffer: str, on_device: bool, *index: int) -> Region:
@@ -203,22 +187,15 @@ class Regions:
     @cached_property
     def rings(self) -> dict[str, Ring]:
         """The rings of slots at the beginning of a step, by buffer; a ring has the items that pass through it."""
-        return {ring.buffer: ring for ring in _rings(self)}
+        return {ring.region.buffer: ring for ring in _rings(self)}
 
     def slot(self, buffer: str, item: int) -> Region:
         """The slot of a ring that has a bucket or what a segment left."""
-        return self._slot(buffer, self.rings[buffer].slot(item))
+        return self.rings[buffer].slot(item)
 
     def give(self, buffer: str, item: int) -> Region:
         """The slot of a ring that it has from now on."""
-        return self._slot(buffer, self.rings[buffer].give(item))
-
-    @_once
-    def _slot(self, buffer: str, slot: Slot) -> Region:
-        tier, dtype, role = STAGING[buffer]
-        if dtype is None:
-            dtype = "fp32" if self.spec.sums_on_device else "compute"
-        return Region(buffer, (slot.number,), slot.nbytes, tier, "program", dtype, role)
+        return self.rings[buffer].give(item)
 
     def gradient(self, b: int) -> Region:
         """The flat gradient of a bucket on the device: in a slot, or in stage 1 in a buffer of its own."""
@@ -230,8 +207,7 @@ class Regions:
 
     def room(self, s: int) -> tuple[Region, ...]:
         """Empty; it keeps forward from running ahead of the copies of what a segment leaves to the host."""
-        ring = self.rings["act_room"]
-        return (Region("act_room", (ring.slot(s).number,)),) if s in ring else ()
+        return (self.slot("act_room", s),) if s in self.rings["act_room"] else ()
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
         """What forward of a segment leaves on the device for backward: its input, residuals, maybe its output."""
@@ -348,50 +324,74 @@ class Regions:
 
 
 def _rings(at: Regions) -> Iterator[Ring]:
-    """A ring for each row of `STAGING`, and two that only count: room for activations, and what is measured."""
+    """The rings of slots: the region that each slot is, the bytes of each item that passes through, and how many of
+    them in a row have slots of their own."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
-    segments = range(spec.num_segments)
+
+    def slots(buffer: str, tier: Tier, dtype: RegionDtype, role: Role | None = None) -> Region:
+        return Region(buffer, (), 0, tier, "program", dtype, role)
+
+    def shards(element_bytes: int, buckets: Iterable[int]) -> dict[int, int]:
+        return {b: at.shard_bytes(b, element_bytes) for b in buckets}
+
     # Parameters, sums and states stay in their slots until another item needs one.
-    weights = {b.index: b.numel for b in layout.all_buckets if spec.streamed(b.index)}
-    used = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
-    slots = {b: n * spec.element_bytes for b, n in weights.items()}
-    yield Ring.reused("weight_slot", slots, used, settings.weight_slots)
+    together = [layout.weights_of(s) for s in range(spec.num_segments)]
+    weights = {b.index: b.numel * spec.element_bytes for b in layout.all_buckets if spec.streamed(b.index)}
+    weight_slots = slots("weight_slot", "device", "compute", "params")  # of a segment that uses them
+    yield Ring.reused(weight_slots, weights, together, settings.weight_slots)
     pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
-    read = [[b for b in own if b in pages] for own in used]
-    yield Ring.reused("weight_page", pages, read, settings.weight_slots)
-    sums = {b: at.shard_bytes(b, FP32) for b in spec.offloaded if spec.sums_on_device}
-    added = [[b for b in layout.buckets_of(s) if b in sums] for s in segments]
-    yield Ring.reused("sum_slot", sums, added, settings.grad_slots)
+    weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
+    yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
+    sums = shards(FP32, spec.offloaded if spec.sums_on_device else ())
+    sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
+    yield Ring.reused(sum_slots, sums, together, settings.grad_slots)
     states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
-    yield Ring.reused("state_slot", states, [[b] for b in states], settings.state_slots)
+    state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
+    yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
-    yield Ring.reused("grad_page", spilled, [[b] for b in spilled], settings.host_slots)
+    delivered: RegionDtype = "fp32" if spec.sums_on_device else "compute"
+    grad_pages = slots("grad_page", "pinned", delivered, "grad_shard")  # on its way to the disk, or back
+    yield Ring.reused(grad_pages, spilled, [[b] for b in spilled], settings.host_slots)
 
     # Gradients pass in the order in which backward completes the buckets.
     backward = reversed(range(layout.first_trainable, spec.num_segments))
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
     whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if settings.stage != 1}
-    yield Ring.passing("grad_slot", whole, completed, settings.grad_slots)
-    landing = {b: at.shard_bytes(b, at.delivered_bytes) for b in spec.offloaded if spec.lands(b)}
-    yield Ring.passing("host_slot", landing, completed, settings.host_slots)
-    sent = {b: at.shard_bytes(b, spec.element_bytes) for b in spec.offloaded if spec.params_at(b) == "device"}
-    yield Ring.passing("param_slot", sent, [*sent], settings.host_slots)
+    yield Ring.passing(slots("grad_slot", "device", "compute", "grad"), whole, completed, settings.grad_slots)
+    landing = shards(at.delivered_bytes, filter(spec.lands, spec.offloaded))
+    host_slots = slots("host_slot", "pinned", delivered, "grad_shard")  # as it arrives on the host
+    yield Ring.passing(host_slots, landing, completed, settings.host_slots)
+    sent = shards(spec.element_bytes, (b for b in spec.offloaded if spec.params_at(b) == "device"))
+    param_slots = slots(
+        "param_slot", "pinned", "compute", "copy"
+    )  # new ones, before their copy to the device
+    yield Ring.passing(param_slots, sent, [*sent], settings.host_slots)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
-    whole = {b: layout.buckets[b].numel * BF16 for b in spec.matrix_buckets}
-    slices = {b: nbytes // spec.world for b, nbytes in whole.items()}
-    updated = sorted(whole, key=lambda b: whole[b])
-    for buffer, sizes in (("direction_slot", whole), ("direction_shard", slices), ("host_direction", slices)):
-        yield Ring.passing(buffer, sizes, updated, spec.updates_ahead)
+    matrices = {b: layout.buckets[b].numel * BF16 for b in spec.matrix_buckets}
+    slices, updated = shards(BF16, matrices), sorted(matrices, key=lambda b: matrices[b])
+    for directions, sizes in (
+        (slots("direction_slot", "device", "bf16"), matrices),  # from the slices of all ranks
+        (slots("direction_shard", "device", "bf16", "grad_shard"), slices),
+        (
+            slots("host_direction", "pinned", "bf16", "grad_shard"),
+            slices,
+        ),  # on its way to the device, or back
+    ):
+        yield Ring.passing(directions, sizes, updated, spec.updates_ahead)
     measured = {b.index: 1 for b in layout.buckets if spec.rounds(b.index)}
-    yield Ring.passing("measured", measured, [*measured], spec.updates_ahead)
+    yield Ring.passing(Region("measured"), measured, [*measured], spec.updates_ahead)  # they only count
 
     # What a segment left passes once for each micro-batch of a group.
-    stashed = {s: _stashed_bytes(spec, s) for s in segments if spec.activations_at(s) != "device"}
-    several = min(settings.group_size, settings.host_slots + ACTIVATION_SLOTS)
-    order = [s for s in stashed for _ in range(several)]
-    yield Ring.passing("act_slot", stashed, order, ACTIVATION_SLOTS)
-    yield Ring.passing("act_room", dict.fromkeys(stashed, 1), order, ACTIVATION_SLOTS)
+    segments = [s for s in range(spec.num_segments) if spec.activations_at(s) != "device"]
+    stashed = {s: _stashed_bytes(spec, s) for s in segments}
+    order = [
+        s for s in segments for _ in range(min(settings.group_size, settings.host_slots + ACTIVATION_SLOTS))
+    ]
+    act_slots = slots("act_slot", "device", "uint8", "act")  # what backward needs, back on the device
+    yield Ring.passing(act_slots, stashed, order, ACTIVATION_SLOTS)
+    yield Ring.passing(Region("act_room"), dict.fromkeys(stashed, 1), order, ACTIVATION_SLOTS)
     on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
-    yield Ring.passing("act_page", on_disk, order, settings.host_slots)
+    act_pages = slots("act_page", "pinned", "uint8", "act")  # on its way to the disk, or back
+    yield Ring.passing(act_pages, on_disk, order, settings.host_slots)

@@ -7,17 +7,12 @@ turns round. What only passes through gets the slots of its class in turn.
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field
 
+from zfunc.core.graph import Region
 from zfunc.errors import PlanError
 
-
-@frozen
-class Slot:
-    """Slot number `number` of its ring, with room for `nbytes` bytes."""
-
-    number: int
-    nbytes: int
+SizeClass = tuple[Sequence[int], int, int]  # items, the slots they share, and the room of each in bytes
 
 
 def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
@@ -37,66 +32,68 @@ def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
 
 @define(eq=False)
 class Ring:
-    """Slots that items have in turn: the next one given is that of the item's class that was used longest ago."""
+    """Slots that items have in turn: the next one given is that of the item's class that was used longest ago.
 
-    buffer: str  # what the slots are called
-    classes: Sequence[tuple[Sequence[int], int, int]]  # items, the slots they share, and the room of each
+    A slot is the `region` with its number and room; one that is not kept has no memory, and only counts.
+    """
+
+    region: Region
+    classes: Sequence[SizeClass]
     stays: bool  # an item that has a slot is not given another
-    _by_use: list[list[Slot]] = field(
-        init=False, factory=list[list[Slot]]
-    )  # of each class, the oldest use first
-    _class_of: dict[int, list[Slot]] = field(init=False, factory=dict[int, list[Slot]])
-    _held: dict[int, Slot] = field(init=False, factory=dict[int, Slot])
+    _by_use: list[list[Region]] = field(init=False, factory=list[list[Region]])  # of each class, oldest first
+    _class_of: dict[int, list[Region]] = field(init=False, factory=dict[int, list[Region]])
+    _held: dict[int, Region] = field(init=False, factory=dict[int, Region])
 
     def __attrs_post_init__(self) -> None:
         for items, count, room in self.classes:
             numbers = range(n := sum(map(len, self._by_use)), n + count)
-            self._by_use.append([Slot(k, room) for k in numbers])
+            nbytes = room if self.region.kept else 0
+            self._by_use.append([evolve(self.region, index=(k,), nbytes=nbytes) for k in numbers])
             self._class_of |= dict.fromkeys(items, self._by_use[-1])
 
     @classmethod
     def reused(
-        cls, buffer: str, sizes: Mapping[int, int], groups: Iterable[Sequence[int]], depth: int
+        cls, region: Region, sizes: Mapping[int, int], groups: Iterable[Sequence[int]], depth: int
     ) -> "Ring":
         """Slots for items that are used again, with room for `depth` of the `groups` that are in use together.
 
-        >>> ring = Ring.reused("slot", {0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
+        >>> ring = Ring.reused(Region("slot"), {0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
         >>> [ring.take([item]) for item in (0, 1, 2, 2, 1, 0)]
         [[0], [1], [2], [], [], [0]]
         """
-        groups, classes = [*groups], list[tuple[Sequence[int], int, int]]()
+        groups, classes = [*groups], list[SizeClass]()
         for items in size_classes(sizes):
             together = max(len({*items}.intersection(group)) for group in groups)
             classes.append((items, min(len(items), depth * together), sizes[items[0]]))
-        return cls(buffer, classes, stays=True)
+        return cls(region, classes, stays=True)
 
     @classmethod
-    def passing(cls, buffer: str, sizes: Mapping[int, int], order: Sequence[int], depth: int) -> "Ring":
+    def passing(cls, region: Region, sizes: Mapping[int, int], order: Sequence[int], depth: int) -> "Ring":
         """Slots for items that pass through in this `order`; any `depth` in a row have different ones.
 
         Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
 
-        >>> ring = Ring.passing("slot", {0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
-        >>> [ring.give(item).number for item in (3, 2, 1, 0, 3)], [room for _, _, room in ring.classes]
+        >>> ring = Ring.passing(Region("slot"), {0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
+        >>> [ring.give(item).index[0] for item in (3, 2, 1, 0, 3)], [room for _, _, room in ring.classes]
         ([1, 2, 1, 0, 2], [900, 64])
         """
         order = [*order]
         order *= -(-depth // max(1, len(order)))  # they pass again, with the next micro-batch
-        cheapest: list[tuple[int, list[tuple[Sequence[int], int, int]]]] = [(0, [])]
+        cheapest: list[tuple[int, list[SizeClass]]] = [(0, [])]
         classes = size_classes(sizes)
         for stop in range(1, len(classes) + 1):
-            found: list[tuple[int, list[tuple[Sequence[int], int, int]]]] = []
+            found: list[tuple[int, list[SizeClass]]] = []
             for start, (before, chosen) in enumerate(cheapest):
                 items = [x for joined in classes[start:stop] for x in joined]
                 count, room = _most_in_a_row({*items}, order, depth), sizes[items[0]]
                 found.append((before + count * room, [*chosen, (items, count, room)]))
             cheapest.append(min(found, key=lambda x: x[0]))
-        return cls(buffer, cheapest[-1][1], stays=False)
+        return cls(region, cheapest[-1][1], stays=False)
 
     def __contains__(self, item: int) -> bool:
         return item in self._class_of
 
-    def give(self, item: int) -> Slot:
+    def give(self, item: int) -> Region:
         """Give an item a slot: the one that it has, if it stays there."""
         slots = self._class_of[item]
         slot = self._held.get(item, slots[0]) if self.stays else slots[0]
@@ -114,12 +111,12 @@ class Ring:
             self.give(item)
         return new
 
-    def slot(self, item: int) -> Slot:
+    def slot(self, item: int) -> Region:
         """The slot that has an item. Raises PlanError for none."""
         if item in self._held:
             return self._held[item]
         raise PlanError(
-            f"recipe: got an operation on item {item} of {self.buffer} before one that gives it a slot, or after "
+            f"recipe: got an operation on item {item} of {self.region} before one that gives it a slot, or after "
             "another took it: yield the operation that brings it there just before"
         )
 
