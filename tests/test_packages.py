@@ -41,7 +41,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_337, 4_900),
+    "core": (5_292, 4_900),
     "schedules and ground": (846, 800),
     "runtime": (3_046, 3_100),
     "optim": (2_995, 2_900),
@@ -52,7 +52,7 @@ BUDGETS = {
     "models": (2_809, 2_800),
     "train": (4_148, 3_900),
     "cli": (2_192, 2_200),
-    "tests": (33_719, 24_000),
+    "tests": (33_713, 24_000),
 }
 
 

@@ -62,8 +62,8 @@ def test_a_state_is_read_before_its_update_and_written_after_it(places: tuple[An
             (outs,) = outs
             assert at[f"page_in[0,{b}]"] < at[f"update[{b}]"] < at[outs.name]
             ins = ops[at[f"page_in[0,{b}]"]]
-            assert ins.nbytes == job.extent(b).moved_bytes
-            assert outs.nbytes == (job.extent(b).nbytes if job.commit else ins.nbytes)
+            assert ins.nbytes == job.extents[b].moved_bytes
+            assert outs.nbytes == (job.extents[b].nbytes if job.commit else ins.nbytes)
         assert (f"spill[{b}]" in at) == (f"unspill[{b}]" in at) == (job.grads_at(b) == "disk")
     assert ("commit" in at) == job.commit
     if job.commit:

@@ -177,14 +177,14 @@ def test_staging_slots_serve_as_many_in_a_row_as_slots_of_the_largest_would(
     sizes, depth = dict(enumerate(numels)), data.draw(st.integers(1, 4))
     drawn = [*sizes, *data.draw(st.lists(st.sampled_from([*sizes])))]
     for planned, order in ((drawn, drawn), ([*sizes], [*sizes]), ([*sizes], [*reversed(sizes)])):
-        ring = Ring.passing("slot", sizes, planned, depth)
+        ring = Ring.passing(Region("slot", lifetime="value"), sizes, planned, depth)
         given = [ring.give(item) for item in order]
         assert all(slot.nbytes >= sizes[item] for slot, item in zip(given, order, strict=True))
         assert all(len({*row}) == depth for row in zip(*(given[i:] for i in range(depth)), strict=False))
         assert sum(count * room for _, count, room in ring.classes) <= depth * max(numels)
         assert ring.slot(order[-1]) == given[-1]
     with pytest.raises(PlanError, match="item 0 of slot before one that gives it a slot"):
-        Ring.passing("slot", sizes, [*sizes], depth).slot(0)
+        Ring.passing(Region("slot"), sizes, [*sizes], depth).slot(0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -116,7 +116,7 @@ def test_memory_has_no_frozen_parameters_and_no_step_writes_them(tmp_path: Path)
     once = [x.index for x in program.layout.frozen_buckets]
     planned = {r.index[0]: r.nbytes for r in state.buffers.memory if r.buffer == "extent"}
     assert sum(planned[b] for b in once) == program.spec.swap_records + sum(
-        program.spec.extent(b).nbytes for b in once
+        program.spec.extents[b].nbytes for b in once
     )
 
     def noted(self: DirectFile, data: Any, offset: int, what: str = "") -> None:

@@ -135,8 +135,8 @@ THINGS: dict[str, Thing] = {
             "pinned": Place(otherwise=lambda x: (x.at("host_squares", x.b),)),
         },
     ),
-    "state": Thing(lambda x: x.spec.extent(x.b).moved_bytes, _STATE),
-    "whole state": Thing(lambda x: x.spec.extent(x.b).nbytes, _STATE),  # with what memory has of it, too
+    "state": Thing(lambda x: x.spec.extents[x.b].moved_bytes, _STATE),
+    "whole state": Thing(lambda x: x.spec.extents[x.b].nbytes, _STATE),  # with what memory has of it, too
     "direction": Thing(
         lambda x: x.at.shard_bytes(x.b, BF16),
         {"device": Place(("direction_shard",)), "pinned": Place(("host_direction",))},

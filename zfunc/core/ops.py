@@ -428,7 +428,7 @@ class OpBuilder:
 
     def copy_state(self, b: int) -> Op:
         """Copy what memory has of the state of bucket `b` to its slot, for a commit."""
-        extent, paged = self.spec.extent(b), b in self.spec.paged
+        extent, paged = self.spec.extents[b], b in self.spec.paged
         slot = self.at.slot("state_slot", b) if paged else self.at.give("state_slot", b)
         reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
         nbytes = 2 * (extent.nbytes - extent.moved_bytes)

@@ -49,7 +49,7 @@ def _stashed_bytes(spec: StepSpec, s: int) -> int:
 
 
 def _extent_bytes(spec: StepSpec, b: int) -> int:
-    extent = spec.extent(b)
+    extent = spec.extents[b]
     records = spec.swap_records if b == spec.first_on_disk else 0  # which is in every plan
     return extent.generations * extent.nbytes + records
 
@@ -64,7 +64,7 @@ REGIONS: dict[str, Row] = {
     "act": Row(lambda spec, s: spec.costs[s].input_bytes),  # its input, which the segment before it made
     "grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # the gradient of that
     "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
-    "grads": Row(lambda spec, s: spec.grad_bytes(s)),  # as backward returns them, before they are packed
+    "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
     # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
     "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),
     "disk_act": Row(lambda spec, s: whole_blocks(_stashed_bytes(spec, s)), "disk", "program", "uint8", "act"),
@@ -318,7 +318,9 @@ class Regions:
         slice_ = self.shard_bytes(b, self.spec.element_bytes)
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self.saved(b))
         paged = (
-            self.spec.extent(b).moved_bytes if b in self.spec.paged or self.spec.params_at(b) == "disk" else 0
+            self.spec.extents[b].moved_bytes
+            if b in self.spec.paged or self.spec.params_at(b) == "disk"
+            else 0
         )
         return Region("written", (b,), nbytes + paged, "disk", "value")
 
@@ -345,7 +347,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     sums = shards(FP32, spec.offloaded if spec.sums_on_device else ())
     sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
     yield Ring.reused(sum_slots, sums, together, settings.grad_slots)
-    states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
+    states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}

@@ -167,20 +167,15 @@ class StepSpec:
         """Whether a step reads and writes files."""
         return self.swaps or "disk" in self._activations_at.values()
 
-    def extent(self, b: int) -> Extent:
-        """The extent of this rank's state of bucket `b` on the disk, with its parameters if they live nowhere else.
-
-        Of a frozen bucket: its parameters.
-        """
-        return self._extents[b]
-
     @property
     def swapped(self) -> dict[int, Extent]:
         """The extents of a rank in its swap space, by bucket."""
-        return {b: self.extent(b) for b in (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))}
+        return {b: self.extents[b] for b in (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))}
 
     @cached_property
-    def _extents(self) -> tuple[Extent, ...]:
+    def extents(self) -> tuple[Extent, ...]:
+        """The extent of this rank's state of each bucket on the disk, with its parameters if they live nowhere
+        else; of a frozen bucket that of its parameters."""
         return tuple(self._extent(b.index) for b in self.layout.all_buckets)
 
     def _extent(self, b: int) -> Extent:
@@ -219,9 +214,9 @@ class StepSpec:
         """Bytes of a swap space in one folder beside its extents, at most: its header and two records."""
         spans = (*self.layout.spans, *self.layout.frozen)
         header = BLOCK + sum(6 * len(x.name) + 24 * len(x.shape) + 64 for x in spans)
-        header += sum(160 + 64 * len(extent.parts) for extent in self._extents)
-        checksums = sum(x.nbytes // SUMMED + 8 for extent in self._extents for x in extent.parts)
-        return whole_blocks(header) + 2 * record_bytes(len(self._extents), checksums)
+        header += sum(160 + 64 * len(extent.parts) for extent in self.extents)
+        checksums = sum(x.nbytes // SUMMED + 8 for extent in self.extents for x in extent.parts)
+        return whole_blocks(header) + 2 * record_bytes(len(self.extents), checksums)
 
     def keeps_high_half(self, b: int) -> bool:
         """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""
@@ -260,12 +255,9 @@ class StepSpec:
         slots = self.settings.host_slots
         return min(slots, self.settings.state_slots) if self.paged else slots
 
-    def grad_bytes(self, s: int) -> int:
-        """Bytes of the gradients of segment `s` as separate tensors."""
-        return self._grad_bytes[s]
-
     @cached_property
-    def _grad_bytes(self) -> tuple[int, ...]:
+    def grad_bytes(self) -> tuple[int, ...]:
+        """Bytes of the gradients of each segment as separate tensors."""
         layout = self.layout
 
         def of(s: int, names: frozenset[str]) -> int:

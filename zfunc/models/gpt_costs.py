@@ -68,7 +68,7 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
 
         passed = _held(_product("eTH", sizes))  # the gradient of an input
         kinds = ["embed", *["block"] * config.num_layers, "head"]
-        costs = [cost(kind, spec.grad_bytes(s) + passed * (s > 0)) for s, kind in enumerate(kinds)]
+        costs = [cost(kind, spec.grad_bytes[s] + passed * (s > 0)) for s, kind in enumerate(kinds)]
         return StepCosts(costs, _held(8 * tokens))
 
     return SegmentCosts(gpt_parameters(config), optimizer, rows, rows * config.seq_length, trace, world)

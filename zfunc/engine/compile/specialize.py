@@ -136,7 +136,7 @@ def traced_spec(
         traces, random = _trace_all(program, micro, of_accelerator)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     first = program.layout.first_trainable
-    results = (program.spec.grad_bytes(s) + (size if s > first else 0) for s, size in enumerate(inputs))
+    results = (program.spec.grad_bytes[s] + (size if s > first else 0) for s, size in enumerate(inputs))
     costs = tuple(  # what backward returns are regions of their own
         evolve(x, input_bytes=size, backward_workspace=max(0, x.backward_workspace - returned))
         for x, size, returned in zip((t.cost for t in traces), inputs, results, strict=True)
