@@ -7,10 +7,8 @@ from zfunc.errors import CheckpointError
 
 NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
 
-MOST_LAYERS, LARGEST_SIZE = (
-    10_000,
-    1 << 24,
-)  # of a model that is believed: building a larger one would take hours
+# Of a model that is believed: building a larger one would take hours.
+MOST_LAYERS, LARGEST_SIZE = 10_000, 1 << 24
 
 
 def check_config_file(place: Path) -> None:

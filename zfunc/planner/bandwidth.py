@@ -6,8 +6,8 @@ placed as in training.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -20,7 +20,7 @@ from zfunc.runtime.thread_budget import bind_to_nodes, default_threads, largest_
 
 BYTES = 28  # of a parameter, in a sweep
 MIN_BYTES, MAX_BYTES = 128 << 20, 2 << 30  # swept over
-SECONDS, TURNS = 0.6, 25
+SECONDS, TURNS, WARM_UP = 0.6, 27, 2  # the first turns start threads, and do not count
 
 
 @frozen
@@ -34,18 +34,13 @@ class Bandwidth:
 
 def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
     """Measure in a thread of its own, bound to CPUs as a lane's. Raises MemoryError where memory is short."""
-
-    def run() -> Bandwidth:
-        bind_to_nodes()
-        return _measure(seconds)
-
-    with ThreadPoolExecutor(1, "zfunc bandwidth") as pool:
-        return pool.submit(run).result()
+    with ThreadPoolExecutor(1, "zfunc bandwidth", initializer=bind_to_nodes) as pool:
+        return pool.submit(_measure, seconds).result()
 
 
 def _measure(seconds: float) -> Bandwidth:
-    cache, available = largest_cache() or 0, available_host_bytes()
-    nbytes = min(max(MIN_BYTES, 2 * cache), MAX_BYTES)
+    available = available_host_bytes()
+    nbytes = min(max(MIN_BYTES, 2 * (largest_cache() or 0)), MAX_BYTES)
     if nbytes > available // 2:
         raise MemoryError(
             f"got {available:,} bytes available, expected {2 * nbytes:,}: stop what else uses memory"
@@ -54,28 +49,15 @@ def _measure(seconds: float) -> Bandwidth:
     state = [alloc_host(n, torch.float32) for _ in range(3)]
     grad, out = (alloc_host(n, torch.bfloat16) for _ in range(2))
     addresses = [(t.data_ptr(), t.element_size()) for t in state]
-    skeleton, adam = _turns(
-        lambda: cpu_adam.skeleton(addresses, grad.data_ptr(), out.data_ptr(), n, default_threads()),
-        lambda: adam_update_(*state, grad, out=out, step=10, lr=1e-4, weight_decay=0.1),
-        seconds=seconds,
-    )
-    return Bandwidth(
-        nbytes=n * BYTES,
-        gigabytes=n * BYTES / median(skeleton) / 1e9,
-        reached=median(a / b for a, b in zip(skeleton, adam, strict=True)),
-    )
-
-
-def _turns(*contestants: Callable[[], object], seconds: float) -> list[list[float]]:
-    """Seconds of each contestant, turn by turn; the first two turns start threads and do not count."""
-    times: list[list[float]] = [[] for _ in contestants]
+    pairs: list[list[float]] = []  # seconds of the skeleton and of Adam
     end = time.perf_counter() + seconds
-    for turn in range(2 + TURNS):
-        for run, own in zip(contestants, times, strict=True):
-            start = time.perf_counter()
-            run()
-            if turn >= 2:
-                own.append(time.perf_counter() - start)
-        if turn >= 4 and time.perf_counter() > end:
-            break
-    return times
+    while len(pairs) < WARM_UP + 3 or (len(pairs) < TURNS and time.perf_counter() < end):
+        times = [time.perf_counter()]
+        cpu_adam.skeleton(addresses, grad.data_ptr(), out.data_ptr(), n, default_threads())
+        times.append(time.perf_counter())
+        adam_update_(*state, grad, out=out, step=10, lr=1e-4, weight_decay=0.1)
+        times.append(time.perf_counter())
+        pairs.append([b - a for a, b in pairwise(times)])
+    skeleton, adam = zip(*pairs[WARM_UP:], strict=True)
+    reached = median(a / b for a, b in zip(skeleton, adam, strict=True))
+    return Bandwidth(nbytes=n * BYTES, gigabytes=n * BYTES / median(skeleton) / 1e9, reached=reached)

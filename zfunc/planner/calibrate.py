@@ -162,10 +162,8 @@ def operation_costs(steps: Iterable[MeasuredStep]) -> tuple[Measured, ...]:
         graph, events = step.plan.graph, step.timeline.events
         starts = [0.0, *(e.start for e in events[1:]), step.seconds]
         for e, (start, end) in zip(events, pairwise(starts), strict=True):
-            op, seconds = (
-                graph.ops[graph.position[e.op]],
-                max(end - start, 1e-9),
-            )  # clocks of devices may cross
+            op = graph.ops[graph.position[e.op]]
+            seconds = max(end - start, 1e-9)  # clocks of devices may cross
             spent.setdefault((op.kind, op.flops, op.attention_flops, op.nbytes), []).append(seconds)
     if not spent:
         raise ValueError("got no operation of any step, expected some: measure a step first")

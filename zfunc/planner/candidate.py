@@ -13,7 +13,7 @@ The invariant: the result is that of the full simulation, memory to the byte, an
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
@@ -43,18 +43,6 @@ Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
 
 
-def extrapolate_linearly(
-    small: Mapping[Key, Amount], large: Mapping[Key, Amount], more: int
-) -> dict[Key, Amount]:
-    """The amounts of `small`, and `more` times by how much those of `large` exceed them.
-
-    >>> extrapolate_linearly({"a": 3, "b": 1}, {"a": 5, "b": 1}, 10)
-    {'a': 23, 'b': 1}
-    """
-    keys = dict.fromkeys([*small, *large])
-    return {key: (few := small.get(key, 0)) + more * (large.get(key, 0) - few) for key in keys}
-
-
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
     """Pause the garbage collector, which looks at every value of a plan again and again, and finds no cycle."""
@@ -69,16 +57,30 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @frozen(eq=False)
 class Repetition:
-    """A step of many micro-batches that is the `small` one and, `more` times, what the `large` one adds to it."""
+    """A step of many micro-batches as the `small` one and, `more` times, what the `large` one, of a group of
+    micro-batches more, adds to it."""
 
     small: "PlannedStep"
     large: "PlannedStep"
     more: int
-    seconds: float
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
         """The sum that `measure` takes over the operations."""
-        return extrapolate_linearly(measure(self.small), measure(self.large), self.more)
+        few, many = measure(self.small), measure(self.large)
+        added = {key: many.get(key, 0) - few.get(key, 0) for key in {**few, **many}}
+        return {key: few.get(key, 0) + self.more * nbytes for key, nbytes in added.items()}
+
+    def longest(self) -> float:
+        """The seconds that one more group adds to a step of many: only what grows takes time."""
+        large, small = (Counter(op.verb for op in step.graph) for step in (self.large, self.small))
+        grows = {*(large - small)}
+
+        def seconds(step: "PlannedStep") -> float:
+            alone = seconds_alone(step.graph, step.hardware)
+            growing = [x if op.verb in grows else 0.0 for x, op in zip(alone, step.graph, strict=True)]
+            return simulate(step.plan, step.hardware, growing).seconds
+
+        return seconds(self.large) - seconds(self.small)
 
 
 @frozen(eq=False, slots=False)
@@ -130,9 +132,8 @@ class PlannedStep:
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """The sum that `measure` takes over the operations of all micro-batches."""
-        for small, large, more in self._few():
-            return extrapolate_linearly(measure(small.graph), measure(large.graph), more)
-        return measure(self.graph)
+        few = next(self._few(), None)
+        return measure(self.graph) if few is None else few.total(lambda step: measure(step.graph))
 
     # --- simulated ---------------------------------------------------------------------------------------
 
@@ -148,13 +149,12 @@ class PlannedStep:
 
     @cached_property
     def _figures(self) -> tuple[float, dict[Tier, Peak]]:
-        if (of := self.repetition) is None:
+        if (few := self.repetition) is None:
             return self.timeline.seconds, peak_memory(self.plan)
-        nbytes = of.total(lambda step: step.memory)
-        peaks = of.small.peaks.items()
-        return of.seconds, {
-            tier: evolve(peak, kept=self.kept[tier], transient=nbytes[tier] - self.kept[tier])
-            for tier, peak in peaks
+        nbytes, kept = few.total(lambda step: step.memory), self.kept
+        return self._from_few[1], {
+            tier: evolve(peak, kept=kept[tier], transient=nbytes[tier] - kept[tier])
+            for tier, peak in few.small.peaks.items()
         }
 
     @property
@@ -175,8 +175,8 @@ class PlannedStep:
     @cached_property
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of each tier's peak by buffer, the largest first."""
-        if (of := self.repetition) is not None:
-            parts = {x: extrapolate_linearly(of.small.held[x], of.large.held[x], of.more) for x in TIERS}
+        if (few := self.repetition) is not None:
+            parts = {x: few.total(lambda step, tier=x: step.held[tier]) for x in TIERS}
             return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
         return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
 
@@ -216,40 +216,29 @@ class PlannedStep:
     @property
     def unsettled_seconds(self) -> float:
         """The least that a step takes that does not settle, if it goes on as a few micro-batches do; else 0."""
-        return self._from_few[1]
+        return self._from_few[1] if self.repetition is None else 0.0
 
     @cached_property
     def _from_few(self) -> tuple[Repetition | None, float]:
+        """The repetition and the seconds of the step; None and the least of them where it does not settle."""
         least: list[float] = []
-        for small, large, more in self._few():
-            grown, most = large.seconds - small.seconds, _longest_period(small, large)
-            least.append(small.seconds + more * grown)
-            same = [x.op for x in small.peaks.values()] == [x.op for x in large.peaks.values()]
+        for few in self._few():
+            start, grown, most = few.small.seconds, few.large.seconds - few.small.seconds, few.longest()
+            least.append(start + few.more * grown)
+            same = [x.op for x in few.small.peaks.values()] == [x.op for x in few.large.peaks.values()]
             if same and abs(most - grown) <= 2 * CLOSE * most:
-                return Repetition(small, large, more, small.seconds + more * (grown + most) / 2), 0.0
+                return few, start + few.more * (grown + most) / 2
         return None, min(least, default=0.0)
 
-    def _few(self) -> Iterator[tuple["PlannedStep", "PlannedStep", int]]:
-        """Steps of a few micro-batches, and of a group more, and how many groups are left."""
+    def _few(self) -> Iterator[Repetition]:
+        """Steps of a few micro-batches, and of a group more, with the groups that are left."""
         total, group = self.settings.micro_batches, self.settings.group_size
         for few in FEW:
             if total >= MANY * few * group:
                 counts = few * group + total % group, (few + 1) * group + total % group
                 specs = [evolve(self.spec, settings=evolve(self.settings, micro_batches=n)) for n in counts]
                 small, large = (evolve(self, spec=spec) for spec in specs)
-                yield small, large, (total - counts[0]) // group
-
-
-def _longest_period(small: PlannedStep, large: PlannedStep) -> float:
-    """The seconds that one more group adds to a step of many: only what grows takes time."""
-    grows = {*(Counter(op.verb for op in large.graph) - Counter(op.verb for op in small.graph))}
-
-    def seconds(step: PlannedStep) -> float:
-        alone = seconds_alone(step.graph, step.hardware)
-        growing = [x if op.verb in grows else 0.0 for x, op in zip(alone, step.graph, strict=True)]
-        return simulate(step.plan, step.hardware, growing).seconds
-
-    return seconds(large) - seconds(small)
+                yield Repetition(small, large, (total - counts[0]) // group)
 
 
 def step_of(

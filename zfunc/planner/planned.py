@@ -14,26 +14,18 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
 from zfunc.core.plan import Plan
 from zfunc.core.settings import DISK
-from zfunc.core.timeline import (
-    Bound,
-    Timeline,
-    bound_seconds,
-    bounds_in_words,
-    critical_path_of,
-    largest_shares,
-)
+from zfunc.core.timeline import Timeline, bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile
 from zfunc.planner.suggestions import Suggestion
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes, format_seconds
-from zfunc.viz.notebook import timeline_html
+from zfunc.viz.notebook import MOST_DRAWN, timeline_html
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.web_page import web_page
 
 BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "host", "read", "write")
 LARGEST = 3  # buffers of a peak that are named
-MOST_DRAWN = 3000  # operations of a picture that is worth its bytes
 SMALL = 0.01  # of a peak: not named
 WIDTH = 118  # columns of a sentence
 
@@ -63,27 +55,6 @@ class DiskTraffic:
     def busy(self) -> float:
         """Seconds of the drives in one of the busiest other kind of work."""
         return sum(self.needed[kind] / self.available[kind] for kind in DRIVES)
-
-
-def disk_traffic(step: PlannedStep) -> DiskTraffic | None:
-    """The traffic of `step`; None where it uses no drive."""
-    if not step.spec.uses_disk:
-        return None
-    planned, commits = (
-        {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
-        for graph in (step.graph, operations_of(evolve(step.spec, commit=step.spec.swaps)))
-    )
-    busiest = max(seconds for kind, seconds in step.work.items() if kind not in DRIVES)
-    every = step.settings.commit_every
-    return DiskTraffic(
-        planned,
-        commits,
-        every,
-        {kind: planned[kind] / busiest for kind in DRIVES},
-        {kind: step.hardware.rates[kind] for kind in DRIVES},
-        step.memory["disk"],
-        planned["write"] + (commits["write"] - planned["write"]) / every,
-    )
 
 
 @frozen(eq=False, repr=False)
@@ -172,27 +143,35 @@ class Planned:
     @cached_property
     def disk(self) -> DiskTraffic | None:
         """The step's traffic with the drives; None for none."""
-        return disk_traffic(self.step)
+        step, every = self.step, self.step.settings.commit_every
+        if not step.spec.uses_disk:
+            return None
+        planned, commits = (
+            {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
+            for graph in (step.graph, operations_of(evolve(step.spec, commit=step.spec.swaps)))
+        )
+        busiest = max(seconds for kind, seconds in step.work.items() if kind not in DRIVES)
+        return DiskTraffic(
+            planned,
+            commits,
+            every,
+            needed={kind: planned[kind] / busiest for kind in DRIVES},
+            available={kind: step.hardware.rates[kind] for kind in DRIVES},
+            space=step.memory["disk"],
+            written=planned["write"] + (commits["write"] - planned["write"]) / every,
+        )
 
     @property
     def lanes(self) -> dict[str, float]:
         """The share of the step in which each lane is busy, 0 to 1."""
-        busy = self.step.total(lambda step: step.timeline.busy_seconds)
-        return {
-            lane: seconds / self.step_seconds if self.step_seconds else 0.0 for lane, seconds in busy.items()
-        }
-
-    @property
-    def bounds(self) -> dict[Bound, float]:
-        """Shares of the step's critical path, the largest first."""
-        return largest_shares(
-            self.step.total(lambda step: bound_seconds(critical_path_of(step.plan, step.timeline)))
-        )
+        busy, whole = self.step.total(lambda step: step.timeline.busy_seconds), self.step_seconds
+        return {lane: seconds / whole if whole else 0.0 for lane, seconds in busy.items()}
 
     @property
     def bound(self) -> str:
-        """Shares of the step's critical path: "compute 71%, d2h 20%, host 9%"."""
-        return bounds_in_words(self.bounds)
+        """Shares of the step's critical path, the largest first: "compute 71%, d2h 20%, host 9%"."""
+        seconds = self.step.total(lambda step: bound_seconds(critical_path_of(step.plan, step.timeline)))
+        return bounds_in_words(largest_shares(seconds))
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -215,10 +194,8 @@ class Planned:
         return self.step.timeline
 
     def _repr_html_(self) -> str:
-        drawn = self.step.repetition is None  # else its operations would have to be made first
-        picture = (
-            timeline_html(self.timeline, self.plan, f"One step, on {self.hardware.name}") if drawn else ""
-        )
+        title, whole = f"One step, on {self.hardware.name}", self.step.repetition is None
+        picture = timeline_html(self.timeline, self.plan, title) if whole else ""
         return f"<pre>{escape(str(self))}</pre>{picture}"
 
     @property

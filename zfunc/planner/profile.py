@@ -63,9 +63,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*PRECISIONS, FP16_ACCUMULATE, *NETWORKS, LL128[0], PAT[0]),
     ),
 }
-SHARED = (
-    "shared."  # begins the name of the table of a resource: the shares that kinds of operations take of it
-)
+SHARED = "shared."  # begins the name of a resource's table: the shares that kinds of operations take of it
 # A figure outside has the wrong unit: GB/s instead of B/s, microseconds instead of seconds.
 BOUNDS: dict[str, tuple[float, float]] = {
     "count": (1, 1e6),

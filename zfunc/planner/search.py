@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import accumulate, product
 from typing import Any
 
-from attrs import define, evolve, field, fields, frozen
+from attrs import define, evolve, fields, frozen
 
 from zfunc.core.bucketing import lay_out
 from zfunc.core.display import brief
@@ -338,7 +338,8 @@ def search(
     `planned` is the step of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
     Takes seconds for 50 layers.
     """
-    walk = _Walk(planned, space, planned(start).without_operations())
+    first = planned(start).without_operations()
+    walk = _Walk(planned, space, first, best=first, fastest=first.seconds, seen={first.settings: first})
     for number in range(ROUNDS):
         before = walk.best
         for coordinate in COORDINATES:
@@ -360,13 +361,9 @@ class _Walk:
     planned: Callable[[StepSettings], PlannedStep]
     space: Space
     first: PlannedStep
-    best: PlannedStep = field(init=False)
-    fastest: float = field(init=False)
-    seen: dict[StepSettings, PlannedStep | None] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.best, self.fastest = self.first, self.first.seconds
-        self.seen = {self.first.settings: self.first}
+    best: PlannedStep
+    fastest: float
+    seen: dict[StepSettings, PlannedStep | None]
 
     def weigh(self, settings: StepSettings) -> None:
         """Try `settings`, unless arithmetic says that it cannot win. The better one stays best.

@@ -127,10 +127,8 @@ def make_mask(
     if plain and attention_mask is None:
         return None
     assert mask_function is not None
-    rows, columns = (
-        torch.arange(n, device=device) + offset
-        for n, offset in ((q_length, q_offset), (kv_length, kv_offset))
-    )
+    rows = torch.arange(q_length, device=device) + q_offset
+    columns = torch.arange(kv_length, device=device) + kv_offset
     differs = attention_mask is not None or not allow_is_causal_skip  # from row to row
     batch = torch.arange(batch_size if differs else 1, device=device)
     mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)

@@ -26,9 +26,8 @@ def run_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 
 def run_all_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The experts' output, computed by every expert for every token."""
-    y = _products(
-        experts, x.expand(experts.num_experts, *x.shape), "gate_up_proj" if experts.has_gate else "up_proj"
-    )
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    y = _products(experts, x.expand(experts.num_experts, *x.shape), first)
     y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
     y = _products(experts, y, "down_proj")
     if experts.has_post_expert_norm:

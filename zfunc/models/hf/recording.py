@@ -63,11 +63,8 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
     """
     name, main = type(model).__name__, model.main_input_name
     given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
-    tokens, past = (
-        not given[main].is_floating_point(),
-        "past_key_values" in inspect.signature(model.forward).parameters,
-    )
-    call = Call(main, tokens, past, implementation_for(model) == NAME, packs)
+    past = "past_key_values" in inspect.signature(model.forward).parameters
+    call = Call(main, not given[main].is_floating_point(), past, implementation_for(model) == NAME, packs)
     given = call.arguments(given, PastTokens())
     for p in shadow.parameters():
         p.requires_grad_(True)
