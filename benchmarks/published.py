@@ -213,7 +213,7 @@ def planned(row: Row) -> Planned:
     known = tuple(dict.fromkeys(as_the_peer(row, plan)))
     if not known:
         return plan
-    own = evolve(model, machine=evolve(plan.hardware, measured=known), steps={}, graphs={})
+    own = evolve(model, machine=evolve(plan.hardware, measured=known), steps={})
     return plan_settings(own, row.settings, advice=False)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
@@ -87,13 +87,11 @@ class Repetition:
 class PlannedStep:
     """The step of a spec on `hardware`. What is asked of it is found out then.
 
-    `graphs` are its operations by the number of micro-batches. They do not depend on the schedule, so steps that
-    differ in nothing else may share them. Raises PlanError for a schedule whose plan is wrong, when asked.
+    Raises PlanError for a schedule whose plan is wrong, when asked.
     """
 
     spec: StepSpec
     hardware: Hardware
-    graphs: dict[int, Graph] = field(factory=dict[int, Graph])
 
     def __repr__(self) -> str:
         return brief(self, "settings", "seconds", "fits")
@@ -105,13 +103,10 @@ class PlannedStep:
 
     # --- by arithmetic alone -----------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def graph(self) -> Graph:
         """The operations."""
-        count = self.settings.micro_batches
-        if count not in self.graphs:
-            self.graphs[count] = operations_of(self.spec)
-        return self.graphs[count]
+        return operations_of(self.spec)
 
     @cached_property
     def kept(self) -> dict[Tier, int]:
@@ -132,8 +127,9 @@ class PlannedStep:
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """The sum that `measure` takes over the operations of all micro-batches."""
-        few = next(self._few(), None)
-        return measure(self.graph) if few is None else few.total(lambda step: measure(step.graph))
+        for few in self._few:
+            return few.total(lambda step: measure(step.graph))
+        return measure(self.graph)
 
     # --- simulated ---------------------------------------------------------------------------------------
 
@@ -202,9 +198,13 @@ class PlannedStep:
     def without_operations(self) -> "PlannedStep":
         """The step, simulated, whose operations are made again if asked for: those of many are too many to keep."""
         _ = self._figures, self.work
-        for name in ("_full", "_from_few"):
-            self.__dict__.pop(name, None)
+        self.forget_operations()
         return self
+
+    def forget_operations(self) -> None:
+        """Drop the operations, and with them what repeats."""
+        for name in ("graph", "_few", "_full", "_from_few"):
+            self.__dict__.pop(name, None)
 
     # --- many micro-batches from a few -------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class PlannedStep:
     def _from_few(self) -> tuple[Repetition | None, float]:
         """The repetition and the seconds of the step; None and the least of them where it does not settle."""
         least: list[float] = []
-        for few in self._few():
+        for few in self._few:
             start, grown, most = few.small.seconds, few.large.seconds - few.small.seconds, few.longest()
             least.append(start + few.more * grown)
             same = [x.op for x in few.small.peaks.values()] == [x.op for x in few.large.peaks.values()]
@@ -230,23 +230,24 @@ class PlannedStep:
                 return few, start + few.more * (grown + most) / 2
         return None, min(least, default=0.0)
 
-    def _few(self) -> Iterator[Repetition]:
+    @cached_property
+    def _few(self) -> list[Repetition]:
         """Steps of a few micro-batches, and of a group more, with the groups that are left."""
         total, group = self.settings.micro_batches, self.settings.group_size
-        for few in FEW:
-            if total >= MANY * few * group:
-                counts = few * group + total % group, (few + 1) * group + total % group
-                specs = [evolve(self.spec, settings=evolve(self.settings, micro_batches=n)) for n in counts]
-                small, large = (evolve(self, spec=spec) for spec in specs)
-                yield Repetition(small, large, (total - counts[0]) // group)
+
+        def of(few: int) -> Repetition:
+            counts = few * group + total % group, (few + 1) * group + total % group
+            specs = (evolve(self.spec, settings=evolve(self.settings, micro_batches=n)) for n in counts)
+            small, large = (evolve(self, spec=spec) for spec in specs)
+            return Repetition(small, large, (total - counts[0]) // group)
+
+        return [of(few) for few in FEW if total >= MANY * few * group]
 
 
-def step_of(
-    spec: StepSpec, settings: StepSettings, hardware: Hardware, graphs: dict[int, Graph] | None = None
-) -> PlannedStep:
+def step_of(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> PlannedStep:
     """The step of `spec` with these settings, in their buckets. Its costs stay those of their micro-batches."""
     laid_out = in_buckets(lay_out(spec.layout.parameters, settings, spec.world), settings)
-    return PlannedStep(evolve(spec, **laid_out), hardware, {} if graphs is None else graphs)
+    return PlannedStep(evolve(spec, **laid_out), hardware)
 
 
 def operations_of(spec: StepSpec) -> Graph:

@@ -12,7 +12,6 @@ from attrs import asdict, evolve, field, frozen
 
 from zfunc.checkpoint.strict_json import Count, Text
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
@@ -87,7 +86,6 @@ class CostModel:
     machine: Profile | Hardware
     _costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
     _steps: dict[StepSettings, PlannedStep] = field(factory=dict[StepSettings, PlannedStep])
-    _graphs: dict[StepSettings, dict[int, Graph]] = field(factory=dict[StepSettings, dict[int, Graph]])
 
     def hardware(self, settings: StepSettings) -> Hardware:
         """One rank's share of the machine."""
@@ -98,15 +96,8 @@ class CostModel:
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings; kept, for who asks again. Raises ValueError for settings that cannot work."""
         if settings not in self._steps:
-            graphs = self._graphs_of(evolve(settings, schedule=""))
-            self._steps[settings] = step_of(self.spec(settings), settings, self.hardware(settings), graphs)
+            self._steps[settings] = step_of(self.spec(settings), settings, self.hardware(settings))
         return self._steps[settings]
-
-    def _graphs_of(self, unscheduled: StepSettings) -> dict[int, Graph]:
-        """The cache of a step's operations: kept until the next one with others, but for the first one's."""
-        for other in [] if unscheduled in self._graphs else [*self._graphs][1:]:
-            self._graphs.pop(other).clear()
-        return self._graphs.setdefault(unscheduled, {})
 
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""

@@ -382,11 +382,8 @@ def _lines(profile: Profile) -> Iterator[str]:
     if not profile.grouped:
         yield "grouped = false  # keys and values are repeated for grouped queries, every expert sees every token"
     if profile.sources:
-        yield from [
-            "",
-            "[sources]",
-            *(f"{_key(x)} = {_plain(value)}" for x, value in profile.sources.items()),
-        ]
+        yield from ["", "[sources]"]
+        yield from (f"{_key(x)} = {_plain(value)}" for x, value in profile.sources.items())
     for table, figures in profile.figures.items():
         resource = table.removeprefix(SHARED)
         yield ""

@@ -390,6 +390,7 @@ class _Walk:
             or (short and not may_give_way(settings, lacking, self.space))
             or step.unsettled_seconds > enough
         ):
+            step.forget_operations()
             return None
         return self._simulated(step)
 

@@ -147,6 +147,7 @@ class _Advisor:
             if not self.step.fits or max(*step.work.values(), step.unsettled_seconds) < self._enough:
                 step = step.without_operations()
                 return Suggestion(found, step, effect(found, step, self.step))
+            step.forget_operations()
         return None
 
     # --- to make it faster ---------------------------------------------------------------------------------
