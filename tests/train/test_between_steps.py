@@ -1,5 +1,6 @@
 """What goes on before, between and after steps: it is told of, a signal ends it, and the sample comes last."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ def run(job: TrainingJob, folder: Path, stop: Callable[[list[Event]], str] = lam
     return seen
 
 
-def shares(events: list[Event], what: str) -> list[float]:
-    return [event.fraction for event in events if isinstance(event, Working) and event.activity == what]
+def begun(events: list[Event], what: str) -> int:
+    return events.count(Working(what))
 
 
 def held_out(events: list[Event]) -> list[float]:
@@ -60,15 +61,10 @@ def held_out(events: list[Event]) -> list[float]:
     return [x for x in evaluated if x is not None]
 
 
-def test_evaluation_and_sampling_report_their_progress(job: TrainingJob, tmp_path: Path) -> None:
-    events, segments = run(job, tmp_path), len(job.program.segments)
-    assert len(held_out(events)) == 3
-    for what, times, parts in (("evaluation", 3, len(job.held_out) * segments), ("sample", 1, 40 * segments)):
-        seen = shares(events, what)
-        assert len(seen) == times * parts
-        assert [seen[n : n + parts] for n in range(0, len(seen), parts)] == [sorted(seen[:parts])] * times
-        assert (seen[0], seen[-1] < 1) == (0, True)
-    finished, *_, sampled = events[-2 - 40 * segments :]
+def test_evaluation_and_sampling_are_told(job: TrainingJob, tmp_path: Path) -> None:
+    events = run(job, tmp_path)
+    assert (len(held_out(events)), begun(events, "evaluation"), begun(events, "sample")) == (3, 3, 1)
+    finished, _, sampled = events[-3:]
     assert isinstance(finished, Finished)
     assert isinstance(sampled, Sampled)
     assert len(sampled.tokens) == 40
@@ -81,7 +77,8 @@ def test_evaluation_and_sampling_report_their_progress(job: TrainingJob, tmp_pat
 def test_a_signal_ends_evaluation_and_sampling(
     what: str, nth: int, steps: int, how: str, job: TrainingJob, tmp_path: Path
 ) -> None:
-    events = run(job, tmp_path, lambda seen: how if shares(seen, what).count(0) > nth else "")
+    looks = itertools.count()  # after it has begun; the signal comes between the first two
+    events = run(job, tmp_path, lambda seen: how if begun(seen, what) > nth and next(looks) else "")
     (finished,) = (event for event in events if isinstance(event, Finished))
     late = what == "sample" or (nth == 2 and how == INTERRUPT)  # all steps were done
     assert (finished.ended, finished.steps) == ("steps" if late else how, steps)
@@ -90,9 +87,9 @@ def test_a_signal_ends_evaluation_and_sampling(
         assert isinstance(events[-1], Sampled)
         assert len(events[-1].tokens) < 40
     else:
-        assert shares(events, what).count(0) == nth + 1, "no other is begun"
+        assert begun(events, what) == nth + 1, "no other is begun"
         assert len(held_out(events)) == nth
-        assert not shares(events, "sample")
+        assert not begun(events, "sample")
         assert events[-1] is finished
 
 
@@ -100,7 +97,8 @@ def test_after_an_interrupted_step_evaluation_and_sampling_run(job: TrainingJob,
     events = run(job, tmp_path, lambda seen: INTERRUPT if any(isinstance(x, Stepped) for x in seen) else "")
     last = [type(event) for event in events if not isinstance(event, Working)]
     assert last[-4:] == [Saved, Evaluated, Finished, Sampled]
-    assert len(shares(events, "sample")) == 40 * len(job.program.segments)
+    assert isinstance(events[-1], Sampled)
+    assert len(events[-1].tokens) == 40
 
 
 def test_evaluation_and_sampling_can_be_turned_off(job: TrainingJob, tmp_path: Path) -> None:
@@ -116,19 +114,13 @@ def test_sampling_with_a_cache_equals_sampling_without(job: TrainingJob) -> None
     """40 tokens are more than there is room for: the newer half goes on in a new sequence."""
     program = evolve(job.program)
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=0), job.batch(0))
-    sampling, tokens = sample(job, program, state), ()
-    while not tokens:
-        try:
-            next(sampling)
-        except StopIteration as end:
-            tokens = end.value
     generator, expected = torch.Generator().manual_seed(0), list[int]()
     text = job.corpus.held_out.tokens[:8].tolist()
     for _ in range(40):
         logits = zfunc.apply(program, state, torch.tensor([text]))[0, -1]
         expected.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
         text = [*text, expected[-1]] if len(text) < 16 else [*text[-7:], expected[-1]]
-    assert list(tokens) == expected
+    assert list(sample(job, program, state)) == expected
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -138,7 +130,6 @@ def test_the_summary_is_written_before_the_sample(
     def stopped(*_: Any) -> Any:
         before.append(summary("run"))
         raise KeyboardInterrupt
-        yield
 
     before: list[dict[str, Any]] = []
     monkeypatch.setattr("zfunc.train.loop.sample", stopped)

@@ -134,9 +134,9 @@ def test_a_sample_is_the_answer_to_a_held_out_prompt(
     assert pairs.stops == {WORDS.index("</s>")}
     state = zfunc.init(pairs.program)
     monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 60)
-    free = [*result_of(sample(evolve(pairs, tokenizer=None), pairs.program, state))]
+    free = [*sample(evolve(pairs, tokenizer=None), pairs.program, state)]
     assert WORDS.index("</s>") in free, "of random weights, with this seed"
-    answer = [*result_of(sample(pairs, pairs.program, state))]
+    answer = [*sample(pairs, pairs.program, state)]
     assert answer == free[: free.index(WORDS.index("</s>"))]
 
 
@@ -171,17 +171,8 @@ def test_a_batch_without_labels_has_loss_and_gradient_0() -> None:
     assert zfunc.evaluate(long.program, zfunc.init(long.program), long.batch(at)) == 0
 
 
-def result_of(steps: Any) -> Any:
-    """What a generator of progress returns."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
 def held_out(job: TrainingJob) -> float | None:
-    return result_of(evaluate_held_out(job, job.program, zfunc.init(job.program)))
+    return evaluate_held_out(job, job.program, zfunc.init(job.program))
 
 
 def test_held_out_loss_is_the_mean_over_tokens_that_count() -> None:

@@ -14,9 +14,11 @@ from attrs import evolve, frozen
 from zfunc.core.hardware import Hardware
 from zfunc.errors import CheckpointError
 from zfunc.models.config_file import check_config_file, check_flags
+from zfunc.optim.by_name import NamedOptimizer, make_optimizer
+from zfunc.optim.elementwise import matrices_only
 from zfunc.options import option
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
-from zfunc.train.settings import HF_CONFIG, GPTFlags
+from zfunc.train.settings import HF_CONFIG, OPTIMIZERS, GPTFlags, gpt_config
 from zfunc.units import format_parameters
 
 if TYPE_CHECKING:
@@ -105,9 +107,8 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
         return _described(settings)
     from zfunc.models.gpt_config import num_parameters
     from zfunc.models.gpt_costs import gpt_costs
-    from zfunc.train.gpt_flags import gpt_config, planned_optimizer
 
-    config, optimizer = gpt_config(settings), planned_optimizer(settings)
+    config, optimizer = gpt_config(settings), _optimizer(settings)
     count = num_parameters(config)
 
     def costs(rows: int, seq_length: int, world: int) -> "SegmentCosts":
@@ -116,11 +117,15 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
     return SimulatedModel("GPT", settings.num_layers, settings.hidden_size, count, count, costs)
 
 
+def _optimizer(settings: SimulatedFlags) -> NamedOptimizer:
+    """One with the state of the one that `zfunc train` takes: it orders the parameters of a segment."""
+    return make_optimizer(settings.optimizer, decay=matrices_only, **OPTIMIZERS[settings.optimizer][2])
+
+
 def _described(settings: SimulatedFlags) -> SimulatedModel:
     """The model of a Hugging Face config. Torch and transformers are imported where nothing is kept of it."""
     from zfunc.planner.cost_model import SegmentCosts
     from zfunc.planner.kept_costs import ModelFacts, kept, kept_trace
-    from zfunc.train.gpt_flags import planned_optimizer
 
     name = "hf" if settings.hf_config is None else "hf_config"
     place = Path(getattr(settings, name))
@@ -130,7 +135,7 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
         raise ValueError(f"{name}: {error}") from error
     config = (place if place.suffix == ".json" else place / "config.json").read_text(errors="replace")
     question = [config, settings.lora, settings.lora_alpha, settings.lora_targets, str(settings.hf)]
-    optimizer = planned_optimizer(settings)
+    optimizer = _optimizer(settings)
 
     @cache
     def opened() -> Any:

@@ -52,7 +52,7 @@ class TrainingOutput:
 
     def show(self, event: Event) -> None:
         """Print the lines of an event, and flush: the reader of a pipe waits for them."""
-        self.working = f"{event.activity}: {event.fraction:.0%}" if isinstance(event, Working) else ""
+        self.working = event.activity if isinstance(event, Working) else ""
         for text in self._lines(event):
             print(printable(text), flush=True)
 

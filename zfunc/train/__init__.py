@@ -2,7 +2,6 @@
 
     settings     settings of `zfunc train`: those of the step, of the model, the data and the run
     setup        settings -> data, program, model
-    gpt_flags    the GPT of a command's flags, without torch
     pretrained   the Hugging Face model of the setting `hf`
     loop         the loop, as a generator of events
     events       what happens in a training

@@ -78,10 +78,9 @@ class Saved:
 
 @frozen
 class Working:
-    """Progress between steps."""
+    """Something beside steps has begun, and lasts until the next event."""
 
     activity: str  # "evaluation" or "sample"
-    fraction: float  # 0 to 1
 
 
 @frozen

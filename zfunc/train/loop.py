@@ -8,7 +8,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -181,8 +181,9 @@ class _Loop:
             checkpoint=self.checkpoint,
         )
         if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
+            yield Working("sample")
             prompt = job.corpus.held_out.first_prompt(job.settings.seq_length)
-            tokens = yield from sample(job, self.program, state, self.stop)
+            tokens = sample(job, self.program, state, self.stop)
             asked = "" if job.corpus.held_out.loss_mask is None else job.decode(prompt)
             yield Sampled(tokens, job.decode(tokens), asked)
 
@@ -192,7 +193,8 @@ class _Loop:
 
     def _evaluate(self) -> Iterator[Event]:
         """Set `held_out`, to None if a signal interrupted the evaluation."""
-        self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
+        yield Working("evaluation")
+        self.held_out = evaluate_held_out(self.job, self.program, self.state, self.stop)
         self.cut = self.held_out is None
 
     def _evaluate_apart(self) -> Iterator[Event]:
@@ -298,29 +300,22 @@ class _Loop:
 
 def evaluate_held_out(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
-) -> Generator[Working, None, float | None]:
-    """Yields its progress and returns the mean loss on the held-out windows, in bits per byte or token.
-
-    None if a signal arrived in the meantime.
-    """
+) -> float | None:
+    """The mean loss on the held-out windows, in bits per byte or token; None if a signal arrived meanwhile."""
     losses, before = list[float](), stop()
-    parts = len(job.held_out) * len(program.segments)
-    for n, (inputs, targets) in enumerate(job.held_out):
+    for inputs, targets in job.held_out:
         more = [*[()] * (len(program.segments) - 1), (targets,)]
-        for s, y in enumerate(outputs(program, state, inputs, more)):
+        for y in outputs(program, state, inputs, more):
             if (signal := stop()) == TERMINATED or signal != before:
                 return None
-            yield Working("evaluation", (n * len(program.segments) + s) / parts)
             last = y
         losses.append(float(loss_and_aux(program.segments[-1].name, last)[0]))
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 
 
-def sample(
-    job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
-) -> Generator[Working, None, tuple[int, ...]]:
-    """Yields its progress and returns tokens the model generates after the `first_prompt` of the held-out data.
+def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:
+    """The tokens that the model generates after the `first_prompt` of the held-out data.
 
     They are fewer if a signal arrives in the meantime, or where the answer to a prompt ends. Keys and values are
     cached. A full sequence is continued in a new one that starts with its second half.
@@ -339,7 +334,6 @@ def sample(
         for y in outputs(program, state, torch.tensor([new]), more):
             if (signal := stop()) == TERMINATED or signal != before:
                 return tuple(generated)
-            yield Working("sample", len(generated) / SAMPLE_TOKENS)
             logits = y
         probabilities = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
         token = int(torch.multinomial(probabilities, 1, generator=generator))

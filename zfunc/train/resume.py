@@ -19,6 +19,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.strict_json import JsonNode, Within
 from zfunc.checkpoint.swap_checkpoint import has_commit
+from zfunc.checkpoint.writer import all_or_none
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.run_folder import CONFIG, SUMMARY, jsonable, read_json_object
@@ -98,18 +99,9 @@ class ResumePoint:
 
 def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
     """The choice of rank 0, on every rank; if it raises, every rank raises, so none starts."""
-    if ranks.rank:
-        message = ranks.texts("")[0]
-        if message.startswith("\n"):
-            raise ValueError(f"rank 0 cannot start: {message[1:]}")
-        return ResumePoint(**json.loads(message))
-    try:
-        start = choose()
-    except Exception as error:
-        ranks.texts(f"\n{error}")
-        raise
-    ranks.texts(json.dumps(attrs.asdict(start), default=str))
-    return start
+    own = all_or_none(ranks, lambda: None if ranks.rank else choose())
+    choice = "" if own is None else json.dumps(attrs.asdict(own), default=str)
+    return ResumePoint(**json.loads(ranks.texts(choice)[0]))
 
 
 def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:

@@ -16,6 +16,7 @@ from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
 from zfunc.options import (
     AUTO,
@@ -37,6 +38,7 @@ from zfunc.values import whole
 DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch has is taken, too
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
+GPT2_VOCAB_SIZE = 50_257
 FINAL_LR = 0.1  # of the peak, after a decay
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
 PACKINGS = ("stream", "documents")
@@ -376,3 +378,30 @@ def check_together(settings: Any) -> None:
     heads, parts = settings.num_attention_heads, settings.micro_batches
     multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
     multiple("batch_size", settings.batch_size, "micro_batches", parts)
+
+
+# --- the GPT of a command's flags, without torch ----------------------------------------------------------
+
+
+def gpt_config(settings: GPTFlags) -> GPTConfig:
+    """The GPT of the settings."""
+    return GPTConfig(
+        vocab_size=settings.vocab_size or _vocabulary(settings),
+        seq_length=settings.seq_length,
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        dropout=getattr(settings, "dropout", 0.0),
+    )
+
+
+def _vocabulary(settings: GPTFlags) -> int:
+    """The vocabulary size that `prepare_job` will find, without reading the data: GPT-2's for a file of tokens,
+    else the tokenizer's, or bytes.
+    """
+    from zfunc.train.data.documents import holds_tokens
+    from zfunc.train.data.tokenizer import BYTES, open_tokenizer
+
+    if settings.data is not None and holds_tokens(settings.data):
+        return GPT2_VOCAB_SIZE
+    return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size

@@ -41,9 +41,16 @@ from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
 from zfunc.train.deepspeed.learning_rate_schedules import lr_schedule
 from zfunc.train.deepspeed.mapping import config_extras, startup_notes
-from zfunc.train.gpt_flags import GPT2_VOCAB_SIZE, gpt_config
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
-from zfunc.train.settings import CPU_BUCKET_SIZE, FINAL_LR, TrainSettings, check_rows, step_settings
+from zfunc.train.settings import (
+    CPU_BUCKET_SIZE,
+    FINAL_LR,
+    GPT2_VOCAB_SIZE,
+    TrainSettings,
+    check_rows,
+    gpt_config,
+    step_settings,
+)
 
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
