@@ -194,84 +194,67 @@ def _write(
 ) -> None:
     """Write a folder of packed documents. Raises ValueError if there are none."""
     counts, train, of_bytes = Counter[str](), 0, not whole_documents
-    with ExitStack() as files:
-        tokens, mask, offsets = (
-            files.enter_context(_NpyFile(folder / f"{x}.npy", dtype))
-            for x, dtype in (("tokens", vocabulary.dtype), ("mask", bool), ("offsets", np.int64))
-        )
-        offsets.append(np.zeros(1))
+    dtypes = {"tokens": vocabulary.dtype, "mask": np.dtype(bool), "offsets": np.dtype(np.int64)}
+    paths, lengths = {x: folder / f"{x}.npy" for x in dtypes}, Counter[str]()
+    with ExitStack() as stack:
+        files = {x: stack.enter_context(path.open("wb")) for x, path in paths.items()}
+
+        def write_headers() -> None:  # NumPy's has room for any length
+            for x, dtype in dtypes.items():
+                files[x].seek(0)
+                header = {"descr": dtype.str, "fortran_order": False, "shape": (lengths[x],)}
+                np.lib.format.write_array_header_1_0(files[x], header)
+
+        def append(**values: np.ndarray) -> None:
+            for x, more in values.items():
+                files[x].write(more.astype(dtypes[x]).tobytes())
+                lengths[x] += len(more)
+
+        write_headers()
+        append(offsets=np.zeros(1))
         for held_out, documents in source.parts(counts):
             for kind, (ids, learned) in _encoded(documents, vocabulary):
                 learned = np.ones(len(ids), bool) if learned is None else learned
-                tokens.append(ids)
-                mask.append(learned)
-                offsets.append(np.array([tokens.count]))
+                append(tokens=ids, mask=learned)
+                append(offsets=np.array([lengths["tokens"]]))
                 of_bytes &= kind == "bytes"
                 known = int(np.count_nonzero(learned))
                 pair = kind == "messages" or known < len(ids)
                 counts.update(documents=1, pairs=pair, learned=known)
-            train = train if held_out else tokens.count
-    total = tokens.count
+            train = train if held_out else lengths["tokens"]
+        write_headers()
+    total, empty, binary = lengths["tokens"], counts["empty"], counts["binary"]
     if not total:
         raise ValueError(
-            f"got no text in {name} ({counts['empty']} empty and {counts['binary']} binary files), expected at "
+            f"got no text in {name} ({empty} empty and {binary} binary files), expected at "
             "least one document: name other data, or a .bin of tokens"
         )
+    for path in paths.values():
+        sync(path)
     if not counts["pairs"]:
-        mask.path.unlink()
+        paths["mask"].unlink()
     # What is held out: a split, files, or the end, from a document on where that is near
     where = f"the split {source.held_out_split}"
     if not source.held_out_split:
         where = "files, by a hash of their names"
         if not 0.01 <= (total - train) / total <= 0.5:
             train, where = total - max(1, total // 10), "the end"
-            ends = np.load(offsets.path, mmap_mode="r")
+            ends = np.load(paths["offsets"], mmap_mode="r")
             end = int(ends[np.searchsorted(ends, train)])
             if not of_bytes and end <= train + min(total // 20, 1 << 20):
                 train = end
-    said = {
-        f"learned: {counts['learned']:,} of {total:,}, in {counts['pairs']:,} documents not all": counts[
-            "pairs"
-        ],
-        f"left out: {counts['empty']:,} empty and {counts['binary']:,} binary files": counts["empty"]
-        + counts["binary"],
-        f"left out: {counts['unused']:,} keys of records that are not read": counts["unused"],
-    }
-    num_files = len(source.files) - counts["empty"] - counts["binary"]
+    pairs, unused = counts["pairs"], counts["unused"]
+    said = (
+        (pairs, f"learned: {counts['learned']:,} of {total:,}, in {pairs:,} documents not all"),
+        (empty + binary, f"left out: {empty:,} empty and {binary:,} binary files"),
+        (unused, f"left out: {unused:,} keys of records that are not read"),
+    )
     meta = {
-        "counted": f"{num_files:,} files, {counts['documents']:,} documents",
-        "lines": [line for line, there in said.items() if there],
-        **{"held_out": where, "train": train, "masked": counts["pairs"] > 0},
+        "counted": f"{len(source.files) - empty - binary:,} files, {counts['documents']:,} documents",
+        "lines": [line for count, line in said if count],
+        **{"held_out": where, "train": train, "masked": pairs > 0},
     }
     folder.joinpath("corpus.json").write_text(json.dumps(meta))
-
-
-class _NpyFile:
-    """A one-dimensional array that grows in a `.npy` file, which is on the disk at the end of its context. NumPy's
-    header has room for any length.
-    """
-
-    def __init__(self, path: Path, dtype: Any) -> None:
-        self.path, self.dtype, self.count = path, np.dtype(dtype), 0
-        self.file = path.open("wb")
-        self._write_header()
-
-    def _write_header(self) -> None:
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
-        np.lib.format.write_array_header_1_0(self.file, header)
-
-    def __enter__(self) -> "_NpyFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.file:
-            self.file.seek(0)
-            self._write_header()
-        sync(self.path)
-
-    def append(self, values: np.ndarray) -> None:
-        self.file.write(values.astype(self.dtype).tobytes())
-        self.count += len(values)
 
 
 # --- documents as tokens ----------------------------------------------------------------------------------
