@@ -21,6 +21,7 @@ from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, cr
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
 from zfunc.core.optimizer_state import EMA
+from zfunc.errors import refuse
 from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -106,10 +107,8 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
 def check_averages(checkpoint: Checkpoint) -> None:
     """Raise ValueError unless it has a moving average of the weights."""
     if not any(EMA.name in x.pieces for x in checkpoint.manifest.parameters):
-        raise ValueError(
-            f"ema: got True for {checkpoint.path}, which has no moving average of the weights, expected one of a "
-            "training with ema: leave it out"
-        )
+        got = f"True for {checkpoint.path}, which has no moving average of the weights"
+        refuse("ema", got, "one of a training with ema", "leave it out")
 
 
 def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> None:
@@ -117,27 +116,23 @@ def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> 
     for start, piece in zip(range(0, len(values), PIECE), values.split(PIECE), strict=False):
         rounded = piece.to(TORCH_DTYPES[dtype])
         if (became := piece.isfinite() & rounded.isinf()).any():
-            raise ValueError(
-                f"{name!r}: got a weight of {piece[became][0]:g}, expected one that {dtype} can hold: export as "
-                "bf16 or fp32"
-            )
+            got = f"a weight of {piece[became][0]:g}"
+            refuse(repr(name), got, f"one that {dtype} can hold", "export as bf16 or fp32")
         writer.write_at(name, start, as_bytes(rounded))
 
 
 def _partial_path(out: Path) -> Path:
     """The name of the file until it is complete. Raises ValueError if `out` cannot be a new file."""
     if out.suffix != SUFFIX:
-        raise ValueError(f"out: got {out}, expected the name of a file that ends in {SUFFIX}: add that")
+        refuse("out", str(out), f"the name of a file that ends in {SUFFIX}", "add that")
     if os.path.lexists(out):
-        raise ValueError(f"out: got {out}, which exists, expected a new file: name another, or move that one")
+        refuse("out", f"{out}, which exists", "a new file", "name another, or move that one")
     if not out.parent.is_dir():
-        raise ValueError(f"out: got {out}, expected a file in an existing folder: make {out.parent}")
+        refuse("out", str(out), "a file in an existing folder", f"make {out.parent}")
     partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
     if os.path.lexists(partial):
-        raise ValueError(
-            f"out: got {out}, but {partial.name} exists: another export is writing it or was killed; delete it if "
-            "none is running, or name another file"
-        )
+        do = "another export is writing it or was killed; delete it if none is running, or name another file"
+        raise ValueError(f"out: got {out}, but {partial.name} exists: {do}")
     return partial
 
 

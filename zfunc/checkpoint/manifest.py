@@ -282,16 +282,13 @@ def _check_unique(what: str, names: list[str]) -> None:
 
 def check_plain(value: object, where: str) -> None:
     """Raise CheckpointError, with the value's name, unless it is a dict of JSON's own types."""
-    reason, plain = "", cast("dict[str, Any]", value)
+    reason, back = "", cast("dict[str, Any]", value if isinstance(value, dict) else {"": value})
     try:
-        if (
-            isinstance(value, dict)
-            and strict_json.parse_json(strict_json.render(plain), where).value == value
-        ):
-            return
+        back = strict_json.parse_json(strict_json.render(back), where).value
     except (ValueError, TypeError, RecursionError) as error:
-        reason = f": {error}"
-    reject(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
+        back, reason = None, f": {error}"
+    if back != value:
+        reject(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
 
 
 def to_json(manifest: Manifest) -> bytes:

@@ -28,18 +28,9 @@ from attrs import define, evolve, field, frozen, validators
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.strict_json import (
-    IN_MEMORY,
-    MAX_INT,
-    Checksum,
-    Count,
-    Refusal,
-    Text,
-    Within,
-    known,
-)
+from zfunc.checkpoint.strict_json import IN_MEMORY, MAX_INT, Checksum, Count, Refusal, Text, Within, known
 from zfunc.core.dtypes import DTYPES
-from zfunc.errors import USE_ANOTHER, CheckpointError
+from zfunc.errors import USE_ANOTHER, CheckpointError, refuse
 from zfunc.runtime.direct_io import open_reserved
 
 BYTES = {
@@ -171,10 +162,11 @@ class ShardWriter:
         item = BYTES[tensor.dtype]
         first, last = start * item, start * item + data.nbytes
         if data.nbytes % item or not 0 <= first <= last <= tensor.nbytes:
-            raise ValueError(
-                f"{name!r}: got {data.nbytes} bytes for element {start}, expected whole {tensor.dtype} elements "
-                f"within {tensor.numel}: pass a slice of the tensor and where it begins"
+            got, expected = (
+                f"{data.nbytes} bytes for element {start}",
+                f"whole {tensor.dtype} elements within ",
             )
+            refuse(repr(name), got, expected + str(tensor.numel), "pass a slice of it and where that begins")
         file = self._file
         with disk.os_errors_as(self.path, f"writing bytes {first} to {last} of {name!r}"):
             disk.write_all(file.fd, data, self.shard.begins[name] + first)
@@ -231,9 +223,7 @@ def create_shard(
     text = strict_json.render(entries)
     text += b" " * (-(LENGTH + len(text)) % _ALIGNMENT)
     if len(text) > HEADER_LIMIT:
-        raise ValueError(
-            f"got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer tensors"
-        )
+        refuse(path.name, f"a header of {len(text)} bytes", f"at most {HEADER_LIMIT}", "use fewer tensors")
     header = len(text).to_bytes(LENGTH, "little") + text
     shard = Shard(path.name, len(header) + end, zlib.crc32(header), CHUNK, tuple(placed.values()))
     with disk.os_errors_as(path, f"making a file of {shard.size} bytes"):
@@ -306,9 +296,7 @@ def open_shard(path: Path, shard: Shard) -> ShardReader:
         disk.reject(path, f"{file.size} bytes", f"{shard.size}", do)
     header = b"" if shard.places is not None else file.read(0, shard.header_size)
     if shard.places is None and zlib.crc32(header) != shard.header:
-        raise CheckpointError(
-            f"{path}: got another header than was written, in bytes 0 to {len(header)}: the checksum differs; "
-            f"{_NEXT}"
-        )
+        got = f"another header than was written, in bytes 0 to {len(header)}"
+        disk.reject(path, got, "that one", f"the checksum differs; {_NEXT}")
     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # two threads would look like random access
     return ShardReader(path, shard, file)

@@ -144,15 +144,10 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     identity: SwapIdentity = JsonNode(headers[0].identity, f"{where}.identity").read(SwapIdentity)
     said: CommitMetadata = JsonNode(commits[0].metadata, f"{where}.metadata").read(CommitMetadata)
     layout = identity.layout()
-    firsts = [
-        *accumulate((len(x.folders) for x in headers), initial=0)
-    ]  # of each rank, the number of its first shard
-    in_fp32 = {
-        x.index for x in layout.frozen_buckets if MASTER in _parts(headers[0], x.index)
-    }  # too: were rounded
-    frozen: dict[int, Dtype] = {
-        x.index: "fp32" if x.index in in_fp32 else identity.precision for x in layout.frozen_buckets
-    }
+    firsts = [*accumulate((len(x.folders) for x in headers), initial=0)]  # shards, by rank
+    buckets = [x.index for x in layout.frozen_buckets]
+    in_fp32 = {b for b in buckets if MASTER in _parts(headers[0], b)}  # beside rounded ones
+    frozen: dict[int, Dtype] = {b: "fp32" if b in in_fp32 else identity.precision for b in buckets}
     snapshot = Snapshot(layout, stored_kinds(layout, frozen), said.position, said.optimizer)
 
     def places(rank: int, x: Slice) -> Iterator[StateSlice]:
@@ -188,11 +183,8 @@ def _shards(
         for kind, own in dtypes.get(b, {}).items():
             for x in header.stripes[b][g].get(kind, ()):
                 dtype, name = DTYPES[own], _tensor(b, kind)
-                numel, own_sums = (
-                    (x.stop - x.start) // dtype.nbytes,
-                    tuple(commit.checksums[x.first : x.last]),
-                )
-                tensors[x.file].append(TensorInfo(name, dtype.safetensors, (numel,), own_sums))
+                numel, sums = (x.stop - x.start) // dtype.nbytes, tuple(commit.checksums[x.first : x.last])
+                tensors[x.file].append(TensorInfo(name, dtype.safetensors, (numel,), sums))
                 places[x.file][name] = x.place
     for n, size in enumerate(header.sizes):
         file = swap_file_name(header.rank, header.world, n)

@@ -332,10 +332,8 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
     _, size, checksum = _HEADER.unpack_from(raw)
     text = raw[_HEADER.size : _HEADER.size + size]
     if zlib.crc32(text) != checksum:
-        raise CheckpointError(
-            f"{where}: got another header than was written, the checksum differs: resume from a checkpoint, with "
-            "another swap folder; check this disk"
-        )
+        do = "the checksum differs; resume from a checkpoint, with another swap folder, and check this disk"
+        disk.reject(where, "another header than was written", "that one", do)
     root = strict_json.parse_json(text, where)
     header: SwapHeader = root.of_version(VERSION).read(SwapHeader)
     if not (all(header.shares) and header.folder < len(header.folders) == len(header.shares)):

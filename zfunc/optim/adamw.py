@@ -104,7 +104,6 @@ def adam_update_(
     grad: Tensor,
     *,
     out: Tensor | None = None,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
     step: int,
     lr: float,
     betas: Betas = (0.9, 0.999),
@@ -114,13 +113,12 @@ def adam_update_(
     grad_scale: float = 1.0,
     threads: int | None = None,
 ) -> None:
-    """One Adam step over 1-D contiguous host buffers, in one pass over memory: in place, or `into` other buffers.
+    """One Adam step over 1-D contiguous host buffers, in place, in one pass over memory.
 
-    - `master`, `exp_avg`, `exp_avg_sq`: [n] fp32, updated. State in other formats: `AdamW(...).host_update`.
+    - `master`, `exp_avg`, `exp_avg_sq`: [n] fp32, updated. State in other formats, or into other buffers:
+      `AdamW(...).host_update`.
     - `grad`: [n] fp32, bf16 or fp16, read only. It is multiplied by `grad_scale`: unscaling and clipping in one.
     - `out`: [n] bf16, fp16 or fp32, receives the rounded new weights.
-    - `into`: (master, exp_avg, exp_avg_sq) of the same sizes. They receive the new state, with the same bits as in
-      place, and the first three buffers are read only.
     - `step` counts from 1. `threads=None` is `default_threads()`; the thread count never changes a bit.
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
@@ -132,14 +130,8 @@ def adam_update_(
     >>> adam_update_(weights, m, v, torch.tensor([0.5, 0.0]), step=1, lr=0.25, eps=0.25)
     >>> weights
     tensor([0.8333, 1.0000])
-    >>> shadow = tuple(torch.empty(2) for _ in range(3))
-    >>> adam_update_(weights, m, v, torch.ones(2), into=shadow, step=2, lr=0.25, eps=0.25)
-    >>> weights, shadow[0]
-    (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
     """
     adam = AdamW(lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
     decision = StepDecision(False, grad_scale, checked_step(step), adam.factors(step))
-    names = ("master", *AdamW.state)
-    state = dict(zip(names, (master, exp_avg, exp_avg_sq), strict=True))
-    new = None if into is None else dict(zip(names, into, strict=True))
-    adam.host_update(state, grad, decision, group=0, out=out, into=new, threads=threads)
+    state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    adam.host_update(state, grad, decision, group=0, out=out, threads=threads)

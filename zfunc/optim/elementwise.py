@@ -21,17 +21,9 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of, stored_buffers
 from zfunc.errors import CheckpointError, refuse
+from zfunc.optim import rules
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.rules import (
-    PIECE,
-    SMALLEST_NORMAL,
-    Decay,
-    Factors,
-    Operations,
-    Rule,
-    RuleStep,
-    grad_floor_of,
-)
+from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.options import one_of
 from zfunc.values import number
 
@@ -99,7 +91,7 @@ def eps_field(default: float) -> Any:
     """0 or a normal float32: the kernel flushes subnormal values to 0."""
 
     def converted(value: Any) -> float:
-        if 0.0 < (eps := number("eps", value, least=0)) < SMALLEST_NORMAL:
+        if 0.0 < (eps := number("eps", value, least=0)) < rules.SMALLEST_NORMAL:
             refuse("eps", repr(value), "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
         return eps
 
@@ -260,7 +252,10 @@ class Elementwise(KernelOptimizer):
 
         They are the gradient, new moments and a rule's temporaries in fp32, and what a state does not have in it.
         """
-        n, rows = min(round_up(numel, ALIGNMENT), PIECE), 7 if self.state_format().endswith("fp32") else 10
+        n, rows = (
+            min(round_up(numel, ALIGNMENT), rules.PIECE),
+            7 if self.state_format().endswith("fp32") else 10,
+        )
         return n * 4 * rows + n // ALIGNMENT * 96 + (1 << 15)  # per block, and what the allocator rounds up
 
     def host_update(
