@@ -12,7 +12,6 @@ from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.moves import move
 from zfunc.core.ops import OpBuilder
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.recipes import zero_offload
@@ -36,7 +35,7 @@ spec = StepSpec(layout, costs=(cost,) * 4)
 # device. The slot is the one that `to_host` has given the gradient:
 
 emit = OpBuilder(spec)
-for op in (emit.pack(0, 3, 3, first=True), move(emit, "to_host", 0, 3, 0), emit.update(3)):
+for op in (emit.pack(0, 3, 3, first=True), emit.to_host(0, 3, 0), emit.update(3)):
     print(f"{op} reads {', '.join(map(str, op.reads))}")
     print(f"{op} writes {', '.join(map(str, op.writes))}")
 

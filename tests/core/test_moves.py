@@ -10,7 +10,7 @@ from table import SCHEDULES, SPECS, TIED, every_graph, spec
 from zfunc.core import graph as graphs
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import persistent_bytes
-from zfunc.core.moves import LANES, MOVES, THINGS, Item, Move, Place, Thing, move
+from zfunc.core.moves import LANES, MOVES, THINGS, Item, Move, Place, Thing
 from zfunc.core.ops import OpBuilder
 from zfunc.core.recipes import zero_offload
 from zfunc.core.spec import StepSpec
@@ -63,10 +63,10 @@ def lending(job: StepSpec) -> Iterator[Op]:
     emit = OpBuilder(job)
     for op in zero_offload(job):
         if op.verb == "average":
-            yield move(emit, "call_back", *op.index)
+            yield emit.call_back(*op.index)
         yield op
         if op.verb == "average":
-            yield move(emit, "lend", *op.index)
+            yield emit.lend(*op.index)
 
 
 @pytest.mark.usefixtures("remote")
@@ -85,6 +85,8 @@ def test_a_fifth_tier_is_a_few_rows(schedule: str) -> None:
 def test_what_has_no_slot_cannot_move() -> None:
     emit = OpBuilder(SPECS["tied"])
     with pytest.raises(graphs.PlanError, match=r"item 0 of grad_slot before one that gives it a slot"):
-        move(emit, "to_host", 0, 0, 0)
-    with pytest.raises(graphs.PlanError, match=r"got the operation 'fetch'.*zfunc\.core\.moves\.move"):
+        emit.to_host(0, 0, 0)
+    with pytest.raises(graphs.PlanError, match=r"item 0 of weight_slot before one that gives it a slot"):
         emit.fetch(0)
+    with pytest.raises(graphs.PlanError, match=r"got the operation 'fetsh'.*did you mean 'fetch'"):
+        emit.fetsh(0)

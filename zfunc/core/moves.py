@@ -11,7 +11,6 @@ from attrs import frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
-from zfunc.core.ops import OpBuilder
 from zfunc.core.regions import BF16, Regions
 from zfunc.core.spec import StepSpec
 
@@ -168,20 +167,22 @@ MOVES: dict[str, Move] = {
 """The operations that only copy, in the order in which something is first moved on its way."""
 
 
-def move(op: OpBuilder, verb: str, *index: int) -> Op:
-    """The operation of this verb on a bucket, or on a micro-batch, then a segment or bucket, then more."""
+def move(at: Regions, number: int, verb: str, *index: int) -> Op:
+    """The operation of this verb on a bucket, or on a micro-batch, then a segment or bucket, then more.
+
+    `number` is that of earlier ones of this verb and index.
+    """
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
-    x = Item(op.spec, op.at, index[0], index[min(1, len(index) - 1)])
+    x = Item(at.spec, at, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
     leaves = thing.places[row.source].of(x, arrives=False)
-    number = op.number(verb, *index)
     arrives = thing.places[row.to].of(x, arrives=True)
     nbytes = thing.nbytes(x)
     return Op(
         verb,
         (number, *index) if row.numbered else index,
         LANES[row.source, row.to],
-        (*((op.at("decision"), *arrives) if row.decided else ()), *leaves),
+        (*((at("decision"), *arrives) if row.decided else ()), *leaves),
         arrives,
         nbytes=whole_blocks(nbytes) if "disk" in (row.source, row.to) else nbytes,
     )

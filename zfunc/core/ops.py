@@ -1,16 +1,16 @@
 """One constructor for each operation of the built-in recipes, with the regions it reads and writes.
 
-Those that only copy are rows of `zfunc.core.moves` instead. A stage function (`zfunc.engine.step.stages`) may touch
-exactly these regions; dependencies, memory and plans are derived from them.
+Those that only copy are rows of `zfunc.core.moves`, and are made like the others. A stage function
+(`zfunc.engine.step.stages`) may touch exactly these regions; dependencies, memory and plans are derived from them.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterable
 
 from attrs import define, field
 
 from zfunc.core.graph import Op, Region
+from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
@@ -40,13 +40,16 @@ class OpBuilder:
     def _regions(self) -> Regions:
         return Regions(self.spec)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Callable[..., Op]:
+        """The constructor of an operation that only copies, of the row of this name."""
+        if name in MOVES:
+            return lambda *index: move(self.at, self.number(name, *index), name, *index)
         if name.startswith("_"):  # a protocol of Python asks for it
             raise AttributeError(name)
+        verbs = [*VERBS, *MOVES]
         raise PlanError(
-            f"recipe: got the operation {name!r}, expected one that OpBuilder has{did_you_mean(name, [*VERBS])}: "
-            f"call {', '.join(VERBS)}; zfunc.core.moves.move for one that only copies; or make one of your own, "
-            "zfunc.core.graph.Op"
+            f"recipe: got the operation {name!r}, expected one that OpBuilder has{did_you_mean(name, verbs)}: "
+            f"call {', '.join(verbs)}; or make one of your own, zfunc.core.graph.Op"
         )
 
     # --- forward and backward -------------------------------------------------------------------------------
@@ -450,4 +453,4 @@ class OpBuilder:
 VERBS = tuple(
     name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_" and name != "number"
 )
-"""The verbs of the operations that `OpBuilder` constructs."""
+"""The verbs of the operations that `OpBuilder` has a method for."""

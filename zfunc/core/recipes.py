@@ -7,7 +7,6 @@ A recipe is a generator of operations. Lanes, streams and waits follow from the 
 from collections.abc import Callable, Iterable, Iterator
 
 from zfunc.core.graph import Op
-from zfunc.core.moves import move
 from zfunc.core.ops import OpBuilder
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
@@ -127,7 +126,7 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Write the state before this step, in the order in which it is updated."""
     for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
         if bucket.index in spec.paged:
-            yield move(emit, "page_in", bucket.index)
+            yield emit.page_in(bucket.index)
         yield emit.write(bucket.index)
     for bucket in spec.layout.frozen_buckets:
         yield from _read_weights(spec, emit, bucket.index)
@@ -152,9 +151,9 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
             for m in group:
                 yield emit.forward(m, s)
                 if spec.activations_at(s) != "device":
-                    yield move(emit, "stash", m, s)
+                    yield emit.stash(m, s)
                 if spec.activations_at(s) == "disk":
-                    yield move(emit, "spill_act", m, s)
+                    yield emit.spill_act(m, s)
         # The last segment, both ways, and between them the decision if it needs no norm.
         yield from _fetch(spec, emit, last)
         for m in group:
@@ -170,9 +169,9 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
             yield from _fetch(spec, emit, s)
             for m in group:
                 if spec.activations_at(s) == "disk":
-                    yield move(emit, "unspill_act", m, s)
+                    yield emit.unspill_act(m, s)
                 if spec.activations_at(s) != "device":
-                    yield move(emit, "unstash", m, s)
+                    yield emit.unstash(m, s)
                 yield from _backward(spec, emit, m, s, update=update)
     yield from _end_updates(spec, emit)
 
@@ -183,7 +182,7 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     for b in emit.at.rings["weight_slot"].take(streamed):
         yield from _read_weights(spec, emit, b)
         if spec.params_at(b) != "device":
-            yield move(emit, "fetch", b)
+            yield emit.fetch(b)
         if spec.sharded(b):
             yield emit.gather(b)
 
@@ -191,7 +190,7 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Read the parameters of a bucket that lives on the disk, unless a page has them."""
     if spec.params_at(b) == "disk" and emit.at.rings["weight_page"].take([b]):
-        yield move(emit, "page_in_weights", b)
+        yield emit.page_in_weights(b)
 
 
 def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
@@ -243,19 +242,19 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
             if not last:
                 return
         if not added:  # ahead of the gradient, so a norm need not wait for that
-            yield move(emit, "squares_to_host", b)
-        yield move(emit, "to_host", m, b, d)
+            yield emit.squares_to_host(b)
+        yield emit.to_host(m, b, d)
         if added:
             yield emit.accumulate(m, b, d, first=(m == 0 or summed) and (d == 0 or apart))
         if spec.grads_at(b) == "disk":
-            yield move(emit, "spill", b)
+            yield emit.spill(b)
     # The last delivery completes the gradient: the norm gets the squares, and without a barrier the update begins.
     if apart and last and d > 0:
         yield emit.join_sums(b, d)
     if complete and resident:
         if added:
             yield emit.square_sum(b, waits=True)
-        yield move(emit, "squares_to_host", b)
+        yield emit.squares_to_host(b)
     if complete and update:
         yield from _update(spec, emit, b)
 
@@ -284,9 +283,9 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
         yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
     if spec.grads_at(b) == "disk":
-        yield move(emit, "unspill", b)
+        yield emit.unspill(b)
     if b in spec.paged:
-        yield move(emit, "page_in", b)
+        yield emit.page_in(b)
     if not in_parts:
         yield from _end_update(spec, emit, b)
         return
@@ -294,7 +293,7 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     if spec.whole_matrices(b):
         yield emit.momentum(b)
         if b not in spec.resident:
-            yield move(emit, "direction_to_device", b)
+            yield emit.direction_to_device(b)
     for i in spec.rounds(b):
         yield emit.measure(i, b)
         yield emit.join_measures(i, b)
@@ -317,19 +316,19 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
             yield emit.gather_direction(b)
         yield emit.orthogonalize(b)
         if b not in spec.resident:
-            yield move(emit, "direction_to_host", b)
+            yield emit.direction_to_host(b)
     yield emit.update(b)
     if b not in spec.resident and spec.params_at(b) == "device":
-        yield move(emit, "to_device", b)
+        yield emit.to_device(b)
     if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)
     if spec.settings.ema is not None:
         yield emit.average(b)
     if spec.swaps and spec.commit and emit.at.bucket_state(b):
         yield emit.copy_state(b)
-        yield move(emit, "page_out_all", b)
+        yield emit.page_out_all(b)
     elif b in spec.paged:
-        yield move(emit, "page_out", b)
+        yield emit.page_out(b)
 
 
 def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
