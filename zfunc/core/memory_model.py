@@ -48,9 +48,7 @@ def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
         kept[r.tier] += r.nbytes
     values = [4 * sum(p.numel for p in own) for own in spec.layout.parameters]
     largest = max(range(len(values)), key=lambda s: values[s])
-    opened = 0
-    if spec.swaps:
-        opened = max((x.nbytes for x in spec.swapped.values()), default=0)
+    opened = max((x.nbytes for x in spec.swapped.values()), default=0) if spec.swaps else 0
     host = Peak("host", kept["host"], values[largest] + opened, f"the initial values of segment {largest}")
     return {tier: host if tier == "host" else Peak(tier, kept[tier], 0, "") for tier in TIERS}
 

@@ -33,14 +33,12 @@ T = TypeVar("T")
 
 SyncBuffers = Literal["rank0", "mean"]
 SYNC_BUFFERS: tuple[SyncBuffers, ...] = get_args(SyncBuffers)
-Place = Literal["device", "host"]
-PLACES: tuple[Place, ...] = get_args(Place)
 DISK: Literal["disk"] = "disk"
-HOST_OR_DISK: tuple[Literal["host", "disk"], ...] = ("host", DISK)
-TIERS_OF = {  # where things may be, the nearest first
-    "state_on": HOST_OR_DISK,
+PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
+TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest first
+    "state_on": ("host", DISK),
     "params_on": (*PLACES, DISK),
-    "grads_on": HOST_OR_DISK,
+    "grads_on": ("host", DISK),
     "activations_on": (*PLACES, DISK),
 }
 # The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
@@ -287,12 +285,12 @@ class StepSettings:
         "At the end of each step. Those of rank 0, as `DistributedDataParallel`, or the mean over the ranks; of "
         "whole numbers those of rank 0.",
     )
-    params_on: Place | Literal["disk", "auto"] = _setting(
+    params_on: Literal["device", "host", "disk", "auto"] = _setting(
         "device",
-        one_of((*PLACES, DISK, AUTO)),
+        one_of((*TIERS_OF["params_on"], AUTO)),
         "offload",
-        f"where parameters live: {_names((*PLACES, DISK))}; but for the first, a segment's are fetched before it "
-        "runs",
+        f"where parameters live: {_names(TIERS_OF['params_on'])}; but for the first, a segment's are fetched "
+        "before it runs",
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
         "else on the host, several ranks in stage 3, or on the disk with the state. On the disk they are part of "
         "the optimizer state; frozen ones are there too.",
@@ -314,9 +312,10 @@ class StepSettings:
     )
     activations_on: str = _setting(
         "device",
-        SeveralOf((*PLACES, DISK, AUTO)),
+        SeveralOf((*TIERS_OF["activations_on"], AUTO)),
         "offload",
-        f"where the inputs of segments wait for backward: {_names((*PLACES, DISK))}; the disk needs folders, swap",
+        f"where the inputs of segments wait for backward: {_names(TIERS_OF['activations_on'])}; "
+        "the disk needs folders, swap",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
         tries=(
@@ -371,9 +370,9 @@ class StepSettings:
     )
     state_on: Literal["host", "disk", "auto"] = _setting(
         "host",
-        one_of((*HOST_OR_DISK, AUTO)),
+        one_of((*TIERS_OF["state_on"], AUTO)),
         "offload",
-        f"where the optimizer state lives: {_names(HOST_OR_DISK)}; the disk needs folders, swap",
+        f"where the optimizer state lives: {_names(TIERS_OF['state_on'])}; the disk needs folders, swap",
         "Same result. A bucket's state is read before its update and written after it. "
         '"auto", with `example`: on the host if it fits.',
         tries=TIERS_OF["state_on"],
@@ -391,9 +390,10 @@ class StepSettings:
     )
     grads_on: Literal["host", "disk", "auto"] = _setting(
         "host",
-        one_of((*HOST_OR_DISK, AUTO)),
+        one_of((*TIERS_OF["grads_on"], AUTO)),
         "offload",
-        f"with state_on disk, where gradients wait for the norm or for a deferred update: {_names(HOST_OR_DISK)}",
+        "with state_on disk, where gradients wait for the norm or for a deferred update: "
+        f"{_names(TIERS_OF['grads_on'])}",
         "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there. "
         '"auto", with `example`: on the host if they fit.',
         tries=TIERS_OF["grads_on"],
@@ -609,8 +609,7 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
         ("swap", s.swap and not s.needs_folders and s.activations_on != AUTO, " or activations_on='disk'"),
         ("disk_ratio", s.disk_ratio != 1, ""),
     ):
-        expected = f"state_on='disk'{or_else}: pass that, or leave it out"
-        yield name, given, "state_on", in_memory, expected
+        yield name, given, "state_on", in_memory, f"state_on='disk'{or_else}: pass that, or leave it out"
     for name in ("state_on", "params_on", "grads_on"):
         there, one = getattr(s, name) == DISK, "one of the two: leave the other out; "
         yield name, there, "ema", s.ema is not None, f"{one}a swap space has no averages"
