@@ -25,7 +25,7 @@ def trained(seed: int, steps: int, cache: Path, **settings: Any) -> dict[str, An
         if isinstance(event, Evaluated):
             held_out.append((event.step, event.held_out))
         elif isinstance(event, Stepped):
-            losses.append(event.loss)
+            losses.append(event.metrics.loss)
             if event.held_out is not None:
                 held_out.append((event.step, event.held_out))
         elif isinstance(event, Finished) and event.held_out is not None and held_out[-1][0] != event.steps:

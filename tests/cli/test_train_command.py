@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,9 +176,10 @@ def test_the_bar_leaves_room_for_two_ctrl_c_and_the_terminal_as_it_was(
     run: Any = None
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
-    figures = dict.fromkeys(("lr", "grad_norm", "loss_scale", "seconds", "host_seconds", "seconds_left"), 4.0)
+    figures = dict.fromkeys(("lr", "grad_norm", "loss_scale", "seconds", "host_seconds"), 4.0)
+    metrics: Any = SimpleNamespace(loss=2.5, skipped=True, **figures)
     sizes = {"device_bytes": 1 << 34, "host_bytes": 1 << 35, "tokens_per_second": 1e6}
-    step = Stepped(step=7, loss=2.5, skipped=True, held_out=None, **figures, **sizes)
+    step = Stepped(7, metrics, seconds_left=4.0, held_out=None, **sizes)
     output = TrainingOutput(run, "byte", stopping=lambda: INTERRUPT)
     output.total = 100_000
     with pytest.raises(failure) if failure else nullcontext(), progress(output):

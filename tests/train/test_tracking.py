@@ -65,9 +65,11 @@ def events(of: TrainSettings, after: int, until: int) -> Iterator[Event]:
         if step > after:
             if step % 3 == 1 and step > 1:
                 yield Saved(step - 1, Path(f"step-{step - 1:08}"))
-            figures = 5 / step if step != 4 else math.nan, 0.1 / step, step / 7
-            figures = step, *figures, step == 5, 2.0**step, 1e3, 0.1, 0.05, 0, 1 << 20, None, held_out
-            yield Stepped(*figures, aux={"accuracy": step / 10}, norms={"head.weight": step / 3})
+            figures = {"loss": 5 / step if step != 4 else math.nan, "lr": 0.1 / step, "grad_norm": step / 7}
+            more = {"aux": {"accuracy": step / 10}, "norms": {"head.weight": step / 3}}
+            speed = {"skipped": step == 5, "loss_scale": 2.0**step, "seconds": 0.1, "host_seconds": 0.05}
+            metrics: Any = SimpleNamespace(**figures, **speed, **more)
+            yield Stepped(step, metrics, 1e3, 0, 1 << 20, None, held_out)
         elif held_out is not None:
             yield Evaluated(held_out, step)
     if until % 3:

@@ -19,7 +19,7 @@ from zfunc.core.display import html_table
 from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.core.timeline import Timeline, bound_by, bounds_in_words, critical_path_of
 from zfunc.train.events import ENDINGS
-from zfunc.train.run_folder import METRICS, TRACE, Row, RunHistory, finite_number, numbers, read_recorded_step
+from zfunc.train.run_folder import METRICS, TRACE, Row, RunHistory, finite_number, read_recorded_step
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_clock, format_seconds
 from zfunc.viz.charts import Chart, Curve, chart_figure
@@ -104,7 +104,7 @@ def _ending(run: RunHistory) -> tuple[str, str]:
 
 
 def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
-    steps, held_out = run.steps, numbers(run.of(run.held_out))
+    steps, held_out = run.steps, run.numbers(run.held_out)
     total = finite_number(run.settings.get("steps"))
     yield "steps", f"{steps[-1]['step'] if steps else 0:,}" + (f" of {total:,.0f}" if total else "")
     if losses := run.last_losses:
@@ -113,8 +113,8 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
         yield f"held out, bits per {run.unit}", f"{held_out[-1]:.4f}"
         yield "held out, best", f"{min(held_out):.4f}"
     if steps:
-        yield "tokens/s, median", f"{median(numbers(run.of('tokens_per_second')) or [0.0]):,.0f}"
-        yield "a step, median", format_seconds(median(numbers(run.of("seconds")) or [0.0]))
+        yield "tokens/s, median", f"{median(run.numbers('tokens_per_second') or [0.0]):,.0f}"
+        yield "a step, median", format_seconds(median(run.numbers("seconds") or [0.0]))
         yield "skipped", f"{len(run.skipped):,}"
 
 
@@ -127,10 +127,10 @@ def _charts(run: RunHistory) -> Iterator[Chart]:
     skipped = tuple(row["step"] for row in run.skipped)
     for title, (name, figure, text) in (CHARTS if steps else {}).items():
         points = tuple((row["step"], finite_number(row.get(figure))) for row in steps)
-        usual = {"device_bytes": 0, "loss_scale": 1}.get(
-            figure, ""
-        )  # where it is always that, it says nothing
-        curves = [] if usual != "" and {*numbers(points)} <= {usual} else [Curve(name, "line", points)]
+        # Where it is always that, it says nothing.
+        usual = {"device_bytes": {0}, "loss_scale": {1}}.get(figure)
+        idle = usual is not None and {y for _, y in points} <= {*usual, None}
+        curves = [] if idle else [Curve(name, "line", points)]
         if figure == "loss" and (held_out := run.of(run.held_out)):
             points = tuple((x, None if y is None else y * log(2)) for x, y in held_out)
             curves.append(Curve("held out, in the unit of the loss", "dots", points))

@@ -144,13 +144,13 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
 
 def step_figures(event: Stepped) -> str:
     """Epoch, loss, learning rate, gradient norm, speed and memory."""
-    epoch = f"epoch {event.epoch:.2f}  " if event.epoch is not None else ""
-    scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
-    adam = event.host_seconds / event.seconds if event.seconds else 0.0  # most of what the host does is Adam
+    m, epoch = event.metrics, f"epoch {event.epoch:.2f}  " if event.epoch is not None else ""
+    scale = f"  scale {m.loss_scale:g}" if m.loss_scale != 1 else ""
+    adam = m.host_seconds / m.seconds if m.seconds else 0.0  # most of what the host does is Adam
     device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
-    skipped = "  skipped: overflow" if event.skipped else ""
+    skipped = "  skipped: overflow" if m.skipped else ""
     return (
-        f"{epoch}loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}{scale}"
+        f"{epoch}loss {m.loss:.4f}  lr {m.lr:.2e}  norm {m.grad_norm:.2f}{scale}"
         f"  {event.tokens_per_second:,.0f} tokens/s  Adam {adam:.1%}{device}"
         f"  host {format_bytes(event.host_bytes)}{skipped}"
     )

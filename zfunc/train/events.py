@@ -6,12 +6,13 @@ An event has everything that is recorded or shown; nobody reads the loop's state
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import field, frozen
+from attrs import frozen
 
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 
-if TYPE_CHECKING:  # it needs torch
+if TYPE_CHECKING:  # they need torch
+    from zfunc.engine.step.metrics import Metrics
     from zfunc.train.setup import TrainingJob
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
@@ -50,21 +51,13 @@ class Stepped:
     """A step ended, and the evaluation after it, if there was one."""
 
     step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
+    metrics: "Metrics"  # what the step itself measured
     tokens_per_second: float
-    seconds: float
-    host_seconds: float
     device_bytes: int
     host_bytes: int
     seconds_left: float | None
     held_out: float | None  # as in Evaluated
     epoch: float | None = None  # passes over the data so far; None without --epochs
-    aux: dict[str, float] = field(factory=dict[str, float])  # what the last segment returns beside the loss
-    norms: dict[str, float] = field(factory=dict[str, float])  # of each parameter's gradient, with --norms
 
 
 @frozen

@@ -52,8 +52,6 @@ from zfunc.train.setup import Batch, TrainingJob
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
 SAMPLE_TOKENS = 320
-# What a step itself measures, by its names in `Metrics` and `Stepped`.
-MEASURED = "loss", "lr", "grad_norm", "skipped", "loss_scale", "seconds", "host_seconds", "aux", "norms"
 Stop = Callable[[], str]  # INTERRUPT or TERMINATED to end, "" to continue
 FROM_THE_BEGINNING = ResumePoint()
 log = logging.getLogger("zfunc")
@@ -128,13 +126,13 @@ class _Loop:
         yield from self._settle(number)
         yield Stepped(
             step=number,
+            metrics=metrics,
             tokens_per_second=settings.batch_size * settings.seq_length / seconds,
             device_bytes=allocated_bytes(self.program.device),
             host_bytes=host_bytes(),
             seconds_left=self._seconds_left(number, seconds),
             held_out=self.held_out,
             epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
-            **{name: getattr(metrics, name) for name in MEASURED},
         )
         if traced and metrics.timeline is not None and metrics.plan is not None:
             yield Traced(number, metrics.timeline, metrics.plan)

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import SEEK_END
@@ -47,6 +47,8 @@ from zfunc.viz.timeline_svg import svg
 CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 RUNS = Path("runs")
+# Of a step's metrics, what is recorded.
+MEASURED = "loss", "lr", "grad_norm", "skipped", "loss_scale", "seconds", "host_seconds", "aux", "norms"
 LAST = 50  # steps that the loss of a run is the mean of
 Row = dict[str, Any]
 log = logging.getLogger("zfunc")
@@ -90,8 +92,9 @@ class RunFolder:
                 saved = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
                 self._add(event.step, saved)
             case Stepped():
-                fields = attrs.asdict(event, filter=attrs.filters.exclude("step", "held_out", "seconds_left"))
-                fields[self._held_out] = event.held_out
+                left_out = attrs.filters.exclude("step", "metrics", "held_out", "seconds_left")
+                fields = {name: getattr(event.metrics, name) for name in MEASURED}
+                fields |= attrs.asdict(event, filter=left_out) | {self._held_out: event.held_out}
                 self._add(event.step, {k: x for k, x in fields.items() if x not in (None, {})})
             case Traced():
                 plan, timeline, title = event.plan, event.timeline, self._title(event)
@@ -329,11 +332,15 @@ class RunHistory:
     @property
     def last_losses(self) -> list[float]:
         """Those of the LAST steps that are finite numbers."""
-        return numbers(self.of("loss"))[-LAST:]
+        return self.numbers("loss")[-LAST:]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
         """(step, value) of every row that has a figure; None for a value that is not a finite number."""
         return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
+
+    def numbers(self, name: str) -> list[float]:
+        """The values of a figure by step, without None."""
+        return [y for _, y in self.of(name) if y is not None]
 
 
 def read_history(run: Path) -> RunHistory:
@@ -392,11 +399,6 @@ def finite_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
-
-
-def numbers(values: Iterable[tuple[int, float | None]]) -> list[float]:
-    """The values of a figure by step, without None."""
-    return [y for _, y in values if y is not None]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
