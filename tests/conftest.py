@@ -83,27 +83,16 @@ def night(request: pytest.FixtureRequest) -> list[str]:
 
 
 # What most mistakes break, in less than half a minute: `make test` begins with it.
-QUICK = tuple(
-    f"tests/{name}"
-    for name in (
-        *(
-            "test_packages",
-            "test_values",
-            "test_display",
-            "test_public",
-            "test_mutants",
-            "core/test_settings",
-        ),
-        *(
-            "core/test_layout",
-            "core/test_recipe",
-            "core/test_plan",
-            "optim/test_betas",
-            "engine/test_segments",
-        ),
-        *("engine/test_gradients", "checkpoint/test_manifest"),
-    )
-)
+QUICK = ["test_packages", "test_values", "test_display", "test_public", "test_mutants", "core/test_settings"]
+QUICK += [
+    "core/test_layout",
+    "core/test_recipe",
+    "core/test_plan",
+    "optim/test_betas",
+    "engine/test_segments",
+]
+QUICK += ["engine/test_gradients", "checkpoint/test_manifest"]
+QUICK = [f"tests/{name}" for name in QUICK]
 LONGEST = ["laws", "hf", "ranks", "compile", "placement", "finetuning", "examples", "train_command"]
 LONGEST += ["random_operations"]
 LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", "hf_plans", "update"]
@@ -117,6 +106,14 @@ SLOW = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("pretend",), help="load it, for tests/device")
     parser.addoption("--part", choices=("quick", "rest"), help="what `make test` runs first, or all but that")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The quick part imports no other test."""
+    if config.getoption("--part") != "quick" or collection_path == config.rootpath / "tests":
+        return None
+    name = collection_path.relative_to(config.rootpath).as_posix()
+    return not any(f"{x}.py" == name or x.startswith(f"{name}/") for x in QUICK) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -138,6 +135,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor at what the tests of a file leave for those of the next: modules and traces that they share."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 # --- what was left out, and why --------------------------------------------------------------------------

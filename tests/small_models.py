@@ -64,6 +64,19 @@ class Scale(nn.Module):
         return (x * self.scale + self.shift.to(x.dtype)) * self.gain
 
 
+class WithEmpty(nn.Module):
+    """A module beside parameters without elements."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.columns, self.none = nn.Parameter(torch.zeros(3, 0)), nn.Parameter(torch.zeros(0))
+        self.fixed = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.columns.sum() + self.none.sum() + self.fixed.sum()
+
+
 def regression(batch: int = 12) -> Callable[[int], Batch]:
     def make(i: int) -> Batch:
         g = torch.Generator().manual_seed(i)

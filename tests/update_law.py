@@ -105,6 +105,8 @@ def bits(x: Tensor) -> Tensor:
 
 def assert_same(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     for one, other in zip(got, expected, strict=True):
+        if torch.equal(exact(one.cpu()), exact(other)):
+            continue
         wrong = (bits(one.cpu()) != bits(other)).nonzero().flatten()
         assert not wrong.numel(), f"{wrong.numel()} of {other.numel()} differ, the first is {wrong[0]}"
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,13 @@ def all_auto(names: Iterable[str], **file: Any) -> dict[str, Any]:
     return file
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("kind", [*KEYS["optimizer.type"].type, AUTO])
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        pytest.param(run, kind, marks=() if kind == AUTO or (r + k) % len(RUNS) == 0 else pytest.mark.slow)
+        for (r, run), (k, kind) in product(enumerate(RUNS), enumerate([*KEYS["optimizer.type"].type, AUTO]))
+    ],
+)
 def test_auto_is_what_holds_without_the_file(run: str, kind: str) -> None:
     """For every key that a file may have, whatever is trained."""
     name = {"Adam": "adamw", AUTO: "adamw"}.get(kind, kind.lower())

@@ -66,7 +66,7 @@ def test_every_setting_has_a_row() -> None:
     assert {field.name for field in fields(StepSettings)} == named - {"optimizer", "split_master"} | others
 
 
-@pytest.mark.parametrize("row", rows(every=4))
+@pytest.mark.parametrize("row", rows(every=5))
 def test_no_way_of_training_changes_a_bit(row: Row, tmp_path: Path) -> None:
     """Laws 2, 3 and 10: under any schedule and delay; with `debug` a stage gets what it declares alone."""
     given, step = varied(row, row.given(tmp_path))

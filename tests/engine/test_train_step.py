@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Loss, regression, rows_of
+from small_models import Loss, WithEmpty, regression, rows_of
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 from trained import compiled, injecting
@@ -472,17 +472,6 @@ def test_a_default_device_of_the_callers_changes_nothing(tmp_path: Path) -> None
 
 
 # --- parameters without elements ------------------------------------------------------------------------
-
-
-class WithEmpty(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.columns, self.none = nn.Parameter(torch.zeros(3, 0)), nn.Parameter(torch.zeros(0))
-        self.fixed = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.columns.sum() + self.none.sum() + self.fixed.sum()
 
 
 EMPTY_IN: dict[str, dict[str, Any]] = {

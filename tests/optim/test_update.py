@@ -89,9 +89,10 @@ def test_step_after_step(row: str) -> None:
     ],
 )
 def test_threads_offsets_and_what_bypasses_the_caches(
-    row: str, grad: torch.dtype, threads: tuple[int, ...], offset: int
+    row: str, grad: torch.dtype, threads: tuple[int, ...], offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers begin anywhere, and nothing around them changes."""
+    monkeypatch.setattr(updates, "PIECE", 1 << 16)
     state = fresh(STREAMED, format_of(row))
     assert all(placed(x, 0).data_ptr() % 64 == 0 for x in state.values())  # else nothing would bypass them
     isas = ISAS if row in ADAMS else ISAS[-1:]
