@@ -22,7 +22,6 @@ from zfunc.core.spec import ALLOCATION, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.vjp import SegmentVJP, SegmentWeights, differentiated
-from zfunc.engine.state.module_buffers import buffers_nbytes
 from zfunc.runtime.rng import is_draw
 
 # They allocate, or look at memory in another shape, though their schemas do not say so.
@@ -288,7 +287,7 @@ def trace(
                 backward_moved_bytes = second.moved_bytes
                 del results
         kept = max(0, live - output_bytes) if passes.keeps else 0
-        read = buffers_nbytes(buffers or {})
+        read = nbytes(buffers)
         cost = SegmentCost(
             flops=first.flops,
             backward_flops=second.flops,

@@ -159,8 +159,9 @@ def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
 
 
 def _memory(node: Node) -> set[int]:
-    x = node.meta.get("val")
-    return {storage_of(x)} if isinstance(x, Tensor) and x.layout is torch.strided else set()
+    """The storages of the tensors that a node returns."""
+    values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    return {storage_of(t) for t in values if t.layout is torch.strided}
 
 
 def mutates(target: Any) -> bool:
@@ -183,10 +184,7 @@ def _written(node: Node) -> list[Node]:
 
 def of_written_memory(graph: Graph) -> set[Node]:
     """The nodes of a graph that share memory with what one of its operations writes into."""
-    memory: dict[Node, set[int]] = {}
-    for node in graph.nodes:
-        values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-        memory[node] = {storage_of(t) for t in values if t.layout is torch.strided}
+    memory = {node: _memory(node) for node in graph.nodes}
     changed = {m for node in graph.nodes if mutates(node.target) for x in _written(node) for m in memory[x]}
     return {node for node, own in memory.items() if own & changed}
 

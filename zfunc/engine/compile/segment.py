@@ -24,7 +24,7 @@ from zfunc.core.layout import Parameter
 from zfunc.engine.compile.cost_trace import nbytes
 from zfunc.engine.compile.purity import Facts, first_change, held
 from zfunc.engine.compile.tensor_memory import byte_range, storage_of
-from zfunc.engine.state.module_buffers import buffers_nbytes, changed_by_forward
+from zfunc.engine.state.module_buffers import changed_by_forward
 from zfunc.engine.state.state import refuse_inference_mode
 from zfunc.errors import did_you_mean
 from zfunc.runtime.rng import seeded_sequence
@@ -129,7 +129,7 @@ class Segment:
     @property
     def buffer_bytes(self) -> int:
         """Device memory of what its forward changes."""
-        return buffers_nbytes(self.buffers)
+        return nbytes(self.buffers)
 
     @property
     def evaluation(self) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.core.layout import Span
 from zfunc.core.memory_model import initial_memory, peak_memory
 from zfunc.core.optimizer_state import MASTER
 from zfunc.core.regions import Regions
@@ -69,41 +68,37 @@ def init(
 def _initialized(
     program: Program, buffers: Buffers, seed: int, params: Mapping[str, Tensor], loss_scale: LossScale | None
 ) -> State:
-    spans = {span.name: span for span in (*program.layout.spans, *program.layout.frozen)}
+    layout = program.layout
+    spans = {span.name: span for span in (*layout.spans, *layout.frozen)}
     for s, segment in enumerate(program.segments):
         if segment.buffers:
             first = {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()}
             copy_buffers(module_buffers(program, buffers, s), first)
-        _fill(program, buffers, segment, spans, fold_seed(seed, "init", s), params)
-    begin_averages(buffers, program.layout)
+        values = _own_values(segment, fold_seed(seed, "init", s), params)
+        for name in sorted(values, key=lambda x: layout.bucket_of(spans[x]).index):  # one bucket at a time
+            put_weights(buffers, layout, spans[name], values[name], program.ranks)
+        del values  # before the next segment's are made
+    begin_averages(buffers, layout)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
 
 
-def _fill(
-    program: Program,
-    buffers: Buffers,
-    segment: Segment,
-    spans: Mapping[str, Span],
-    seed: int,
-    params: Mapping[str, Tensor],
-) -> None:
-    """Set the parameters that a segment owns. Its values are freed before the next segment's are made."""
-    values = segment.initial(seed)
+def _own_values(segment: Segment, seed: int, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The initial values of the parameters that a segment owns: those in `params`, else its own."""
+    given = {**segment.initial(seed), **params}
     own = [p for p in segment.parameters if p.name not in segment.shared]
-    if missing := [p.name for p in own if p.name not in values and p.name not in params]:
+    if missing := [p.name for p in own if p.name not in given]:
         raise ValueError(
             f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
             "owns: return it from initial, or pass it in params"
         )
-    for p in sorted(own, key=lambda p: program.layout.bucket_of(spans[p.name]).index):  # one bucket at a time
-        value = (params[p.name] if p.name in params else values[p.name]).detach()
-        if value.shape != p.shape:
+    for p in own:
+        if given[p.name].shape != p.shape:
             raise ValueError(
-                f"{p.name}: got initial values of shape {tuple(value.shape)}, expected {p.shape}: correct "
+                f"{p.name}: got initial values of shape {tuple(given[p.name].shape)}, expected {p.shape}: correct "
                 "`initial`"
             )
-        put_weights(buffers, program.layout, spans[p.name], value, program.ranks)
+    return {p.name: given[p.name].detach() for p in own}
 
 
 def allocate_state(

@@ -45,13 +45,8 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def buffers_nbytes(buffers: Mapping[str, Tensor]) -> int:
-    """The size in bytes of the memory that has these buffers."""
-    return sum(round_up(t.nbytes, ALLOCATION) for t in buffers.values())
-
-
 def buffer_views(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers in their memory `flat` [buffers_nbytes(like)] uint8, by name, in the layout of `like`."""
+    """The buffers in their memory `flat` [nbytes(like)] uint8, by name, in the layout of `like`."""
     ends = accumulate((round_up(t.nbytes, ALLOCATION) for t in like.values()), initial=0)
     return {
         name: flat[start : start + t.nbytes].view(t.dtype).view(t.shape)

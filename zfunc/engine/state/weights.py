@@ -88,25 +88,21 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 def send_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
     """Send the trained weights from the state to where parameters live, on every rank: a collective a bucket."""
     for bucket in layout.buckets:
-        _send_weights(buffers, bucket, ranks)
-
-
-def _send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
-    on_disk = bucket.index not in buffers.weights
-    state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
-    params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat
-    high = state.get(HIGH_HALF)
-    if on_disk and params is high:
-        return
-    shard = ranks.own_slice(bucket, params)
-    for first in range(0, size, PART):  # joining a split master allocates: a part at a time
-        last = min(first + PART, size)
-        if high is not None and params.dtype == high.dtype:
-            shard[first:last].copy_(high[first:last])
-        else:
-            shard[first:last].copy_(master_weights(state, first, last))
-    if params.numel() > size:
-        ranks.all_gather(params, shard)
+        on_disk = bucket.index not in buffers.weights
+        state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
+        params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat
+        high = state.get(HIGH_HALF)
+        if on_disk and params is high:
+            continue
+        shard = ranks.own_slice(bucket, params)
+        for first in range(0, size, PART):  # joining a split master allocates: a part at a time
+            last = min(first + PART, size)
+            if high is not None and params.dtype == high.dtype:
+                shard[first:last].copy_(high[first:last])
+            else:
+                shard[first:last].copy_(master_weights(state, first, last))
+        if params.numel() > size:
+            ranks.all_gather(params, shard)
 
 
 def begin_averages(buffers: Buffers, layout: Layout) -> None:
