@@ -223,10 +223,6 @@ REFUSED: dict[str, tuple[Callable[[], list[zfunc.Segment]], str]] = {
         lambda: [last(lambda x: (x.sum(), {"loss": x.sum()}))],
         "'s': auxiliary output 'loss': .*rename it",
     ),
-    "an auxiliary output with a number for a name": (
-        lambda: [last(lambda x: (x.sum(), {1: x.sum()}))],
-        "'s': auxiliary output 1: got a name of type int",
-    ),
     "an auxiliary output of another name in every call": (
         lambda: [last(lambda x: (x.sum(), {f"hits{next(CALLS)}": x.sum()}))],
         "'s': got other arguments in .* .what it returns. when called again",

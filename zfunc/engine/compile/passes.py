@@ -105,11 +105,9 @@ def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
     return loss, {name: aux[name] for name in sorted(aux)}
 
 
-def _check_aux(segment: str, name: Any, value: Any) -> None:
+def _check_aux(segment: str, name: str, value: Any) -> None:
     """Raise ValueError unless this is a scalar with a name of its own."""
     what = f"segment {segment!r}: auxiliary output {name!r}"
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{what}: got a name of type {type(name).__name__}, expected a string: name it")
     if name in RESERVED:
         raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
     scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
@@ -97,8 +96,6 @@ class Segment:
         of_type(
             "segment: name", self.name, str, "a string: pass such as 'head', the prefix of its parameters"
         )
-        if not self.name:
-            raise ValueError("segment: name: got '', expected a name: pass such as 'head'")
         for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
             if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
                 raise ValueError(
@@ -175,7 +172,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     has no effect, which the first step logs.
 
     Raises TypeError for anything but a module, and ValueError for an unknown name in `share`, a module partly on
-    the meta device, lazy or integer parameters, gradient hooks, a SyncBatchNorm, and two tensors in the same
+    the meta device, integer parameters, gradient hooks, a SyncBatchNorm, and two tensors in the same
     memory, one of them trained.
 
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
@@ -189,22 +186,11 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
     # 1. What cannot be a function of its parameters.
     refuse_inference_mode("segment")
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
-    of_type(
-        f"segment {name!r}: share",
-        share,
-        Mapping | None,
-        "a dict: pass {'name in the module': 'segment.name'}",
-    )
     share = dict(share or {})
     own = _slots(module, "_parameters")
     check_hooks(name, own, module)
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
     for short, p in own.items():
-        if is_lazy(p):
-            raise ValueError(
-                f"segment {name!r}: got the lazy parameter {short!r}, expected one with a shape: call the module "
-                "on an input first"
-            )
         if not p.is_floating_point():
             raise ValueError(
                 f"segment {name!r}: got parameter {short!r} of {p.dtype}, expected floating point: make it a "
@@ -290,7 +276,7 @@ def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if two different tensors, one of them trained, lie in the same part of a storage."""
     apart: dict[int, tuple[int, int, int, str, Tensor]] = {}
     for name, t in tensors.items():
-        if not is_lazy(t) and t.layout is torch.strided and t.numel():
+        if t.layout is torch.strided and t.numel():
             apart.setdefault(id(t), (storage_of(t), *byte_range(t), name, t))
     before: list[tuple[int, int, int, str, Tensor]] = []
     for x in sorted(apart.values(), key=lambda x: x[:3]):
