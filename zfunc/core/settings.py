@@ -220,7 +220,7 @@ class StepSettings:
         truth,
         "how it runs",
         "the same bits in every run on a GPU; slower attention",
-        "An operation without a deterministic kernel is an error that names its segment. Costs, and what holds "
+        "An operation without a deterministic kernel is an error that names it. Costs, and what holds "
         "without it: docs/devices.md.",
     )
     micro_batches: int = _setting(

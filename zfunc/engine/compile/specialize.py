@@ -20,7 +20,6 @@ from zfunc.engine.compile.purity import check_deterministic, first_change, read_
 from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, layouts
 from zfunc.engine.state.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
-from zfunc.engine.step.stage_context import name_nondeterminism
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 
@@ -208,19 +207,18 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         return known[key]
 
     try:
-        with name_nondeterminism(segment.name):
-            return trace(
-                call.plain,
-                weights,
-                inputs,
-                device=device,
-                guess=output,
-                pulled=s >= program.layout.first_trainable,
-                buffers=call.buffers,
-                of_accelerator=of_accelerator,
-                compiled=bool(program.settings.compile_segments),
-                fake=program.cache.fake,
-            )
+        return trace(
+            call.plain,
+            weights,
+            inputs,
+            device=device,
+            guess=output,
+            pulled=s >= program.layout.first_trainable,
+            buffers=call.buffers,
+            of_accelerator=of_accelerator,
+            compiled=bool(program.settings.compile_segments),
+            fake=program.cache.fake,
+        )
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

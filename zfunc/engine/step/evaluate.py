@@ -13,7 +13,6 @@ from zfunc.engine.state.state import State, refuse_global_modes
 from zfunc.engine.state.weights import parameter_weights, segment_weights
 from zfunc.engine.step.batches import Batch, unpacked
 from zfunc.engine.step.flush import make_deferred_update
-from zfunc.engine.step.stage_context import name_nondeterminism
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
@@ -102,7 +101,6 @@ def outputs(
             randomness,
             redirected(),
             deterministic_kernels(program.settings.deterministic),
-            name_nondeterminism(segment.name),
         ):
             views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks, ema=ema)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}

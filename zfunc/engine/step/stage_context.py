@@ -1,7 +1,7 @@
 """The arguments of a stage function: an operation, the memory of its regions, the constants of the step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -32,21 +32,6 @@ class CompiledSegment:
     fixed: dict[str, str]
     constants: dict[str, Tensor]
     buffers: dict[str, Tensor]  # on the meta device, of those that forward changes
-
-
-@contextmanager
-def name_nondeterminism(segment: str) -> Iterator[None]:
-    """A context that names the segment where torch refuses an operation without a deterministic kernel."""
-    try:
-        yield
-    except RuntimeError as error:
-        operation, refused, _ = str(error).partition(" does not have a deterministic implementation")
-        if not refused:
-            raise
-        raise ValueError(
-            f"segment {segment!r}: got {operation}, which has no deterministic kernel, with deterministic=True; "
-            "expected operations that have one: replace it, or leave deterministic out"
-        ) from error
 
 
 @frozen(eq=False)

@@ -31,7 +31,6 @@ from zfunc.engine.step.stage_context import (
     Stage,
     StepContext,
     gaps,
-    name_nondeterminism,
     named_like_verbs,
 )
 from zfunc.engine.step.update_stages import UPDATE_STAGES, state_of
@@ -55,7 +54,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     """Run one segment, with random numbers seeded by micro-batch and segment."""
     m, s = op.index
     call = step.calls[s]
-    with step.randomness(m, s), name_nondeterminism(call.name):
+    with step.randomness(m, s):
         x = mem[_input(op)]
         before = (
             clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
@@ -81,7 +80,7 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     x, (residuals, before) = _left_by_forward(op, mem)
-    with step.randomness(m, s), name_nondeterminism(call.name):
+    with step.randomness(m, s):
         grads, below = call.passes.backward(
             _weights(op, mem, call, before),
             _with_targets(x, op, mem),
