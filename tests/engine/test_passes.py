@@ -380,15 +380,9 @@ def test_a_segment_that_min_cut_cannot_take_is_named(
 # --- randomness -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "recompute"),
-    [
-        pytest.param("aot_eager", "min-cut", marks=pytest.mark.slow),
-        pytest.param("aot_eager", "all", marks=pytest.mark.slow),
-        pytest.param("inductor", "all", marks=pytest.mark.slow),
-        pytest.param("inductor", "min-cut", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["all", "min-cut"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_or_not_a_segment_draws_the_same(
     backend: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,10 +39,6 @@ NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what t
         "a torch.autograd.Function without setup_context, as reentrant torch.utils.checkpoint is one",
         "give it setup_context, or in place of a checkpoint set recompute, which is 'all' unless set",
     ),
-    "call Tensor.requires_grad_()": (
-        "requires_grad_()",
-        "leave it out; for a gradient in forward use torch.func.grad",
-    ),
     "DataDependentOutputException": (
         "a branch on the value of a tensor",
         "write it with torch.where, or move it between segments",
