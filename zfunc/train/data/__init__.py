@@ -2,8 +2,7 @@
 
     corpus     memory-mapped tokens, their sequences, and a rank's batch at a position
     documents  text files, JSONL, and datasets that Hugging Face's `datasets` reads
-    chat       the text that a chat template makes of a chat, and what of it is learned
-    tokenizer  a local tokenizer.json
+    tokenizer  a local tokenizer.json, with its template of chats, and what of them is learned
     packing    data as a corpus; documents as files of tokens, made once and kept
 
 A batch is a pure function of seed and position: nothing is iterated, so a resume needs one integer.

@@ -22,7 +22,6 @@ import numpy as np
 
 from zfunc.checkpoint.durable_files import sync
 from zfunc.models.loss_pieces import IGNORE_INDEX
-from zfunc.train.data.chat import chat_of
 from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.documents import (
     IDS,
@@ -38,7 +37,7 @@ from zfunc.train.data.documents import (
     text_files,
     walk,
 )
-from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
+from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary, chat_of
 
 FORMAT = 8  # of the folder, and of what is read as records
 STDLIB = "Python standard library"
