@@ -160,7 +160,7 @@ def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callab
     state[means.name] = torch.full((means.numel(m.n),), 1e-6)
     decision = StepDecision(False, SCALE, STEP, optimizer.factors(STEP))
     out = None if split else m.out
-    how = {"group": group, "part": ParameterPart.whole(shape), "out": out, "threads": threads}
+    how = {"group": group, "part": ParameterPart(shape), "out": out, "threads": threads}
     return lambda: optimizer.host_update(state, m.grad, decision, **how)
 
 

@@ -44,7 +44,7 @@ BUDGETS = {
     "core": (5_292, 4_900),
     "schedules and ground": (846, 800),
     "runtime": (3_046, 3_100),
-    "optim": (2_982, 2_900),
+    "optim": (2_967, 2_900),
     "checkpoint": (2_998, 3_000),
     "engine": (6_113, 5_200),
     "viz": (993, 1_000),

@@ -86,7 +86,7 @@ def update_case(
     if name == "direction":
         how = optimizer.direction_step(decision)
     else:
-        how = optimizer.rule_step(decision, 0, ParameterPart.whole((1, 1)))
+        how = optimizer.rule_step(decision, 0, ParameterPart((1, 1)))
     weight_decay, decoupled = DECAYS[decay]
     shrink = weight_decay * (decision.factors["lr"] if decoupled else 1.0)
     how = how._replace(decay=decay, factors=how.factors._replace(decay=shrink))

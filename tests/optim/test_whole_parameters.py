@@ -85,7 +85,7 @@ def check(
     **more: Any,
 ) -> None:
     part, group, decision = (
-        ParameterPart.whole(shape),
+        ParameterPart(shape),
         optimizer.group("", shape),
         decided(optimizer, step, scale),
     )
@@ -130,13 +130,13 @@ def test_parts_that_join_what_they_measure_are_the_whole(shape: Shape, data: st.
     state_format, state = optimizer.state_format(group := optimizer.group("", shape)), fresh(optimizer, shape)
     grad, decision = gradient(n, torch.bfloat16), decided(optimizer, 2)
     whole = clone(state)
-    optimizer.host_update(whole, grad, decision, group=group, part=ParameterPart.whole(shape))
+    optimizer.host_update(whole, grad, decision, group=group, part=ParameterPart(shape))
     for kind in (KernelUpdate, Update):
         mine, joined = clone(state), list[Tensor]()
         rooms = [torch.full((2 * -(-(b - a) // 64),), -1.0, dtype=torch.float64) for a, b in slices]
 
         def run(call: Any, at: tuple[int, int], room: Tensor | None = None) -> Any:
-            part = ParameterPart(shape, *at, tuple(joined), room)  # noqa: B023
+            part = ParameterPart(shape, at[0], tuple(joined), room)  # noqa: B023
             own = state_slice(state_format, mine, *at)  # noqa: B023
             return optimizer.run(kind, call, own, grad[slice(*at)], decision, group=group, part=part)  # noqa: B023
 
@@ -174,7 +174,7 @@ def test_any_finite_bits(
 
 def test_a_gradient_that_is_not_finite_leaves_weights_that_are_not() -> None:
     optimizer, shape = Adafactor(0.1), (70, 70)
-    group, part = optimizer.group("", shape), ParameterPart.whole(shape)
+    group, part = optimizer.group("", shape), ParameterPart(shape)
     for wrong in (math.inf, math.nan):
         grad = gradient(4900, torch.float32)
         grad[77] = wrong
@@ -207,7 +207,7 @@ def test_a_hundred_steps_of_torch(given: dict[str, Any]) -> None:
         for step in range(1, 101):
             noise = gradient(theirs.numel(), torch.float32, step) * 0.1 * scale
             g = noise + 0.05 * theirs.detach().float().flatten()
-            part = ParameterPart.whole(shape)
+            part = ParameterPart(shape)
             optimizer.host_update(state, g, decided(optimizer, step, 1.0), group=group, part=part)
             theirs.grad = g.double().view(shape)
             follow.step()
@@ -302,7 +302,7 @@ def test_a_hundred_steps_of_torchs_muon(shape: tuple[int, int], settings: dict[s
         decision, direction = decided(muon, step, 1.0), torch.empty(n, dtype=torch.bfloat16)
         muon.direction(state, grad, decision, group=group, out=direction)
         along = muon.orthogonalize(direction.view(shape), group=group).reshape(-1).contiguous()
-        muon.host_update(state, along, decision, group=group, part=ParameterPart.whole(shape))
+        muon.host_update(state, along, decision, group=group, part=ParameterPart(shape))
         way += (weights.detach() - before).norm().item()
     torch.testing.assert_close(
         state["momentum_buffer"].view(shape), theirs.state[weights]["momentum_buffer"], rtol=1e-4, atol=1e-5

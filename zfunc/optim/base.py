@@ -6,7 +6,6 @@ State, gradient and decision determine the bits of an update, on the host and on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attrs import frozen
@@ -21,22 +20,16 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class ParameterPart:
-    """Elements `start` (a multiple of 64) to `stop` of a parameter of `shape`.
+    """Elements of a parameter of `shape`, from `start` (a multiple of 64) on, as many as the gradient has.
 
     `measures` are what all ranks have measured of the parameter, a tensor for each round, and `room` what this rank
     keeps from one round to the next; see `Optimizer`.
     """
 
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    start: int = 0
     measures: tuple[Tensor, ...] = ()  # fp64
     room: Tensor | None = None  # fp64, two for every 64 elements
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> ParameterPart:
-        """All of it."""
-        return cls(shape, 0, prod(shape))
 
 
 @runtime_checkable

@@ -29,15 +29,9 @@ def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
     return _MAKERS[name](**arguments)
 
 
-def _muon(
-    *,
-    momentum: float = 0.95,
-    adjust_lr_fn: Any = "match_rms_adamw",
-    betas: Betas = (0.9, 0.95),
-    eps: float = 1e-8,
-    **shared: Any,
-) -> GroupedOptimizer:
-    muon = Muon(momentum=momentum, adjust_lr_fn=adjust_lr_fn, **shared)
+def _muon(*, betas: Betas = (0.9, 0.95), eps: float = 1e-8, **given: Any) -> GroupedOptimizer:
+    muon = Muon(**{"adjust_lr_fn": "match_rms_adamw", **given})
+    shared = {name: x for name, x in given.items() if name not in ("momentum", "adjust_lr_fn")}
     return groups((hidden_matrices, muon), AdamW(betas=betas, eps=eps, **shared))
 
 

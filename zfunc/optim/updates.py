@@ -221,10 +221,8 @@ def update_spans(
     spans: dict[str, Span] = {}
     for prefix, buffers, written in (("", state, into is None), (INTO, into or {}, True)):
         for x in formats if buffers else ():
-            name, dtypes = prefix + x.name, (TORCH_DTYPES[x.dtype],)
-            spans[name] = checked_span(
-                name, buffers[x.name], x.numel(n), dtypes, device=device, written=written
-            )
+            given = prefix + x.name, buffers[x.name], x.numel(n), (TORCH_DTYPES[x.dtype],)
+            spans[prefix + x.name] = checked_span(*given, device=device, written=written)
     spans["grad"] = checked_span("grad", grad, n, KERNEL_DTYPES, device=device, written=False)
     if out is not None:
         spans["out"] = checked_span("out", out, n, KERNEL_DTYPES, device=device)

@@ -119,7 +119,7 @@ def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, Param
     """This rank's part of each parameter, as elements of its slice."""
     for first, last, span in bucket.spans_within(shard.start, shard.stop):
         before = bucket.start - span.start
-        part = ParameterPart(span.shape, first + before, last + before)
+        part = ParameterPart(span.shape, first + before)
         yield first - shard.start, last - shard.start, span, part
 
 
@@ -212,7 +212,7 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
     for start, stop, span, part in _parts(bucket, step.slice_of(b)):
         direction = whole[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
         matrix = optimizer.orthogonalize(direction, group=span.group)  # pyright: ignore
-        own[start:stop].copy_(matrix.reshape(-1)[part.start : part.stop])
+        own[start:stop].copy_(matrix.reshape(-1)[part.start : part.start + stop - start])
 
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
