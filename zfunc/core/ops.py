@@ -331,7 +331,10 @@ class OpBuilder:
         """
         at, spec, resident = self.at, self.spec, b in self.spec.resident
         grad = at.slot(self._direction(b), b) if spec.whole_matrices(b) else self._gradient(b)
-        state = self._updated(b, self._moments(b))
+        moments = (
+            moment_buffers(self._format(b)) if spec.whole_matrices(b) else ()
+        )  # which `momentum` changes
+        state = self._updated(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
         if resident:
             copy = (at.params(b),)
@@ -365,10 +368,6 @@ class OpBuilder:
         Without the buffers that another operation of the update changes.
         """
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
-
-    def _moments(self, b: int) -> tuple[str, ...]:
-        """The buffers that `momentum` changes."""
-        return tuple(x.name for x in moment_buffers(self._format(b))) if self.spec.whole_matrices(b) else ()
 
     def _format(self, b: int) -> str:
         return self.spec.layout.buckets[b].state_format

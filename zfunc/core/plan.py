@@ -216,7 +216,8 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
     """
     place = plan.place
-    if _in_graph_order(plan) and all(n < op for op in place for n in needs[op]):
+    in_order = all(a < b for lane in plan.lanes for a, b in pairwise(lane.ops))
+    if in_order and all(n < op for op in place for n in needs[op]):
         yield from sorted(place)  # the usual case, and fast
         return
     pending: dict[int, int] = {}
@@ -239,10 +240,6 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
                 ready.append(after)
     if pending:
         raise PlanError(_deadlock(plan, needs, pending))
-
-
-def _in_graph_order(plan: Plan) -> bool:
-    return all(a < b for lane in plan.lanes for a, b in pairwise(lane.ops))
 
 
 def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:

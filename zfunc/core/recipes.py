@@ -226,7 +226,8 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
     added = spec.added(b)
     apart, summed, resident = spec.sums_apart(b), spec.sums_on_device, b in spec.resident
-    last, complete = m == spec.settings.micro_batches - 1, _is_last(spec, m, b, d)
+    last = m == spec.settings.micro_batches - 1
+    complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     # On the device: the ranks' gradients become one, each with its slice, whose squares are summed if complete.
     if spec.world > 1:
         yield emit.reduce_scatter(m, b, d)
@@ -257,13 +258,6 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
         yield emit.squares_to_host(b)
     if complete and update:
         yield from _update(spec, emit, b)
-
-
-def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
-    """Whether a delivery is the last of its bucket in this step."""
-    if m < spec.settings.micro_batches - 1:
-        return False
-    return spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
 
 
 def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
