@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(STAMP)
 	$(BIN)/zfunc train
 
-# First what most mistakes break and what types say, a core each: the first failure ends it within a minute. Then two
+# First what most mistakes break and what types say: the first failure ends it within a minute. Then two
 # workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
 # The tests of the device half have processes of their own, in which torch has the pretend device. Most of them are in
 # one file, which three workers share: while one waits out a delay, its core is free.
@@ -25,7 +25,7 @@ test: $(TOOLS)
 	$(BIN)/python -m pytest -n 3 --dist worksteal --device pretend tests/device
 
 quick: $(TOOLS)
-	$(BIN)/python -m pytest -x --part quick
+	$(BIN)/python -m pytest -x -n 2 --dist loadfile --no-loadscope-reorder --part quick
 
 lint: $(TOOLS)
 	$(BIN)/ruff check

@@ -83,23 +83,16 @@ def night(request: pytest.FixtureRequest) -> list[str]:
 
 
 # What most mistakes break, in less than half a minute: `make test` begins with it.
-QUICK = ["test_packages", "test_values", "test_display", "test_public", "test_mutants", "core/test_settings"]
-QUICK += [
-    "core/test_layout",
-    "core/test_recipe",
-    "core/test_plan",
-    "optim/test_betas",
-    "engine/test_segments",
-]
-QUICK += ["engine/test_gradients", "checkpoint/test_manifest"]
-QUICK = [f"tests/{name}" for name in QUICK]
-LONGEST = ["laws", "hf", "ranks", "compile", "placement", "finetuning", "examples", "train_command"]
-LONGEST += ["random_operations"]
-LONGEST += ["passes", "saving", "graph", "saving_ranks", "faults", "schedules", "hf_plans", "update"]
-LONGEST += ["resume", "plan_command", "gradients", "disk", "corpus", "lora", "search"]
-LONGEST += ["verify", "disk_faults", "planner", "threads", "whole_parameters", "deferred", "optimizers"]
-LONGEST += ["command_errors", "train_step", "timeline_pictures", "compact"]
-LONGEST += ["hf_folders", "calibrate", "native", "page_in_browser", "page"]
+QUICK = [f"tests/test_{name}" for name in ("packages", "values", "display", "public", "mutants")]
+QUICK += [f"tests/core/test_{name}" for name in ("settings", "layout", "recipe", "plan")]
+QUICK += ["tests/engine/test_segments", "tests/engine/test_gradients"]
+QUICK += ["tests/optim/test_betas", "tests/checkpoint/test_manifest"]
+LONGEST = """
+laws ranks gradients flops hf_plans hf update passes examples search compile saving disk_faults plan_command resume
+finetuning faults planner train_step whole_parameters compact digests calibrate schedules deferred threads fuzz
+placement corpus page_in_browser lora pages random_operations graph config_flag command_errors disk train_command
+hf_folders verify resources saving_ranks
+"""
 SLOW = pytest.StashKey[int]()
 
 
@@ -120,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The files that take longest come first, so that two workers end at one time."""
     if part := config.getoption("--part"):
         items[:] = [x for x in items if any(x.nodeid.startswith(y) for y in QUICK) == (part == "quick")]
-    names = [f"test_{name}.py" for name in LONGEST]
+    names = [f"test_{name}.py" for name in LONGEST.split()]
     items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
     if torch.cuda.is_available():
         return
