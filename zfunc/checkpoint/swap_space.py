@@ -322,8 +322,8 @@ class SwapSpace:
         """After a write or sync that failed nobody knows what is on the disk, and another one would not tell."""
         try:
             yield
-        except BaseException:
-            self._lost = f"{doing} has failed"
+        except BaseException as error:  # which other threads, that find it lost, may tell first
+            self._lost = f"{doing} has failed: {error}"
             raise
 
 
