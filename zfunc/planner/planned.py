@@ -45,7 +45,6 @@ class DiskTraffic:
 
     step_bytes: Mapping[Kind, int]
     commit_bytes: Mapping[Kind, int]
-    commit_every: int
     needed: Mapping[Kind, float]
     available: Mapping[Kind, float]
     space: int
@@ -154,7 +153,6 @@ class Planned:
         return DiskTraffic(
             planned,
             commits,
-            every,
             needed={kind: planned[kind] / busiest for kind in DRIVES},
             available={kind: step.hardware.rates[kind] for kind in DRIVES},
             space=step.memory["disk"],
@@ -325,9 +323,8 @@ def _disk(p: Planned) -> Iterator[str]:
     )
     reads, writes = (f"{kind}s {disk.step_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
     committed, swaps = f"{disk.commit_bytes['write'] / 1e9:,.4g} GB", p.step.spec.swaps
-    every = (
-        f"{disk.commit_every:,} steps; such a step writes {committed}" if disk.commit_every > 1 else "step"
-    )
+    count = p.step.settings.commit_every
+    every = f"{count:,} steps; such a step writes {committed}" if count > 1 else "step"
     generations = ", with two generations of the state" if swaps else ""
     yield f"the disk: a step {reads} and {writes}"
     if swaps:

@@ -128,12 +128,9 @@ class _Advisor:
                     first.setdefault(tuple(STATE_FORMATS.get(format_with(y, x)) for y in formats), x)
                 return [*first.values()]
             case _:
-                one_rank = name == "stage" and spec.world == 1  # which has no slices
-                return [
-                    x
-                    for x in VALUES[name][: 2 if one_rank else None]
-                    if str(x).count(",") < spec.num_segments
-                ]
+                # One rank has no slices.
+                values = VALUES[name][:2] if name == "stage" and spec.world == 1 else VALUES[name]
+                return [x for x in values if str(x).count(",") < spec.num_segments]
 
     def planned(self, changes: Mapping[str, Any] | None) -> Suggestion | None:
         """The step with these changes and all that they need; None where they are not possible or not settable, or

@@ -98,8 +98,7 @@ def _difference(
     segments: tuple[Segment, ...], model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None
 ) -> str:
     """The first difference between a model and its segments, or ""."""
-    named = dict(model.named_parameters())
-    ids = inputs[model.main_input_name]
+    named, ids = dict(model.named_parameters()), inputs[model.main_input_name]
     if loss is None:
         own = model(**inputs, labels=ids).loss
         targets = collated_batch({"input_ids": ids, "labels": ids})[1]
