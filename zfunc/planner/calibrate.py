@@ -13,7 +13,7 @@ machine so described is what such steps took.
 import logging
 import platform
 import shutil
-import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
@@ -65,9 +65,9 @@ Line = tuple[float, float]  # seconds to start, and bytes a second
 
 WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
-REPEATS = 5  # of a page, to time how long a drive takes to answer
+REPEATS = 5  # of what is timed alone
 ENOUGH_SECONDS = 0.002  # of one product or one attention, to time its FLOP/s
-LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
+PASSES = 10  # of a small block, to time a launch
 DRIVEN = "transfers past the page cache; those that are written, until the drive has them"
 
 
@@ -279,12 +279,7 @@ def measure_disk(folder: Path) -> dict[Kind, Line]:
 
 
 def _median_seconds(call: Callable[[], Any]) -> float:
-    seconds: list[float] = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+    return median(timeit.repeat(call, number=1, repeat=REPEATS))
 
 
 def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -335,18 +330,16 @@ def measure_launch(device: torch.device) -> float | None:
         y, residuals = passes.forward(weights, (x,))
         passes.backward(weights, (x,), residuals, [y])
 
-    def seconds() -> float:
-        torch.accelerator.synchronize(device)
-        start = time.perf_counter()
+    def run_many() -> None:
         for _ in range(PASSES):
             run()
         torch.accelerator.synchronize(device)
-        return time.perf_counter() - start
 
     run()  # traces
     with AllocationTracker() as tracker:
         run()
-    return median(seconds() for _ in range(LAUNCH_TURNS)) / (PASSES * tracker.launches)
+    torch.accelerator.synchronize(device)
+    return _median_seconds(run_many) / (PASSES * tracker.launches)
 
 
 # --- the profile -----------------------------------------------------------------------------------------------

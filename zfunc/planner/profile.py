@@ -160,10 +160,6 @@ class Profile:
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
-    def _local(self, world: int) -> int:
-        """The ranks that share a node."""
-        return min(world, int(self.value("count", "devices")))
-
     def hardware(self, precision: str, world: int = 1) -> Hardware:
         """One rank's share of the machine, of `world` ranks that compute in `precision`.
 
@@ -179,7 +175,8 @@ class Profile:
             raise ValueError(f"{self.name}: got precision {precision!r}, expected {has}")
         if world < 1:
             raise ValueError(f"{self.name}: got a world of {world}, expected at least 1 rank: give a count")
-        local, seconds = self._local(world), self.figures["seconds"]
+        local = min(world, int(self.value("count", "devices")))  # ranks that share a node
+        seconds = self.figures["seconds"]
         rates: dict[Kind, float] = {
             kind: NONE_SENT
             if kind == "network"
