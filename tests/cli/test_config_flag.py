@@ -109,7 +109,7 @@ def test_hugging_faces_file_for_stage_3_trains_as_stage_2_does(capsys: pytest.Ca
     assert "stage3_gather_16bit_weights_on_model_save: `zfunc export" in out
     names = ("stage", "params_on", "weight_slots", "activations_on", "accumulate")
     settings = config("host")["settings"]
-    assert [settings[name] for name in names] == ["3", "host", 2, "device", "auto"]
+    assert [settings[name] for name in names] == [3, "host", 2, "device", "auto"]
     assert small_trainings.losses("host") == small_trainings.losses("device")
 
 

@@ -120,11 +120,8 @@ def test_a_resumed_run_may_have_its_parameters_elsewhere(undisturbed: Path) -> N
     elsewhere = ("--stage", 3, "--params-on", "host", "--activations-on", "host", "--defer")
     assert train("--out", "run", "--resume", undisturbed / "checkpoints/step-00000005", *elsewhere) == 0
     assert losses("run") == losses(undisturbed)[5:]
-    assert [config("run")["settings"][name] for name in ("stage", "params_on", "defer")] == [
-        "3",
-        "host",
-        True,
-    ]
+    settings = config("run")["settings"]
+    assert [settings[name] for name in ("stage", "params_on", "defer")] == [3, "host", True]
 
 
 def test_a_run_from_a_checkpoint_resumes_from_it_until_it_has_its_own(
