@@ -41,10 +41,6 @@ def compiled(model: str, **settings: Any) -> tuple[Program, Callable[[int], Any]
     return trained.compiled(model, lr=zfunc.lr.linear_warmup(1e-3, 4), **settings)
 
 
-def everything(state: State) -> dict[str, Tensor]:
-    return flats(state, "params", "state")
-
-
 @pytest.mark.parametrize(
     "settings",
     [
