@@ -91,11 +91,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Takes]]] = {
         {
             "optimizer device group example schedule recipe": none,
             "micro_batches grad_slots host_slots stage": count(1),
-            "clip_norm": or_none(positive),
+            "clip_norm": or_none(not_negative),
             "bucket_size": or_none(count(1)),
             "defer compile_segments": truth,
             "precision recompute": nothing,
-            "offload_ratio": a_share,
+            "offload_ratio": lambda x: x == "1" or a_share(x),
             "stages": maps,
             "patience": positive,
         },
@@ -129,9 +129,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Takes]]] = {
     "segment": (
         lambda **given: zfunc.segment(**{"name": "a", "module": nn.Tanh(), **given}),
         {
-            "name": lambda x: isinstance(x, str) and x != "",
+            "name": lambda x: isinstance(x, str),
             "module": lambda x: isinstance(x, nn.Module),
-            "share": maps,
         },
     ),
     "init": (
