@@ -41,7 +41,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_282, 4_900),
+    "core": (5_282, 5_300),
     "schedules and ground": (846, 800),
     "runtime": (3_046, 3_100),
     "optim": (2_967, 2_900),
