@@ -154,6 +154,12 @@ WAYS: dict[str, Settings] = {
     "half on the device": {"offload_ratio": 0.5, "bucket_size": 400},
     "a third on the host": {"offload_ratio": 0.3, "bucket_size": 400},
     "on the device": {"offload_ratio": 0.0},
+    "updated on the device": {"update_on": "device"},
+    "half updated on the device": {"update_on": "host,device", "bucket_size": 100, "update_slots": 1},
+    "updated on the device, from the host": {
+        **{"update_on": "device", "params_on": "host", "defer": True, "bucket_size": 400},
+    },
+    "on the disk, updated on the device": {**ALL_ON_DISK, "update_on": "device", "commit_every": 2},
     "vertical": {"accumulate": "vertical", "bucket_size": 100},
     "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
     "four at a time": {"accumulate": 4},

@@ -214,6 +214,20 @@ SPECS: dict[str, StepSpec] = {
     ),
     "partial, barrier, spanning": spec(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
     "all resident": spec(chain((8, 8), (8, 8)), bucket_size=64, resident={0, 1, 2, 3}, save=True),
+    "updated on the device": spec(TIED, update_on="device", update_workspace=30, ema=0.5, save=True),
+    "updated on the device, barrier": spec(
+        TIED_THREE, bucket_size=64, update_on="device", barrier=True, micro_batches=2, world=2, resident={1}
+    ),
+    "half updated on the device, from the host": spec(
+        FROZEN, params_on="host", update_on="host,device", update_slots=1, micro_batches=2, group_size=2
+    ),
+    "16 bits, from the host, updated on the device": spec(
+        TIED, bucket_size=64, params_on="host", state_format="16bit", update_on="device", barrier=True
+    ),
+    "whole matrices, updated on the device": spec(MATRICES, world=3, update_on="device", barrier=True),
+    "cut by ranks, updated on the device": spec(
+        CUT, world=2, update_on="device", update_slots=1, host_slots=1
+    ),
     "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, grad_slots=1),
     "vertical, two ranks": spec(TIED_THREE, micro_batches=2, group_size=2, world=2, resident={1}),
     "in groups": spec(
@@ -416,6 +430,8 @@ def specs(draw: st.DrawFn) -> StepSpec:
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
         weight_slots=draw(st.integers(1, 3)),
         persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
+        update_on=draw(st.sampled_from(["host", "device", "host,device"])),
+        update_slots=draw(st.integers(1, 3)),
         activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),
         save=draw(st.booleans()),
         ema=draw(st.sampled_from([None, 0.5])),

@@ -13,7 +13,7 @@ from zfunc.schedules import Overlapped
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import peak_breakdown
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
 from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
 
@@ -158,7 +158,7 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     for b in spec.layout.buckets:
         due = 1 if spec.settings.stage == 1 else spec.settings.micro_batches * len(b.deliveries)
         assert due == spec.num_deliveries(b.index)
-        if spec.sums_on_device and b.index not in spec.resident:
+        if spec.sums_on_device and not spec.updated_on_device(b.index):
             assert (held[b.index], sent[b.index]) == (due, len(b.deliveries))
         else:
             assert held[b.index] + sent[b.index] == due
@@ -168,10 +168,11 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     def done(*verbs: str) -> list[int]:
         return sorted(op.index[0] for op in ops if op.verb in verbs)
 
-    everywhere, applied = [b.index for b in spec.layout.buckets], [*spec.offloaded]
+    everywhere = [b.index for b in spec.layout.buckets]
     assert done(*UPDATES) == everywhere
-    assert done("to_device") == [b for b in applied if spec.params_at(b) == "device"]
-    assert done("update_on_device") == sorted(spec.resident)
+    assert done("to_device") == [b for b in spec.updated_on_host if spec.params_at(b) == "device"]
+    assert done("update_on_device") == [b for b in everywhere if spec.updated_on_device(b)]
+    assert done("state_to_device") == done("state_to_host") == [b for b in spec.offloaded if spec.staged(b)]
     assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.whole_matrices(b)]
     measured = sorted((i, b) for b in everywhere for i in spec.rounds(b))
     assert sorted(op.index for op in ops if op.verb in MEASURE) == measured
@@ -198,7 +199,9 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
             slot = op.read("grad_slot")
             assert holds[slot][1] == op.index[len(op.index) > 1]
             leaves = _leaves(spec, recipe, holds[slot][1])
-            if op.verb == (leaves if holds[slot][1] in spec.resident or spec.sums_on_device else "to_host"):
+            if op.verb == (
+                leaves if spec.updated_on_device(holds[slot][1]) or spec.sums_on_device else "to_host"
+            ):
                 m, b = holds.pop(slot)
                 d = op.index[2] if len(op.index) > 1 else 0
                 assert op.index in ((m, b, d), (b,))
@@ -322,24 +325,25 @@ def test_slots_of_one_size_are_dealt_round_robin(recipe: Recipe, spec: StepSpec)
 def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barrier(
     recipe: Recipe, spec: StepSpec
 ) -> None:
-    """A late update has the decision of the step before; what is updated on the device never is late."""
+    """A late update has the decision of the step before; that of a state on the device never is late."""
     verbs = [op.verb for op in recipe(spec)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
     late = recipe is DEFERRED
-    for verb in (*UPDATES, *BEGUN, *MEASURE, "join_measures"):
-        if verb in verbs and not (late and verb in ("update", "momentum", "measure", "join_measures")):
-            assert verbs.index("decide") < verbs.index(verb)
+    for i, op in enumerate(recipe(spec)):
+        if op.verb in (*UPDATES, *BEGUN, *MEASURE, "join_measures"):
+            assert verbs.index("decide") < i or (late and op.index[-1] in spec.offloaded)
     if spec.barrier or late:
         measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
         assert measured[-1] < verbs.index("global_norm") < verbs.index("decide")
     if late:
-        updates = [op.index for op in recipe(spec) if op.verb == "update"]
+        updates = [op.index for op in recipe(spec) if op.verb in UPDATES and op.index[0] in spec.offloaded]
         sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
-        assert sent == [index for index in updates if spec.params_at(*index) == "device"]
+        on_host = [index for index in updates if not spec.staged(*index)]
+        assert sent == [index for index in on_host if spec.params_at(*index) == "device"]
         assert verbs.index("load") == 0
         updated = set(spec.resident)
         for op in recipe(spec):
-            updated |= {op.index[0]} if op.verb == "update" else set()
+            updated |= {op.index[0]} if op.verb in UPDATES else set()
             assert op.verb != "forward" or updated.issuperset(spec.layout.buckets_of(op.index[1]))
         if not any(map(spec.updated_in_parts, spec.offloaded)):
             assert updates == sorted(updates)
@@ -354,9 +358,10 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
     assert [op.name for op in ops_unguarded_by_decision(graph)] == []
     # Or the law would say nothing: that they read the decision is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "decision")) for op in graph)
-    assert {op.name for op in blind if op.verb in (*UPDATES, *BEGUN, "publish")} <= {
-        op.name for op in ops_unguarded_by_decision(blind)
-    }
+    found = {op.name for op in ops_unguarded_by_decision(blind)}
+    on_copies = {f"{verb}[{b}]" for verb in (*UPDATES, *BEGUN) for b in spec.staged_buckets}
+    leaving = {op.name for op in blind if op.verb in (*UPDATES, *BEGUN, "state_to_host", "publish")}
+    assert leaving - on_copies <= found
 
 
 @given(any_job)
@@ -380,7 +385,7 @@ def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec
 @given(any_job)
 def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: StepSpec) -> None:
     ops = {op.name: op for op in PLAIN(spec)}
-    for b in spec.offloaded:
+    for b in spec.updated_on_host:
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
         arrivals += (op for op in ops.values() if op.verb == "join_sums" and op.index[0] == b)
         update = ops[f"update[{b}]"]
@@ -396,9 +401,17 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         assert set(update.writes) & set(back.reads)
         assert update.read("decision") == back.read("decision")
         assert back.write("params").index == (b,)
-    for b in spec.resident:
-        assert ops[f"update_on_device[{b}]"].read("decision") == ops["decide"].write("decision")
-        assert ops[f"update_on_device[{b}]"].write("params").index == (b,)
+    for b in (b.index for b in spec.layout.buckets if spec.updated_on_device(b.index)):
+        update = ops[f"update_on_device[{b}]"]
+        assert update.read("decision") == ops["decide"].write("decision")
+        assert spec.params_at(b) != "device" or update.write("params").index == (b,)
+        if spec.staged(b):  # it changes a copy of the state, which goes back
+            there, back = ops[f"state_to_device[{b}]"], ops[f"state_to_host[{b}]"]
+            assert there.write("update_slot") == update.write("update_slot") == back.read("update_slot")
+            assert {*back.writes} == {*there.reads} == {*there.reads} & {*back.reads}
+            assert back.read("decision") == update.read("decision")
+            home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
+            assert home <= {*back.writes}
     if spec.world > 1:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
     losses = [r.index for r in ops["mean_loss" if spec.world > 1 else "decide"].reads if r.buffer == "loss"]
@@ -410,9 +423,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
 def test_the_next_step_and_a_flush_apply_the_gradients_a_step_leaves(spec: StepSpec) -> None:
     left = {r for op in DEFERRED(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"}
     for recipe in (DEFERRED, RECIPES["flush"]):
-        used = {
-            r for op in recipe(spec) if op.verb in ("update", "momentum") for r in op.operands("grad_shard")
-        }
+        used = {r for op in recipe(spec) if op.verb in (*UPDATES, *BEGUN) for r in op.operands("grad_shard")}
         assert {r for r in used if r.lifetime == "state"} == left
     assert {r.index for r in left} == {(b,) for b in spec.offloaded}
 
@@ -532,10 +543,16 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
             return 0  # a few for each row and column
         if "direction" in region.buffer:
             return elements * 2
+        if region.buffer == "update_slot":
+            parts = moment_buffers(layout.buckets[b].state_format) if spec.whole_matrices(b) else ()
+            weights = [x for x in spec.state_buffers(b) if x not in parts]
+            parts = parts if op.verb == "momentum_on_device" else weights
+            return sum(x.nbytes(elements) for x in parts)
         if region.buffer.endswith("_slot"):
             return elements * (4 if region.dtype == "fp32" else spec.element_bytes)
         return elements * spec.element_bytes if region.buffer == "grads" else region.nbytes
 
+    layout = spec.layout
     for op in recipe(spec):
         if op.verb == "load":
             assert op.nbytes == sum(r.nbytes for r in op.writes)
@@ -558,8 +575,8 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         means = {x.name for x in spec.state_buffers(b) if x.whole}
         if means and op.verb in ("update", "update_on_device") and not spec.rounds(b):
             # What no `measure` has read: the gradient three times, and the weights.
-            weights = [r for r in op.operands("state") if r.buffer not in means]
-            expected += 3 * moved(op.reads[1]) + sum(map(moved, weights))
+            weights = [x for x in spec.state_buffers(b) if x.name not in means]
+            expected += 3 * moved(op.reads[1]) + sum(x.nbytes(elements) for x in weights)
         if op.verb == "update" and any(r.buffer == "params" for r in op.writes):
             expected += share  # where they live on the host
         if op.verb == "update_on_device" and not spec.sends_high_half(op.index[0]):
@@ -583,7 +600,8 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
             continue
         kept = {x.name for x in STATE_FORMATS[bucket.state_format]}
         begun = next((ops[name] for verb in BEGUN if (name := f"{verb}[{b}]") in ops), update)
-        state = {r for r in (*begun.writes, *update.writes) if r.buffer in kept}
+        home = ops[f"state_to_host[{b}]"].writes if spec.staged(b) else ()
+        state = {r for r in (*begun.writes, *update.writes, *home) if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
         # The update before the saved state opens the step.
@@ -596,6 +614,8 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
     assert [*ops][-1] == "publish"
     plain = [op for op in ops.values() if op.verb not in ("write", "write_buffers", "publish")]
     without = list(recipe(evolve(spec, save=False)))
-    if recipe is DEFERRED and spec.matrix_buckets:  # whose updates move ahead, unless the step saves
+    if recipe is DEFERRED and (
+        spec.matrix_buckets or spec.staged_buckets
+    ):  # whose updates move ahead, unless the step saves
         plain, without = (sorted(ops, key=lambda op: op.name) for ops in (plain, without))
     assert plain == without

@@ -55,6 +55,8 @@ OTHERS: dict[str, Any] = {
     "offload_ratio": 0.5,
     "defer": True,
     "state_on": "disk",
+    "update_on": "device",
+    "update_slots": 3,
     "disk_ratio": 0.5,
     "grads_on": "disk",
     "swap": ("/swap",),

@@ -45,8 +45,8 @@ CLIPPED: dict[str, Any] = {"clip_norm": 2.0, "bucket_size": 600}
 def on_a_device(row: Row) -> bool:
     """Alone; and not where the norm of a sum, of micro-batches or of the uses of a tied parameter, is taken by
     another sweep on the device than on the host."""
-    sums = row.settings.get("micro_batches", 1) > 1 or row.model in ("tied GPT", "GPT with dropout")
-    return row.world == 1 and not ("offload_ratio" in row.settings and sums)
+    sums = row.settings.get("micro_batches", 1) > 1 or row.model in ("pairs", "tied GPT", "GPT with dropout")
+    return row.world == 1 and not (sums and row.settings.keys() & {"offload_ratio", "update_on"})
 
 
 @pytest.mark.parametrize("row", [x for x in rows(every=5) if on_a_device(x.values[0])])

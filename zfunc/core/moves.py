@@ -21,6 +21,7 @@ class Item:
 
     spec: StepSpec
     at: Regions
+    to: Tier
     m: int  # its micro-batch
     b: int  # its bucket or segment
 
@@ -88,6 +89,19 @@ def _new_params(x: Item) -> tuple[Region, ...]:
     return x.at.paged(x.b) if x.b in x.spec.paged else (x.at.high_half(x.b),)
 
 
+def _state_at_home(x: Item) -> tuple[Region, ...]:
+    """The state of a bucket off the device, in memory and in the slot it was paged into; and its parameters, where
+    an update writes them apart."""
+    apart = x.spec.params_at(x.b) == "host" and x.spec.writes_params_apart(x.b)
+    return (*x.at.bucket_state(x.b), *x.at.paged(x.b), *((x.at.params(x.b),) if apart else ()))
+
+
+def _updated_bytes(x: Item) -> int:
+    """Bytes of the state of a bucket; with its new parameters, on the way home."""
+    state = sum(kind.nbytes(x.spec.shard_numel(x.b)) for kind in x.spec.state_buffers(x.b))
+    return state + (x.spec.weight_bytes(x.b) if x.to == "pinned" and x.spec.writes_params_apart(x.b) else 0)
+
+
 def _stashed_bytes(x: Item) -> int:
     return x.at("host_act", 0, x.b).nbytes
 
@@ -136,6 +150,9 @@ THINGS: dict[str, Thing] = {
     ),
     "state": Thing(lambda x: x.spec.extents[x.b].moved_bytes, _STATE),
     "whole state": Thing(lambda x: x.spec.extents[x.b].nbytes, _STATE),  # with what memory has of it, too
+    "updated state": Thing(
+        _updated_bytes, {"pinned": Place(otherwise=_state_at_home), "device": Place(("update_slot",))}
+    ),
     "direction": Thing(
         lambda x: x.at.shard_bytes(x.b, BF16),
         {"device": Place(("direction_shard",)), "pinned": Place(("host_direction",))},
@@ -160,6 +177,8 @@ MOVES: dict[str, Move] = {
     "page_in": Move("state", "disk", "pinned", numbered=True),
     "page_out": Move("state", "pinned", "disk", decided=True),
     "page_out_all": Move("whole state", "pinned", "disk", decided=True),
+    "state_to_device": Move("updated state", "pinned", "device"),
+    "state_to_host": Move("updated state", "device", "pinned", decided=True),
     "direction_to_device": Move("direction", "pinned", "device"),
     "direction_to_host": Move("direction", "device", "pinned"),
     "to_device": Move("new parameters", "pinned", "device", decided=True),
@@ -173,7 +192,7 @@ def move(at: Regions, number: int, verb: str, *index: int) -> Op:
     `number` is that of earlier ones of this verb and index.
     """
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
-    x = Item(at.spec, at, index[0], index[min(1, len(index) - 1)])
+    x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
     leaves = thing.places[row.source].of(x, arrives=False)
     arrives = thing.places[row.to].of(x, arrives=True)

@@ -191,16 +191,16 @@ class OpBuilder:
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
-        grad, resident = self.at.gradient(b), b in self.spec.resident
-        into = self.at.sum(b, d) if resident else self.at.delivered(b)
-        moved = into.nbytes if resident else self.at.shard_bytes(b, FP32)  # a slot has room for more
+        grad, stays = self.at.gradient(b), self.spec.updated_on_device(b)
+        into = self.at.sum(b, d) if stays else self.at.delivered(b)
+        moved = into.nbytes if stays else self.at.shard_bytes(b, FP32)  # a slot has room for more
         nbytes = self.at.shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * moved
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def join_sums(self, b: int, d: int) -> Op:
         """Add the sum of delivery `d` of a tied bucket to that of the first, which becomes the whole gradient."""
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
-        if b in self.spec.resident:
+        if self.spec.updated_on_device(b):
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
         writes = total, self.at("host_squares", b)
         return Op("join_sums", (b, d), "host", (total, part), writes, nbytes=3 * total.nbytes)
@@ -243,12 +243,11 @@ class OpBuilder:
         reads: Iterable[Region],
         writes: Iterable[Region],
         nbytes: int,
-        *,
-        named: bool = True,
     ) -> Op:
-        """An operation on the state of a bucket, after the decision: on the host, or on the device, where one of
-        another stage is `named` so."""
-        on_device = index[-1] in self.spec.resident
+        """An operation on the state of a bucket, after the decision, where that is updated; an average, where it
+        lives. On the device another stage has the verb."""
+        named, b = verb != "average", index[-1]
+        on_device = self.spec.updated_on_device(b) if named else b in self.spec.resident
         return Op(
             f"{verb}_on_device" if on_device and named else verb,
             index,
@@ -263,11 +262,11 @@ class OpBuilder:
         """The gradient that an update reads: where it waits, or in the slot where it has arrived."""
         if self.spec.waits(b):
             return self.at.gradient_to_apply(b)
-        return self.at.gradient(b) if b in self.spec.resident else self.at.slot("host_slot", b)
+        return self.at.gradient(b) if self.spec.updated_on_device(b) else self.at.slot("host_slot", b)
 
     def _direction(self, b: int) -> str:
-        """The ring with this rank's slices of directions, where the state of bucket `b` is."""
-        return "direction_shard" if b in self.spec.resident else "host_direction"
+        """The ring with this rank's slices of directions, where the state of bucket `b` is updated."""
+        return "direction_shard" if self.spec.updated_on_device(b) else "host_direction"
 
     def momentum(self, b: int) -> Op:
         """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
@@ -329,20 +328,20 @@ class OpBuilder:
 
         The weights of a bucket of whole matrices move along its orthogonal direction.
         """
-        at, spec, resident = self.at, self.spec, b in self.spec.resident
+        at, spec, on_device = self.at, self.spec, self.spec.updated_on_device(b)
         grad = at.slot(self._direction(b), b) if spec.whole_matrices(b) else self._gradient(b)
         moments = (
             moment_buffers(self._format(b)) if spec.whole_matrices(b) else ()
         )  # which `momentum` changes
         state = self._updated(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
-        if resident:
-            copy = (at.params(b),)
+        if on_device:
+            copy = (at.params(b),) if spec.params_at(b) == "device" else ()
         elif spec.sends_high_half(b) or spec.params_at(b) == "disk":
             copy = ()
         else:
             copy = (at.params(b) if spec.params_at(b) != "device" else at.give("param_slot", b),)
-        kept = copy if resident or spec.params_at(b) != "device" else ()  # by a step that is skipped
+        kept = copy if on_device or spec.params_at(b) != "device" else ()  # by a step that is skipped
         reads = grad, *state, *kept, *self._joined_of(b)
         return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
 
@@ -353,7 +352,7 @@ class OpBuilder:
         names, average = weight_buffers(self._format(b)), self.at.ema(b)
         weights = tuple(r for r in self.at.bucket_state(b) if r.buffer in names)
         nbytes = 2 * average.nbytes + sum(r.nbytes for r in weights)
-        return self._on_state("average", (b,), (*weights, average), (average,), nbytes, named=False)
+        return self._on_state("average", (b,), (*weights, average), (average,), nbytes)
 
     def all_gather(self, b: int) -> Op:
         """Gather the new slices of bucket `b` from all ranks."""
@@ -363,10 +362,13 @@ class OpBuilder:
         return Op("all_gather", (b,), "network", (params, *late), (params,), nbytes=nbytes)
 
     def _updated(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
-        """The state of a bucket that an update changes: in memory, and in the slot it was paged into.
+        """The state of a bucket that an update changes: in memory and in the slot it was paged into, or in the slot
+        on the device.
 
         Without the buffers that another operation of the update changes.
         """
+        if self.spec.staged(b):
+            return (self.at.slot("update_slot", b),)
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
 
     def _format(self, b: int) -> str:

@@ -67,7 +67,8 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     passes = _passes(spec, emit, update=False)
     for _ in spec.micro_batch_groups[0]:
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
-    ahead = spec.settings.params_on == "disk" or any(b not in spec.resident for b in spec.matrix_buckets)
+    ahead = spec.settings.params_on == "disk" or bool(spec.staged_buckets)
+    ahead = ahead or any(b not in spec.resident for b in spec.matrix_buckets)
     if ahead and not spec.save:
         yield from _updates_ahead(spec, emit, passes)
     else:
@@ -87,7 +88,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
     # Buckets in the order in which forward reads them: the last one of the host, the last one that has been read
     # or is about to be, the last one whose update has begun.
     last, read, updated = spec.offloaded[-1], -1, -1
-    ahead = spec.updates_ahead if spec.matrix_buckets else spec.settings.state_slots - 1
+    ahead = spec.updates_ahead if spec.matrix_buckets else spec.state_room - 1
     for op in passes:
         # What the next operation of the passes reads; backward comes after all of forward, so after all updates.
         if op.verb == "backward":
@@ -201,7 +202,7 @@ def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) 
     layout = spec.layout
     yield emit.backward(m, s)
     if spec.sums_on_device:
-        emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if b not in spec.resident])
+        emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if b in spec.updated_on_host])
     for b, d, group in layout.contributions(s):
         if spec.settings.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
@@ -225,7 +226,7 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
     added = spec.added(b)
-    apart, summed, resident = spec.sums_apart(b), spec.sums_on_device, b in spec.resident
+    apart, summed, stays = spec.sums_apart(b), spec.sums_on_device, spec.updated_on_device(b)
     last = m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     # On the device: the ranks' gradients become one, each with its slice, whose squares are summed if complete.
@@ -234,7 +235,7 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
     if not added:
         yield emit.square_sum(b, waits=False)
     # To where it is updated: it is added to what came before, or waits for the norm, or is in a slot.
-    if resident:
+    if stays:
         if spec.waits(b):
             yield emit.hold(m, b, d, first=not added or (m == 0 and (d == 0 or apart)))
     else:
@@ -252,7 +253,7 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
     # The last delivery completes the gradient: the norm gets the squares, and without a barrier the update begins.
     if apart and last and d > 0:
         yield emit.join_sums(b, d)
-    if complete and resident:
+    if complete and stays:
         if added:
             yield emit.square_sum(b, waits=True)
         yield emit.squares_to_host(b)
@@ -274,19 +275,22 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     the host begins with the next bucket.
     """
     in_parts = spec.updated_in_parts(b)
-    if in_parts or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
+    # The slot of a state that lives elsewhere is occupied until its update has ended.
+    if in_parts or b in spec.paged or spec.staged(b):
         yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
     if spec.grads_at(b) == "disk":
         yield emit.unspill(b)
     if b in spec.paged:
         yield emit.page_in(b)
+    if spec.staged(b):
+        yield emit.state_to_device(b)
     if not in_parts:
         yield from _end_update(spec, emit, b)
         return
     emit.begun.append(b)
     if spec.whole_matrices(b):
         yield emit.momentum(b)
-        if b not in spec.resident:
+        if not spec.updated_on_device(b):
             yield emit.direction_to_device(b)
     for i in spec.rounds(b):
         yield emit.measure(i, b)
@@ -309,10 +313,12 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         if spec.world > 1:
             yield emit.gather_direction(b)
         yield emit.orthogonalize(b)
-        if b not in spec.resident:
+        if not spec.updated_on_device(b):
             yield emit.direction_to_host(b)
     yield emit.update(b)
-    if b not in spec.resident and spec.params_at(b) == "device":
+    if spec.staged(b):
+        yield emit.state_to_host(b)
+    elif b not in spec.resident and spec.params_at(b) == "device":
         yield emit.to_device(b)
     if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)

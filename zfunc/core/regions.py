@@ -172,7 +172,7 @@ class Regions:
     def measures(self, buffer: str, b: int, *i: int) -> Region:
         """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined"); or,
         without a round, the buffer that a rank keeps from one to the next ("measuring")."""
-        return self._measures(buffer, b in self.spec.resident, *i, *self.slot("measured", b).index)
+        return self._measures(buffer, self.spec.updated_on_device(b), *i, *self.slot("measured", b).index)
 
     @_once
     def _measures(self, buffer: str, on_device: bool, *index: int) -> Region:
@@ -244,13 +244,20 @@ class Regions:
         added = self.spec.added(b)
         nbytes = self.shard_bytes(b, FP32 if added else self.spec.element_bytes)
         dtype = "fp32" if added else "compute"
-        if b in self.spec.resident:
-            buffer = "device_sum" if added else "device_grad"
-            return Region(buffer, (b,), nbytes, "device", "program", dtype, "grad_shard")
-        buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
+        tier: Tier = "device" if self.spec.updated_on_device(b) else "host" if added else "pinned"
+        buffer = {"device": "device_sum" if added else "device_grad", "host": "grad_sum"}.get(
+            tier, "host_grad"
+        )
         # It waits for the next step, or in this one.
-        lifetime = "state" if self.spec.deferred else "program"
+        lifetime = "state" if self.spec.deferred and b not in self.spec.resident else "program"
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
+
+    def update_bytes(self, b: int) -> int:
+        """Bytes of the slot on the device for the state of bucket `b`, and for parameters that its update writes
+        apart. Each buffer begins a block."""
+        sizes = [x.nbytes(self.spec.shard_numel(b)) for x in self.spec.state_buffers(b)]
+        apart = [self.spec.weight_bytes(b)] if self.spec.writes_params_apart(b) else []
+        return sum(map(whole_blocks, [*sizes, *apart]))
 
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
@@ -282,7 +289,8 @@ class Regions:
         if b in self.spec.paged:
             kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
         numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.settings.precision == "bf16" else ""
-        tiers: dict[str, Tier] = {x.name: "pinned" if x.name == sent else "host" for x in kinds}
+        staged = self.spec.staged(b)
+        tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
         if b in self.spec.resident:
             tiers = dict.fromkeys(tiers, "device")
         return tuple(
@@ -344,12 +352,15 @@ def _rings(at: Regions) -> Iterator[Ring]:
     pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
-    sums = shards(FP32, spec.offloaded if spec.sums_on_device else ())
+    sums = shards(FP32, spec.updated_on_host if spec.sums_on_device else ())
     sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
     yield Ring.reused(sum_slots, sums, together, settings.grad_slots)
     states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
+    staged = {b: at.update_bytes(b) for b in spec.staged_buckets}
+    update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
+    yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
     delivered: RegionDtype = "fp32" if spec.sums_on_device else "compute"
     grad_pages = slots("grad_page", "pinned", delivered, "grad_shard")  # on its way to the disk, or back
@@ -361,10 +372,10 @@ def _rings(at: Regions) -> Iterator[Ring]:
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
     whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if settings.stage != 1}
     yield Ring.passing(slots("grad_slot", "device", "compute", "grad"), whole, completed, settings.grad_slots)
-    landing = shards(at.delivered_bytes, filter(spec.lands, spec.offloaded))
+    landing = shards(at.delivered_bytes, filter(spec.lands, spec.updated_on_host))
     host_slots = slots("host_slot", "pinned", delivered, "grad_shard")  # as it arrives on the host
     yield Ring.passing(host_slots, landing, completed, settings.host_slots)
-    sent = shards(spec.element_bytes, (b for b in spec.offloaded if spec.params_at(b) == "device"))
+    sent = shards(spec.element_bytes, (b for b in spec.updated_on_host if spec.params_at(b) == "device"))
     param_slots = slots(
         "param_slot", "pinned", "compute", "copy"
     )  # new ones, before their copy to the device

@@ -378,6 +378,22 @@ class StepSettings:
         tries=TIERS_OF["state_on"],
         common=True,
     )
+    update_on: str = _setting(
+        "host",
+        SeveralOf(PLACES),
+        "offload",
+        f"where optimizer state that is not on the device is updated: {_names(PLACES)}",
+        "Same result. For an update on the device, the state of a bucket is copied there and back; its gradient "
+        "waits on the device. Several with commas are each for an equal share of the buckets, from the first.",
+        tries=("host", "device"),
+    )
+    update_slots: int = _setting(
+        2,
+        _count,
+        "buffers",
+        "with update_on device, buckets whose state has room on the device",
+        tries=(4, 3, 2, 1),
+    )
     disk_ratio: float = _setting(
         1.0,
         partial(

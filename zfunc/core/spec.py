@@ -188,7 +188,7 @@ class StepSpec:
                 moved = [(MASTER, 4 * numel), *moved]
             return Extent.of(moved, others, generations=1)  # the first commit has all of them
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
-        if self.params_at(b) == "disk" and not self.sends_high_half(b):
+        if self.params_at(b) == "disk" and self.writes_params_apart(b):
             parts.append((PARAMS, numel * self.element_bytes))
         in_memory = (
             {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
@@ -227,6 +227,29 @@ class StepSpec:
         """Whether updates are deferred to the next step, so that a State has the gradient of the step before."""
         return self.settings.defer and self.barrier
 
+    def updated_on_device(self, b: int) -> bool:
+        """Whether the state of bucket `b` is updated on the device, where it lives or where it is copied."""
+        places = self.settings.update_on.split(",")
+        return b in self.resident or in_equal_shares(places, b, len(self.layout.buckets)) == "device"
+
+    def staged(self, b: int) -> bool:
+        """Whether the state of bucket `b` is copied to the device for its update, and back."""
+        return b not in self.resident and self.updated_on_device(b)
+
+    @cached_property
+    def updated_on_host(self) -> tuple[int, ...]:
+        """The ascending indices of the buckets whose state is updated on the host."""
+        return tuple(b for b in self.offloaded if not self.staged(b))
+
+    @cached_property
+    def staged_buckets(self) -> tuple[int, ...]:
+        """The ascending indices of the buckets whose state is copied to the device for its update."""
+        return tuple(b for b in self.offloaded if self.staged(b))
+
+    def writes_params_apart(self, b: int) -> bool:
+        """Whether an update of bucket `b` writes parameters off the device that are no part of the state."""
+        return self.params_at(b) != "device" and not self.sends_high_half(b)
+
     def rounds(self, b: int) -> range:
         """The rounds in which the ranks measure bucket `b` before they update it."""
         return range(len(self.update_work[b].measured))
@@ -252,8 +275,14 @@ class StepSpec:
     @property
     def updates_ahead(self) -> int:
         """The number of updates in parts that may have begun before the first of them ends."""
-        slots = self.settings.host_slots
-        return min(slots, self.settings.state_slots) if self.paged else slots
+        return min(self.settings.host_slots, self.state_room)
+
+    @property
+    def state_room(self) -> int:
+        """The number of buckets whose state has room where it is updated, of those that live elsewhere."""
+        rooms = [self.settings.state_slots] if self.paged else []
+        rooms += [self.settings.update_slots] if self.staged_buckets else []
+        return min(rooms, default=self.settings.state_slots)
 
     @cached_property
     def grad_bytes(self) -> tuple[int, ...]:
@@ -292,7 +321,7 @@ class StepSpec:
     def sums_apart(self, b: int) -> bool:
         """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
         several = self.num_deliveries(b) > self.settings.micro_batches > 1
-        return several and (b in self.resident or not self.sums_on_device)
+        return several and (self.updated_on_device(b) or not self.sums_on_device)
 
     def params_at(self, b: int) -> Where:
         """The place of the parameters of bucket `b`, trainable or frozen."""
@@ -308,7 +337,7 @@ class StepSpec:
 
     def grads_at(self, b: int) -> Where:
         """The place where the gradient of bucket `b` waits for its update; a sum of the host waits in memory."""
-        if b in self.resident:
+        if self.updated_on_device(b):
             return "device"
         alone = not self.added(b) or (self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1)
         return "disk" if self.settings.grads_on == "disk" and self.barrier and alone else "host"

@@ -21,8 +21,8 @@ PALETTE = (  # light enough for black letters, distinct on white and on black
     *("#a7c957", "#f6c177", "#f9604e", "#c9ada7", "#86b56a", "#4fb0c6", "#3ce4f0", "#b4849c", "#9c90c0"),
     *("#fccca8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#d69a55", "#94a3b8", "#3cfc60", "#ffe082", "#a98ff0"),
     *("#80cbc4", "#c378b4", "#8c9bff", "#ffb4c3", "#ff87c3", "#7df297", "#84967b", "#ace840", "#f44cf4"),
-    *("#9f963c", "#e8848c", "#c3e1b4", "#4cc440", "#f48840", "#b48778", "#3ca55a", "#ded98c", "#c0a878"),
-    *("#ccd8cc", "#3c90fc"),
+    *("#9f963c", "#e8848c", "#c3e1b4", "#4cc440", "#f48840", "#b48778", "#3ca55a", "#ded98c", "#f9f91f"),
+    *("#f9a21f", "#c0a878", "#ccd8cc", "#3c90fc"),
 )
 _COLOURS = dict(zip((*VERBS, *MOVES), PALETTE, strict=False))
 

@@ -11,8 +11,10 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
+from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
+from zfunc.core.spec import PARAMS
 from zfunc.engine.state.memory import Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
 from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
@@ -99,6 +101,30 @@ def state(op: Op, mem: Memory, step: StepContext) -> None:
     on_disk.read(slot.flat, on_disk.moved)
 
 
+def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
+    """A bucket's state, from where it lives to a slot on the device, or back with new parameters, unless the step
+    is skipped."""
+    if op.touches("decision") and mem[op.read("decision")].skip:
+        return
+    (slot,) = (r for r in op.regions if r.buffer == "update_slot")
+    home = {r.buffer: mem[r] for r in op.operands("state")}
+    for r in op.operands("params"):
+        home[PARAMS] = mem[r].flat
+    for r in (r for r in op.operands("paged") if r != slot):
+        home |= mem[r].views
+    here: Flat = mem[slot]
+    if slot not in op.writes:
+        for name, values in here.views.items():
+            home[name].copy_(values, non_blocking=True)
+        return
+    here.views, start = {}, 0
+    for name, values in home.items():
+        here.views[name] = here.flat[start : start + values.nbytes].view(values.dtype)
+        start += whole_blocks(values.nbytes)
+        if name != PARAMS:  # an update writes them only
+            here.views[name].copy_(values, non_blocking=True)
+
+
 def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy what memory has of a bucket's state to its place in the slot that is written for a commit."""
     on_disk: StateOnDisk = mem[op.read("extent")]
@@ -135,6 +161,7 @@ THINGS: dict[str, Stage] = {
     "waiting gradient": waiting_gradient,
     "state": state,
     "whole state": whole_state,
+    "updated state": updated_state,
     "direction": own_slice,
     "new parameters": own_slice,
 }

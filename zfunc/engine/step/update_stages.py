@@ -31,16 +31,11 @@ from zfunc.runtime.accelerator import on_accelerator
 
 def update(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket on the host, and write the device's copy to its slot."""
-    (b,) = op.index
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
-    if b not in step.updated:
-        _update(op, mem, step, decision)
-    elif op.touches("copy"):
-        state, shard = state_of(op, mem), step.slice_of(b)
-        numel = shard.stop - shard.start
-        mem[op.write("copy")][:numel].copy_(master_weights(state, 0, numel))
+    copy = mem[op.write("copy")] if op.touches("copy") else _own_slice(op, mem, step)
+    _update_once(op, mem, step, decision, copy)
 
 
 def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
@@ -48,12 +43,12 @@ def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
-    params = _own_slice(op, mem, step)
-    if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
-        _update(op, mem, step, decision)
-        params.copy_(mem[op.write(HIGH_HALF)])  # as `to_device` would send it
+    params, high = _own_slice(op, mem, step), state_of(op, mem).get(HIGH_HALF)
+    if params is None or high is None or params.dtype != high.dtype:
+        _update_once(op, mem, step, decision, params)
     else:
-        _update(op, mem, step, decision, copy=params)
+        _update_once(op, mem, step, decision, None)
+        params.copy_(high)  # as `to_device` would send it
 
 
 def average(op: Op, mem: Memory, step: StepContext) -> None:
@@ -64,24 +59,18 @@ def average(op: Op, mem: Memory, step: StepContext) -> None:
         average_(mem[op.write("ema")], state_of(op, mem), step.settings.ema)
 
 
-def _update(
-    op: Op,
-    mem: Memory,
-    step: StepContext,
-    decision: StepDecision,
-    *,
-    copy: Tensor | None = None,
-) -> None:
-    """Update the state with the gradient that the operation reads; and `copy`."""
+def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision, copy: Tensor | None) -> None:
+    """Update the state with the gradient that the operation reads, and `copy`, the new parameters; only that if a
+    step that failed has made this update."""
     (b,) = op.index
     optimizer, shard = step.optimizer, step.slice_of(b)
-    grad, state = gradient_of(op, mem, shard), state_of(op, mem)
-    if op.touches("copy"):
-        copy = mem[op.write("copy")]
-    elif copy is None and op.touches("params"):
-        copy = _own_slice(op, mem, step)
-    elif copy is None:
-        copy = state.pop(PARAMS, None)
+    state, numel = state_of(op, mem), shard.stop - shard.start
+    copy = state.pop(PARAMS, copy)
+    if b in step.updated:
+        if copy is not None:
+            copy[:numel].copy_(master_weights(state, 0, numel))
+        return
+    grad = gradient_of(op, mem, shard)
     apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
     by_parameter = updates_each_parameter(bucket.state_format)
@@ -228,9 +217,11 @@ def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
     return state
 
 
-def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor:
-    """This rank's slice of the parameters that the operation writes."""
+def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor | None:
+    """This rank's slice of the parameters that the operation writes, if it writes any."""
     (b,) = op.index
+    if not op.touches("params"):
+        return None
     return step.ranks.own_slice(step.layout.all_buckets[b], mem[op.write("params")].flat)
 
 
