@@ -48,16 +48,16 @@ _FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^
 _FOUND, _ADVICE = r"^found|^  [a-z_]+ \S+ instead|^as options|^  \S+ --|^  --[a-z-]+ \S+ --", r"^to |^  --"
 
 OUTPUTS = {
-    "plan-v100": f"^GPT|^hardware|{_FITS}|needed|{_TIME}|{_ADVICE}",
+    "plan-v100": None,
     "plan-auto": f"^plan |^ {{11}}\\S|^it |needed|^  device|{_TIME}|{_FOUND}",
-    "plan-parts": f"{_FITS}|needed|{_TIME}",
-    "draw": r"^(simulated|h2d|compute|d2h|host|longest|[a-z] )|^ +0 s",
+    "plan-parts": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
+    "draw": None,
     "doctor": r"^  (processor|threads|memory|bandwidth|this folder|devices) |^!",
-    "train": r"json: no e|^precision|^data|^model|^plan:|most:|^run|^step|^all|^  speed",
+    "train": r"json:|^host Adam|^precision|^data|held out|^model|^plan:|most:|^run|^step|^all|^  [a-z]",
     "row": None,
-    "compare": r"^ +ops|^the step|^(h2d|compute|d2h|host) |bound by|^written",
+    "compare": r"^predicted|^ +ops|^the step|^(h2d|compute|d2h|host) |bound by|^written",
     "plan-40b-device": f"^GPT|{_FITS}|needed|{_ADVICE}",
-    "plan-40b": f"{_FITS}|needed|{_TIME}",
+    "plan-40b": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
     "plan-desktop": f"{_FITS}|needed|^  disk .* GiB|{_TIME}|^the disk|^  (commits|space|wear)",
 }
 """The lines of an output that the page shows: those with a match, or all."""

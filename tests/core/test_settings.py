@@ -56,7 +56,7 @@ OTHERS: dict[str, Any] = {
     "defer": True,
     "state_on": "disk",
     "update_on": "device",
-    "update_slots": 3,
+    "update_slots": 2,
     "disk_ratio": 0.5,
     "grads_on": "disk",
     "swap": ("/swap",),

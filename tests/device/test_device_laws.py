@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 
 import zfunc
 from zfunc.cli.commands import doctor
+from zfunc.core.extents import whole_blocks
 from zfunc.core.timeline import Timeline
+from zfunc.engine.compile.fit_to_memory import measured_rates
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import OutOfMemory
@@ -203,6 +206,8 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
         {"recompute": "all"},
         {"recompute": "none", "clip_norm": 1.0, "defer": True},
         {"recompute": "min-cut"},
+        {"update_on": "device", "clip_norm": 1.0, "defer": True},
+        {"update_on": "device", "params_on": "host", "update_slots": 1, "clip_norm": 1.0},
         {"params_on": "host", "clip_norm": 1.0, "micro_batches": 2},
         {"recompute": "all,min-cut", "activations_on": "host,device"},
         {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
@@ -228,6 +233,52 @@ def check_peak(device: str, program: Any, batch: Any) -> None:
     planned = specialize(program, batch).memory["device"].nbytes
     assert measured <= planned + LIBRARIES[device]
     assert planned <= 1.1 * measured + LIBRARIES[device]
+
+
+def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(device: str) -> None:
+    """Of kept memory: what a step allocates beside it is another law's."""
+    taken, kept = dict[str, int](), dict[str, Counter[str]]()
+    for place in ("host", "device"):
+        program, batch = gpt(device, update_on=place, clip_norm=1.0, recompute="all")
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        state = zfunc.init(program)
+        zfunc.train_step(program, state, batch)
+        taken[place] = torch.accelerator.memory_allocated() - before
+        kept[place] = Counter()
+        for r in (r for r in program.plan.graph.regions if r.kept and r.tier == "device"):
+            kept[place][r.buffer] += r.nbytes
+        del state
+    more = kept["device"] - kept["host"]
+    # The head's weights are tied: a sum, of which the host measures the squares otherwise.
+    assert more.keys() == {"update_slot", "device_grad", "device_sum", "squares"}
+    assert not kept["host"] - kept["device"]
+    assert more["device_grad"] + more["device_sum"] // 2 == 2 * program.layout.numel
+    largest = max(3 * whole_blocks(4 * b.numel) for b in program.layout.buckets)
+    assert more["update_slot"] <= program.settings.update_slots * largest
+    assert taken["device"] - taken["host"] == more.total()
+
+
+@pytest.mark.parametrize(
+    ("host", "copies", "expected"),
+    [
+        (1e12, 1e9, "host"),
+        (1e9, 1e12, "device"),
+        (1e9, 4e8, "host,device"),
+        (1e9, 2.5e8, "host,host,host,device"),
+    ],
+)
+def test_updates_are_where_they_take_least(
+    device: str, host: float, copies: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfunc.engine.compile.fit_to_memory.measured_rates", lambda _: (host, copies))
+    _, data = compiled("odd sizes", device)
+    program, _ = compiled("odd sizes", device, update_on="auto", example=data(0))
+    assert program.settings.update_on == expected
+
+
+def test_the_rates_of_updates_are_measured(device: str) -> None:
+    assert min(measured_rates(torch.device(device, 0))) > 1e6
 
 
 def test_init_never_has_the_whole_model_on_the_device(device: str) -> None:

@@ -19,7 +19,7 @@ from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import Recipe, deferred, zero_offload
-from zfunc.core.settings import PLACES, TIERS_OF, StepSettings, in_equal_shares
+from zfunc.core.settings import PLACES, TIERS_OF, UPDATE_SHARES, StepSettings, in_equal_shares
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, step_of
 from zfunc.planner.plan_step import most_that_fit
@@ -180,11 +180,25 @@ def test_with_a_barrier_deferral_is_found() -> None:
     assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
 
 
+@pytest.mark.parametrize(
+    ("host", "copies", "expected"),
+    [(1e12, 1e9, {"host"}), (1e8, 1e10, {"device"}), (1e9, 1e9, set(UPDATE_SHARES))],
+)
+def test_updates_are_where_they_are_faster(host: float, copies: float, expected: set[str]) -> None:
+    """And never slower than the better of the two places."""
+    machine = evolve(BALANCED, rates={**BALANCED.rates, "host": host, "d2h": copies, "h2d": copies})
+    planned, space = steps(model(clip_norm=1.0), machine), {"update_on": EVERYTHING["update_on"]}
+    found = search(planned, evolve(START, clip_norm=1.0), space).step
+    assert found.settings.update_on in expected
+    better = min(planned(evolve(CLIPPED, update_on=x)).seconds for x in PLACES)
+    assert found.seconds <= better * (1 + WORTH)
+
+
 def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
     slow = evolve(BALANCED, rates={**BALANCED.rates, "host": 1e8})
     free = step_of(model(), START, slow).memory["device"]
     all_of_it = 12 * model().layout.numel
-    ratios = SPACE | {"params_on": (), "activations_on": ()}
+    ratios = SPACE | {"params_on": (), "activations_on": (), "update_on": ()}
     for share in (0.0, 0.4, 1.0):
         room = int(free + share * all_of_it + 100_000)
         best = check_search(model(), evolve(slow, memory={"device": room}), space=ratios)

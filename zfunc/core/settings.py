@@ -41,8 +41,9 @@ TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest fir
     "grads_on": ("host", DISK),
     "activations_on": (*PLACES, DISK),
 }
+UPDATE_SHARES = ("host", "host,host,host,device", "host,device", "host,device,device,device", "device")
 # The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
-CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all")}
+CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all"), "update_on": UPDATE_SHARES}
 BY_DEVICE = "by-device"  # the schedule, unless one is named
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
@@ -380,15 +381,16 @@ class StepSettings:
     )
     update_on: str = _setting(
         "host",
-        SeveralOf(PLACES),
+        SeveralOf((*PLACES, AUTO)),
         "offload",
         f"where optimizer state that is not on the device is updated: {_names(PLACES)}",
         "Same result. For an update on the device, the state of a bucket is copied there and back; its gradient "
-        "waits on the device. Several with commas are each for an equal share of the buckets, from the first.",
-        tries=("host", "device"),
+        "waits on the device. Several with commas are each for an equal share of the buckets, from the first. "
+        '"auto", with `example`: the share that takes least, by the measured rates of host and copies, if it fits.',
+        tries=UPDATE_SHARES[::-1],
     )
     update_slots: int = _setting(
-        2,
+        3,
         _count,
         "buffers",
         "with update_on device, buckets whose state has room on the device",
@@ -534,10 +536,13 @@ class StepSettings:
                     "leave some out"
                 )
 
-    def placed(self, world: int, *, disk: bool) -> "Iterator[StepSettings]":
+    def placed(
+        self, world: int, *, disk: bool, update_on: Sequence[str] = UPDATE_SHARES
+    ) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
         bytes first: activations, gradients, parameters, the state; without those that other settings exclude. With
-        `recompute` "auto", as little as can be is recomputed in each place.
+        `recompute` "auto", as little as can be is recomputed in each place, and with `update_on` "auto" those
+        places are tried in this order.
 
         Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
         stage 3.
@@ -546,7 +551,7 @@ class StepSettings:
             name: [x for x in tiers if disk or x != DISK]
             if getattr(self, name) == AUTO
             else [getattr(self, name)]
-            for name, tiers in CHOICES.items()
+            for name, tiers in {**CHOICES, "update_on": update_on}.items()
         }
         for places in product(*choices.values()):
             changes: dict[str, Any] = dict(zip(choices, places, strict=True))

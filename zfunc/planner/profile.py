@@ -38,6 +38,7 @@ NETWORKS = ("network_in_node", "network_between_nodes")
 LL128 = ("ll128", "ll128_in_node", "ll128_between_nodes")  # a protocol of NCCL's rings
 PAT = ("pat", "pat_rank", "pat_level")  # NCCL's algorithm of Parallel Aggregated Trees
 FP16_ACCUMULATE = "fp16_accumulate"
+CORE = "host_core"  # what one core sweeps of host memory in an update
 # A table's name is the unit of its figures: first those that are required, then those that are optional.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of a node
@@ -46,8 +47,9 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bytes": (("device", "host", "disk"), ("context",)),
     # the peak of one device, without sparsity; of fp16 with sums in fp16 too, which torch has to be asked for
     "flops_per_s": ((), (*PRECISIONS, FP16_ACCUMULATE)),
-    # the peak, one way: host_memory, read and write (of its drives) of the node, all else of one device
-    "bytes_per_s": (RATES, NETWORKS),
+    # the peak, one way: host_memory, read and write (of its drives) of the node, host_core of a core, all else of a
+    # device
+    "bytes_per_s": (RATES, (*NETWORKS, CORE)),
     # to start an operation; to tell another lane that an operation has ended; of a network, a hop of a ring, inside
     # a node and between nodes; of the host, to launch one piece of work on the device; to start a collective; the
     # same three of a ring with the protocol LL128; of trees (PAT), which need a node for each rank: to start them,
@@ -60,7 +62,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # attention does of them; of LL128 and trees, the share of the network's rate
     "reached": (
         ("device_bytes", "host_bytes", "disk_bytes", "attention", *RATES),
-        (*PRECISIONS, FP16_ACCUMULATE, *NETWORKS, LL128[0], PAT[0]),
+        (*PRECISIONS, FP16_ACCUMULATE, *NETWORKS, CORE, LL128[0], PAT[0]),
     ),
 }
 SHARED = "shared."  # begins the name of a resource's table: the shares that kinds of operations take of it
@@ -163,10 +165,11 @@ class Profile:
     def hardware(self, precision: str, world: int = 1) -> Hardware:
         """One rank's share of the machine, of `world` ranks that compute in `precision`.
 
-        The ranks of a node share its host memory, bandwidth and disk evenly. Collectives run at the rate inside the
-        node while all ranks are in one; between nodes at that of all ports of a node together, because rings enter
-        a node through every port, but never faster than inside. Of the algorithms and protocols of NCCL that the
-        profile has, each takes the one that NCCL's own model (src/graph/tuning.cc) finds fastest for its bytes.
+        The ranks of a node share its cores, host memory, bandwidth and disk evenly. Collectives run at the rate
+        inside the node while all ranks are in one; between nodes at that of all ports of a node together, as
+        rings enter a node through every port, but never faster than inside. Of the algorithms and protocols of
+        NCCL that the profile has, each takes the one that NCCL's own model (src/graph/tuning.cc) finds fastest
+        for its bytes.
 
         Raises ValueError for a precision or a network whose figures are unknown, and for a `world` below 1.
         """
@@ -183,6 +186,15 @@ class Profile:
             else self.reached("bytes_per_s", NAMED.get(kind, kind)) / (local if kind in OF_NODE else 1)
             for kind in KINDS
         }
+        shared = self._shared(rates)
+        if CORE in self.figures["bytes_per_s"]:  # after what copies take of host memory: they take no cores
+            cores = self.value("count", "cores") / local
+            swept, rates["host"] = (
+                rates["host"],
+                min(rates["host"], cores * self.reached("bytes_per_s", CORE)),
+            )
+            if "host memory" in shared:
+                shared["host memory"]["host"] = rates["host"] / swept
         latencies = {kind: seconds[kind].value for kind in KINDS if kind in seconds}
         collectives = [*self._collectives(world, local)] if world > 1 else []
         for latency, rate in collectives[:1]:
@@ -200,7 +212,7 @@ class Profile:
             memory=memory if self.unified else {"device": int(self.device_bytes), **memory},
             unified=self.unified,
             grouped=self.grouped,
-            shared=self._shared(rates),
+            shared=shared,
             collectives=collectives[1:],
             measured=self.measured,
         )

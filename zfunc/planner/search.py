@@ -305,6 +305,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
+    _values("update_on", lambda x: bool(x.spec.offloaded) and not x.hardware.unified),
     _buckets,
     _values("host_slots"),
     _values("grad_slots", lambda x: x.settings.stage > 1),  # in stage 1 every bucket has a slot
@@ -312,6 +313,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _persistent,
     _shares("disk_ratio"),
     _values("state_slots", lambda x: x.settings.state_on == DISK),
+    _values("update_slots", lambda x: bool(x.spec.staged_buckets)),
 )
 
 

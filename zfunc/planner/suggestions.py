@@ -35,7 +35,16 @@ FOLDERS = "needs folders for it: swap"
 # The settings whose values further on take less memory of a tier, by what they cost a step at most.
 SAVING: dict[Tier, tuple[str, ...]] = {
     "device": (
-        *("grad_slots", "bucket_size", "stage", "recompute", "offload_ratio", "activations_on"),
+        *(
+            "update_slots",
+            "update_on",
+            "grad_slots",
+            "bucket_size",
+            "stage",
+            "recompute",
+            "offload_ratio",
+            "activations_on",
+        ),
         *("params_on", "micro_batches"),
     ),
     "host": (
@@ -178,6 +187,8 @@ class _Advisor:
         yield from ((place, self.above(place)) for place in TIERS_OF)
         share = share_of_state(settings)
         yield share, self.above(share)
+        if step.spec.offloaded and not step.hardware.unified:
+            yield "update_on", [x for x in VALUES["update_on"] if x != settings.update_on]
         if step.spec.barrier and not settings.defer:
             if step.total(_after_decision)["decide"] >= WORTH_SAYING * step.seconds:
                 yield "defer", (True,)

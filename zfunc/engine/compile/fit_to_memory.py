@@ -1,24 +1,40 @@
-"""The offload ratio and the places that fit device and host, where settings are "auto"; the log of it."""
+"""The offload ratio and the places that fit device and host, where settings are "auto"; the log of it.
+
+And the places of updates by what they take: the rates of the host's sweep and of copies are measured for it.
+"""
 
 import logging
+import timeit
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from attrs import evolve
 
 from zfunc.core.bucketing import resident_buckets
+from zfunc.core.decision import StepDecision
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.memory_model import peak_memory
+from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.settings import UPDATE_SHARES, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan, needed_bytes
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.batches import Batch
 from zfunc.errors import OutOfMemory
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import available_bytes, on_accelerator
-from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 
 STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
+MEASURED = 1 << 22  # elements that are swept and copied to measure the rates of both
+REPEATS = 3
 HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot use every byte
 
 log = logging.getLogger("zfunc")
@@ -101,6 +117,47 @@ def _room(program: Program) -> dict[str, int]:
     own = available_host_bytes() // min(local_ranks(), program.ranks.world)
     free = {"device": available_bytes(program.device), "host": own}
     return {memory: int(nbytes * (1 - HEADROOM)) for memory, nbytes in free.items()}
+
+
+def fastest_shares(
+    optimizer: Optimizer, settings: StepSettings, device: torch.device, ranks: RankGroup
+) -> Sequence[str]:
+    """The values of `update_on` that "auto" stands for, the one first whose updates take least, on all ranks alike.
+
+    The host sweeps its share of the state, copies move the rest both ways, and gradients and parameters of the
+    host's share: each at its measured rate, all at once, so the longest counts. On a CPU nothing is measured.
+    """
+    if settings.update_on != AUTO or not on_accelerator(device):
+        return UPDATE_SHARES
+    element = DTYPES[settings.precision].nbytes
+    state = sum(x.nbytes(1024) for x in STATE_FORMATS[optimizer.state_format(0)]) / 1024
+    host, copies = measured_rates(device)
+
+    def longest(places: str) -> float:
+        on_device = places.split(",").count("device") / (places.count(",") + 1)
+        copied = on_device * state + (1 - on_device) * element
+        return max((1 - on_device) * 2 * (state + element) / host, copied / copies)
+
+    return ranks.texts(" ".join(sorted(UPDATE_SHARES, key=longest)))[0].split()
+
+
+def measured_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second of the host's sweep in an update by Adam, and of copies to the device and back, the slower."""
+    decision = StepDecision(False, 1.0, 1, AdamW().factors(1))
+    state = {x.name: alloc_host(MEASURED, torch.float32) for x in STATE_FORMATS["fp32"]}
+    pinned = alloc_host(MEASURED, torch.float32, pinned_for=device)
+    there = torch.empty(MEASURED, device=device)
+
+    def copy(into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize(device)
+
+    def seconds(call: Callable[..., Any], *args: Any) -> float:
+        return min(timeit.repeat(partial(call, *args), number=1, repeat=REPEATS))
+
+    swept = seconds(lambda: AdamW().host_update(state, pinned, decision, group=0))
+    copied = max(seconds(copy, there, pinned), seconds(copy, pinned, there))
+    return 28 * MEASURED / swept, 4 * MEASURED / copied
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
