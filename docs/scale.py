@@ -21,7 +21,7 @@ from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig, num_parameters
 from zfunc.options import as_flag
 from zfunc.planner.planned import Planned
-from zfunc.planner.profile import load_profile
+from zfunc.planner.profile import load_profile, replace_figures
 from zfunc.units import format_bytes
 
 TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks
@@ -115,6 +115,18 @@ STREAMED: dict[str, dict[str, Any]] = {  # flags of zfunc plan, beside those of 
         **{"num_layers": 40, "hidden_size": 4096, "batch_size": 32, "hardware": "rtx4090", **ALL_ON_HOST},
         **{"moments": "8bit", "with_": ("bytes.host=1.28e11",)},
     },
+}
+UPDATES: dict[str, tuple[Case, int, dict[str, float]]] = {  # a case, its ranks, and figures of its node
+    "gh200": (GH200, 1, {}),
+    "h100, 56 cores a GPU": (H100, 2, {"count.devices": 2}),
+    "h100, 14 cores a GPU": (H100, 8, {}),
+    "h100, 4 cores a GPU": (H100, 8, {"count.cores": 32}),
+    "h100, 4 cores in all": (H100, 1, {"count.cores": 4}),
+}
+UPDATED: dict[str, dict[str, Any]] = {
+    "": {},
+    "deferred": {"defer": True},
+    "8bit moments": {"moments": "8bit"},
 }
 TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -276,6 +288,28 @@ def larger_than_the_device() -> str:
     return table(heads, ([*row(name)] for name in STREAMED), "---:")
 
 
+def updates() -> str:
+    """Seconds of a step with its updates on the host, on the device, and where "auto" has them."""
+
+    def cells(name: str, change: dict[str, Any]) -> Iterator[str]:
+        case, world, figures = UPDATES[name]
+        on = replace_figures(load_profile(case.profile), figures).hardware(case.precision, world)
+        for place in ("host", "device", "auto"):
+            tokens = torch.empty((case.rows, TOKENS), dtype=torch.int64, device="meta")
+            settings = {"clip_norm": 1.0, "precision": case.precision, "update_on": place, **change}
+            batch = tokens, tokens
+            now = zfunc.plan(segments(case), batch, hardware=on, world=world, advice=False, **settings)
+            chosen = f" ({now.settings['update_on']})" if place == "auto" else ""
+            yield f"{now.step_seconds:.2f}{chosen}" if now.fits else f"({now.step_seconds:.2f})"
+
+    rows = (
+        [", ".join(filter(None, (name, change))), *cells(name, changes)]
+        for name in UPDATES
+        for change, changes in UPDATED.items()
+    )
+    return table(["step of 10 B, s", "host", "device", "auto"], rows, "---:")
+
+
 def strong_scaling() -> str:
     """1,024 sequences for all ranks together, in micro-batches of 8 at most."""
     heads = ["ranks", "sequences a rank"]
@@ -344,6 +378,7 @@ def main() -> None:
     print(gains(NETWORKS, network, "*tokens/s a GPU, as above*"), "\n")
     print(strong_scaling(), "\n")
     print(larger_than_the_device(), "\n")
+    print(updates(), "\n")
     print(
         gains(ZERO_3, [(case, n) for case in (H100, H200) for n in FEW[1:]], "*tokens/s a GPU, stage 2*"),
         "\n",

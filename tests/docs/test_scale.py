@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def test_cells_of_the_page_are_what_the_script_prints() -> None:
 def test_every_table_and_row_is_on_the_page() -> None:
     for world in scale.WORLDS:
         assert PAGE.count(f"\n| {world:,} |") >= 2
-    for name in (*scale.CHANGES, *scale.NETWORKS, *scale.ZERO_3):
+    updates = (", ".join(filter(None, x)) for x in product(scale.UPDATES, scale.UPDATED))
+    for name in (*scale.CHANGES, *scale.NETWORKS, *scale.ZERO_3, *updates):
         assert f"\n| {name} |" in PAGE
 
 
@@ -57,6 +59,14 @@ def test_sums_of_squares_apart_are_no_slower() -> None:
     plain, apart = scale.planned(SMALL, 16), scale.planned(SMALL, 16, schedule=scale.NormsApart())
     assert apart.step_seconds <= plain.step_seconds * 1.001
     assert set(apart.lanes) - set(plain.lanes) == {"norms"}
+
+
+@pytest.mark.slow
+def test_updates_are_never_slower_than_in_the_better_place() -> None:
+    for line in scale.updates().splitlines()[2:]:
+        assert line in PAGE
+        host, device, chosen = (float(x.split()[0]) for x in line.split("|")[2:-1])
+        assert chosen <= 1.01 * min(host, device)
 
 
 @pytest.mark.slow
