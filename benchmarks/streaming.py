@@ -73,7 +73,7 @@ def expected_bytes(program: Program, args: argparse.Namespace) -> dict[str, int]
     P parameters of 2 or 4 bytes are fetched twice, but for those of the first and last segment and of the blocks
     that are still in slots; the tokens and L boundaries of T x h are stashed; gradients go once, summed in fp32.
     """
-    element, layout = program.spec.element_bytes, program.layout
+    element, layout = program.dtype.itemsize, program.layout
     blocks = [
         sum(layout.buckets[b].numel for b in layout.buckets_of(s)) for s in range(1, args.num_layers + 1)
     ]

@@ -5,6 +5,7 @@ from typing import Any
 import plain
 import trained
 from attrs import evolve
+from small_models import IN_FP32
 
 import zfunc
 from zfunc.engine.compile.program import Program
@@ -19,6 +20,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "all on the device": {"offload_ratio": 0.0, "clip_norm": None},
     "moments in 16 bits": {"moments": "16bit"},
     "vertical": {"accumulate": "vertical"},
+    "some in fp32": {"fp32_params": IN_FP32, "clip_norm": None},
+    "some in fp32, stage 1": {"fp32_params": IN_FP32, "stage": 1},
+    "some in fp32, stage 3": {
+        "fp32_params": IN_FP32,
+        "stage": 3,
+        "params_on": "host",
+        "update_on": "device,host",
+    },
     "stage 3": {"stage": 3, "clip_norm": None, "activations_on": "host"},
 }
 
@@ -36,6 +45,8 @@ def program_of(model: str, precision: str, **settings: Any) -> tuple[Program, An
     """One that clips, unless told otherwise, and remembers the gradient; on a CPU, in small buckets."""
     moments = settings.pop("moments", "fp32")
     settings = {"clip_norm": CLIPS[model], "bucket_size": 100, "norms": True, **settings}
+    if settings.get("fp32_params") is IN_FP32:
+        settings["fp32_params"] = IN_FP32[model]
     program, batch = trained.compiled(model, precision=precision, moments=moments, **settings)
     return evolve(program, optimizer=plain.remembering(program.optimizer)), batch
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import trained
 from attrs import frozen
-from small_models import SHORTER, rows_of
+from small_models import IN_FP32, SHORTER, rows_of
 from table import Scattered
 from threaded_ranks import on_every, programs_of
 from torch import Tensor
@@ -132,6 +132,12 @@ NUMBERS: dict[str, Settings] = {
     "momentum of one's own": {**TWO, "optimizer": Momentum()},
     "groups": {**TWO, "optimizer": GROUPS},
     "groups, 8 bits": {**TWO, "optimizer": GROUPS, "moments": "8bit"},
+    "bf16 in 2, some in fp32": {**TWO, "fp32_params": IN_FP32, "ema": 0.9},
+    "bf16, some in fp32, 8 bits": {"precision": "bf16", "fp32_params": IN_FP32, "moments": "8bit"},
+    "fp16 in 2, some in fp32, 16 bits": {
+        **{"precision": "fp16", "fp32_params": IN_FP32, "micro_batches": 2, "moments": "16bit"},
+    },
+    "a split master, some in fp32": {**TWO, "fp32_params": IN_FP32, "split_master": True},
     "two AdamW": {**TWO, "optimizer": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), ADAMW)},
     "whole parameters, 8 bits": {**TWO, "optimizer": WHOLE, "moments": "8bit"},
     "whole parameters, no barrier": {"precision": "bf16", "optimizer": WHOLE},
@@ -213,7 +219,12 @@ class Row:
 
     @property
     def settings(self) -> Settings:
-        return {**NUMBERS[self.numbers], **WAYS[self.way]}
+        return {**self.computed, **WAYS[self.way]}
+
+    @property
+    def computed(self) -> Settings:
+        """The settings that its result depends on."""
+        return {k: x[self.model] if x is IN_FP32 else x for k, x in NUMBERS[self.numbers].items()}
 
     @property
     def number(self) -> int:
@@ -363,5 +374,6 @@ def results(row: Row, given: Mapping[str, Any], *, alike: bool = False, **step: 
 @cache
 def plain(numbers: str, job: str, *, alike: bool = False, device: str = "cpu") -> list[Result]:
     """The plain way: all but the update on the device, one operation after the other."""
-    given = {"schedule": "Serial", "defer": False, "device": device, **NUMBERS[numbers]}
-    return results(Row(numbers, "one slot", job), given, alike=alike)
+    row = Row(numbers, "one slot", job)
+    given = {"schedule": "Serial", "defer": False, "device": device, **row.computed}
+    return results(row, given, alike=alike)

@@ -5,7 +5,7 @@ gives is compared element by element, and a clip or a scale that is off by a tho
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -49,6 +49,7 @@ def gradient(
     batches: Sequence[tuple[Any, Any]],
     *,
     dtype: torch.dtype = torch.float32,
+    in_fp32: Collection[str] = (),
     micro_batches: int = 1,
     stage: int = 2,
     loss_scale: float = 1.0,
@@ -57,7 +58,8 @@ def gradient(
     name, in fp32: unscaled, not clipped.
 
     A parameter that several parts use has a term for each, as it has a delivery for each. Ranks are added up in
-    `dtype`, micro-batches in fp32; with `stage` 1 these too in `dtype`, before the ranks.
+    `dtype`, micro-batches in fp32; with `stage` 1 these too in `dtype`, before the ranks. Parameters `in_fp32` and
+    their gradients are that in place of `dtype`.
     """
     loss, aux, of_ranks = 0.0, dict[str, float](), []
     count = micro_batches * len(batches)
@@ -65,7 +67,7 @@ def gradient(
     for batch in batches:
         terms: dict[str, list[Tensor]] = {}
         for inputs, targets in split_batch(batch, micro_batches):
-            mine, own, grads = _one(parts, values, trained, inputs, targets, dtype, seed)
+            mine, own, grads = _one(parts, values, trained, inputs, targets, dtype, in_fp32, seed)
             loss += mine / count
             aux |= {name: aux.get(name, 0.0) + value / count for name, value in own.items()}
             for name, grad in grads:
@@ -87,6 +89,7 @@ def _one(
     inputs: Any,
     targets: Any,
     dtype: torch.dtype,
+    in_fp32: Collection[str],
     seed: Tensor,
 ) -> tuple[float, dict[str, float], list[tuple[str, Tensor]]]:
     """Loss, auxiliary outputs and gradients of one micro-batch on one rank, the last part's first."""
@@ -94,7 +97,10 @@ def _one(
     x = tree_map_only(Tensor, lambda t: (t.to(dtype) if t.is_floating_point() else t).contiguous(), inputs)
     uses: list[tuple[str, Tensor]] = []
     for part in parts:
-        own = {short: values[full].to(dtype, copy=True) for short, full in part.names.items()}
+        own = {
+            short: values[full].to(torch.float32 if full in in_fp32 else dtype, copy=True)
+            for short, full in part.names.items()
+        }
         for short, full in part.names.items():
             if full in trained:
                 uses.append((full, own[short].requires_grad_()))
@@ -219,6 +225,7 @@ def follow(
             trained,
             batches,
             dtype=program.dtype,
+            in_fp32={x.name for b in program.layout.all_buckets if b.in_fp32 for x in b.spans},
             micro_batches=program.settings.micro_batches,
             stage=program.spec.settings.stage,
             loss_scale=state.loss_scale.scale,

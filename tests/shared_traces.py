@@ -95,7 +95,15 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     leaves, structure = tree_flatten((call.trained, inputs, call.constants, call.buffers))
     shapes = tuple((t.shape, t.stride(), t.dtype) if not isinstance(t, str) else None for t in leaves)
     pulled = s >= owner.layout.first_trainable
-    key = (id(call.passes), owner.dtype, pulled, structure, shapes, of_accelerator)
+    key = (
+        id(call.passes),
+        specialize._dtypes(owner, s),
+        owner.dtype,
+        pulled,
+        structure,
+        shapes,
+        of_accelerator,
+    )
     if key not in _traces:
         trace = _trace_one(owner, s, inputs, of_accelerator)
         _traces[key] = trace, owner.cache.facts.get(id(call.passes))

@@ -40,14 +40,14 @@ class Loss(nn.Module):
         self.out = nn.Linear(width, 1)
 
     def forward(self, x: Tensor, targets: Tensor) -> Any:
-        return F.mse_loss(self.out(x).squeeze(-1).float(), targets.float())
+        return F.mse_loss(self.out(x.to(self.out.weight.dtype)).squeeze(-1).float(), targets.float())
 
 
 class LossAndMore(Loss):
     """Auxiliary outputs: one that would have a gradient, one of whole numbers, one that is no tensor."""
 
     def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        y = self.out(x).float()
+        y = self.out(x.to(self.out.weight.dtype)).float()
         return super().forward(x, targets), {"mean": y.mean(), "above": (y > 0).sum(), "rows": len(x)}
 
 
@@ -61,7 +61,7 @@ class Scale(nn.Module):
         self.gain = nn.Parameter(torch.full((width,), 0.9), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale + self.shift.to(x.dtype)) * self.gain
+        return ((x * self.scale + self.shift.to(x.dtype)) * self.gain).to(x.dtype)
 
 
 class WithEmpty(nn.Module):
@@ -171,7 +171,7 @@ def _first(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _second(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     x, sign = xs
-    return torch.tanh(x @ p["w"] + p["table"][sign]), sign, p["table"].t()
+    return torch.tanh(x @ p["w"] + p["table"][sign].to(x.dtype)), sign, p["table"].t()
 
 
 def _third(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -182,7 +182,7 @@ def _last(
     p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     x, sign, table = xs
-    errors = ((x + table[:, sign].t()) @ p["w"]).sum(-1).float() - targets.float()
+    errors = ((x + table[:, sign].t().to(x.dtype)) @ p["w"]).sum(-1).float() - targets.float()
     return errors.square().mean(), {"worst": errors.abs().max(), "positive": sign.sum()}
 
 
@@ -227,6 +227,12 @@ MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]
     "frozen below": frozen_below,
     "norms": norms,
     "pairs": pairs,
+}
+IN_FP32 = {  # parameters that may be fp32 beside others in 16 bits
+    **dict.fromkeys(("tied GPT", "GPT with dropout"), "*.ln_*"),
+    "odd sizes": ["scale", "loss.*"],
+    **dict.fromkeys(("frozen below", "norms"), "loss.out"),
+    "pairs": "b.table",
 }
 SHORTER = {  # where many trainings are compared, or a device is told of each operation
     **MODELS,

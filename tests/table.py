@@ -66,6 +66,7 @@ def spec(
     group_size: int = 1,
     state_format: str | None = None,
     persistent: Collection[str] = (),
+    in_fp32: Collection[str] = (),
     resident: Iterable[int] = (),
     **given: Any,
 ) -> StepSpec:
@@ -89,6 +90,7 @@ def spec(
         world=given.get("world", 1),
         within_segments=settings.streams or settings.group_size > 1,
         persistent=persistent if settings.streams else (),
+        in_fp32=in_fp32,
     )
     costs = [
         SegmentCost(
@@ -213,6 +215,26 @@ SPECS: dict[str, StepSpec] = {
         TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2
     ),
     "partial, barrier, spanning": spec(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
+    "norms in fp32": spec(TIED_NEXT, in_fp32={"a", "c"}, micro_batches=2, barrier=True, save=True),
+    "two of a bucket in fp32, 16 bits": spec(
+        SPANNING, in_fp32={"p1", "p2"}, state_format="16bit", host_slots=1
+    ),
+    "some in fp32, from the host": spec(
+        FROZEN, in_fp32={"stem", "adapter"}, params_on="host", state_format="8bit", weight_slots=1, save=True
+    ),
+    "a tie in fp32, stage 3": spec(
+        TIED,
+        in_fp32={"embed"},
+        stage=3,
+        world=2,
+        micro_batches=2,
+        group_size=2,
+        update_on="host,device",
+        ema=0.5,
+    ),
+    "norms in fp32, stage 1": spec(
+        TIED_NEXT, in_fp32={"a", "b"}, stage=1, micro_batches=2, world=3, precision="fp16", resident={1}
+    ),
     "all resident": spec(chain((8, 8), (8, 8)), bucket_size=64, resident={0, 1, 2, 3}, save=True),
     "updated on the device": spec(TIED, update_on="device", update_workspace=30, ema=0.5, save=True),
     "updated on the device, barrier": spec(
@@ -430,6 +452,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
         weight_slots=draw(st.integers(1, 3)),
         persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
+        in_fp32={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
         update_on=draw(st.sampled_from(["host", "device", "host,device"])),
         update_slots=draw(st.integers(1, 3)),
         activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),

@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_370, 5_300),
+    "core": (5_469, 5_300),
     "schedules and ground": (846, 850),
     "runtime": (3_046, 3_100),
     "optim": (2_967, 2_970),
-    "checkpoint": (2_998, 3_000),
-    "engine": (6_190, 6_120),
+    "checkpoint": (3_003, 3_000),
+    "engine": (6_225, 6_120),
     "viz": (993, 1_000),
-    "planner": (2_774, 2_750),
-    "models": (2_800, 2_800),
+    "planner": (2_777, 2_750),
+    "models": (2_822, 2_800),
     "train": (4_100, 4_100),
     "cli": (2_197, 2_200),
-    "tests": (33_803, 33_700),
+    "tests": (34_044, 33_700),
 }
 
 

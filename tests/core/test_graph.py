@@ -11,6 +11,7 @@ from table import RECIPES, SPECS, TRAINING, chain, changed, every_graph, graphs,
 from zfunc.schedules import Overlapped
 
 from zfunc.core.decision import ops_unguarded_by_decision
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
@@ -298,15 +299,18 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: 
 def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Recipe, spec: StepSpec) -> None:
     regions = Graph(tuple(recipe(spec))).regions
     shard = spec.slot_numel // spec.world
-    landed = 4 if spec.sums_on_device else spec.element_bytes
+    width = sum(
+        {DTYPES[spec.dtype(b)].nbytes for b in range(len(spec.layout.buckets))}
+    )  # slots of each dtype
+    landed = 4 if spec.sums_on_device else width
     for buffer, most in (
         (
             "grad_slot",
-            spec.element_bytes
+            width
             * (spec.layout.numel if spec.settings.stage == 1 else spec.settings.grad_slots * spec.slot_numel),
         ),
         ("host_slot", landed * spec.settings.host_slots * shard),
-        ("param_slot", spec.element_bytes * spec.settings.host_slots * shard),
+        ("param_slot", width * spec.settings.host_slots * shard),
     ):
         assert sum(r.nbytes for r in regions if r.buffer == buffer) <= most
 
@@ -315,8 +319,8 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
 def test_slots_of_one_size_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
     packs = [op for op in recipe(spec) if op.verb == "pack"]
     written = [op.write("grad_slot") for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
-    for nbytes in {r.nbytes for r in written}:
-        used = [r.index for r in written if r.nbytes == nbytes]
+    for kind in {(r.nbytes, r.dtype) for r in written}:
+        used = [r.index for r in written if (r.nbytes, r.dtype) == kind]
         slots = sorted({*used})
         assert used == [slots[n % len(slots)] for n in range(len(used))]
 
@@ -472,7 +476,8 @@ def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spe
         if op.verb in ("fetch", "gather"):
             (slot,), b = op.writes, op.index[1]
             assert spec.params_at(b) != "device" if op.verb == "fetch" else spec.sharded(b)
-            assert spec.layout.all_buckets[b].numel * spec.element_bytes <= slot.nbytes
+            assert slot.dtype == spec.dtype(b)
+            assert spec.layout.all_buckets[b].numel * spec.element_bytes(b) <= slot.nbytes
             has[slot] = b
         if op.verb in ("forward", "backward"):
             slots = [has[r] for r in op.reads if r.buffer == "weight_slot"]
@@ -549,8 +554,8 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
             parts = parts if op.verb == "momentum_on_device" else weights
             return sum(x.nbytes(elements) for x in parts)
         if region.buffer.endswith("_slot"):
-            return elements * (4 if region.dtype == "fp32" else spec.element_bytes)
-        return elements * spec.element_bytes if region.buffer == "grads" else region.nbytes
+            return elements * DTYPES[region.dtype].nbytes
+        return elements * spec.element_bytes(b) if region.buffer == "grads" else region.nbytes
 
     layout = spec.layout
     for op in recipe(spec):
@@ -562,7 +567,7 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         elements = spec.layout.all_buckets[b].numel
         whole = op.verb in ("pack", "add") or (op.verb == "fetch" and not spec.sharded(b))
         elements //= 1 if whole else spec.world
-        share = elements * spec.element_bytes
+        share = elements * spec.element_bytes(b)
         if op.verb in SENDING:
             if op.verb in ("to_host", "direction_to_host"):
                 share = moved(op.reads[0])

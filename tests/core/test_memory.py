@@ -208,7 +208,8 @@ def test_a_large_vocabulary_does_not_decide_the_size_of_all_staging(
 
     seconds, staged, peak = planned()
     monkeypatch.setattr(
-        "zfunc.core.slots.size_classes", lambda sizes: [sorted(sizes, key=lambda x: -sizes[x])][: len(sizes)]
+        "zfunc.core.slots.size_classes",
+        lambda sizes, _: [sorted(sizes, key=lambda x: -sizes[x])][: len(sizes)],
     )
     before = planned()
     assert seconds <= before[0]

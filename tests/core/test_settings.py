@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
 OWN_DEFAULTS = {"precision", "clip", "bucket_size"}  # of commands: chosen by the machine, and clipping at 1
 OTHERS: dict[str, Any] = {
     "precision": "fp32",
+    "fp32_params": ("loss.out",),
     "schedule": "Serial",
     "recompute": "none",
     "compile_segments": True,

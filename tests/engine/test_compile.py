@@ -58,6 +58,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"recompute": "min_cut"}, ValueError, "recompute: got 'min_cut'.*did you mean 'min-cut'"),
     ({"recompute": "none", "compile_segments": True}, ValueError, "compile_segments"),
+    ({"fp32_params": 3}, TypeError, "fp32_params: got 3, expected globs of names: pass such as"),
     ({"state_on": "disk", "swap": [""]}, TypeError, "swap: got '', expected the path of a folder"),
     ({"group": "all of them"}, TypeError, "group: .*process group"),
 ]
@@ -77,6 +78,8 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"accumulate": None}, "accumulate: got None, expected a whole number of at least 1"),
     ({"accumulate": 0}, "accumulate: got 0"),
     ({"persistent_params": "pairs,"}, "persistent_params: got 'pairs,', expected names of segments or"),
+    ({"fp32_params": "pairs,"}, "fp32_params: got 'pairs,', expected globs joined by commas"),
+    ({"fp32_params": "*.norm", "precision": "fp32"}, r"fp32_params: got '\*.norm', expected a glob of names"),
     ({"persistent_params": "last"}, "persistent_params: got 'last', expected a number of elements, or"),
     ({"params_on": "disc"}, "params_on: got 'disc', expected one of device, host, disk"),
     ({"params_on": "disk"}, "params_on: got 'disk' with state_on='host', expected state_on='disk'"),

@@ -19,6 +19,7 @@ MOVING = {"recompute": "min-cut", "activations_on": "host"}
 CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
     "on the host": (4, (301, 24, 2, 48, 3), False, [NONE, ALL, MOVING]),
     "fp32": (4, (301, 24, 2, 48, 3), True, [{**ALL, "precision": "fp32"}, {**MOVING, "precision": "fp32"}]),
+    "norms in fp32": (4, (301, 24, 2, 48, 3), True, [{**ALL, "fp32_params": "*.ln_*"}]),
     "micro-batches": (6, (17, 70, 1, 10, 2), True, [{**NONE, "micro_batches": 6}]),
     "compiled": (4, (301, 24, 2, 48, 3), True, [{**ALL, "compile_segments": True}]),
     "ones": (1, (1, 1, 1, 1, 1), False, [ALL]),

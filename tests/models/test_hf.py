@@ -13,6 +13,7 @@ import pytest
 import torch
 from hf_models import (
     CONFIGS,
+    DEEPSEEK,
     GPT2,
     IGNORED,
     SIZE,
@@ -184,6 +185,38 @@ def test_a_model_in_bf16_trains() -> None:
         state, metrics = zfunc.train_step(program, state, (tokens(4)[:, :-1], tokens(4)[:, 1:]))
         losses.append(metrics.loss)
     assert losses[-1] < losses[0] - 0.03
+
+
+@pytest.mark.parametrize(("name", "glob"), [("Gemma", "*norm"), ("DeepSeek-V3", "*.gate")])
+def test_norms_or_routers_in_fp32_have_the_loss_of_the_model_with_them(name: str, glob: str) -> None:
+    """Where the model's own code casts what meets them."""
+    torch.manual_seed(0)
+    made = DEEPSEEK() if name == "DeepSeek-V3" else CONFIGS[name]()
+    model = perturbed(transformers.AutoModelForCausalLM.from_config(made))
+    program = compiled(zfunc.hf.segments(model), precision="bf16", fp32_params=glob)
+    x, state = tokens(4), zfunc.init(program)
+    for full in {x.name for bucket in program.layout.buckets if bucket.in_fp32 for x in bucket.spans}:
+        owner, _, short = full.rpartition(".")
+        model.get_submodule(owner).register_parameter(
+            short, torch.nn.Parameter(model.get_parameter(full).double())
+        )
+    for p in model.parameters():
+        p.data = p.data.float() if p.dtype == torch.float64 else p.data.bfloat16()
+    loss = model(x, labels=x).loss
+    loss.backward()
+    state, metrics = zfunc.train_step(program, state, (x[:, :-1], x[:, 1:]))
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+    assert metrics.loss == pytest.approx(float(loss.detach()), rel=2e-3)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+    assert metrics.grad_norm == pytest.approx(float(norm), rel=2e-2)
+
+
+def test_a_layer_that_refuses_parameters_in_fp32_is_named() -> None:
+    model = zfunc.hf.segments(random_model("Llama"))
+    program, x = compiled(model, precision="bf16", fp32_params="*norm"), tokens(4)
+    refused = r"segment 'model.layers.0'.*fp32_params='\*norm' keeps 'model.layers.0.input_layernorm.weight'"
+    with pytest.raises(ValueError, match=refused):
+        zfunc.train_step(program, zfunc.init(program), (x[:, :-1], x[:, 1:]))
 
 
 def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:

@@ -46,7 +46,8 @@ _Format: TypeAlias = Annotated[str, known(lambda: {x: x for x in STATE_FORMATS})
 class SwapIdentity:
     """The meaning of the bytes in a swap space: a layout, whose frozen parameters are stored in `precision`.
 
-    `state_formats` are those of each bucket, where they are not all the common one.
+    `state_formats` are those of each bucket, where they are not all the common one; `in_fp32` the numbers of those
+    whose parameters are fp32 in any precision.
     """
 
     state_format: _Format
@@ -56,6 +57,7 @@ class SwapIdentity:
     trained: _Spans
     frozen: _Spans
     state_formats: tuple[_Format, ...] | None = None
+    in_fp32: tuple[Count, ...] | None = None
 
     def layout(self) -> Layout:
         """The layout that `swap_identity` was given, as far as slices need it."""
@@ -68,7 +70,8 @@ class SwapIdentity:
             spans = [Span(*x) for x in fields]
             for start, stop in edges:
                 inside = tuple(s for s in spans if start <= s.start < stop)
-                own.append(Bucket(len(own), start, stop, inside, (), state_format=formats[len(own)]))
+                n, fp32 = len(own), len(own) in (self.in_fp32 or ())
+                own.append(Bucket(n, start, stop, inside, (), state_format=formats[n], in_fp32=fp32))
         return Layout((), tuple(own[: len(self.buckets)]), tuple(own[len(self.buckets) :]))
 
 
@@ -87,8 +90,9 @@ def swap_identity(layout: Layout, precision: Dtype) -> dict[str, Any]:
     edges = [tuple((x.start, x.stop) for x in of) for of in (layout.buckets, layout.frozen_buckets)]
     spans = [tuple((x.name, x.shape, x.start, x.stop) for x in of) for of in (layout.spans, layout.frozen)]
     several = formats if len(set(formats)) > 1 else None
+    fp32 = tuple(x.index for x in layout.all_buckets if x.in_fp32) or None
     return to_plain(
-        SwapIdentity(layout.state_format, precision, edges[0], edges[1], spans[0], spans[1], several)
+        SwapIdentity(layout.state_format, precision, edges[0], edges[1], spans[0], spans[1], several, fp32)
     )
 
 
@@ -147,7 +151,8 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     firsts = [*accumulate((len(x.folders) for x in headers), initial=0)]  # shards, by rank
     buckets = [x.index for x in layout.frozen_buckets]
     in_fp32 = {b for b in buckets if MASTER in _parts(headers[0], b)}  # beside rounded ones
-    frozen: dict[int, Dtype] = {b: "fp32" if b in in_fp32 else identity.precision for b in buckets}
+    frozen: dict[int, Dtype] = dict.fromkeys(buckets, identity.precision)
+    frozen |= dict.fromkeys((b for b in buckets if b in in_fp32 or layout.all_buckets[b].in_fp32), "fp32")
     snapshot = Snapshot(layout, stored_kinds(layout, frozen), said.position, said.optimizer)
 
     def places(rank: int, x: Slice) -> Iterator[StateSlice]:

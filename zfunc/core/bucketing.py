@@ -25,6 +25,7 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
         world=world,
         within_segments=settings.streams or settings.group_size > 1,
         persistent=settings.persistent(parameters),
+        in_fp32=settings.in_fp32(parameters),
     )
 
 

@@ -32,7 +32,6 @@ Role = Literal[
     "module_buffers",
     "ema",
 ]
-RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
@@ -80,7 +79,7 @@ class Region:
     nbytes: int = field(default=0, eq=False)
     tier: Tier = field(default="device", eq=False)
     lifetime: Lifetime = field(default="operation", eq=False)
-    dtype: RegionDtype | None = field(default=None, eq=False)
+    dtype: Dtype | None = field(default=None, eq=False)
     role: Role | None = field(default=None, eq=False)
 
     # One function, because a plan has hundreds of thousands of regions.
@@ -91,7 +90,7 @@ class Region:
             ("tier", self.tier, TIERS),
             ("lifetime", self.lifetime, LIFETIMES),
             ("role", self.role, (None, *ROLES)),
-            ("dtype", self.dtype, (None, "compute", *DTYPES)),
+            ("dtype", self.dtype, (None, *DTYPES)),
         ):
             if value not in known:
                 raise PlanError(f"{self}: got {what} {value!r}, expected one of {', '.join(map(str, known))}")

@@ -5,7 +5,7 @@ depends on names, shapes and sizes alone, so every process that builds it gets t
 """
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from numbers import Integral
@@ -18,6 +18,11 @@ from zfunc.values import of_type, whole
 
 # Elements. Every span begins at a multiple, so views are aligned for vector units in any precision.
 ALIGNMENT = 64
+
+
+Kind = tuple[
+    str, bool
+]  # of a parameter, one in a bucket: the format of its state, and whether it stays in fp32
 
 
 @frozen
@@ -89,6 +94,11 @@ class Span:
     group: int = 0
     work: UpdateWork = ELEMENTWISE
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
 
 @frozen(cache_hash=True)  # a dictionary key with hundreds of spans
 class Bucket:
@@ -96,7 +106,8 @@ class Bucket:
 
     `deliveries` groups these segments by the slot that their gradients share, in backward order. An ordinary bucket
     has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them.
-    A `persistent` one has parameters that are not streamed. The optimizer state of all its spans has one format.
+    A `persistent` one has parameters that are not streamed, one `in_fp32` those that are fp32 on the device in any
+    precision. The optimizer state of all its spans has one format.
     """
 
     index: int
@@ -106,6 +117,7 @@ class Bucket:
     deliveries: tuple[tuple[int, ...], ...]
     persistent: bool = False
     state_format: str = "fp32"
+    in_fp32: bool = False
 
     def __repr__(self) -> str:
         return brief(self, "index", "start", "stop", "spans")
@@ -310,6 +322,7 @@ def make_layout(
     world: int = 1,
     within_segments: bool = False,
     persistent: Collection[str] = (),
+    in_fp32: Collection[str] = (),
 ) -> Layout:
     """Lay out `segments` (the parameters of each) in buckets of at most `bucket_size` elements.
 
@@ -320,7 +333,7 @@ def make_layout(
     segment are one bucket.
 
     `persistent` names the parameters that stay on the device where the others are streamed. They have buckets of
-    their own, the first ones.
+    their own, the first ones. `in_fp32` names those that are fp32 on the device: a bucket has them alone, or none.
 
     Raises TypeError for segments that are no lists of Parameters, ValueError for a bucket size or world below 1,
     for one name declared in two ways, and for a model without a trainable parameter.
@@ -332,7 +345,11 @@ def make_layout(
     for what, value in (("bucket_size", bucket_size), ("world", world)):
         whole(what, value, 1)
     contributors = _contributors(segments)
-    owned = _owned(segments)
+
+    def kind(p: Parameter) -> Kind:
+        return p.state_format if p.trainable else "", p.name in in_fp32
+
+    owned = _owned(segments, kind)
     if not any(p.trainable for own in owned for p in own):
         raise ValueError("no parameter is trainable: set requires_grad=True on at least one")
 
@@ -347,15 +364,16 @@ def make_layout(
             spans, stop = _place(group, offset)
             stop = round_up(stop - offset, quantum) + offset
             deliveries = _deliveries(group, contributors) if group[0].trainable else ()
-            yield Bucket(index, offset, stop, spans, deliveries, stays(group[0]), group[0].state_format)
+            alike = stays(group[0]), group[0].state_format, group[0].name in in_fp32
+            yield Bucket(index, offset, stop, spans, deliveries, *alike)
             offset = stop
 
     def grouped(trained: bool, size: int, within: bool) -> list[list[Parameter]]:
-        kinds = (
+        parts = (
             [[p for p in own if (p.trainable, stays(p)) == (trained, x)] for own in owned]
             for x in (True, False)
         )
-        return [group for kind in kinds for group in _group(kind, contributors, size, within)]
+        return [group for own in parts for group in _group(own, kind, contributors, size, within)]
 
     groups = grouped(True, bucket_size, within_segments)
     return Layout(
@@ -377,10 +395,12 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
     return contributors
 
 
-def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
-    """Each parameter under the first segment that declares it, by state format and group: so runs are few.
+def _owned(
+    segments: Sequence[Sequence[Parameter]], kind: Callable[[Parameter], Kind]
+) -> list[list[Parameter]]:
+    """Each parameter under the first segment that declares it, by kind and group: so runs are few.
 
-    Of a group, matrices come before vectors, and a segment begins with the format that the one before ended with:
+    Of a group, matrices come before vectors, and a segment begins with the kind that the one before ended with:
     so buckets are few, and the same whether an optimizer has a group for vectors or not.
     """
     seen: dict[str, Parameter] = {}
@@ -397,13 +417,13 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
                     "a tied parameter has one shape, trainable flag and optimizer"
                 )
         new.sort(key=lambda p: (p.group, len(p.shape) < 2))
-        formats = {p.name: p.state_format if p.trainable else "" for p in new}
-        owned.append(sorted(new, key=lambda p: formats[p.name], reverse=len(owned) % 2 == 1))
+        owned.append(sorted(new, key=kind, reverse=len(owned) % 2 == 1))
     return owned
 
 
 def _group(
     owned: Sequence[Sequence[Parameter]],
+    kind: Callable[[Parameter], Kind],
     contributors: dict[str, list[int]],
     bucket_size: int,
     within_segments: bool,
@@ -416,7 +436,7 @@ def _group(
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
         """Whether one slot stays enough: no segment in the midst of a bucket may deliver a tied one."""
-        if p.trainable and p.state_format != group[-1].state_format:
+        if kind(p) != kind(group[-1]):
             return False
         if tie(p) or tie(group[-1]):
             return tie(p) == tie(group[-1])

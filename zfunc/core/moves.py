@@ -131,7 +131,7 @@ THINGS: dict[str, Thing] = {
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
     # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.
     "gradient": Thing(
-        lambda x: x.at.shard_bytes(x.b, x.at.delivered_bytes),
+        lambda x: x.at.delivered_bytes(x.b),
         {
             "device": Place(otherwise=lambda x: (x.at.delivered(x.b),)),
             "pinned": Place(("host_slot", "grad_page"), lambda x: (x.at.waiting(x.b),)),
@@ -158,7 +158,7 @@ THINGS: dict[str, Thing] = {
         {"device": Place(("direction_shard",)), "pinned": Place(("host_direction",))},
     ),
     "new parameters": Thing(
-        lambda x: x.at.shard_bytes(x.b, x.spec.element_bytes),
+        lambda x: x.at.shard_bytes(x.b),
         {"pinned": Place(otherwise=_new_params), "device": Place(otherwise=lambda x: (x.at.params(x.b),))},
     ),
 }

@@ -63,7 +63,7 @@ class OpBuilder:
         """Gather the parameters of bucket `b` from all ranks in its slot."""
         slot, fetched = self.at.slot("weight_slot", b), self.spec.params_at(b) != "device"
         reads = (slot if fetched else self.at.params(b), *self._decision_made())
-        nbytes = self.at.shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
+        nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
         return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
 
     def number(self, verb: str, *index: int) -> int:
@@ -152,19 +152,19 @@ class OpBuilder:
         if first and self.spec.settings.stage != 1:
             self.at.rings["grad_slot"].give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
-        nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
+        nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
         return Op("pack", (m, b, s), "compute", (grads,) if first else (grads, into), (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
         """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
         into = self.at.gradient(b)
-        nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
+        nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
         """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
         region = self.at.gradient(b)
-        nbytes = self.at.shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
+        nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
         # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
         reads, writes = (region, *self._decision_made()), (region,)
         if not self.spec.barrier and not self._decided:
@@ -179,13 +179,13 @@ class OpBuilder:
     def square_sum(self, b: int, *, waits: bool) -> Op:
         """Sum the squares of a complete bucket on the device: of its gradient, or of the sum that waits."""
         grad = self.at.waiting(b) if waits else self.at.gradient(b)
-        nbytes = grad.nbytes if waits else self.at.shard_bytes(b, self.spec.element_bytes)
+        nbytes = grad.nbytes if waits else self.at.shard_bytes(b)
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
         total, slot = self.at.sum(b, d), self.at.slot("host_slot", b)
-        nbytes = self.at.shard_bytes(b, self.at.delivered_bytes) + (1 if first else 2) * total.nbytes
+        nbytes = self.at.delivered_bytes(b) + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
@@ -194,7 +194,7 @@ class OpBuilder:
         grad, stays = self.at.gradient(b), self.spec.updated_on_device(b)
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
         moved = into.nbytes if stays else self.at.shard_bytes(b, FP32)  # a slot has room for more
-        nbytes = self.at.shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * moved
+        nbytes = self.at.shard_bytes(b) + (1 if first else 2) * moved
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def join_sums(self, b: int, d: int) -> Op:
@@ -356,7 +356,7 @@ class OpBuilder:
 
     def all_gather(self, b: int) -> Op:
         """Gather the new slices of bucket `b` from all ranks."""
-        nbytes = self.at.shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
+        nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
         params, late = self.at.params(b), (self.at("decision"),) if self.spec.deferred else ()
         return Op("all_gather", (b,), "network", (params, *late), (params,), nbytes=nbytes)
@@ -381,7 +381,7 @@ class OpBuilder:
         and the direction: `momentum` has moved the rest.
         """
         state = self._bytes_of(b, self.spec.state_buffers(b))
-        copied = 0 if self.spec.sends_high_half(b) else self.at.shard_bytes(b, self.spec.element_bytes)
+        copied = 0 if self.spec.sends_high_half(b) else self.at.shard_bytes(b)
         if self.spec.whole_matrices(b):
             return 2 * (state - self._moment_bytes(b)) + self.at.shard_bytes(b, BF16) + copied
         measured = 0 if self.spec.rounds(b) else self._bytes_to_measure(b)

@@ -7,8 +7,9 @@ from typing import Any, TypeVar, cast
 
 from attrs import evolve, field, frozen
 
+from zfunc.core.dtypes import DTYPES, Dtype, Precision
 from zfunc.core.extents import whole_blocks
-from zfunc.core.graph import Lifetime, Region, RegionDtype, Role, Tier
+from zfunc.core.graph import Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, measuring_room
 from zfunc.core.slots import Ring
@@ -26,7 +27,7 @@ class Row:
     nbytes: Callable[[StepSpec, int], int]
     tier: Tier = "device"
     lifetime: Lifetime = "operation"
-    dtype: RegionDtype | None = None
+    dtype: Dtype | None = None
     role: Role | None = None
 
 
@@ -76,14 +77,6 @@ REGIONS: dict[str, Row] = {
     # of a bucket
     "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
     "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
-    # of stage 1; in another a gradient has a slot of a ring
-    "grad_slot": Row(
-        lambda spec, b: spec.layout.buckets[b].numel * spec.element_bytes,
-        "device",
-        "program",
-        "compute",
-        "grad",
-    ),
     "extent": Row(_extent_bytes, "disk", "state", "uint8", "state"),  # its state, or frozen parameters
     "sent": Row(_none, "host"),  # and of a delivery: it orders a collective before the decision
     # of the step
@@ -150,7 +143,7 @@ class Regions:
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
         tier: Tier = "pinned" if spec.params_at(b) != "device" else "device"
-        return Region(buffer, (b,), spec.weight_bytes(b), tier, "state", "compute", "params")
+        return Region(buffer, (b,), spec.weight_bytes(b), tier, "state", spec.dtype(b), "params")
 
     @_once
     def home(self, b: int) -> Region:
@@ -161,7 +154,7 @@ class Regions:
     def spilled(self, b: int) -> Region:
         """A gradient that waits on the disk for its update."""
         lifetime = "state" if self.spec.deferred else "program"
-        nbytes = whole_blocks(self.shard_bytes(b, self.delivered_bytes))
+        nbytes = whole_blocks(self.delivered_bytes(b))
         return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8")
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
@@ -199,7 +192,12 @@ class Regions:
 
     def gradient(self, b: int) -> Region:
         """The flat gradient of a bucket on the device: in a slot, or in stage 1 in a buffer of its own."""
-        return self("grad_slot", b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
+        return self._whole_sum(b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
+
+    @_once
+    def _whole_sum(self, b: int) -> Region:
+        nbytes = self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
+        return Region("grad_slot", (b,), nbytes, "device", "program", self.spec.dtype(b), "grad")
 
     def delivered(self, b: int) -> Region:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
@@ -229,21 +227,24 @@ class Regions:
         """The gradient of a bucket that waits for its update, in memory; in a page if it waits on the disk."""
         return self.slot("grad_page", b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
 
-    @property
-    def delivered_bytes(self) -> int:
-        """Bytes of an element of a gradient that leaves the device."""
-        return FP32 if self.spec.sums_on_device else self.spec.element_bytes
+    def delivered_dtype(self, b: int) -> Precision:
+        """The dtype of a gradient that leaves the device."""
+        return "fp32" if self.spec.sums_on_device else self.spec.dtype(b)
 
-    def shard_bytes(self, b: int, element_bytes: int) -> int:
-        """Bytes of this rank's slice of a bucket."""
-        return self.spec.shard_numel(b) * element_bytes
+    def delivered_bytes(self, b: int) -> int:
+        """Bytes of this rank's slice of a gradient that leaves the device."""
+        return self.shard_bytes(b, DTYPES[self.delivered_dtype(b)].nbytes)
+
+    def shard_bytes(self, b: int, element_bytes: int | None = None) -> int:
+        """Bytes of this rank's slice of a bucket, with elements as its parameters' on the device, or of so many."""
+        return self.spec.shard_numel(b) * (element_bytes or self.spec.element_bytes(b))
 
     @_once
     def waiting(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
         added = self.spec.added(b)
-        nbytes = self.shard_bytes(b, FP32 if added else self.spec.element_bytes)
-        dtype = "fp32" if added else "compute"
+        dtype = "fp32" if added else self.spec.dtype(b)
+        nbytes = self.shard_bytes(b, DTYPES[dtype].nbytes)
         tier: Tier = "device" if self.spec.updated_on_device(b) else "host" if added else "pinned"
         buffer = {"device": "device_sum" if added else "device_grad", "host": "grad_sum"}.get(
             tier, "host_grad"
@@ -288,7 +289,7 @@ class Regions:
         kinds = self.spec.state_buffers(b)
         if b in self.spec.paged:
             kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
-        numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.settings.precision == "bf16" else ""
+        numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.sends_high_half(b) else ""
         staged = self.spec.staged(b)
         tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
         if b in self.spec.resident:
@@ -323,7 +324,7 @@ class Regions:
 
     def written(self, b: int) -> Region:
         """The bytes of a checkpoint for a bucket, as a region that its write makes."""
-        slice_ = self.shard_bytes(b, self.spec.element_bytes)
+        slice_ = self.shard_bytes(b)
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self.saved(b))
         paged = (
             self.spec.extents[b].moved_bytes
@@ -338,17 +339,24 @@ def _rings(at: Regions) -> Iterator[Ring]:
     them in a row have slots of their own."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
 
-    def slots(buffer: str, tier: Tier, dtype: RegionDtype, role: Role | None = None) -> Region:
+    def slots(buffer: str, tier: Tier, dtype: Dtype, role: Role | None = None) -> Region:
         return Region(buffer, (), 0, tier, "program", dtype, role)
 
-    def shards(element_bytes: int, buckets: Iterable[int]) -> dict[int, int]:
+    def shards(element_bytes: int | None, buckets: Iterable[int]) -> dict[int, int]:
         return {b: at.shard_bytes(b, element_bytes) for b in buckets}
+
+    # A slot of parameters, or of gradients in their dtype, serves buckets of one.
+    dtypes: dict[int, Dtype] = {b.index: spec.dtype(b.index) for b in layout.all_buckets}
+    delivered: dict[int, Dtype] = {b: at.delivered_dtype(b) for b in dtypes}
+    usual = spec.settings.precision
 
     # Parameters, sums and states stay in their slots until another item needs one.
     together = [layout.weights_of(s) for s in range(spec.num_segments)]
-    weights = {b.index: b.numel * spec.element_bytes for b in layout.all_buckets if spec.streamed(b.index)}
-    weight_slots = slots("weight_slot", "device", "compute", "params")  # of a segment that uses them
-    yield Ring.reused(weight_slots, weights, together, settings.weight_slots)
+    weights = {
+        b.index: b.numel * spec.element_bytes(b.index) for b in layout.all_buckets if spec.streamed(b.index)
+    }
+    weight_slots = slots("weight_slot", "device", usual, "params")  # of a segment that uses them
+    yield Ring.reused(weight_slots, weights, together, settings.weight_slots, dtypes)
     pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
@@ -362,24 +370,22 @@ def _rings(at: Regions) -> Iterator[Ring]:
     update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
     yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
-    delivered: RegionDtype = "fp32" if spec.sums_on_device else "compute"
-    grad_pages = slots("grad_page", "pinned", delivered, "grad_shard")  # on its way to the disk, or back
-    yield Ring.reused(grad_pages, spilled, [[b] for b in spilled], settings.host_slots)
+    grad_pages = slots("grad_page", "pinned", usual, "grad_shard")  # on its way to the disk, or back
+    yield Ring.reused(grad_pages, spilled, [[b] for b in spilled], settings.host_slots, delivered)
 
     # Gradients pass in the order in which backward completes the buckets.
     backward = reversed(range(layout.first_trainable, spec.num_segments))
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    whole = {b.index: b.numel * spec.element_bytes for b in layout.buckets if settings.stage != 1}
-    yield Ring.passing(slots("grad_slot", "device", "compute", "grad"), whole, completed, settings.grad_slots)
-    landing = shards(at.delivered_bytes, filter(spec.lands, spec.updated_on_host))
-    host_slots = slots("host_slot", "pinned", delivered, "grad_shard")  # as it arrives on the host
-    yield Ring.passing(host_slots, landing, completed, settings.host_slots)
-    sent = shards(spec.element_bytes, (b for b in spec.updated_on_host if spec.params_at(b) == "device"))
-    param_slots = slots(
-        "param_slot", "pinned", "compute", "copy"
-    )  # new ones, before their copy to the device
-    yield Ring.passing(param_slots, sent, [*sent], settings.host_slots)
+    whole = {b.index: b.numel * spec.element_bytes(b.index) for b in layout.buckets if settings.stage != 1}
+    grad_slots = slots("grad_slot", "device", usual, "grad")
+    yield Ring.passing(grad_slots, whole, completed, settings.grad_slots, dtypes)
+    landing = {b: at.delivered_bytes(b) for b in spec.updated_on_host if spec.lands(b)}
+    host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
+    yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered)
+    sent = shards(None, (b for b in spec.updated_on_host if spec.params_at(b) == "device"))
+    param_slots = slots("param_slot", "pinned", usual, "copy")  # new ones, before their copy to the device
+    yield Ring.passing(param_slots, sent, [*sent], settings.host_slots, dtypes)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
     matrices = {b: layout.buckets[b].numel * BF16 for b in spec.matrix_buckets}

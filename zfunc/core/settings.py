@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import product
 from textwrap import fill
@@ -18,7 +19,7 @@ from attrs import evolve, field, fields, fields_dict, frozen
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import Graph
-from zfunc.core.layout import Parameter
+from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
 from zfunc.errors import did_you_mean
@@ -156,6 +157,17 @@ def _persistent(name: str, value: Any) -> int | str:
     return int(value) if value.isdecimal() else value
 
 
+def _globs(name: str, value: Any) -> tuple[str, ...]:
+    """Globs, or a text of some joined by commas."""
+    texts: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name}: got {value!r}, expected globs of names: pass such as '*norm*,*.router'")
+    globs = tuple(glob for text in texts for glob in text.split(",") if text)
+    if "" in globs:
+        raise ValueError(f"{name}: got {value!r}, expected globs joined by commas: leave out the empty one")
+    return globs
+
+
 def _swap(name: str, value: Any) -> tuple[str, ...]:
     """One folder, or several."""
     folders: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
@@ -184,6 +196,17 @@ class StepSettings:
         "Master weights are always fp32; fp16 trains with dynamic loss scaling.",
         tries=("fp32", "bf16"),
         common=True,
+    )
+    fp32_params: tuple[str, ...] = _setting(
+        (),
+        _globs,
+        "how it runs",
+        "parameters that are fp32 on the device in any precision: globs of names, joined by commas",
+        'Such as "*norm*,*.router": their gradients are fp32 too, and their values those of the master. A glob may '
+        "name what comes before a dot. The code of a segment decides how they meet activations of the precision: "
+        "an operation of torch promotes these to fp32, or refuses them.",
+        note=" (default: none)",
+        metavar="GLOB,...",
     )
     schedule: str | Schedule = _setting(
         BY_DEVICE,
@@ -526,6 +549,29 @@ class StepSettings:
                 )
             chosen |= named
         return chosen if self.streams else set()
+
+    def in_fp32(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
+        """The names of the parameters that are fp32 on the device; none apart where the precision is that.
+
+        Raises ValueError for a glob that matches no name.
+
+        >>> parameters = [[Parameter("embed.tok", (500, 8)), Parameter("embed.norm.bias", (8,))]]
+        >>> [sorted(StepSettings(fp32_params=x).in_fp32(parameters)) for x in ("*.norm", "embed,*k")]
+        [['embed.norm.bias'], ['embed.norm.bias', 'embed.tok']]
+        """
+        names = dict.fromkeys(p.name for own in parameters for p in own)
+        chosen: set[str] = set()
+        for glob in self.fp32_params:
+            matched = {x for x in names if fnmatchcase(x, glob) or fnmatchcase(x, f"{glob}.*")}
+            if not matched:
+                hint = did_you_mean(glob, [*names]) or f": pass such as {next(iter(names))!r}"
+                raise ValueError(f"fp32_params: got {glob!r}, expected a glob of names of parameters{hint}")
+            chosen |= matched
+        return chosen if self.precision != "fp32" else set()
+
+    def dtype_of(self, bucket: Bucket) -> Precision:
+        """The dtype of a bucket's parameters and gradients on the device."""
+        return "fp32" if bucket.in_fp32 else self.precision
 
     def check_shares(self, num_segments: int) -> None:
         """Raise ValueError for settings with more values than there are segments."""

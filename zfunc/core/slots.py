@@ -9,21 +9,26 @@ from itertools import accumulate
 
 from attrs import define, evolve, field
 
+from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.errors import PlanError
 
 SizeClass = tuple[Sequence[int], int, int]  # items, the slots they share, and the room of each in bytes
 
+ALIKE: Mapping[int, Dtype] = {}  # items of the dtype of their region
 
-def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
-    """Items in classes of similar size, the largest first: a class has the sizes above half its largest.
 
-    >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40})
+def size_classes(sizes: Mapping[int, int], dtypes: Mapping[int, Dtype]) -> list[list[int]]:
+    """Items in classes of similar size, the largest first: a class has the sizes above half its largest, of one
+    dtype where items have one.
+
+    >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})
     [[0], [2, 1, 4], [3]]
     """
     classes: list[list[int]] = []
-    for item in sorted(sizes, key=lambda x: (-sizes[x], x)):
-        if classes and 2 * sizes[item] > sizes[classes[-1][0]]:
+    for item in sorted(sizes, key=lambda x: (dtypes.get(x, ""), -sizes[x], x)):
+        first = classes[-1][0] if classes else item
+        if classes and 2 * sizes[item] > sizes[first] and dtypes.get(item) == dtypes.get(first):
             classes[-1].append(item)
         else:
             classes.append([item])
@@ -34,12 +39,14 @@ def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
 class Ring:
     """Slots that items have in turn: the next one given is that of the item's class that was used longest ago.
 
-    A slot is the `region` with its number and room; one that is not kept has no memory, and only counts.
+    A slot is the `region` with its number and room, and the dtype of its items; one that is not kept has no memory,
+    and only counts.
     """
 
     region: Region
     classes: Sequence[SizeClass]
     stays: bool  # an item that has a slot is not given another
+    dtypes: Mapping[int, Dtype] = ALIKE  # by item, where they are not all of the region's
     _by_use: list[list[Region]] = field(init=False, factory=list[list[Region]])  # of each class, oldest first
     _class_of: dict[int, list[Region]] = field(init=False, factory=dict[int, list[Region]])
     _held: dict[int, Region] = field(init=False, factory=dict[int, Region])
@@ -47,13 +54,19 @@ class Ring:
     def __attrs_post_init__(self) -> None:
         for items, count, room in self.classes:
             numbers = range(n := sum(map(len, self._by_use)), n + count)
-            nbytes = room if self.region.kept else 0
-            self._by_use.append([evolve(self.region, index=(k,), nbytes=nbytes) for k in numbers])
-            self._class_of |= dict.fromkeys(items, self._by_use[-1])
+            nbytes, dtype = room if self.region.kept else 0, self.dtypes.get(items[0], self.region.dtype)
+            slots = [evolve(self.region, index=(k,), nbytes=nbytes, dtype=dtype) for k in numbers]
+            self._by_use.append(slots)
+            self._class_of |= dict.fromkeys(items, slots)
 
     @classmethod
     def reused(
-        cls, region: Region, sizes: Mapping[int, int], groups: Iterable[Sequence[int]], depth: int
+        cls,
+        region: Region,
+        sizes: Mapping[int, int],
+        groups: Iterable[Sequence[int]],
+        depth: int,
+        dtypes: Mapping[int, Dtype] = ALIKE,
     ) -> "Ring":
         """Slots for items that are used again, with room for `depth` of the `groups` that are in use together.
 
@@ -62,13 +75,20 @@ class Ring:
         [[0], [1], [2], [], [], [0]]
         """
         groups, classes = [*groups], list[SizeClass]()
-        for items in size_classes(sizes):
+        for items in size_classes(sizes, dtypes):
             together = max(len({*items}.intersection(group)) for group in groups)
             classes.append((items, min(len(items), depth * together), sizes[items[0]]))
-        return cls(region, classes, stays=True)
+        return cls(region, classes, stays=True, dtypes=dtypes)
 
     @classmethod
-    def passing(cls, region: Region, sizes: Mapping[int, int], order: Sequence[int], depth: int) -> "Ring":
+    def passing(
+        cls,
+        region: Region,
+        sizes: Mapping[int, int],
+        order: Sequence[int],
+        depth: int,
+        dtypes: Mapping[int, Dtype] = ALIKE,
+    ) -> "Ring":
         """Slots for items that pass through in this `order`; any `depth` in a row have different ones.
 
         Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
@@ -80,15 +100,17 @@ class Ring:
         order = [*order]
         order *= -(-depth // max(1, len(order)))  # they pass again, with the next micro-batch
         cheapest: list[tuple[int, list[SizeClass]]] = [(0, [])]
-        classes = size_classes(sizes)
+        classes = size_classes(sizes, dtypes)
         for stop in range(1, len(classes) + 1):
             found: list[tuple[int, list[SizeClass]]] = []
             for start, (before, chosen) in enumerate(cheapest):
                 items = [x for joined in classes[start:stop] for x in joined]
+                if dtypes.get(items[0]) != dtypes.get(items[-1]):
+                    continue
                 count, room = _most_in_a_row({*items}, order, depth), sizes[items[0]]
                 found.append((before + count * room, [*chosen, (items, count, room)]))
             cheapest.append(min(found, key=lambda x: x[0]))
-        return cls(region, cheapest[-1][1], stays=False)
+        return cls(region, cheapest[-1][1], stays=False, dtypes=dtypes)
 
     def __contains__(self, item: int) -> bool:
         return item in self._class_of

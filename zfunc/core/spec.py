@@ -7,7 +7,7 @@ from typing import Any, Literal
 from attrs import field, frozen, validators
 
 from zfunc.core.display import brief
-from zfunc.core.dtypes import DTYPES
+from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
@@ -116,10 +116,13 @@ class StepSpec:
                     "zfunc.core.bucketing"
                 )
 
-    @property
-    def element_bytes(self) -> int:
-        """The size of a parameter and of a gradient on the device."""
-        return DTYPES[self.settings.precision].nbytes
+    def dtype(self, b: int) -> Precision:
+        """The dtype of the parameters of bucket `b`, trainable or frozen, and of their gradients on the device."""
+        return self.settings.dtype_of(self.layout.all_buckets[b])
+
+    def element_bytes(self, b: int) -> int:
+        """The size of a parameter of bucket `b`, and of its gradient, on the device."""
+        return DTYPES[self.dtype(b)].nbytes
 
     @property
     def barrier(self) -> bool:
@@ -181,7 +184,7 @@ class StepSpec:
     def _extent(self, b: int) -> Extent:
         numel = self.shard_numel(b)
         if b >= len(self.layout.buckets):
-            frozen_parameters = [(FROZEN, numel * self.element_bytes)]
+            frozen_parameters = [(FROZEN, numel * self.element_bytes(b))]
             here = self.params_at(b) == "disk"
             moved, others = (frozen_parameters, ()) if here else ([], frozen_parameters)
             if b in self.frozen_masters:
@@ -189,7 +192,7 @@ class StepSpec:
             return Extent.of(moved, others, generations=1)  # the first commit has all of them
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
         if self.params_at(b) == "disk" and self.writes_params_apart(b):
-            parts.append((PARAMS, numel * self.element_bytes))
+            parts.append((PARAMS, numel * self.element_bytes(b)))
         in_memory = (
             {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
         )
@@ -201,7 +204,7 @@ class StepSpec:
 
     def sends_high_half(self, b: int) -> bool:
         """Whether the high half of the master of bucket `b` is the device's copy."""
-        return self.settings.precision == "bf16" and any(x.name == HIGH_HALF for x in self.state_buffers(b))
+        return self.dtype(b) == "bf16" and any(x.name == HIGH_HALF for x in self.state_buffers(b))
 
     @cached_property
     def first_on_disk(self) -> int | None:
@@ -290,8 +293,8 @@ class StepSpec:
         layout = self.layout
 
         def of(s: int, names: frozenset[str]) -> int:
-            spans = (x for b in layout.buckets_of(s) for x in layout.buckets[b].spans if x.name in names)
-            return sum(round_up((x.stop - x.start) * self.element_bytes, ALLOCATION) for x in spans)
+            spans = ((b, x) for b in layout.buckets_of(s) for x in layout.buckets[b].spans if x.name in names)
+            return sum(round_up((x.stop - x.start) * self.element_bytes(b), ALLOCATION) for b, x in spans)
 
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
 
@@ -357,7 +360,9 @@ class StepSpec:
 
     def weight_bytes(self, b: int) -> int:
         """Bytes of the parameters of bucket `b`, trainable or frozen, or of the slice of them that a rank keeps."""
-        return self.layout.all_buckets[b].numel // (self.world if self.sharded(b) else 1) * self.element_bytes
+        return (
+            self.layout.all_buckets[b].numel // (self.world if self.sharded(b) else 1) * self.element_bytes(b)
+        )
 
     def shard_numel(self, b: int) -> int:
         """The elements of a rank's slice of bucket `b`, trainable or frozen."""

@@ -21,6 +21,14 @@ Passed = Tensor | tuple[Tensor, Tensor]
 """Hidden states [batch, seq, hidden]; for sequences of several documents, with position_ids [batch, seq]."""
 
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm in the precision of its weight, which may be fp32 beside activations in 16 bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden], in the dtype of the input."""
+        return super().forward(input.to(self.weight.dtype)).to(input.dtype)
+
+
 class Embed(nn.Module):
     """Token plus learned position embedding, then dropout: int64 [batch, seq] -> [batch, seq, hidden].
 
@@ -64,10 +72,10 @@ class Block(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        self.ln_1 = nn.LayerNorm(hidden, device="meta")
+        self.ln_1 = LayerNorm(hidden, device="meta")
         self.qkv = nn.Linear(hidden, 3 * hidden, device="meta")
         self.attn_out = nn.Linear(hidden, hidden, device="meta")
-        self.ln_2 = nn.LayerNorm(hidden, device="meta")
+        self.ln_2 = LayerNorm(hidden, device="meta")
         self.up = nn.Linear(hidden, 4 * hidden, device="meta")
         self.down = nn.Linear(4 * hidden, hidden, device="meta")
         _materialise(self)
@@ -109,7 +117,7 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_f = nn.LayerNorm(config.hidden_size, device="meta")
+        self.ln_f = LayerNorm(config.hidden_size, device="meta")
         self.out = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         _materialise(self)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import ALLOCATION, SegmentCost, StepSpec
@@ -46,17 +47,30 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
 
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
-    """The costs of a GPT with one rank's batch of `rows`, known without a trace.
+    """The costs of a GPT with one rank's batch of `rows`, known without a trace unless some parameters are in fp32
+    beside others in 16 bits.
 
     They are asked for under settings, and the last segment, whose backward comes next, never recomputes. Raises
     ValueError then for a GPT with dropout.
     """
 
-    def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, _grouped: bool) -> StepCosts:
+    @cache
+    def traced() -> SegmentCosts:
+        import torch
+
+        from zfunc.models.gpt import gpt_segments
+        from zfunc.planner.traced_costs import traced_costs
+
+        tokens = torch.empty((rows, config.seq_length), dtype=torch.int64, device="meta")
+        return traced_costs(gpt_segments(config), (tokens, tokens), optimizer, world)
+
+    def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         if config.dropout:
             raise ValueError(f"dropout: got {config.dropout}, expected 0: pass the segments to zfunc.plan")
+        if any(x.in_fp32 for x in spec.layout.all_buckets):  # the table's parameters have the precision
+            return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
-        sizes = {**_sizes(config), "T": tokens, "e": spec.element_bytes}
+        sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
         recompute, compiled, moving = passes_key(settings)
 
         @cache  # blocks are alike

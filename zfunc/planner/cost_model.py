@@ -118,7 +118,7 @@ class CostModel:
 
     def _traced(self, settings: StepSettings) -> StepSpec:
         """A spec with the costs of segments that all recompute the same."""
-        key = (settings.precision, settings.micro_batches, *passes_key(settings))
+        key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings)
         if key not in self._costs:
             on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
             self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)

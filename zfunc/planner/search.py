@@ -177,14 +177,15 @@ def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes
 
 def most_persistent(step: PlannedStep) -> int:
     """The most elements of a parameter if those of no more stay on the device and fit it; 0 if all of them do."""
-    capacity = step.hardware.memory.get("device")
-    sizes = sorted({p.name: p.numel for own in step.spec.layout.parameters for p in own}.values())
+    capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
-    free = (capacity - step.memory["device"]) // step.spec.element_bytes
-    if sum(sizes) <= free:
+    spans = sorted((x.numel, spec.element_bytes(b.index)) for b in spec.layout.all_buckets for x in b.spans)
+    sizes, ends = [n for n, _ in spans], [*accumulate(n * nbytes for n, nbytes in spans)]
+    free = capacity - step.memory["device"]
+    if ends[-1] <= free:
         return 0  # without `params_on`, nothing has to be streamed
-    whole = [size for size, total in zip(sizes, accumulate(sizes), strict=True) if total <= free]
+    whole = [size for size, end in zip(sizes, ends, strict=True) if end <= free]
     # Of equal sizes all stay, or none.
     return max((x for x in whole if whole.count(x) == sizes.count(x)), default=0)
 

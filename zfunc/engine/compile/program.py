@@ -87,7 +87,7 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of parameters and gradients on the device."""
+        """The dtype of the precision: of inputs, and of most parameters and gradients, on the device."""
         return TORCH_DTYPES[self.settings.precision]
 
 
@@ -171,9 +171,7 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
     A collective where some of these are on the disk: ranks that make one step need new ones together.
     """
     staging = program.cache.staging
-    allocate = partial(
-        allocate_regions, dtype=program.dtype, device=program.device, folders=program.settings.swap
-    )
+    allocate = partial(allocate_regions, device=program.device, folders=program.settings.swap)
     if not staging:
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies

@@ -25,6 +25,7 @@ from zfunc.runtime.executor import prepare_plan
 
 T = TypeVar("T")
 
+SHOWN = 3  # names in an error
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
 NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what to use instead
     "does not require grad and does not have a grad_fn": (
@@ -153,7 +154,7 @@ def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[li
     for s, call in enumerate(program.calls):
         leaves, structure = tree_flatten(x)
         _check_inputs(program, s, leaves)
-        key = id(call.passes), structure, layouts(leaves)
+        key = id(call.passes), structure, layouts(leaves), _dtypes(program, s)
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
         traces.append(seen[key])
@@ -181,18 +182,41 @@ def _fake(program: Program, t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
 
 
+def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
+    """The dtype of each parameter of segment `s` on the device."""
+    in_fp32 = {x.name for bucket in program.layout.all_buckets if bucket.in_fp32 for x in bucket.spans}
+    return tuple(
+        torch.float32 if p.name in in_fp32 else program.dtype for p in program.segments[s].parameters
+    )
+
+
+def _mixed(program: Program, s: int) -> str:
+    """Advice where some parameters are in fp32 beside others of the precision."""
+    if not any(x.in_fp32 for x in program.layout.all_buckets):
+        return ""
+    own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
+    names = [repr(p.name) for p, dtype in own if dtype != program.dtype] or ["none of its parameters"]
+    kept = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+    given = ",".join(program.settings.fp32_params)
+    return (
+        f" (fp32_params={given!r} keeps {kept} in fp32: let the code of the segment cast what meets them, or the "
+        "segment below what it returns; or leave names out)"
+    )
+
+
 def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Trace:
     segment, call, device = program.segments[s], program.calls[s], program.device
+    dtypes = _dtypes(program, s)
     values = {
-        short: torch.empty(p.shape, dtype=program.dtype, device="meta")
-        for short, p in zip(segment.short, segment.parameters, strict=True)
+        short: torch.empty(p.shape, dtype=dtype, device="meta")
+        for short, p, dtype in zip(segment.short, segment.parameters, dtypes, strict=True)
     }
     fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
     weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
         """The segment's output, which is checked once for each layout of its input."""
-        known, key = program.cache.checked, (segment.name, program.dtype, layouts(tree_leaves(inputs)))
+        known, key = program.cache.checked, (segment.name, dtypes, layouts(tree_leaves(inputs)))
         if key not in known:
             params = {**weights.trained, **weights.fixed}
             y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
@@ -229,5 +253,5 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(inputs)]
         raise ValueError(
             f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{_mixed(program, s)}"
         ) from error

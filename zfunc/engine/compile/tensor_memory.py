@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, run_fallback_kernel
 from torch.utils._pytree import tree_flatten
 
 aten = torch.ops.aten
-OWN_STRIDES = {  # operations whose kernels return other strides than torch's fake ones
+OWN_STRIDES = {  # operations whose kernels return other strides or types than torch's fake ones
     aten._batch_norm_with_update.default,
     aten._log_softmax_backward_data.default,
     aten._native_batch_norm_legit.default,
@@ -25,6 +25,7 @@ OWN_STRIDES = {  # operations whose kernels return other strides than torch's fa
     aten.native_batch_norm.default,
     aten.native_batch_norm_backward.default,
     aten.native_dropout_backward.default,
+    aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.normal.Tensor_Tensor,
     aten.pow.Scalar,
@@ -35,6 +36,12 @@ OWN_STRIDES = {  # operations whose kernels return other strides than torch's fa
     aten.special_xlog1py.default,
     aten.xlogy.Tensor,
 }
+PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+}  # of matrices of one type
 # Their fake kernels return one tensor twice; what torch caches of them has two, so a second trace would need more.
 UNCACHED = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
 MOST_RUN = 1 << 22  # elements of what a kernel is run on while a segment is traced
@@ -54,6 +61,10 @@ class FakeTensors(FakeTensorMode):
                 return super().dispatch(func, types, args, kwargs)
             finally:
                 self.cache_enabled = enabled
+        if func in PRODUCTS and len(found := {t.dtype for t in args if isinstance(t, Tensor)}) > 1:
+            raise RuntimeError(
+                f"{func}: got matrices of {' and '.join(sorted(map(str, found)))}, expected one type"
+            )
         flat, spec = tree_flatten((args, kwargs or {})) if func in OWN_STRIDES else ([], None)
         tensors = [t for t in flat if isinstance(t, Tensor)]
         small = sum(t.numel() for t in tensors) <= MOST_RUN

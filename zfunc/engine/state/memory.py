@@ -165,12 +165,12 @@ class StateOnDisk:
         return [as_bytes(flat[x.start : x.stop]) for x in self.extent.parts if x.name in names]
 
 
-def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:
-    """The state of each bucket in `swap`; `dtype` is that of parameters on the device."""
+def states_on_disk(spec: StepSpec, swap: SwapSpace) -> dict[int, StateOnDisk]:
+    """The state of each bucket in `swap`."""
 
     def dtypes(b: int) -> dict[str, torch.dtype]:
         kinds = spec.state_buffers(b) if b < len(spec.layout.buckets) else ()
-        own = {PARAMS: dtype, FROZEN: dtype, MASTER: torch.float32}
+        own = {**dict.fromkeys((PARAMS, FROZEN), TORCH_DTYPES[spec.dtype(b)]), MASTER: torch.float32}
         return own | {x.name: TORCH_DTYPES[x.dtype] for x in kinds}
 
     return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in spec.swapped.items()}
@@ -226,9 +226,9 @@ HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot}  # by role; of 
 
 
 def allocate_regions(
-    regions: Iterable[Region], dtype: torch.dtype, device: torch.device, folders: Sequence[str]
+    regions: Iterable[Region], device: torch.device, folders: Sequence[str]
 ) -> dict[Region, Any]:
-    """Zeroed memory, one allocation for each buffer and tier; `dtype` is that of parameters on the device.
+    """Zeroed memory, one allocation for each buffer and tier, whose regions may be of different dtypes.
 
     What is on the disk has room in files of its own in `folders`.
     """
@@ -240,19 +240,19 @@ def allocate_regions(
     )
     for group in (group for (_, tier), group in groups.items() if tier != "disk"):
         first, *_ = group = sorted(group, key=lambda r: r.index)
-        element = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
-        ends = [0, *accumulate(r.nbytes // element.itemsize for r in group)]
-        flat = _allocate_flat(first, ends[-1], element, device)
+        ends = [0, *accumulate(r.nbytes for r in group)]
+        flat = _allocate_flat(first, ends[-1], device)
         holder = HOLDERS.get(first.role or "", lambda part: part)
-        memory |= {r: holder(flat[a:b]) for r, (a, b) in zip(group, pairwise(ends), strict=True)}
+        for r, (start, stop) in zip(group, pairwise(ends), strict=True):
+            memory[r] = holder(flat[start:stop].view(TORCH_DTYPES[r.dtype or "uint8"]))
     return memory
 
 
-def _allocate_flat(r: Region, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One allocation for regions like `r`."""
+def _allocate_flat(r: Region, nbytes: int, device: torch.device) -> Tensor:
+    """One allocation for regions like `r`, as bytes."""
     # Updated by the host kernel.
     on_host = r.tier != "device" or (r.role == "state" and not on_accelerator(device))
     if not on_host:
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None
-    return alloc_host(numel, dtype, pinned_for=pinned_for)
+    return alloc_host(nbytes, torch.uint8, pinned_for=pinned_for)

@@ -17,7 +17,7 @@ from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, stored_buffers
-from zfunc.core.spec import FROZEN
+from zfunc.core.spec import FROZEN, StepSpec
 from zfunc.engine.state.state import Buffers
 from zfunc.engine.state.weights import begin_averages
 from zfunc.errors import CheckpointError
@@ -101,17 +101,19 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
                 into.copy_(values.view(into.shape))
 
 
-def rounded_buckets(manifest: Manifest, layout: Layout, precision: Dtype) -> frozenset[int]:
-    """The frozen buckets with weights that the checkpoint has in another type than `precision`, if that rounds."""
+def rounded_buckets(manifest: Manifest, spec: StepSpec) -> frozenset[int]:
+    """The frozen buckets with weights that the checkpoint has in another type than a step reads, if that rounds."""
 
-    def rounded(entry: ParameterEntry) -> bool:
+    def rounded(entry: ParameterEntry, dtype: Dtype) -> bool:
         pieces = entry.pieces.get(FROZEN, ())
-        return entry.trainable or any(
-            manifest.tensor(x).dtype != DTYPES[precision].safetensors for x in pieces
-        )
+        return entry.trainable or any(manifest.tensor(x).dtype != DTYPES[dtype].safetensors for x in pieces)
 
-    buckets = layout.frozen_buckets if precision != "fp32" else ()
-    return frozenset(x.index for x in buckets if any(rounded(manifest.by_name[s.name]) for s in x.spans))
+    typed = ((x, spec.dtype(x.index)) for x in spec.layout.frozen_buckets)
+    return frozenset(
+        x.index
+        for x, dtype in typed
+        if dtype != "fp32" and any(rounded(manifest.by_name[s.name], dtype) for s in x.spans)
+    )
 
 
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:

@@ -102,8 +102,7 @@ def save(
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
-    kept_in: Dtype = program.settings.precision
-    frozen = {x.index: kept_in for x in program.layout.frozen_buckets}
+    frozen: dict[int, Dtype] = {x.index: program.settings.dtype_of(x) for x in program.layout.frozen_buckets}
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")
     snapshot = Snapshot(
         layout=program.layout,
@@ -165,7 +164,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
         return _resume_swap(program)
     for folder in _folders(path, ranks):
         checkpoint = all_or_none(ranks, partial(_open, folder, program, strict=strict))
-        masters = rounded_buckets(checkpoint.manifest, program.layout, program.settings.precision)
+        masters = rounded_buckets(checkpoint.manifest, program.spec)
         if buffers is None or buffers.masters != masters:
             buffers = None  # before others are allocated
             buffers = all_or_none(ranks, partial(allocate_state, program, "load", masters=masters))

@@ -252,15 +252,14 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
 
 def allocate(
     spec: StepSpec,
-    dtype: torch.dtype,
     device: torch.device,
     swap: SwapSpace | None,
     folders: Sequence[str],
 ) -> Buffers:
     """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`."""
     layout, regions = spec.layout, [*Regions(spec).state()]
-    memory = allocate_regions((r for r in regions if r.buffer != "extent"), dtype, device, folders)
-    on_disk = {} if swap is None else states_on_disk(spec, swap, dtype)
+    memory = allocate_regions((r for r in regions if r.buffer != "extent"), device, folders)
+    on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
     weights: dict[int, Flat] = {r.index[0]: flat for r, flat in memory.items() if r.role == "params"}
     for b, flat in weights.items():

@@ -18,6 +18,7 @@ from zfunc.core.spec import PARAMS
 from zfunc.engine.state.memory import Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
 from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 def weights(op: Op, mem: Memory, step: StepContext) -> None:
@@ -38,7 +39,8 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
 
 def weights_in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
     """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
-    return page.view(step.dtype)[: step.layout.all_buckets[b].numel // step.ranks.world]
+    bucket = step.layout.all_buckets[b]
+    return page.view(TORCH_DTYPES[step.settings.dtype_of(bucket)])[: bucket.numel // step.ranks.world]
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:

@@ -45,7 +45,7 @@ class StepContext:
     factors: Mapping[str, Any]  # of the optimizer, for that update
     loss_scale: float
     settings: StepSettings
-    dtype: torch.dtype  # of parameters and gradients on the device
+    dtype: torch.dtype  # of floating-point inputs on the device
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
