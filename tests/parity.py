@@ -323,14 +323,21 @@ def begun(program: Program) -> State:
 
 
 def steps(
-    program: Program, batch: Callable[..., Any], state: State, stop: int = STEPS, **step: Any
+    program: Program,
+    batch: Callable[..., Any],
+    state: State,
+    stop: int = STEPS,
+    *,
+    between: Callable[[Program, State], Any] = lambda *_: None,
+    **step: Any,
 ) -> tuple[State, list[Any]]:
-    """Train on until so many batches have been seen, and what the steps told."""
+    """Train on until so many batches have been seen, and what the steps told; `between` is called after each."""
     rank, told = program.ranks.rank, list[Any]()
     while state.batches < stop:
         state, m = zfunc.train_step(program, state, batch(state.batches, rank), **step)
         assert m.skipped or m.lr == program.optimizer.factors(m.step)["lr"]
         told.append((m.loss, m.grad_norm, m.skipped, m.loss_scale, m.aux))
+        between(program, state)
     return state, told
 
 

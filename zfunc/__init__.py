@@ -35,12 +35,14 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.engine.compile.segment import Segment as Segment
     from zfunc.engine.compile.segment import segment as segment
     from zfunc.engine.state.init import init as init
+    from zfunc.engine.state.release import release as release
     from zfunc.engine.state.save_load import load as load
     from zfunc.engine.state.save_load import save as save
     from zfunc.engine.step.evaluate import apply as apply
     from zfunc.engine.step.evaluate import buffers as buffers
     from zfunc.engine.step.evaluate import evaluate as evaluate
     from zfunc.engine.step.evaluate import params as params
+    from zfunc.engine.step.evaluate import weights as weights
     from zfunc.engine.step.flush import flush as flush
     from zfunc.engine.step.train_step import train_step as train_step
     from zfunc.errors import AbandonedCalls as AbandonedCalls

@@ -12,10 +12,14 @@ import torch
 from device_training import compiled, train, weights_of
 from parity import (
     Row,
+    begun,
     own_format,  # noqa: F401
     plain,
+    programs,
+    result,
     results,
     rows,
+    steps,
     varied,
 )
 from small_models import MODELS, Loss
@@ -59,6 +63,71 @@ def test_no_way_of_training_changes_a_bit(device: str, row: Row, tmp_path: Path)
     (expected,) = plain(row.numbers, row.job, device=device)
     (got,) = results(row, {**given, "device": device}, **step)
     assert got.same(expected), (given, step)
+
+
+EMPTIED = [
+    Row("fp32", "half on the device", "odd sizes"),  # constants, averages, frozen parameters
+    Row("bf16, clipped in part, 16 bits", "deferred", "norms"),  # module buffers
+    Row("fp32 in 2, clipped, 8 bits", "a third on the host", "frozen below"),
+    Row("fp16 in 2", "from the host", "pairs"),
+    Row("a split master", "half of the activations on the host", "tied GPT"),
+    Row("bf16 in 3, clipped", "half of the state on the disk", "odd sizes"),
+    Row("whole parameters, 8 bits", "on the device", "odd sizes"),
+    Row("bf16 in 2, 16 bits", "stage 3", "GPT with dropout"),
+    Row(
+        "bf16, clipped in part, 16 bits", "updated on the device, from the host", "odd sizes"
+    ),  # and a gradient that waits
+    Row("bf16, some in fp32, 8 bits", "half on the device", "odd sizes"),
+]
+
+
+@pytest.mark.parametrize("row", EMPTIED, ids=str)
+def test_a_released_state_leaves_nothing_on_the_device(device: str, row: Row, tmp_path: Path) -> None:
+    """No byte on the pretend device, after any step, an evaluation and a save; and the next step has its bits."""
+    given = {**row.given(tmp_path / "swap"), "device": device}
+    (program,), batch = programs(row, given)
+    sizes = set[int]()
+
+    def between(program: Any, state: Any) -> None:
+        gc.collect()  # what others left
+        if state.batches == 2:
+            zfunc.evaluate(program, zfunc.release(program, state), batch(9, 0))
+        sizes.add(torch.accelerator.memory_allocated())
+        zfunc.release(program, state)
+        assert torch.accelerator.memory_allocated() <= LIBRARIES[device]
+        if state.batches == 3:
+            zfunc.save(tmp_path / "saved", program, state)
+            zfunc.release(program, state)
+
+    got = result(program, batch, *steps(program, batch, begun(program), between=between))
+    assert len(sizes) == 1
+    (never,) = results(row, {**row.given(tmp_path / "another swap"), "device": device})
+    assert got.same(never)
+
+
+@pytest.mark.parametrize("way", [{}, {"params_on": "host"}, {"stage": 3, "offload_ratio": 0.5}])
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp32"])
+def test_weights_are_handed_over_with_one_tensor_beside_the_model(
+    device: str, way: dict[str, Any], dtype: Any
+) -> None:
+    """Those that are on the device take nothing; to the byte on the pretend device."""
+    program, _ = compiled("odd sizes", device, precision="bf16", moments="8bit", **way)
+    state = zfunc.init(program, seed=1)
+    expected = zfunc.params(program, state)
+    before, copied = torch.accelerator.memory_allocated(), dtype is not None or "params_on" in way
+    weights = zfunc.weights(program, state, dtype=dtype)
+    torch.accelerator.reset_peak_memory_stats()
+    while item := next(weights, None):
+        name, t = item
+        assert t.device.type == device
+        assert torch.equal(t.cpu(), expected.pop(name).to(t.dtype))
+        own = -(-t.nbytes // 512) * 512 * copied
+        assert torch.accelerator.max_memory_allocated() - before <= own
+        del item, t
+        assert torch.accelerator.memory_allocated() == before
+        torch.accelerator.reset_peak_memory_stats()
+    assert not expected
+    assert {t.device.type for _, t in zfunc.weights(program, state, dtype=dtype, device="cpu")} == {"cpu"}
 
 
 @pytest.mark.gpu  # the kernels of the pretend device are the CPU's

@@ -1,17 +1,23 @@
 """What a device does wrong is noticed, named, and hides nothing: errors, hangs, too little memory."""
 
 import gc
+import inspect
 import re
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from device_training import compiled
+from device_training import compiled, weights_of
 
 import zfunc
+from zfunc.engine.compile import program as programs
 from zfunc.engine.compile.specialize import specialize
-from zfunc.errors import ExecutionError, LaneTimeout, OutOfMemory
+from zfunc.engine.state import release as releasing
+from zfunc.engine.state.state import Buffers
+from zfunc.errors import DonatedStateError, ExecutionError, LaneTimeout, OutOfMemory
 
 BLOCK = 512  # bytes that an allocation is rounded to
 
@@ -122,3 +128,75 @@ def test_too_little_memory_is_predicted_and_happens_where_the_plan_says(
     with pytest.raises(ExecutionError, match="out of memory") as failure:
         zfunc.train_step(program, state, batch)
     assert str(failure.value).startswith(f"{peak.op} on lane")
+
+
+def interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Whether `call` was interrupted before it ran this line of those that release a State, or take it back."""
+    passed, skipped = 0, inspect.getsourcelines(releasing)[0]
+    watched = {releasing.__file__, Buffers.place.__code__, programs.staging_buffers.__code__}
+    watched.add(Buffers.drop.__code__)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal passed
+        code = frame.f_code
+        if not {code, code.co_filename} & watched:
+            return None
+        leaves = code.co_filename == releasing.__file__ and "with " in skipped[frame.f_lineno - 1]
+        if event == "line" and not leaves:  # Python itself leaves no `with` there
+            passed += 1
+            if passed == line:
+                raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(former)
+    return False
+
+
+@pytest.mark.parametrize("way", ["release", "evaluate"])
+def test_an_interrupted_release_or_return_loses_nothing(controls: Any, way: str) -> None:
+    """At any line: then the State is used as it is, or released again, with the bits of one that never was."""
+    program, data = compiled("odd sizes", "pretend", offload_ratio=0.5, clip_norm=1.0)
+    state, _ = zfunc.train_step(program, zfunc.init(program, seed=1), data(0))
+    expected = zfunc.evaluate(program, state, data(9)), weights_of(program, state)
+    line, interrupted = 0, True
+    while interrupted:
+        line += 1
+        if way == "evaluate":
+            zfunc.release(program, state)
+        interrupted = interrupted_at(
+            line, lambda: getattr(zfunc, way)(program, state, *[data(9)] * (way == "evaluate"))
+        )
+        if line % 2:
+            zfunc.release(program, state)
+            assert torch.accelerator.memory_allocated() == 0
+        assert zfunc.evaluate(program, state, data(9)) == expected[0]
+        assert torch.equal(weights_of(program, state), expected[1])
+    assert line > 20
+    zfunc.train_step(program, state, data(1))
+
+
+def test_what_was_lent_and_not_given_back_is_refused_until_it_is(controls: Any) -> None:
+    program, data = compiled("odd sizes", "pretend", offload_ratio=0.5)
+    state = zfunc.init(program, seed=1)
+    expected, before = zfunc.evaluate(program, state, data(9)), torch.accelerator.memory_allocated()
+    zfunc.release(program, state)
+    assert torch.accelerator.memory_allocated() == 0
+    controls.set_capacity(0, before - 512)
+    for _ in range(2):
+        with pytest.raises(
+            OutOfMemory, match=r"^apply: needs [\d,]+ bytes of device memory for what was rel"
+        ):
+            zfunc.evaluate(program, state, data(9))
+        assert torch.accelerator.memory_allocated() == 0
+    controls.set_capacity(0, 1 << 30)
+    assert zfunc.evaluate(program, state, data(9)) == expected
+    zfunc.train_step(program, state, data(0))
+    with pytest.raises(DonatedStateError, match=r"^release: got a state that an earlier train_step consumed"):
+        zfunc.release(program, state)

@@ -109,6 +109,11 @@ PRINTS: dict[str, list[str]] = {
         r"^in memory +(first loss \d\.\d+  last \d\.\d+)  same bits: True$\n"
         r"state on the disk +\1  same bits: True$\neverything +\1  same bits: True$",
     ],
+    "11_train_and_generate.py": [
+        r"^   0 .*%  +([\d,]+) +([\d,]+)$" + r"\n +\d+ .*% +\1 +\2$" * 19,
+        r"^same bits as without generating: True$",
+        r"^ReleaseCost\(bytes_out=\d+, bytes_back=\d+, ",
+    ],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have

@@ -24,6 +24,7 @@ from parity import (
     NUMBERS,
     WAYS,
     Momentum,
+    Result,
     Row,
     begun,
     is_matrix,
@@ -46,11 +47,15 @@ import zfunc
 from zfunc import schedules
 from zfunc.checkpoint.export import export_weights
 from zfunc.core.layout import Parameter
+from zfunc.core.regions import Regions
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.program import rescheduled
+from zfunc.engine.compile.program import Program, rescheduled
 from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.state import State
 from zfunc.engine.state.swap_state import close_swap
+from zfunc.engine.state.weights import segment_weights
+from zfunc.engine.step.stages import STAGES
 from zfunc.errors import DonatedStateError
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
@@ -150,6 +155,103 @@ def test_ranks_that_have_the_same_rows_make_the_bits_of_one(row: Row, tmp_path: 
     (alone,) = plain_way(row.numbers, "odd sizes", alike=True)
     for mine in results(row, row.given(tmp_path), alike=True, debug=True):
         assert mine.same(alone)
+
+
+RELEASED = [
+    *SOURCES,
+    Row("fp32 in 2, clipped, 8 bits", "deferred", "norms on 2"),
+    Row("bf16 in 2, 16 bits", "half on the device", "frozen below on 2"),
+    Row("a split master", "stage 3", "odd sizes on 2"),
+    Row("groups, 8 bits", "stage 3, horizontal", "odd sizes on 3"),
+]
+
+
+@pytest.mark.parametrize("row", RELEASED, ids=str)
+def test_a_released_state_goes_on_to_the_bit(row: Row, tmp_path: Path) -> None:
+    """Released by some ranks twice, by others not; then saved, evaluated by one of them, or trained on."""
+
+    def between(program: Program, state: State) -> None:
+        rank, n = program.ranks.rank, state.batches
+        for _ in range((n + rank) % 3):
+            zfunc.release(program, state)
+            assert not [r for r in program.cache.staging if r.tier == "device"]
+            again = Regions(evolve(program.spec, frozen_masters=state.buffers.masters)).on_device()
+            assert not [r for r, made_again in again.items() if made_again and state.buffers.memory[r]]
+        if n == 1:
+            zfunc.save(tmp_path / "saved", program, state)
+        if n == 3 and rank == 0 and not (program.spec.deferred or given.get("stage") == 3):
+            zfunc.evaluate(program, state, batch(9, rank))
+
+    every, batch = programs(row, given := row.given(tmp_path / "swap"))
+
+    def train(program: Program) -> Result:
+        return result(program, batch, *steps(program, batch, begun(program), between=between))
+
+    expected = plain_way(row.numbers, row.job)
+    assert all(x.same(y) for x, y in zip(on_every(every, train), expected, strict=True))
+
+
+@pytest.mark.parametrize("state_on", ["host", "disk"])
+def test_released_parameters_are_made_again_as_they_were(state_on: str, tmp_path: Path) -> None:
+    """Of frozen ones the fp32 values that were loaded; what stages of one's own may have made of them is kept."""
+    swap = {"swap": [tmp_path], "state_on": "disk"} if state_on == "disk" else {}
+    exact, _ = trained.compiled("odd sizes", precision="fp32")
+    zfunc.save(tmp_path / "exact", exact, zfunc.init(exact, seed=1))
+    for own in ({}, {"stages": {"pack": lambda *given: STAGES["pack"](*given)}}):
+        program, _ = trained.compiled("odd sizes", precision="bf16", **swap, **own)
+        state = zfunc.load(tmp_path / "exact", program)
+        assert state.buffers.masters
+        before, kept = bits(state), {id(x) for x in state.buffers.memory.values()}
+        zfunc.release(program, state)
+        assert bool(own) == (kept == {id(x) for x in state.buffers.memory.values()})
+        zfunc.params(program, state)
+        assert all(map(torch.equal, bits(state), before))
+        close_swap(program)
+        for file in tmp_path.glob("*.swap"):
+            file.unlink()
+
+
+@pytest.mark.parametrize("row", [*SOURCES[1::3], *RELEASED[-4:]], ids=str)
+def test_weights_are_what_the_device_computes_with_or_the_masters(row: Row, tmp_path: Path) -> None:
+    """On every rank, each parameter once, released before or not, with one bucket at a time beside the State; those
+    that are there are not copied."""
+    every, batch = programs(row, row.given(tmp_path / "swap"))
+
+    def look(program: Program) -> None:
+        state, _ = steps(program, batch, begun(program), 2)
+        masters, layout, seen = zfunc.params(program, state), program.layout, list[str]()
+        given = state.buffers, program.spec
+        used = [
+            segment_weights(*given, s, program.device, program.ranks)
+            for s in range(program.spec.num_segments)
+        ]
+        computed = {full: t.clone() for views in used for full, t in views.items()}
+        del used
+        largest = 4 * max(x.numel for x in layout.all_buckets)
+        largest += 1024 + (row.world > 1) * (largest // row.world + 512)  # what the threads exchanged last
+        for name, dtype in ((None, None), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            weights = zfunc.weights(program, zfunc.release(program, state), dtype=name)
+            with AllocationTracker() as measured:
+                while item := next(weights, None):
+                    seen.append(item[0])
+                    expected = (masters if name else computed)[item[0]].to(dtype)
+                    assert item[1].dtype == expected.dtype
+                    assert torch.equal(item[1], expected)
+                    del expected
+                    assert measured.live <= largest + item[1].nbytes
+                    del item
+        assert sorted(seen) == sorted(3 * [*masters])
+        weights = zfunc.weights(program, state)
+        if not any(program.spec.streamed(x.index) for x in layout.all_buckets):
+            own = {x.flat.untyped_storage().data_ptr() for x in state.buffers.weights.values()}
+            assert {t.untyped_storage().data_ptr() for _, t in weights} <= own
+            weights = zfunc.weights(program, state)
+        next(weights)
+        steps(program, batch, state, 3)
+        with pytest.raises(DonatedStateError, match=r"^weights: "):
+            all(weights)
+
+    on_every(every, look)
 
 
 # On a CPU the host's temporary tensors count, too: Momentum makes some, and an average of compact weights.
@@ -380,7 +482,11 @@ def test_7_a_donated_state_raises_with_what_to_do() -> None:
     made, batch = trained.compiled("pairs", precision="fp32")
     old = zfunc.init(made)
     new, _ = zfunc.train_step(made, old, batch(0))
-    for use in (lambda: zfunc.train_step(made, old, batch(1)), lambda: zfunc.params(made, old)):
+    for use in (
+        lambda: zfunc.train_step(made, old, batch(1)),
+        lambda: zfunc.params(made, old),
+        lambda: zfunc.release(made, old),
+    ):
         with pytest.raises(DonatedStateError, match=r"state, metrics = zfunc\.train_step"):
             use()
     zfunc.train_step(made, new, batch(1))

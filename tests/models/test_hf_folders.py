@@ -238,6 +238,9 @@ def test_buffers_that_transformers_saves_are_read_and_written(tmp_path: Path) ->
     zfunc.hf.save(tmp_path / "saved", program, state, config=folder)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(saved.model.layers[0].mlp.gate.e_score_correction_bias, bias)
+    handed, there = dict(zfunc.hf.weights(program, state, config=folder)), saved.state_dict()
+    assert all(torch.equal(there.pop(name), t) for name, t in handed.items())
+    assert not there
     with pytest.raises(ValueError, match="^config: got one of a model that saves .*expected its folder"):
         zfunc.hf.save(tmp_path / "other", program, state, config=model.config)
 
@@ -250,6 +253,10 @@ def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> N
     weights = zfunc.params(program, state)
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(weights[full].bfloat16(), p) for full, p in model.named_parameters())
+    handed = dict(zfunc.hf.weights(program, state, config=folder, dtype="bf16"))
+    assert "lm_head.weight" not in handed, "a tied one comes once"
+    assert all(torch.equal(handed.pop(full), p) for full, p in model.named_parameters())
+    assert not handed
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
@@ -275,6 +282,8 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(ValueError, match="pass the config that the segments"):
+        zfunc.hf.weights(program, state, config=other)
     with torch.no_grad():
         big = {name: t * 1e6 for name, t in zfunc.params(program, state).items()}
     with pytest.raises(ValueError, match="too large for fp16"):

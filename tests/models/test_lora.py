@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import CONFIGS, SIZE, tokens, transformers
+from safetensors.torch import load_file
 from small_trainings import measured
 from text_data import save_tokenizer, write_jsonl
 from torch import Tensor, nn
@@ -99,6 +100,7 @@ def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str
     checkpoint, config = zfunc.save(tmp_path / "run", program, state), tmp_path / "m"
     for adapter_only in (True, False):
         out = tmp_path / f"out {adapter_only}"
+        file = out / "model.safetensors"
         given = {"config": config, "lora": lora, "adapter_only": adapter_only}
         if adapter_only == (name == "as peft has it"):
             zfunc.hf.export(checkpoint, out, **given)
@@ -112,6 +114,9 @@ def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str
             loaded = peft.PeftModel.from_pretrained(base(kind), out)
         else:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+            handed, stored = dict(zfunc.hf.weights(program, state, config=config, lora=lora)), load_file(file)
+            assert handed.keys() == stored.keys()
+            assert all(torch.equal(handed[full], x) for full, x in stored.items())
         assert torch.allclose(logits(loaded), expected, atol=1e-5)
     assert torch.allclose(logits(reference), expected, atol=0), "the state is not changed by merging"
 

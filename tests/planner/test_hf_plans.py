@@ -163,7 +163,7 @@ def test_layers_that_are_alike_are_cut_once_each_with_its_own_tensors(
         "zfunc.models.hf.cutting.segment", lambda name, part: made.append(name) or cut(name, part)
     )
     config = write("config.json", TINY | {"num_hidden_layers": 6})
-    model = AutoModelForCausalLM.from_config(zfunc.models.hf.weights.read_config(config))
+    model = AutoModelForCausalLM.from_config(zfunc.models.hf.loading.read_config(config))
     for n, layer in enumerate(model.model.layers):
         layer.mlp.register_buffer("shift", torch.tensor(float(n)))
     layers = zfunc.hf.segments(model)[1:-1]

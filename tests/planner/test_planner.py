@@ -104,6 +104,29 @@ def test_tflops_count_forward_and_twice_as_much_for_backward() -> None:
     assert parts.tflops * parts.step_seconds == pytest.approx(again.tflops * again.step_seconds)
 
 
+def test_what_leaves_the_device_between_steps_and_comes_back_is_told() -> None:
+    """Of the resident half masters and moments, not the parameters, which are made again; and those of the rest."""
+    assert planned().release is None
+    assert "released" not in str(planned())
+    p = planned(hardware=ROUND, precision="bf16", offload_ratio=0.5)
+    resident, rest = (
+        sum(x.numel for x in p.step.spec.layout.buckets if (x.index in p.step.spec.resident) == there)
+        for there in (True, False)
+    )
+    assert p.release is not None
+    assert (p.release.bytes_out, p.release.bytes_back) == (12 * resident, 12 * resident + 2 * rest)
+    assert p.release.seconds_back == p.release.bytes_back / 20e9
+    assert "\n  released between steps: " in str(p)
+    disk = planned(hardware=ROUND, precision="bf16", state_on="disk").release
+    assert disk is not None
+    assert disk.seconds_back > disk.bytes_back / 20e9 + 12 / 2 * disk.bytes_back / 8e9
+    of_three = planned(
+        hardware=ROUND, precision="bf16", world=3
+    ).release  # which no rank can make again alone
+    assert of_three is not None
+    assert of_three.bytes_out == of_three.bytes_back
+
+
 def test_many_ranks_need_no_process_group() -> None:
     one, many = (planned(world=n, hardware="h100", precision="auto") for n in (1, 64))
     assert many.step.spec.world == 64

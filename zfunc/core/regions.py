@@ -283,6 +283,11 @@ class Regions:
             if self.spec.deferred and b not in self.spec.resident:
                 yield self.spilled(b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
 
+    def on_device(self) -> dict[Region, bool]:
+        """The regions of a State on the device; True for parameters that can be made again of their master."""
+        there = (r for r in self.state() if r.tier == "device")
+        return {r: r.role == "params" and self.spec.remade(r.index[0]) for r in there}
+
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
         """The optimizer state of a bucket in memory; pinned where the device gets it as it is."""

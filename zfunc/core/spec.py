@@ -368,6 +368,11 @@ class StepSpec:
         """The elements of a rank's slice of bucket `b`, trainable or frozen."""
         return self.layout.all_buckets[b].numel // self.world
 
+    def remade(self, b: int) -> bool:
+        """Whether this rank has the fp32 weights of all parameters of bucket `b` that it keeps on the device."""
+        kept = b < len(self.layout.buckets) or b in self.frozen_masters
+        return kept and self.params_at(b) == "device" and (self.world == 1 or self.sharded(b))
+
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
         return b in self._params_at or self.sharded(b)

@@ -13,6 +13,7 @@ from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
 from zfunc.core.plan import Plan
+from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK
 from zfunc.core.timeline import Timeline, bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
@@ -54,6 +55,17 @@ class DiskTraffic:
     def busy(self) -> float:
         """Seconds of the drives in one of the busiest other kind of work."""
         return sum(self.needed[kind] / self.available[kind] for kind in DRIVES)
+
+
+@frozen
+class ReleaseCost:
+    """The cost of `zfunc.release` on one rank: bytes that leave the device, and that come back; seconds of each at
+    the rates of the bus, and of the drives where masters are read from there."""
+
+    bytes_out: int
+    bytes_back: int
+    seconds_out: float
+    seconds_back: float
 
 
 @frozen(eq=False, repr=False)
@@ -158,6 +170,19 @@ class Planned:
             space=step.memory["disk"],
             written=planned["write"] + (commits["write"] - planned["write"]) / every,
         )
+
+    @property
+    def release(self) -> ReleaseCost | None:
+        """The cost of lending the device out between two steps; None where the device's memory is the host's."""
+        spec, rates = self.step.spec, self.hardware.rates
+        if self.hardware.unified:
+            return None
+        on_device = Regions(spec).on_device()
+        out = sum(r.nbytes for r, remade in on_device.items() if not remade)
+        masters = {r.index[0]: r.nbytes for r, remade in on_device.items() if remade}
+        back = out + spec.constant_bytes + sum(n for b, n in masters.items() if b not in spec.resident)
+        read = sum(spec.extents[b].moved_bytes for b in spec.paged & masters.keys())
+        return ReleaseCost(out, back, out / rates["d2h"], back / rates["h2d"] + read / rates["read"])
 
     @property
     def lanes(self) -> dict[str, float]:
@@ -301,6 +326,10 @@ def _memory(p: Planned) -> Iterator[str]:
         parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in large[:LARGEST])
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
         yield f"  {tier:7}{format_bytes(nbytes):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
+    if (lent := p.release) is not None:
+        out, back = (format_bytes(x) for x in (lent.bytes_out, lent.bytes_back))
+        times = [format_seconds(x) for x in (lent.seconds_out, lent.seconds_back)]
+        yield f"  released between steps: {out} to the host in {times[0]}, {back} back in {times[1]}"
     if p.step.fits and not p.fits:
         yield f"  a step fits, init does not: it has {initial_memory(p.step.spec)['host'].op} beside the state"
 

@@ -181,6 +181,7 @@ def as_json(answer: PlannedModel) -> str:
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},
+        "release": p.release and asdict(p.release),
         "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
         "advice": [_typed(suggestion) for suggestion in p.suggestions],
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},

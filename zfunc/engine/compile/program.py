@@ -114,6 +114,7 @@ class ProgramCache:
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
+    released: tuple[Region, ...] = ()  # what of it `release` has freed
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -123,7 +124,7 @@ def check_program(program: Any, action: str) -> None:
     of_type(f"{action}: program", program, Program, "the Program that zfunc.compile returned: pass it")
 
 
-def check_state(program: Any, state: Any, action: str) -> None:
+def check_owner(program: Any, state: Any, action: str) -> None:
     """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`."""
     check_program(program, action)
     of_type(f"{action}: state", state, State, "the State that zfunc.init or the last step returned: pass it")
@@ -172,11 +173,14 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
     """
     staging = program.cache.staging
     allocate = partial(allocate_regions, device=program.device, folders=program.settings.swap)
-    if not staging:
+    if not (staging or program.cache.released):
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
         regions = dict.fromkeys(r for recipe in recipes for r in Graph(recipe(spec)).regions)
         staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
+    if program.cache.released:
+        staging.update(allocate(program.cache.released))
+        program.cache.released = ()
     if shaped is not None and (regions := _without_slots(program, shaped)):
         for r in [r for r in staging if r.role == "act"]:  # before the new ones are allocated
             del staging[r]

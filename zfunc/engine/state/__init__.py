@@ -5,6 +5,7 @@
     state                   `State`, its buffers, and who may use them
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State
+    release                 `zfunc.release`: a State off the device between steps, and back
     save_load               `zfunc.save`, `zfunc.load`
     swap_state              a program's swap space: new, opened again, committed
     restore                 reads a checkpoint into a State, on any number of ranks

@@ -28,7 +28,6 @@ from zfunc.core.recipes import checkpoint
 from zfunc.engine.compile.program import (
     Program,
     check_program,
-    check_state,
     lock_staging,
     module_buffers,
     staging_buffers,
@@ -36,6 +35,7 @@ from zfunc.engine.compile.program import (
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.init import allocate_state
 from zfunc.engine.state.module_buffers import copy_buffers
+from zfunc.engine.state.release import check_state
 from zfunc.engine.state.restore import fill_buffers, fill_state, rounded_buckets
 from zfunc.engine.state.state import Buffers, State, refuse_inference_mode
 from zfunc.engine.state.swap_state import (
@@ -207,7 +207,7 @@ def _resume_swap(program: Program) -> Restored:
 
 def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetadata, path: Path) -> Restored:
     """The State of these buffers at the position that was saved with them, with its parameters and staging."""
-    send_weights(buffers, program.layout, program.ranks)
+    send_weights(buffers, program.layout.buckets, program.ranks)
     all_or_none(program.ranks, partial(staging_buffers, program))
     _log_changed_settings(path, saved.optimizer, saved.position.step, program)
     scale, scaled = saved.position.loss_scale, program.settings.precision == "fp16"

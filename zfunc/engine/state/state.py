@@ -5,7 +5,7 @@ the one it took is donated, and using it again raises DonatedStateError.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region, Role
+from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER
 from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
@@ -134,9 +135,26 @@ class Buffers:
     compared: bool = False  # whether the weights have been compared with the other ranks'
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
     masters: frozenset[int] = frozenset()  # frozen buckets whose fp32 values are kept too
+    released: tuple[Region, ...] = ()  # what is not on the device now, or is not known to be there
+    parked: dict[Region, Tensor] = field(factory=dict[Region, Tensor], repr=False)  # its copies on the host
     # What the disk has of one bucket's state, in memory between steps, and whether it was changed.
     _opened: tuple[StateOnDisk, Tensor] | None = None
     _changed: bool = False
+
+    def place(self, memory: Mapping[Region, Any], layout: Layout) -> None:
+        """Have these regions in this memory."""
+        self.memory |= memory
+        for r, x in memory.items():
+            if r.role == "params":
+                x.hold(layout.all_buckets[r.index[0]])
+                self.weights[r.index[0]] = x
+
+    def drop(self, regions: Iterable[Region]) -> None:
+        """Have these regions in no memory."""
+        for r in regions:
+            self.memory[r] = None
+            if r.role == "params":
+                self.weights.pop(r.index[0], None)
 
     @cached_property
     def _in_memory(self) -> dict[tuple[Role | None, int], list[Region]]:
@@ -261,11 +279,10 @@ def allocate(
     memory = allocate_regions((r for r in regions if r.buffer != "extent"), device, folders)
     on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
-    weights: dict[int, Flat] = {r.index[0]: flat for r, flat in memory.items() if r.role == "params"}
-    for b, flat in weights.items():
-        flat.hold(layout.all_buckets[b])
+    buffers = Buffers({}, on_disk=on_disk, masters=spec.frozen_masters)
+    buffers.place(memory, layout)
     for bucket in layout.buckets:
-        if bucket.index not in weights and spec.params_at(bucket.index) != "disk":
+        if bucket.index not in buffers.weights and spec.params_at(bucket.index) != "disk":
             high = memory[Region(HIGH_HALF, (bucket.index,))]
-            weights[bucket.index] = Flat.of(high, bucket)
-    return Buffers(memory, weights, on_disk=on_disk, masters=spec.frozen_masters)
+            buffers.weights[bucket.index] = Flat.of(high, bucket)
+    return buffers

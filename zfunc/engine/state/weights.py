@@ -3,11 +3,12 @@
 After `put_weights` the parameters are what a step with these weights would have left.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
@@ -15,6 +16,7 @@ from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.state import Buffers
 from zfunc.optim.formats import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 PART = 1 << 20  # elements
 
@@ -33,12 +35,20 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: b
     elif state:
         shard = master_weights(state, 0, bucket.numel // ranks.world)
     else:
-        shard = buffers.parameters(bucket.index).flat.float().cpu()
+        shard = buffers.parameters(bucket.index).flat.cpu().float()
     if shard.numel() == bucket.numel:
         return shard
     full = torch.empty(bucket.numel, device="cpu")
     ranks.all_gather(full, shard)
     return full
+
+
+def rounded(name: str, weights: Tensor, dtype: Precision) -> Tensor:
+    """The weights of a parameter in this precision. Raises ValueError, with its name, where they are too large."""
+    given = weights.to(TORCH_DTYPES[dtype])
+    if given is not weights and not torch.equal(given.isfinite(), weights.isfinite()):
+        raise ValueError(f"{name!r}: got a weight too large for {dtype}: save as bf16 or fp32")
+    return given
 
 
 def parameter_weights(
@@ -85,22 +95,22 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
             into[own].copy_(values[first - start : last - start])
 
 
-def send_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Send the trained weights from the state to where parameters live, on every rank: a collective a bucket."""
-    for bucket in layout.buckets:
+def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) -> None:
+    """Send the fp32 weights of these buckets from the state to where parameters live, on every rank: a collective
+    for each bucket of which a rank has more than its slice."""
+    for bucket in buckets:
         on_disk = bucket.index not in buffers.weights
         state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
         params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat
         high = state.get(HIGH_HALF)
         if on_disk and params is high:
             continue
+        same = high if high is not None and params.dtype == high.dtype else state.get(MASTER)
         shard = ranks.own_slice(bucket, params)
         for first in range(0, size, PART):  # joining a split master allocates: a part at a time
             last = min(first + PART, size)
-            if high is not None and params.dtype == high.dtype:
-                shard[first:last].copy_(high[first:last])
-            else:
-                shard[first:last].copy_(master_weights(state, first, last))
+            weights = master_weights(state, first, last) if same is None else same[first:last]
+            shard[first:last].copy_(weights)
         if params.numel() > size:
             ranks.all_gather(params, shard)
 
@@ -116,6 +126,21 @@ def begin_averages(buffers: Buffers, layout: Layout) -> None:
                 part.copy_(master_weights(state, first, first + part.numel()))
 
 
+def gathered(
+    buffers: Buffers, spec: StepSpec, bucket: Bucket, device: torch.device, ranks: RankGroup
+) -> dict[str, Tensor]:
+    """The parameters of a bucket by full name: where they live, or on the device if each rank has a slice, which
+    is a collective then."""
+    params = buffers.parameters(bucket.index)
+    if not spec.sharded(bucket.index):
+        return params.views or Flat.of(params.flat, bucket).views
+    flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
+    own = ranks.own_slice(bucket, flat)
+    own.copy_(params.flat)
+    ranks.all_gather(flat, own)
+    return Flat.of(flat, bucket).views
+
+
 def segment_weights(
     buffers: Buffers, spec: StepSpec, s: int, device: torch.device, ranks: RankGroup, *, ema: bool = False
 ) -> dict[str, Tensor]:
@@ -125,17 +150,13 @@ def segment_weights(
     """
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):
-        bucket, params = spec.layout.all_buckets[b], buffers.parameters(b)
+        bucket = spec.layout.all_buckets[b]
         if ema and b < len(spec.layout.buckets):
             average = bucket_weights(buffers, bucket, ranks, ema=True)
-            params = Flat.of(average.to(device, params.flat.dtype), bucket)
-        elif spec.sharded(b):
-            flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
-            own = ranks.own_slice(bucket, flat)
-            own.copy_(params.flat)
-            ranks.all_gather(flat, own)
-            params = Flat.of(flat, bucket)
-        elif spec.params_at(b) != "device":
-            params = Flat.of(params.flat.to(device), bucket)
-        weights |= params.views
+            views = Flat.of(average.to(device, buffers.parameters(b).flat.dtype), bucket).views
+        elif spec.params_at(b) != "device" and not spec.sharded(b):
+            views = Flat.of(buffers.parameters(b).flat.to(device), bucket).views
+        else:
+            views = gathered(buffers, spec, bucket, device, ranks)
+        weights |= views
     return weights

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.engine.compile.passes import loss_and_aux
-from zfunc.engine.compile.program import Program, check_state, module_buffers, on_compute_stream
+from zfunc.engine.compile.program import Program, module_buffers, on_compute_stream
+from zfunc.engine.state.memory import Flat
+from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes
-from zfunc.engine.state.weights import parameter_weights, segment_weights
+from zfunc.engine.state.weights import bucket_weights, gathered, parameter_weights, rounded, segment_weights
 from zfunc.engine.step.batches import Batch, unpacked
 from zfunc.engine.step.flush import make_deferred_update
+from zfunc.options import one_of
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
@@ -30,6 +34,60 @@ def params(program: Program, state: State, *, ema: bool = False) -> dict[str, Te
     _check_ema(program, ema, "params")
     weights = parameter_weights(state.buffers, program.layout, program.ranks, ema=ema)
     return {name: values.clone() for name, values in weights}
+
+
+def weights(
+    program: Program,
+    state: State,
+    *,
+    dtype: Precision | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, trained or frozen, as (full name, tensor) in its shape, a bucket at a time: for an engine
+    that generates with them. A tied parameter comes once, under the name that owns it.
+
+    Without `dtype` they are what the device computes with; with "fp32", "bf16" or "fp16" the master weights,
+    rounded to it. `device` is the program's unless given. They are for reading, and may be views of the State,
+    which the next step changes. Beside the model and the tensor itself there is one bucket in memory, with `dtype`
+    on the host in fp32, if each tensor is dropped before the next is asked for: it may keep its bucket.
+
+    With several ranks all of them have to call this and exhaust it, and each gets all parameters. Raises
+    DonatedStateError for a used state, also once a step is made while this is not exhausted, and ValueError for a
+    weight that is too large for `dtype`.
+    """
+    if dtype is not None:
+        one_of(PRECISIONS)("weights: dtype", dtype)
+    place = program.device if device is None else torch.device(device)
+    check_state(program, state, "weights")
+    make_deferred_update(program, state, "weights")
+    program.ranks.agree("weights")
+    return _weights(program, state, dtype, place)
+
+
+def _weights(
+    program: Program, state: State, dtype: Precision | None, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    buffers, ranks, spec = state.buffers, program.ranks, program.spec
+    for bucket in program.layout.all_buckets:
+        check_state(program, state, "weights")
+        with on_compute_stream(program):
+            if dtype is None:
+                views = dict(gathered(buffers, spec, bucket, program.device, ranks))
+            else:
+                views = Flat.of(bucket_weights(buffers, bucket, ranks), bucket).views
+        while views:  # whoever takes a tensor is the only one that holds it
+            name = next(iter(views))
+            yield name, _placed(program, name, views.pop(name), dtype, device)
+
+
+def _placed(
+    program: Program, name: str, values: Tensor, dtype: Precision | None, device: torch.device
+) -> Tensor:
+    with on_compute_stream(program):
+        there = (rounded(name, values, dtype) if dtype else values).to(device)
+    if there is not values:
+        record_use(program.device, there)
+    return there
 
 
 def _check_ema(program: Program, ema: bool, action: str) -> None:
@@ -83,6 +141,7 @@ def outputs(
     `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.sequences.KVCache` to
     generate token by token. With `defer` and several ranks, the first call after a step is a collective.
     """
+    check_state(program, state, "apply")
     _check_ema(program, ema, "apply")
     make_deferred_update(program, state, "apply")
     with on_compute_stream(program):

@@ -12,8 +12,9 @@ import torch
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.recipes import flush_recipe
-from zfunc.engine.compile.program import Program, ShapedProgram, check_state, lock_staging, staging_buffers
+from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, staging_buffers
 from zfunc.engine.compile.specialize import specialize_without_batch
+from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.engine.step.stage_context import StepContext
 from zfunc.errors import NonFiniteError

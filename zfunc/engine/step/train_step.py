@@ -20,13 +20,13 @@ from zfunc.engine.compile.program import (
     Program,
     ShapedProgram,
     allocated_for,
-    check_state,
     lock_staging,
     memory_shortage,
     on_compute_stream,
     staging_buffers,
 )
 from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.state.release import check_state
 from zfunc.engine.state.save_load import begin_save
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.engine.state.swap_state import commit_metadata, swap_folders

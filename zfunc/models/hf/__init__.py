@@ -19,15 +19,16 @@ imported when one of these is called: `pip install "zfunc[hf]"`, or `"zfunc[lora
     attention    attention and masks that depend on shapes alone
     adapters     LoRA by peft
     experts      mixtures of experts, and the loss of their routers
-    weights      weights from a folder
-    folders      and to one
+    loading      weights from a folder
+    folders      and to one, or to whom they are handed
 """
 
 from zfunc.models.hf.cutting import cut_model as segments
 from zfunc.models.hf.folders import export_folder as export
+from zfunc.models.hf.folders import model_weights as weights
 from zfunc.models.hf.folders import save_folder as save
-from zfunc.models.hf.weights import describe
-from zfunc.models.hf.weights import load_folder as load
+from zfunc.models.hf.loading import describe
+from zfunc.models.hf.loading import load_folder as load
 from zfunc.models.loss import weighted_batch as batch
 
-__all__ = ["batch", "describe", "export", "load", "save", "segments"]
+__all__ = ["batch", "describe", "export", "load", "save", "segments", "weights"]

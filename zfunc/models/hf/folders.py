@@ -6,7 +6,8 @@ A folder with the requested name is complete and on disk; an existing one is nev
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import Shape, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
-from zfunc.engine.compile.program import Program, check_state
+from zfunc.engine.compile.program import Program
+from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State
-from zfunc.engine.state.weights import parameter_weights
-from zfunc.engine.step.flush import make_deferred_update
+from zfunc.engine.state.weights import rounded
+from zfunc.engine.step.evaluate import weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
 from zfunc.models.hf.families import check_transformers
-from zfunc.models.hf.weights import SINGLE, empty_model, read_config, saved_buffers
+from zfunc.models.hf.loading import SINGLE, empty_model, read_config, saved_buffers
 from zfunc.options import one_of
+from zfunc.runtime.accelerator import CPU
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
 KEPT = (  # copied from the folder of the config
@@ -94,28 +97,54 @@ def save_folder(
     Every rank has to call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
     """
     check_state(program, state, "hf.save")
-    make_deferred_update(program, state, "hf.save")
-    ranks, layout = program.ranks, program.layout
+    ranks, shapes = program.ranks, _shapes(program)
     ranks.agree("hf.save")
-
-    trained = {span.name for span in layout.spans}
-    shapes = {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
-    weights = (
+    trained = {span.name for span in program.layout.spans}
+    exact = (
         (name, values)
-        for name, values in parameter_weights(state.buffers, layout, ranks)
+        for name, values in weights(program, state, dtype="fp32", device="cpu")
         if name in trained or not adapter_only
     )
 
     def write() -> None:
         try:
             if ranks.rank == 0:
-                _Contents(config, dtype, shapes, lora, adapter_only).write(Path(out), weights, state.step)
+                _Contents(config, dtype, shapes, lora, adapter_only).write(Path(out), exact, state.step)
         finally:
             if ranks.world > 1:  # they are collectives, also where writing failed
-                deque(weights, maxlen=0)
+                deque(exact, maxlen=0)
 
     all_or_none(ranks, write)
     return Path(out)
+
+
+def model_weights(
+    program: Program,
+    state: State,
+    *,
+    config: Any,
+    lora: Any = None,
+    dtype: Precision | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that `save` would write, by their names in transformers: for an engine that generates with them.
+
+    They are `zfunc.weights` of a `zfunc.hf` program, and what is said there holds, of `dtype` and `device` too.
+    With `lora` each layer is merged with its adapters in fp32 and rounded to `dtype`, or to the program's
+    precision; adapters wait on the host for their layer. Buffers that the config's folder has come first. Raises
+    ValueError as `save` does.
+    """
+    check_state(program, state, "hf.weights")
+    rounding = dtype or (None if lora is None else program.settings.precision)
+    of_model = partial(_Contents, config, rounding or "fp32", _shapes(program), lora, adapter_only=False)
+    contents = all_or_none(program.ranks, of_model)
+    place = program.device if device is None else torch.device(device)
+    exact = {"dtype": "fp32", "device": "cpu"} if rounding else {"device": place}
+    return contents.named(weights(program, state, **exact), rounding, place)
+
+
+def _shapes(program: Program) -> dict[str, Shape]:
+    return {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
 
 
 class _Contents:
@@ -156,6 +185,15 @@ class _Contents:
                     f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and "
                     "lora where adapters were trained, with their peft.LoraConfig"
                 )
+
+    def named(
+        self, weights: Iterable[tuple[str, Tensor]], dtype: Precision | None, device: torch.device = CPU
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the folder by name. `weights` are in their shapes, in fp32 if these are to be rounded."""
+        yield from ((name, t.to(device)) for name, t in self.buffers.items())
+        for name, values in weights if self.adapted is None else self.adapted.written(weights):
+            yield name, (rounded(name, values, dtype) if dtype else values).to(device)
+            del values  # before the next one is made
 
     def write(self, out: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
         """Write the folder, which gets its name when it is complete. Returns the size of its weights, in bytes.
@@ -207,15 +245,8 @@ class _Contents:
         file, metadata = ADAPTER if self.adapter_only else SINGLE, {"format": "pt", "step": str(step)}
         writer = create_shard(folder / file, tensors, metadata=metadata, mode=0o666)
         try:
-            for name, t in self.buffers.items():
-                writer.write_at(name, 0, as_bytes(t.flatten()))
-            for name, values in weights if self.adapted is None else self.adapted.written(weights):
-                rounded = values.to(TORCH_DTYPES[self.dtype])
-                if not torch.equal(rounded.isfinite(), values.isfinite()):
-                    raise ValueError(
-                        f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32"
-                    )
-                writer.write_at(name, 0, as_bytes(rounded.flatten()))
+            for name, values in self.named(weights, self.dtype):
+                writer.write_at(name, 0, as_bytes(values.flatten()))
             writer.finish()
         finally:
             writer.close()
