@@ -165,6 +165,9 @@ WAYS: dict[str, Settings] = {
     "updated on the device, from the host": {
         **{"update_on": "device", "params_on": "host", "defer": True, "bucket_size": 400},
     },
+    "updated on the device, gradients on the host": {
+        **{"update_on": "device", "grads_on": "host", "defer": True, "bucket_size": 500},
+    },
     "on the disk, updated on the device": {**ALL_ON_DISK, "update_on": "device", "commit_every": 2},
     "vertical": {"accumulate": "vertical", "bucket_size": 100},
     "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},

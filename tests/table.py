@@ -246,6 +246,9 @@ SPECS: dict[str, StepSpec] = {
     "16 bits, from the host, updated on the device": spec(
         TIED, bucket_size=64, params_on="host", state_format="16bit", update_on="device", barrier=True
     ),
+    "updated on the device, gradients on the host": spec(
+        TIED, update_on="device", grads_on="host", barrier=True, micro_batches=2, group_size=2, world=2
+    ),
     "whole matrices, updated on the device": spec(MATRICES, world=3, update_on="device", barrier=True),
     "cut by ranks, updated on the device": spec(
         CUT, world=2, update_on="device", update_slots=1, host_slots=1
@@ -455,6 +458,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         in_fp32={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
         update_on=draw(st.sampled_from(["host", "device", "host,device"])),
         update_slots=draw(st.integers(1, 3)),
+        grads_on=draw(st.sampled_from(["device", "host"])),
         activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),
         save=draw(st.booleans()),
         ema=draw(st.sampled_from([None, 0.5])),

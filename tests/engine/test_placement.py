@@ -75,7 +75,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     assert free(enough - 2, params_on="auto") == ("host",)
     assert free(1, params_on="auto", activations_on="auto") == ("host", "host")
     with_disk = {**dict.fromkeys(("state_on", "grads_on", "activations_on"), "auto"), "swap": [tmp_path]}
-    assert free(enough, **with_disk) == ("host", "host", "device")
+    assert free(enough, **with_disk) == ("host", "device", "device")
     assert free(1, **with_disk) == ("disk", "disk", "disk", tmp_path.name)
     assert free(1, state_on="auto", disk_ratio=0.5) == ("host",)
     assert free(1 << 40, recompute="auto") == ("min-cut",)

@@ -90,16 +90,20 @@ def _new_params(x: Item) -> tuple[Region, ...]:
 
 
 def _state_at_home(x: Item) -> tuple[Region, ...]:
-    """The state of a bucket off the device, in memory and in the slot it was paged into; and its parameters, where
-    an update writes them apart."""
+    """The state of a bucket off the device, in memory and in the slot it was paged into; its parameters, where an
+    update writes them apart; and, on the way there, a gradient that waits here."""
+    waits = x.to == "device" and not x.spec.keeps_gradient(x.b)
     apart = x.spec.params_at(x.b) == "host" and x.spec.writes_params_apart(x.b)
-    return (*x.at.bucket_state(x.b), *x.at.paged(x.b), *((x.at.params(x.b),) if apart else ()))
+    state = (*x.at.bucket_state(x.b), *x.at.paged(x.b), *((x.at.params(x.b),) if apart else ()))
+    return (*state, x.at.gradient_to_apply(x.b)) if waits else state
 
 
 def _updated_bytes(x: Item) -> int:
-    """Bytes of the state of a bucket; with its new parameters, on the way home."""
+    """Bytes of the state of a bucket; with its gradient on the way there, and new parameters on the way back."""
     state = sum(kind.nbytes(x.spec.shard_numel(x.b)) for kind in x.spec.state_buffers(x.b))
-    return state + (x.spec.weight_bytes(x.b) if x.to == "pinned" and x.spec.writes_params_apart(x.b) else 0)
+    if x.to == "device":
+        return state + (0 if x.spec.keeps_gradient(x.b) else x.at.waiting(x.b).nbytes)
+    return state + (x.spec.weight_bytes(x.b) if x.spec.writes_params_apart(x.b) else 0)
 
 
 def _stashed_bytes(x: Item) -> int:

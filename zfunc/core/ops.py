@@ -191,7 +191,7 @@ class OpBuilder:
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
-        grad, stays = self.at.gradient(b), self.spec.updated_on_device(b)
+        grad, stays = self.at.gradient(b), self.spec.keeps_gradient(b)
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
         moved = into.nbytes if stays else self.at.shard_bytes(b, FP32)  # a slot has room for more
         nbytes = self.at.shard_bytes(b) + (1 if first else 2) * moved
@@ -200,7 +200,7 @@ class OpBuilder:
     def join_sums(self, b: int, d: int) -> Op:
         """Add the sum of delivery `d` of a tied bucket to that of the first, which becomes the whole gradient."""
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
-        if self.spec.updated_on_device(b):
+        if self.spec.keeps_gradient(b):
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
         writes = total, self.at("host_squares", b)
         return Op("join_sums", (b, d), "host", (total, part), writes, nbytes=3 * total.nbytes)
@@ -252,14 +252,17 @@ class OpBuilder:
             f"{verb}_on_device" if on_device and named else verb,
             index,
             "compute" if on_device else "host",
-            (self.at("decision"), *reads),
+            (self.at("decision"), *dict.fromkeys(reads)),  # a gradient may be in the slot of the state
             tuple(writes),
             nbytes=nbytes,
             workspace=self.spec.update_workspace if on_device else 0,
         )
 
     def _gradient(self, b: int) -> Region:
-        """The gradient that an update reads: where it waits, or in the slot where it has arrived."""
+        """The gradient that an update reads: where it waits, or in the slot where it has arrived, which may be that
+        of the state."""
+        if self.spec.staged(b) and not self.spec.keeps_gradient(b):
+            return self.at.slot("update_slot", b)
         if self.spec.waits(b):
             return self.at.gradient_to_apply(b)
         return self.at.gradient(b) if self.spec.updated_on_device(b) else self.at.slot("host_slot", b)

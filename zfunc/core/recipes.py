@@ -202,7 +202,7 @@ def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) 
     layout = spec.layout
     yield emit.backward(m, s)
     if spec.sums_on_device:
-        emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if b in spec.updated_on_host])
+        emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if not spec.keeps_gradient(b)])
     for b, d, group in layout.contributions(s):
         if spec.settings.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
@@ -226,7 +226,7 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
     added = spec.added(b)
-    apart, summed, stays = spec.sums_apart(b), spec.sums_on_device, spec.updated_on_device(b)
+    apart, summed, stays = spec.sums_apart(b), spec.sums_on_device, spec.keeps_gradient(b)
     last = m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     # On the device: the ranks' gradients become one, each with its slice, whose squares are summed if complete.

@@ -245,20 +245,21 @@ class Regions:
         added = self.spec.added(b)
         dtype = "fp32" if added else self.spec.dtype(b)
         nbytes = self.shard_bytes(b, DTYPES[dtype].nbytes)
-        tier: Tier = "device" if self.spec.updated_on_device(b) else "host" if added else "pinned"
-        buffer = {"device": "device_sum" if added else "device_grad", "host": "grad_sum"}.get(
-            tier, "host_grad"
-        )
+        tier: Tier = "host" if added and not self.spec.updated_on_device(b) else "pinned"
+        buffer = "grad_sum" if added else "host_grad"
+        if self.spec.keeps_gradient(b):
+            tier, buffer = "device", "device_sum" if added else "device_grad"
         # It waits for the next step, or in this one.
         lifetime = "state" if self.spec.deferred and b not in self.spec.resident else "program"
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
     def update_bytes(self, b: int) -> int:
-        """Bytes of the slot on the device for the state of bucket `b`, and for parameters that its update writes
-        apart. Each buffer begins a block."""
+        """Bytes of the slot on the device for the state of bucket `b`, for parameters that its update writes apart,
+        and for a gradient that waits elsewhere. Each buffer begins a block."""
         sizes = [x.nbytes(self.spec.shard_numel(b)) for x in self.spec.state_buffers(b)]
         apart = [self.spec.weight_bytes(b)] if self.spec.writes_params_apart(b) else []
-        return sum(map(whole_blocks, [*sizes, *apart]))
+        waits = [] if self.spec.keeps_gradient(b) else [self.waiting(b).nbytes]
+        return sum(map(whole_blocks, [*sizes, *apart, *waits]))
 
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
@@ -365,7 +366,8 @@ def _rings(at: Regions) -> Iterator[Ring]:
     pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
-    sums = shards(FP32, spec.updated_on_host if spec.sums_on_device else ())
+    leaving = [b for b in spec.offloaded if not spec.keeps_gradient(b)]  # gradients
+    sums = shards(FP32, leaving if spec.sums_on_device else ())
     sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
     yield Ring.reused(sum_slots, sums, together, settings.grad_slots)
     states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
@@ -385,7 +387,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     whole = {b.index: b.numel * spec.element_bytes(b.index) for b in layout.buckets if settings.stage != 1}
     grad_slots = slots("grad_slot", "device", usual, "grad")
     yield Ring.passing(grad_slots, whole, completed, settings.grad_slots, dtypes)
-    landing = {b: at.delivered_bytes(b) for b in spec.updated_on_host if spec.lands(b)}
+    landing = {b: at.delivered_bytes(b) for b in leaving if spec.lands(b)}
     host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
     yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered)
     sent = shards(None, (b for b in spec.updated_on_host if spec.params_at(b) == "device"))

@@ -39,7 +39,7 @@ PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest first
     "state_on": ("host", DISK),
     "params_on": (*PLACES, DISK),
-    "grads_on": ("host", DISK),
+    "grads_on": (*PLACES, DISK),
     "activations_on": (*PLACES, DISK),
 }
 UPDATE_SHARES = ("host", "host,host,host,device", "host,device", "host,device,device,device", "device")
@@ -429,14 +429,14 @@ class StepSettings:
         "In whole buckets; those that are updated last stay.",
         tries=(AUTO,),
     )
-    grads_on: Literal["host", "disk", "auto"] = _setting(
-        "host",
+    grads_on: Literal["device", "host", "disk", "auto"] = _setting(
+        "device",
         one_of((*TIERS_OF["grads_on"], AUTO)),
         "offload",
-        "with state_on disk, where gradients wait for the norm or for a deferred update: "
-        f"{_names(TIERS_OF['grads_on'])}",
-        "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there. "
-        '"auto", with `example`: on the host if they fit.',
+        f"where gradients wait for the norm or for a deferred update: {_names(TIERS_OF['grads_on'])}; "
+        "the last with state_on disk",
+        "Same result. Those of updates on the host wait in its memory at the nearest. Sums that the host makes, of "
+        'several micro-batches or of tied parameters, wait there. "auto", with `example`: the nearest that fits.',
         tries=TIERS_OF["grads_on"],
     )
     swap: tuple[str, ...] = _setting(
@@ -601,6 +601,8 @@ class StepSettings:
         }
         for places in product(*choices.values()):
             changes: dict[str, Any] = dict(zip(choices, places, strict=True))
+            if changes["grads_on"] == changes["update_on"] == "host":
+                continue  # they wait there on "device", too
             sliced = self.params_on == AUTO and changes["params_on"] != "device" and world > 1
             with suppress(ValueError):
                 yield self.at(**changes, **({"stage": 3} if sliced else {}))

@@ -239,6 +239,11 @@ class StepSpec:
         """Whether the state of bucket `b` is copied to the device for its update, and back."""
         return b not in self.resident and self.updated_on_device(b)
 
+    def keeps_gradient(self, b: int) -> bool:
+        """Whether the gradient of bucket `b` stays on the device until its update there."""
+        stays = b in self.resident or self.settings.grads_on == "device" or not self.waits(b)
+        return stays and self.updated_on_device(b)
+
     @cached_property
     def updated_on_host(self) -> tuple[int, ...]:
         """The ascending indices of the buckets whose state is updated on the host."""
@@ -324,7 +329,7 @@ class StepSpec:
     def sums_apart(self, b: int) -> bool:
         """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
         several = self.num_deliveries(b) > self.settings.micro_batches > 1
-        return several and (self.updated_on_device(b) or not self.sums_on_device)
+        return several and (self.keeps_gradient(b) or not self.sums_on_device)
 
     def params_at(self, b: int) -> Where:
         """The place of the parameters of bucket `b`, trainable or frozen."""
@@ -340,7 +345,7 @@ class StepSpec:
 
     def grads_at(self, b: int) -> Where:
         """The place where the gradient of bucket `b` waits for its update; a sum of the host waits in memory."""
-        if self.updated_on_device(b):
+        if self.keeps_gradient(b):
             return "device"
         alone = not self.added(b) or (self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1)
         return "disk" if self.settings.grads_on == "disk" and self.barrier and alone else "host"

@@ -59,7 +59,7 @@ def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | 
     """
     needs: Changes = {}
     if changes.get("state_on") == "host":
-        needs = {"grads_on": "host", "disk_ratio": 1.0}
+        needs = {"grads_on": "device", "disk_ratio": 1.0}
         needs |= {"params_on": "host"} if settings.params_on == DISK else {}
     elif DISK in (changes.get(name) for name in ("state_on", "params_on", "grads_on")):
         needs = {"state_on": DISK, "offload_ratio": 1.0}
@@ -123,7 +123,7 @@ def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """The state in memory, or on the disk with parameters that are streamed and gradients that wait."""
     now = best.settings
-    waits = space.get("grads_on", ()) if best.spec.barrier else ()
+    waits = [x for x in space.get("grads_on", ()) if x != "host"] if best.spec.barrier else ()
     for state_on in _worth_trying(best, space, "state_on", first):
         if state_on == "host":
             yield {"state_on": state_on}
@@ -306,6 +306,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
+    _values("grads_on", lambda x: x.spec.barrier and bool(x.spec.staged_buckets)),
     _values("update_on", lambda x: bool(x.spec.offloaded) and not x.hardware.unified),
     _buckets,
     _values("host_slots"),

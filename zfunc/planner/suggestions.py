@@ -37,6 +37,7 @@ SAVING: dict[Tier, tuple[str, ...]] = {
     "device": (
         *(
             "update_slots",
+            "grads_on",
             "update_on",
             "grad_slots",
             "bucket_size",
@@ -238,6 +239,8 @@ class _Advisor:
         found: dict[str, Sequence[Any]] = {}
         for name in dict.fromkeys(x for tier in tiers for x in SAVING[tier]):
             values = self.below(name)
+            if name == "grads_on" and not step.spec.staged_buckets:  # which wait there already
+                values = [x for x in values if x != "host"]
             if name in TIERS_OF:
                 values = [x for x in values if (off_host if DISK in x.split(",") else off_device)]
             stays = not (off_device or self.settings.stashes)  # on the device, which has room

@@ -17,7 +17,7 @@ from zfunc.core.moves import MOVES
 from zfunc.core.spec import PARAMS
 from zfunc.engine.state.memory import Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
-from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
+from zfunc.engine.step.stage_context import GRADIENT, Memory, Stage, StepContext, named_like_verbs
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
@@ -112,12 +112,15 @@ def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
     home = {r.buffer: mem[r] for r in op.operands("state")}
     for r in op.operands("params"):
         home[PARAMS] = mem[r].flat
+    for r in op.operands("grad_shard"):
+        home[GRADIENT] = mem[r]
     for r in (r for r in op.operands("paged") if r != slot):
         home |= mem[r].views
     here: Flat = mem[slot]
     if slot not in op.writes:
         for name, values in here.views.items():
-            home[name].copy_(values, non_blocking=True)
+            if name != GRADIENT:
+                home[name].copy_(values, non_blocking=True)
         return
     here.views, start = {}, 0
     for name, values in home.items():

@@ -22,7 +22,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, u
 from zfunc.core.regions import FP64
 from zfunc.core.spec import PARAMS
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.step.stage_context import Memory, StepContext, gaps, named_like_verbs
+from zfunc.engine.step.stage_context import GRADIENT, Memory, StepContext, gaps, named_like_verbs
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import master_weights
 from zfunc.optim.updates import average_
@@ -206,7 +206,10 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
     """This rank's slice of the gradient that the operation reads; a slot has room for more."""
-    return mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
+    if op.touches("grad"):
+        return mem[op.read("grad")][shard]
+    alone = [r for r in op.reads if r.role == "grad_shard"]
+    return mem[alone[0]] if alone else mem[op.read("update_slot")].views[GRADIENT]
 
 
 def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
