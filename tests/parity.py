@@ -132,14 +132,19 @@ NUMBERS: dict[str, Settings] = {
     "momentum of one's own": {**TWO, "optimizer": Momentum()},
     "groups": {**TWO, "optimizer": GROUPS},
     "groups, 8 bits": {**TWO, "optimizer": GROUPS, "moments": "8bit"},
-    "bf16 in 2, some in fp32": {**TWO, "fp32_params": IN_FP32, "ema": 0.9},
-    "bf16, some in fp32, 8 bits": {"precision": "bf16", "fp32_params": IN_FP32, "moments": "8bit"},
+    "bf16 in 2, some in fp32": {**TWO, "fp32_params": IN_FP32},
+    "bf16, some in fp32, 8 bits": {
+        **{"precision": "bf16", "fp32_params": IN_FP32, "moments": "8bit", "ema": 0.9},
+    },
     "fp16 in 2, some in fp32, 16 bits": {
         **{"precision": "fp16", "fp32_params": IN_FP32, "micro_batches": 2, "moments": "16bit"},
     },
     "a split master, some in fp32": {**TWO, "fp32_params": IN_FP32, "split_master": True},
     "two AdamW": {**TWO, "optimizer": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), ADAMW)},
     "whole parameters, 8 bits": {**TWO, "optimizer": WHOLE, "moments": "8bit"},
+    "whole parameters, some in fp32, 16 bits": {
+        **{**TWO, "optimizer": WHOLE, "fp32_params": IN_FP32, "moments": "16bit"},
+    },
     "whole parameters, no barrier": {"precision": "bf16", "optimizer": WHOLE},
     "momentum, 16 bits": {
         **TWO,
