@@ -182,10 +182,19 @@ def test_an_interrupted_release_or_return_loses_nothing(controls: Any, way: str)
     zfunc.train_step(program, state, data(1))
 
 
-def test_what_was_lent_and_not_given_back_is_refused_until_it_is(controls: Any) -> None:
+def test_what_was_lent_and_not_given_back_is_refused_until_it_is(
+    controls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, data = compiled("odd sizes", "pretend", offload_ratio=0.5)
     state = zfunc.init(program, seed=1)
     expected, before = zfunc.evaluate(program, state, data(9)), torch.accelerator.memory_allocated()
+    with (
+        monkeypatch.context() as small,
+        pytest.raises(OutOfMemory, match=r"^release: .*nothing was released"),
+    ):
+        small.setattr("zfunc.engine.state.release.available_host_bytes", lambda: 1000)
+        zfunc.release(program, state)
+    assert torch.accelerator.memory_allocated() == before
     zfunc.release(program, state)
     assert torch.accelerator.memory_allocated() == 0
     controls.set_capacity(0, before - 512)

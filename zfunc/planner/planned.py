@@ -59,8 +59,8 @@ class DiskTraffic:
 
 @frozen
 class ReleaseCost:
-    """The cost of `zfunc.release` on one rank: bytes that leave the device, and that come back; seconds of each at
-    the rates of the bus, and of the drives where masters are read from there."""
+    """Bytes of one rank that `zfunc.release` copies off the device and that come back, and the seconds at the rates
+    of the bus, and of the drives where these have the masters."""
 
     bytes_out: int
     bytes_back: int
@@ -327,9 +327,9 @@ def _memory(p: Planned) -> Iterator[str]:
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
         yield f"  {tier:7}{format_bytes(nbytes):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
     if (lent := p.release) is not None:
-        out, back = (format_bytes(x) for x in (lent.bytes_out, lent.bytes_back))
-        times = [format_seconds(x) for x in (lent.seconds_out, lent.seconds_back)]
-        yield f"  released between steps: {out} to the host in {times[0]}, {back} back in {times[1]}"
+        out = f"{format_bytes(lent.bytes_out)} to the host in {format_seconds(lent.seconds_out)}"
+        back = f"{format_bytes(lent.bytes_back)} back in {format_seconds(lent.seconds_back)}"
+        yield f"  released between steps: {out}, {back}"
     if p.step.fits and not p.fits:
         yield f"  a step fits, init does not: it has {initial_memory(p.step.spec)['host'].op} beside the state"
 

@@ -25,7 +25,7 @@ from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import send_weights
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import OutOfMemory
-from zfunc.runtime.accelerator import on_accelerator, synchronize
+from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
 
 
@@ -83,8 +83,7 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
         buffers.parked = {r: parked[r] for r in regions}
     with on_compute_stream(program):
         for r, copy in buffers.parked.items():
-            copy.copy_(_flat(buffers.memory[r]), non_blocking=True)
-        _wait(program, "release")
+            copy.copy_(_flat(buffers.memory[r]))  # done when it returns
 
 
 def _free(program: Program, buffers: Buffers) -> None:
@@ -111,10 +110,9 @@ def _take_back(program: Program, state: State, action: str) -> None:
                     call.constants.update({x: t.to(device) for x, t in segment.constants.items()})
                 buffers.place(allocate_regions(regions, device, ()), layout)
                 for r in (r for r in regions if r in buffers.parked):
-                    _flat(buffers.memory[r]).copy_(buffers.parked[r], non_blocking=True)
+                    _flat(buffers.memory[r]).copy_(buffers.parked[r])
                 remade = (layout.all_buckets[r.index[0]] for r in regions if r not in buffers.parked)
                 send_weights(buffers, remade, program.ranks)
-                _wait(program, action)
         except torch.OutOfMemoryError as error:
             _free(program, buffers)
             needed = sum(r.nbytes for r in (*regions, *program.cache.released))
@@ -127,10 +125,3 @@ def _take_back(program: Program, state: State, action: str) -> None:
 
 def _flat(held: Flat | Tensor) -> Tensor:
     return held.flat if isinstance(held, Flat) else held
-
-
-def _wait(program: Program, action: str) -> None:
-    """Until the copies have ended."""
-    if on_accelerator(program.device):
-        stream = torch.accelerator.current_stream(program.device)
-        synchronize(stream, program.executor.patience, f"{action}: copies of what is released")

@@ -57,11 +57,10 @@ def weights(
     """
     if dtype is not None:
         one_of(PRECISIONS)("weights: dtype", dtype)
-    place = program.device if device is None else torch.device(device)
     check_state(program, state, "weights")
     make_deferred_update(program, state, "weights")
     program.ranks.agree("weights")
-    return _weights(program, state, dtype, place)
+    return _weights(program, state, dtype, program.device if device is None else torch.device(device))
 
 
 def _weights(
@@ -80,12 +79,10 @@ def _weights(
             yield name, _placed(program, name, views.pop(name), dtype, device)
 
 
-def _placed(
-    program: Program, name: str, values: Tensor, dtype: Precision | None, device: torch.device
-) -> Tensor:
+def _placed(program: Program, name: str, t: Tensor, dtype: Precision | None, device: torch.device) -> Tensor:
     with on_compute_stream(program):
-        there = (rounded(name, values, dtype) if dtype else values).to(device)
-    if there is not values:
+        there = (rounded(name, t, dtype) if dtype else t).to(device)
+    if there is not t:
         record_use(program.device, there)
     return there
 
