@@ -149,6 +149,8 @@ def test_the_tutorials_job_is_answered(capsys: Out) -> None:
     assert result["settings"]["precision"] == "fp16", "a V100 has no bf16"
     assert 20.5e9 < result["memory"]["device"] < 40e9, "2 bytes a parameter, and activations"
     assert 12 * 10.2e9 < result["memory"]["host"] < 14 * 10.3e9
+    assert result["release"].keys() == {"bytes_out", "bytes_back", "seconds_out", "seconds_back"}
+    assert 2 * 10.2e9 < result["release"]["bytes_back"] < 2 * 10.3e9, "masters are on the host"
     assert 10 < result["tflops"] < 125
     assert result["advice"]
     assert time.process_time() - began < 30
