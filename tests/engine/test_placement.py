@@ -78,6 +78,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     assert free(enough, **with_disk) == ("host", "device", "device")
     assert free(1, **with_disk) == ("disk", "disk", "disk", tmp_path.name)
     assert free(1, state_on="auto", disk_ratio=0.5) == ("host",)
+    assert free(1, params_on="auto", grads_on="host") == ("host",)
     assert free(1 << 40, recompute="auto") == ("min-cut",)
     assert free(1, recompute="auto") == ("all",)
     with pytest.raises(ValueError, match="got 'auto' without an example, expected one"):

@@ -601,7 +601,7 @@ class StepSettings:
         }
         for places in product(*choices.values()):
             changes: dict[str, Any] = dict(zip(choices, places, strict=True))
-            if changes["grads_on"] == changes["update_on"] == "host":
+            if self.grads_on == AUTO and changes["grads_on"] == changes["update_on"] == "host":
                 continue  # they wait there on "device", too
             sliced = self.params_on == AUTO and changes["params_on"] != "device" and world > 1
             with suppress(ValueError):
