@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.engine.compile.passes import loss_and_aux
-from zfunc.engine.compile.program import Program, module_buffers, on_compute_stream
+from zfunc.engine.compile.program import Program, check_owner, module_buffers, on_compute_stream
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes
@@ -75,6 +75,7 @@ def _weights(
             else:
                 views = Flat.of(bucket_weights(buffers, bucket, ranks), bucket).views
         while views:  # whoever takes a tensor is the only one that holds it
+            check_owner(program, state, "weights")
             name = next(iter(views))
             yield name, _placed(program, name, views.pop(name), dtype, device)
 
