@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import zfunc
 from zfunc.cli.commands import doctor
 from zfunc.core.extents import whole_blocks
+from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile.fit_to_memory import measured_rates
 from zfunc.engine.compile.specialize import specialize
@@ -307,7 +308,7 @@ def check_peak(device: str, program: Any, batch: Any) -> None:
 
 def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(device: str) -> None:
     """Of kept memory: what a step allocates beside it is another law's."""
-    taken, kept = dict[str, int](), dict[str, Counter[str]]()
+    taken, planned, kept = dict[str, int](), dict[str, int](), dict[str, Counter[str]]()
     for place in ("host", "device"):
         program, batch = gpt(device, update_on=place, clip_norm=1.0, recompute="all")
         gc.collect()
@@ -315,6 +316,7 @@ def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(
         state = zfunc.init(program)
         zfunc.train_step(program, state, batch)
         taken[place] = torch.accelerator.memory_allocated() - before
+        planned[place] = persistent_bytes(program.plan.graph)["device"]
         kept[place] = Counter()
         for r in (r for r in program.plan.graph.regions if r.kept and r.tier == "device"):
             kept[place][r.buffer] += r.nbytes
@@ -326,7 +328,8 @@ def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(
     assert more["device_grad"] + more["device_sum"] // 2 == 2 * program.layout.numel
     largest = max(3 * whole_blocks(4 * b.numel) for b in program.layout.buckets)
     assert more["update_slot"] <= program.settings.update_slots * largest
-    assert taken["device"] - taken["host"] == more.total()
+    assert taken["device"] - taken["host"] == planned["device"] - planned["host"]
+    assert 0 <= planned["device"] - planned["host"] - more.total() < 512  # a buffer is rounded up
 
 
 @pytest.mark.parametrize(
