@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The second is where it is to come to. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": (5_495, 5_300),
+    "core": (5_496, 5_300),
     "schedules and ground": (848, 850),
     "runtime": (3_046, 3_100),
     "optim": (2_967, 2_970),
     "checkpoint": (3_003, 3_000),
-    "engine": (6_460, 6_120),
+    "engine": (6_461, 6_120),
     "viz": (993, 1_000),
     "planner": (2_810, 2_750),
     "models": (2_854, 2_800),
-    "train": (4_100, 4_100),
+    "train": (4_104, 4_100),
     "cli": (2_198, 2_200),
-    "tests": (34_380, 33_700),
+    "tests": (34_408, 33_700),
 }
 
 

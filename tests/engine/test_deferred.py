@@ -1,5 +1,6 @@
 """The deferred update: the plain recipe's bits at every step, whoever reads the state, and whatever fails."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.engine.compile.program import Program
-from zfunc.engine.state.state import State
+from zfunc.engine.state.state import Ownership, State
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, RankError
 
@@ -160,6 +161,30 @@ def test_after_any_operation_that_fails_the_state_is_as_before_or_known_to_be_lo
             assert all(map(torch.equal, bits(zfunc.flush(program, state)), after[1])), op.name
         state, _ = steps(program, state, data, 2, 4)
         assert all(map(torch.equal, bits(zfunc.flush(program, state)), after[3])), op.name
+
+
+def test_an_interrupt_after_the_last_operation_makes_no_update_twice() -> None:
+    (plain, data), (program, _) = (compiled("odd sizes", "8 bits in 3", defer=x) for x in (False, True))
+    expected, _ = steps(plain, start(plain), data, 0, 2)
+    state, _ = steps(program, start(program), data, 0, 2)
+    entered: list[int] = []
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not Ownership.running.__wrapped__.__code__:
+            return None
+        entered.extend([0] * (event == "call"))
+        if event == "line" and len(entered) == 2:  # the operations have ended
+            raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            zfunc.flush(program, state)
+    finally:
+        sys.settrace(former)
+    assert equal(zfunc.flush(program, state), expected)
 
 
 def test_an_update_that_fails_when_the_state_is_read_is_told_and_loses_it() -> None:

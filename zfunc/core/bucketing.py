@@ -17,7 +17,7 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
     size = settings.bucket_size or default_bucket_size(world)
-    if share not in (0, 1):  # then it is whole buckets
+    if share not in (0, 1) or "," in settings.update_on:  # shares are whole buckets
         size = max(1, min(size, -(-sum(trainable.values()) // MIN_PARTIAL_BUCKETS)))
     return make_layout(
         parameters,

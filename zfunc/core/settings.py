@@ -407,9 +407,10 @@ class StepSettings:
         SeveralOf((*PLACES, AUTO)),
         "offload",
         f"where optimizer state that is not on the device is updated: {_names(PLACES)}",
-        "Same result. For an update on the device, the state of a bucket is copied there and back; its gradient "
-        "waits on the device. Several with commas are each for an equal share of the buckets, from the first. "
-        '"auto", with `example`: the share that takes least, by the measured rates of host and copies, if it fits.',
+        "Same result, but for the last digits of a norm of sums, which an accelerator measures where they are. A "
+        "bucket's state is copied to the device and back; its gradient waits where `grads_on` says. Several with "
+        'commas are each for an equal share of the buckets, from the first. "auto", with `example`: the share that '
+        "takes least, by the measured rates of host and copies, if it fits.",
         tries=UPDATE_SHARES[::-1],
     )
     update_slots: int = _setting(

@@ -177,7 +177,11 @@ CHOSEN = {
             (*STEP[name].words, AUTO), f". {AUTO}: the nearest that fits, and of zfunc plan the fastest"
         )
         for name in CHOICES
+        if name != "update_on"
     },
+    "update_on": STEP["update_on"].offering(
+        (*STEP["update_on"].words, AUTO), f". {AUTO}: where updates take least"
+    ),
     "offload_ratio": evolve(
         STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much there as fits"
     ),

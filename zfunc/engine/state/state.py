@@ -88,6 +88,8 @@ class Ownership:
         self.lost = f"{name} did not finish" if donated else ""
         try:
             yield started
+            # An interrupt here comes after deferred updates, which must not be made again.
+            self.lost, self.deferred, self.updated, self.averaged = "", None, frozenset(), frozenset()
         except (LaneTimeout, AbandonedCalls) as error:
             self.lost = f"{name} was given up while a lane was still busy ({error})"
             raise
@@ -99,7 +101,6 @@ class Ownership:
                 self.generation -= donated
                 self.lost = ""
             raise
-        self.lost, self.deferred, self.updated, self.averaged = "", None, frozenset(), frozenset()
 
     def _unfinished(self, ops: Sequence[Op], started: Mapping[int, bool], *, defers: bool) -> str:
         """The first update after which the State cannot be used again, or ""; records deferred ones that ended.
