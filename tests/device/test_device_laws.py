@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_traces
 import torch
 from device_training import compiled, train, weights_of
 from parity import (
@@ -23,6 +24,7 @@ from parity import (
     varied,
 )
 from small_models import MODELS, Loss
+from table import Scattered
 from torch import Tensor, nn
 
 import zfunc
@@ -30,6 +32,7 @@ from zfunc.cli.commands import doctor
 from zfunc.core.extents import whole_blocks
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.timeline import Timeline
+from zfunc.engine.compile import vjp
 from zfunc.engine.compile.fit_to_memory import measured_rates
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.stages import STAGES
@@ -64,6 +67,20 @@ def test_no_way_of_training_changes_a_bit(device: str, row: Row, tmp_path: Path)
     (expected,) = plain(row.numbers, row.job, device=device)
     (got,) = results(row, {**given, "device": device}, **step)
     assert got.same(expected), (given, step)
+
+
+@pytest.mark.parametrize(("job", "debug"), [("pairs", True), ("pairs", False), ("odd sizes", False)])
+def test_no_lane_of_a_segment_that_cannot_be_traced_changes_a_bit(
+    device: str, job: str, debug: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd runs its backward on the stream of its forward, whichever lane the backward is on."""
+    row = Row("bf16 in 6", "one slot", job)
+    (expected,) = plain(row.numbers, row.job, device=device)
+    monkeypatch.setattr(shared_traces, "SHARED", ())
+    monkeypatch.setattr(vjp, "_joint", lambda *_: 1 / 0)
+    given = {**row.given(tmp_path), "device": device, "recompute": "none", "schedule": Scattered(0)}
+    (got,) = results(row, given, debug=debug)
+    assert got.same(expected)
 
 
 EMPTIED = [

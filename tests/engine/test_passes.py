@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.core.settings import RECOMPUTE
 from zfunc.engine.compile import tensor_memory, vjp
-from zfunc.engine.compile.cost_trace import trace
+from zfunc.engine.compile.cost_trace import empty_like_strided, trace
 from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
@@ -177,6 +178,10 @@ def test_gradients_are_those_of_vjp_to_the_bit(
             moving = wrt_input and recompute != "none"  # then slots are filled anew, with NaN here
             how: Any = {"wrt_input": wrt_input, "moving": moving, "joints": joints[wrt_input]}
             pair = make_vjp(function, recompute=recompute, name="this one", **how)
+            if joints[wrt_input]:  # of other fakes than these
+                with FakeTensors(allow_non_fake_inputs=True):
+                    fakes = tree_map_only(Tensor, lambda t: empty_like_strided(t, t.device), (params, x, y))
+                    pair.prepare(SegmentWeights(fakes[0], {}), (fakes[1],), fakes[2])
             for _ in range(2):  # traced, then from the cache
                 weights, again = ({k: v.clone() for k, v in params.items()} for _ in range(2))
                 with torch.no_grad(), seeded(5):

@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -115,7 +116,8 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
         pure = functionalize(module)
         primals, tangents = ([x.meta["val"] for x in given] for given in (joint.leaves, joint.cotangents))
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
-        module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
+        with unset_fake_temporarily():  # the mode is that of the joint graph's own fake tensors
+            module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
         number_draws(module.graph, joint.forward_draws)
         if _output_strides(module) != _output_strides(joint.module):
             raise ValueError("an operation in place gives other strides out of place")

@@ -14,6 +14,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vjp
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
@@ -31,6 +32,7 @@ from zfunc.engine.compile.recompute import (
     sized_min_cut,
 )
 from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, storage_of
+from zfunc.runtime.accelerator import record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
 Compiled = bool | Literal["reduce-overhead"]
@@ -178,11 +180,19 @@ def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
             with torch.autograd.set_multithreading_enabled(False), redirected():
                 # retain_graph defaults to True, create_graph to the grad mode: both would keep residuals.
                 grads, below = pullback(list(cotangents), retain_graph=False, create_graph=False)
+            _use_here([*grads.values(), *below])
             return grads, [_laid_out(g, dense_strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
 
         return y, pull_back
 
     return pull
+
+
+def _use_here(grads: list[Tensor]) -> None:
+    """Autograd runs on the stream that the forward was on and makes gradients there, which this thread's reads."""
+    real = [t for t in grads if not isinstance(t, FakeTensor)]
+    if real:
+        record_use(real[0].device, real)
 
 
 def _laid_out(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
