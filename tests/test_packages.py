@@ -46,7 +46,7 @@ BUDGETS = {
     "runtime": 3_100,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 6_470,
+    "engine": 6_480,
     "viz": 1_000,
     "planner": 2_810,
     "models": 2_860,
