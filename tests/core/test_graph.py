@@ -171,9 +171,11 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
 
     everywhere = [b.index for b in spec.layout.buckets]
     assert done(*UPDATES) == everywhere
-    assert done("to_device") == [b for b in spec.updated_on_host if spec.params_at(b) == "device"]
+    assert done("to_device") == [
+        b for b in spec.offloaded if b not in spec.staged and spec.params_at(b) == "device"
+    ]
     assert done("update_on_device") == [b for b in everywhere if spec.updated_on_device(b)]
-    assert done("state_to_device") == done("state_to_host") == [b for b in spec.offloaded if spec.staged(b)]
+    assert done("state_to_device") == done("state_to_host") == [b for b in spec.offloaded if b in spec.staged]
     assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.whole_matrices(b)]
     measured = sorted((i, b) for b in everywhere for i in spec.rounds(b))
     assert sorted(op.index for op in ops if op.verb in MEASURE) == measured
@@ -342,7 +344,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     if late:
         updates = [op.index for op in recipe(spec) if op.verb in UPDATES and op.index[0] in spec.offloaded]
         sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
-        on_host = [index for index in updates if not spec.staged(*index)]
+        on_host = [index for index in updates if index[0] not in spec.staged]
         assert sent == [index for index in on_host if spec.params_at(*index) == "device"]
         assert verbs.index("load") == 0
         updated = set(spec.resident)
@@ -363,7 +365,7 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
     # Or the law would say nothing: that they read the decision is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "decision")) for op in graph)
     found = {op.name for op in ops_unguarded_by_decision(blind)}
-    on_copies = {f"{verb}[{b}]" for verb in (*UPDATES, *BEGUN) for b in spec.staged_buckets}
+    on_copies = {f"{verb}[{b}]" for verb in (*UPDATES, *BEGUN) for b in spec.staged}
     leaving = {op.name for op in blind if op.verb in (*UPDATES, *BEGUN, "state_to_host", "publish")}
     assert leaving - on_copies <= found
 
@@ -389,7 +391,7 @@ def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec
 @given(any_job)
 def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: StepSpec) -> None:
     ops = {op.name: op for op in PLAIN(spec)}
-    for b in spec.updated_on_host:
+    for b in (b for b in spec.offloaded if b not in spec.staged):
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
         arrivals += (op for op in ops.values() if op.verb == "join_sums" and op.index[0] == b)
         update = ops[f"update[{b}]"]
@@ -409,7 +411,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         update = ops[f"update_on_device[{b}]"]
         assert update.read("decision") == ops["decide"].write("decision")
         assert spec.params_at(b) != "device" or update.write("params").index == (b,)
-        if spec.staged(b):  # it changes a copy of the state, which goes back
+        if b in spec.staged:  # it changes a copy of the state, which goes back
             there, back = ops[f"state_to_device[{b}]"], ops[f"state_to_host[{b}]"]
             assert there.write("update_slot") == update.write("update_slot") == back.read("update_slot")
             waiting = {r for r in there.reads if r.role == "grad_shard"}
@@ -608,7 +610,7 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
             continue
         kept = {x.name for x in STATE_FORMATS[bucket.state_format]}
         begun = next((ops[name] for verb in BEGUN if (name := f"{verb}[{b}]") in ops), update)
-        home = ops[f"state_to_host[{b}]"].writes if spec.staged(b) else ()
+        home = ops[f"state_to_host[{b}]"].writes if b in spec.staged else ()
         state = {r for r in (*begun.writes, *update.writes, *home) if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
@@ -623,7 +625,7 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
     plain = [op for op in ops.values() if op.verb not in ("write", "write_buffers", "publish")]
     without = list(recipe(evolve(spec, save=False)))
     if recipe is DEFERRED and (
-        spec.matrix_buckets or spec.staged_buckets
+        spec.matrix_buckets or spec.staged
     ):  # whose updates move ahead, unless the step saves
         plain, without = (sorted(ops, key=lambda op: op.name) for ops in (plain, without))
     assert plain == without

@@ -12,7 +12,7 @@ from attrs import frozen
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
 from zfunc.core.regions import BF16, Regions
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import GRADIENT, PARAMS, StepSpec
 
 
 @frozen
@@ -92,18 +92,16 @@ def _new_params(x: Item) -> tuple[Region, ...]:
 def _state_at_home(x: Item) -> tuple[Region, ...]:
     """The state of a bucket off the device, in memory and in the slot it was paged into; its parameters, where an
     update writes them apart; and, on the way there, a gradient that waits here."""
-    waits = x.to == "device" and not x.spec.keeps_gradient(x.b)
-    apart = x.spec.params_at(x.b) == "host" and x.spec.writes_params_apart(x.b)
-    state = (*x.at.bucket_state(x.b), *x.at.paged(x.b), *((x.at.params(x.b),) if apart else ()))
-    return (*state, x.at.gradient_to_apply(x.b)) if waits else state
+    parts = x.at.staged_bytes(x.b)
+    apart = (x.at.params(x.b),) if PARAMS in parts and x.spec.params_at(x.b) == "host" else ()
+    waits = (x.at.gradient_to_apply(x.b),) if GRADIENT in parts and x.to == "device" else ()
+    return (*x.at.bucket_state(x.b), *x.at.paged(x.b), *apart, *waits)
 
 
-def _updated_bytes(x: Item) -> int:
+def _staged_bytes(x: Item) -> int:
     """Bytes of the state of a bucket; with its gradient on the way there, and new parameters on the way back."""
-    state = sum(kind.nbytes(x.spec.shard_numel(x.b)) for kind in x.spec.state_buffers(x.b))
-    if x.to == "device":
-        return state + (0 if x.spec.keeps_gradient(x.b) else x.at.waiting(x.b).nbytes)
-    return state + (x.spec.weight_bytes(x.b) if x.spec.writes_params_apart(x.b) else 0)
+    stays = PARAMS if x.to == "device" else GRADIENT
+    return sum(nbytes for name, nbytes in x.at.staged_bytes(x.b).items() if name != stays)
 
 
 def _stashed_bytes(x: Item) -> int:
@@ -155,7 +153,7 @@ THINGS: dict[str, Thing] = {
     "state": Thing(lambda x: x.spec.extents[x.b].moved_bytes, _STATE),
     "whole state": Thing(lambda x: x.spec.extents[x.b].nbytes, _STATE),  # with what memory has of it, too
     "updated state": Thing(
-        _updated_bytes, {"pinned": Place(otherwise=_state_at_home), "device": Place(("update_slot",))}
+        _staged_bytes, {"pinned": Place(otherwise=_state_at_home), "device": Place(("update_slot",))}
     ),
     "direction": Thing(
         lambda x: x.at.shard_bytes(x.b, BF16),

@@ -244,16 +244,16 @@ class OpBuilder:
         writes: Iterable[Region],
         nbytes: int,
     ) -> Op:
-        """An operation on the state of a bucket, after the decision, where that is updated; an average, where it
-        lives. On the device another stage has the verb."""
-        named, b = verb != "average", index[-1]
-        on_device = self.spec.updated_on_device(b) if named else b in self.spec.resident
+        """An operation on the state of a bucket, after the decision, where that is which it writes first. On the
+        device it has the verb for there, if there is one."""
+        writes = tuple(writes)
+        on_device, there = writes[0].tier == "device", f"{verb}_on_device"
         return Op(
-            f"{verb}_on_device" if on_device and named else verb,
+            there if on_device and there in VERBS else verb,
             index,
             "compute" if on_device else "host",
             (self.at("decision"), *dict.fromkeys(reads)),  # a gradient may be in the slot of the state
-            tuple(writes),
+            writes,
             nbytes=nbytes,
             workspace=self.spec.update_workspace if on_device else 0,
         )
@@ -261,7 +261,7 @@ class OpBuilder:
     def _gradient(self, b: int) -> Region:
         """The gradient that an update reads: where it waits, or in the slot where it has arrived, which may be that
         of the state."""
-        if self.spec.staged(b) and not self.spec.keeps_gradient(b):
+        if b in self.spec.staged and not self.spec.keeps_gradient(b):
             return self.at.slot("update_slot", b)
         if self.spec.waits(b):
             return self.at.gradient_to_apply(b)
@@ -370,7 +370,7 @@ class OpBuilder:
 
         Without the buffers that another operation of the update changes.
         """
-        if self.spec.staged(b):
+        if b in self.spec.staged:
             return (self.at.slot("update_slot", b),)
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
 

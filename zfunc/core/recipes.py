@@ -67,7 +67,7 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     passes = _passes(spec, emit, update=False)
     for _ in spec.micro_batch_groups[0]:
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
-    ahead = spec.settings.params_on == "disk" or bool(spec.staged_buckets)
+    ahead = spec.settings.params_on == "disk" or bool(spec.staged)
     ahead = ahead or any(b not in spec.resident for b in spec.matrix_buckets)
     if ahead and not spec.save:
         yield from _updates_ahead(spec, emit, passes)
@@ -276,13 +276,13 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """
     in_parts = spec.updated_in_parts(b)
     # The slot of a state that lives elsewhere is occupied until its update has ended.
-    if in_parts or b in spec.paged or spec.staged(b):
+    if in_parts or b in spec.paged or b in spec.staged:
         yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
     if spec.grads_at(b) == "disk":
         yield emit.unspill(b)
     if b in spec.paged:
         yield emit.page_in(b)
-    if spec.staged(b):
+    if b in spec.staged:
         yield emit.state_to_device(b)
     if not in_parts:
         yield from _end_update(spec, emit, b)
@@ -316,7 +316,7 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         if not spec.updated_on_device(b):
             yield emit.direction_to_host(b)
     yield emit.update(b)
-    if spec.staged(b):
+    if b in spec.staged:
         yield emit.state_to_host(b)
     elif b not in spec.resident and spec.params_at(b) == "device":
         yield emit.to_device(b)

@@ -13,7 +13,7 @@ from zfunc.core.graph import Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, measuring_room
 from zfunc.core.slots import Ring
-from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
@@ -253,13 +253,16 @@ class Regions:
         lifetime = "state" if self.spec.deferred and b not in self.spec.resident else "program"
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
-    def update_bytes(self, b: int) -> int:
-        """Bytes of the slot on the device for the state of bucket `b`, for parameters that its update writes apart,
-        and for a gradient that waits elsewhere. Each buffer begins a block."""
-        sizes = [x.nbytes(self.spec.shard_numel(b)) for x in self.spec.state_buffers(b)]
-        apart = [self.spec.weight_bytes(b)] if self.spec.writes_params_apart(b) else []
-        waits = [] if self.spec.keeps_gradient(b) else [self.waiting(b).nbytes]
-        return sum(map(whole_blocks, [*sizes, *apart, *waits]))
+    def staged_bytes(self, b: int) -> dict[str, int]:
+        """Bytes of what the slot on the device has of bucket `b` while it is updated there: its state, parameters
+        that live elsewhere and are no part of the state, and a gradient that waited elsewhere."""
+        spec, numel = self.spec, self.spec.shard_numel(b)
+        parts = {x.name: x.nbytes(numel) for x in spec.state_buffers(b)}
+        if spec.params_at(b) != "device" and not spec.sends_high_half(b):
+            parts[PARAMS] = spec.weight_bytes(b)
+        if not spec.keeps_gradient(b):
+            parts[GRADIENT] = self.waiting(b).nbytes
+        return parts
 
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
@@ -296,7 +299,7 @@ class Regions:
         if b in self.spec.paged:
             kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
         numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.sends_high_half(b) else ""
-        staged = self.spec.staged(b)
+        staged = b in self.spec.staged
         tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
         if b in self.spec.resident:
             tiers = dict.fromkeys(tiers, "device")
@@ -373,7 +376,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
-    staged = {b: at.update_bytes(b) for b in spec.staged_buckets}
+    staged = {b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in sorted(spec.staged)}
     update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
     yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
@@ -390,7 +393,7 @@ def _rings(at: Regions) -> Iterator[Ring]:
     landing = {b: at.delivered_bytes(b) for b in leaving if spec.lands(b)}
     host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
     yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered)
-    sent = shards(None, (b for b in spec.updated_on_host if spec.params_at(b) == "device"))
+    sent = shards(None, (b for b in spec.offloaded if b not in spec.staged and spec.params_at(b) == "device"))
     param_slots = slots("param_slot", "pinned", usual, "copy")  # new ones, before their copy to the device
     yield Ring.passing(param_slots, sent, [*sent], settings.host_slots, dtypes)
 

@@ -16,6 +16,7 @@ from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
+GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
 Where = Literal["device", "host", "disk"]
@@ -191,7 +192,7 @@ class StepSpec:
                 moved = [(MASTER, 4 * numel), *moved]
             return Extent.of(moved, others, generations=1)  # the first commit has all of them
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
-        if self.params_at(b) == "disk" and self.writes_params_apart(b):
+        if self.params_at(b) == "disk" and not self.sends_high_half(b):
             parts.append((PARAMS, numel * self.element_bytes(b)))
         in_memory = (
             {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
@@ -230,33 +231,20 @@ class StepSpec:
         """Whether updates are deferred to the next step, so that a State has the gradient of the step before."""
         return self.settings.defer and self.barrier
 
+    @cached_property
+    def staged(self) -> frozenset[int]:
+        """The buckets whose state is copied to the device for its update, and back."""
+        places, count = self.settings.update_on.split(","), len(self.layout.buckets)
+        return frozenset(b for b in self.offloaded if in_equal_shares(places, b, count) == "device")
+
     def updated_on_device(self, b: int) -> bool:
         """Whether the state of bucket `b` is updated on the device, where it lives or where it is copied."""
-        places = self.settings.update_on.split(",")
-        return b in self.resident or in_equal_shares(places, b, len(self.layout.buckets)) == "device"
-
-    def staged(self, b: int) -> bool:
-        """Whether the state of bucket `b` is copied to the device for its update, and back."""
-        return b not in self.resident and self.updated_on_device(b)
+        return b in self.resident or b in self.staged
 
     def keeps_gradient(self, b: int) -> bool:
         """Whether the gradient of bucket `b` stays on the device until its update there."""
         stays = b in self.resident or self.settings.grads_on == "device" or not self.waits(b)
         return stays and self.updated_on_device(b)
-
-    @cached_property
-    def updated_on_host(self) -> tuple[int, ...]:
-        """The ascending indices of the buckets whose state is updated on the host."""
-        return tuple(b for b in self.offloaded if not self.staged(b))
-
-    @cached_property
-    def staged_buckets(self) -> tuple[int, ...]:
-        """The ascending indices of the buckets whose state is copied to the device for its update."""
-        return tuple(b for b in self.offloaded if self.staged(b))
-
-    def writes_params_apart(self, b: int) -> bool:
-        """Whether an update of bucket `b` writes parameters off the device that are no part of the state."""
-        return self.params_at(b) != "device" and not self.sends_high_half(b)
 
     def rounds(self, b: int) -> range:
         """The rounds in which the ranks measure bucket `b` before they update it."""
@@ -289,7 +277,7 @@ class StepSpec:
     def state_room(self) -> int:
         """The number of buckets whose state has room where it is updated, of those that live elsewhere."""
         rooms = [self.settings.state_slots] if self.paged else []
-        rooms += [self.settings.update_slots] if self.staged_buckets else []
+        rooms += [self.settings.update_slots] if self.staged else []
         return min(rooms, default=self.settings.state_slots)
 
     @cached_property

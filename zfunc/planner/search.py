@@ -306,7 +306,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
-    _values("grads_on", lambda x: x.spec.barrier and bool(x.spec.staged_buckets)),
+    _values("grads_on", lambda x: x.spec.barrier and bool(x.spec.staged)),
     _values("update_on", lambda x: bool(x.spec.offloaded) and not x.hardware.unified),
     _buckets,
     _values("host_slots"),
@@ -315,7 +315,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _persistent,
     _shares("disk_ratio"),
     _values("state_slots", lambda x: x.settings.state_on == DISK),
-    _values("update_slots", lambda x: bool(x.spec.staged_buckets)),
+    _values("update_slots", lambda x: bool(x.spec.staged)),
 )
 
 

@@ -239,7 +239,7 @@ class _Advisor:
         found: dict[str, Sequence[Any]] = {}
         for name in dict.fromkeys(x for tier in tiers for x in SAVING[tier]):
             values = self.below(name)
-            if name == "grads_on" and not step.spec.staged_buckets:  # which wait there already
+            if name == "grads_on" and not step.spec.staged:  # which wait there already
                 values = [x for x in values if x != "host"]
             if name in TIERS_OF:
                 values = [x for x in values if (off_host if DISK in x.split(",") else off_device)]

@@ -152,12 +152,13 @@ def measured_rates(device: torch.device) -> tuple[float, float]:
         into.copy_(source, non_blocking=True)
         torch.accelerator.synchronize(device)
 
-    def seconds(call: Callable[..., Any], *args: Any) -> float:
-        return min(timeit.repeat(partial(call, *args), number=1, repeat=REPEATS))
+    def seconds(call: Callable[[], Any]) -> float:
+        return min(timeit.repeat(call, number=1, repeat=REPEATS))
 
     swept = seconds(lambda: AdamW().host_update(state, pinned, decision, group=0))
-    copied = max(seconds(copy, there, pinned), seconds(copy, pinned, there))
-    return 28 * MEASURED / swept, 4 * MEASURED / copied
+    copied = max(seconds(partial(copy, there, pinned)), seconds(partial(copy, pinned, there)))
+    moved = 2 * sum(x.nbytes for x in state.values()) + pinned.nbytes  # the state twice, and the gradient
+    return moved / swept, pinned.nbytes / copied
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:

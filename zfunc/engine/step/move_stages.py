@@ -14,10 +14,10 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
-from zfunc.core.spec import PARAMS
+from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.state.memory import Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
-from zfunc.engine.step.stage_context import GRADIENT, Memory, Stage, StepContext, named_like_verbs
+from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 

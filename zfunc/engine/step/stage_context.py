@@ -18,7 +18,6 @@ from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 
 Memory = MutableMapping[Region, Any]
-GRADIENT = "gradient"  # in a slot with the state that it updates
 
 
 @frozen(eq=False)

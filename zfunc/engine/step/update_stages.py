@@ -20,9 +20,9 @@ from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket, Span
 from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
 from zfunc.core.regions import FP64
-from zfunc.core.spec import PARAMS
+from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.step.stage_context import GRADIENT, Memory, StepContext, gaps, named_like_verbs
+from zfunc.engine.step.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import master_weights
 from zfunc.optim.updates import average_
