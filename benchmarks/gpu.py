@@ -1,8 +1,8 @@
 """Everything that wants a GPU, the most valuable first: what `make gpu` runs.
 
-Each command has a time limit of its own, below 8 minutes; one that fails or runs over is noted, and the next runs.
+Each command has a time limit of its own, of minutes; one that fails or runs over is noted, and the next runs.
 What it measures it writes as JSON into `--results`, under a name with the hardware and the date. So does this
-script: what ran, for how long, how it ended, its last lines and every warning.
+script: what ran, for how long, how it ended, its last lines and every warning. All that it prints is in build/gpu.
 
     python -m benchmarks.gpu [--only tests,large]
     python -m benchmarks.gpu --list                      # the commands, and nothing runs
@@ -25,6 +25,7 @@ from attrs import frozen
 from benchmarks.machine import hardware_name, write
 
 ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "build/gpu"
 LAST_LINES = 40
 
 
@@ -40,7 +41,7 @@ class Item:
     limit: int  # seconds
 
 
-GPT_2_10B = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
+WIDE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
 TOY_GPT = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --batch-size 2"
 TOY_TEST = "tests/device/test_device_laws.py::test_peak_memory_is_as_planned"
 ITEMS = (
@@ -48,50 +49,50 @@ ITEMS = (
         "tests",
         "pytest",
         "-W default -q",
-        "-n 4 --dist loadgroup -m gpu tests",
+        "-n 12 --dist loadgroup --tb=short -m 'gpu and not slow' tests",
         f"--device pretend {TOY_TEST}",
-        470,
+        160,
     ),
     Item(
         "step",
         "benchmarks.step",
         "--apart --device {device} --json {results}",
-        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 "
+        "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 "
         "--precision bf16 --turns 7 --compile-segments",
         f"--num-layers 1 --turns 1 --warmup 1 {TOY_GPT}",
-        470,
+        240,
     ),
     Item(
         "calibrate",
         "zfunc",
         "calibrate --device {device} --out {profile} --folder {results}",
-        f"--num-layers 4 --precision bf16 --moments 8bit --turns 8 {GPT_2_10B}",
+        f"--num-layers 2 --precision bf16 --moments 8bit --turns 8 {WIDE}",
         "--num-layers 1 --precision fp32 --turns 3 --vocab-size 64 --hidden-size 128 --seq-length 32",
-        300,
+        120,
     ),
     Item(
         "large",
         "benchmarks.large",
         "--device {device} --hardware {profile} --json {results}",
-        f"--num-layers 50 --moments 8bit --precision bf16 {GPT_2_10B}",
+        f"--num-layers 10 --memory-gib 12 --moments 8bit --precision bf16 {WIDE}",
         f"--num-layers 2 --precision fp32 --turns 1 --vocab-size 64 --memory-gib 0.1 {TOY_GPT}",
-        470,
+        150,
     ),
     Item(
         "streaming",
         "benchmarks.streaming",
         "--device {device} --json {results}",
-        f"--memory-gib 16 --num-layers 50 --moments 8bit --precision bf16 --turns 3 {GPT_2_10B}",
+        f"--memory-gib 6 --num-layers 10 --moments 8bit --precision bf16 --turns 3 {WIDE}",
         f"--memory-gib 0.1 --num-layers 2 --precision fp32 --turns 1 --vocab-size 64 {TOY_GPT}",
-        470,
+        240,
     ),
     Item(
         "simulated",
         "benchmarks.simulated",
         "--device {device} --folder {results} --json {results}",
-        "",
+        "--models 4x1024x16x1024x8,8x2048x16x1024x8 --turns 5",
         "--models 1x128x2x32x4 --schedules Serial,Overlapped --turns 2 --precision fp32",
-        470,
+        120,
     ),
     Item(
         "small-step",
@@ -140,6 +141,16 @@ def command(item: Item, args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", *wrapper, item.module, *arguments]
 
 
+def stopped(process: subprocess.Popen[str]) -> str:
+    """The output of a process that is interrupted, so that pytest says what has failed, and killed if it goes on."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=15)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
 def run(item: Item, args: argparse.Namespace) -> dict[str, Any]:
     """Run one item to its end, or until its limit; what became of it."""
     line = command(item, args)
@@ -158,9 +169,10 @@ def run(item: Item, args: argparse.Namespace) -> dict[str, Any]:
         output, _ = process.communicate(timeout=item.limit)
         outcome = "ok" if process.returncode == 0 else f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = stopped(process)
         outcome = f"stopped after {item.limit} s"
+    LOGS.mkdir(parents=True, exist_ok=True)
+    (LOGS / f"{item.name}.log").write_text(output)
     lines = output.splitlines()
     print("\n".join(lines[-LAST_LINES:]))
     seconds = time.perf_counter() - start
@@ -189,7 +201,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    args.results = (args.results or ROOT / ("build/gpu-toy" if args.toy else "benchmarks/results")).absolute()
+    os.chdir(ROOT)  # names in results are relative to it
+    args.results = args.results or Path("build/gpu-toy" if args.toy else "benchmarks/results")
     names = args.only.split(",") if args.only else [item.name for item in ITEMS]
     if unknown := set(names) - {item.name for item in ITEMS}:
         raise SystemExit(

@@ -242,6 +242,7 @@ def moments_that_fit() -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_the_command_of_the_page_trains_at_full_size(tmp_path: Path) -> None:
     """Three steps of it, without a checkpoint. A bf16 card takes the fp16 of the page as well."""

@@ -317,6 +317,6 @@ def test_a_gpu_is_measured(tmp_path: Path, precision: str) -> None:
     check(profile, program, batch(0))
     on = profile.hardware(precision)
     assert not on.unified
-    assert set(on.shared) == {"host memory"}
+    assert set(on.shared) == {"host memory", "disk"}
     assert on.memory["device"] <= torch.cuda.mem_get_info()[1]
     assert profile.value("count", "devices") == torch.cuda.device_count()

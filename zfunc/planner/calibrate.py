@@ -288,11 +288,11 @@ def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float,
     Sizes double from 512 until the work takes `ENOUGH_SECONDS`, beside which a launch is nothing."""
 
     def product(side: int) -> tuple[float, Callable[[], Any]]:
-        a = torch.zeros(side, side, device=device, dtype=dtype)
+        a = torch.randn(side, side, device=device, dtype=dtype)  # zeros would be faster
         return 2 * side**3, lambda: a @ a
 
     def attention(row: int) -> tuple[float, Callable[[], Any]]:
-        q = torch.zeros(1, 16, row, 128, device=device, dtype=dtype)
+        q = torch.randn(1, 16, row, 128, device=device, dtype=dtype)
 
         def both() -> None:
             y, pull, *_ = torch.func.vjp(lambda q: scaled_dot_product_attention(q, q, q, is_causal=True), q)

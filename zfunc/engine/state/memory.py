@@ -60,6 +60,14 @@ class Flat:
         return held.flat
 
 
+@frozen(eq=False)
+class OnHost:
+    """A residual that a device's kernel keeps on the host, as fused attention does the seed of its dropout, and
+    reads there: it does not move."""
+
+    value: Tensor
+
+
 @define(eq=False)
 class ActivationSlot:
     """Memory that has the tensors of one pytree at a time: what backward of a segment needs."""
@@ -85,6 +93,9 @@ class ActivationSlot:
     def put(self, tree: Any) -> None:
         """Copy the tensors of `tree` here; on an accelerator without waiting. Those that share memory still do."""
         leaves, structure = tree_flatten(tree)
+        on_host = self.flat.device.type == "cpu"
+        if on_host and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
+            leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         ranges: dict[int, list[Tensor]] = {}
         for t in tensors:
@@ -103,7 +114,10 @@ class ActivationSlot:
                 typed = copy[begin:end].view(t.dtype)
                 copies[id(t)] = typed.as_strided(t.shape, t.stride(), typed.storage_offset())
             start += round_up(last - first, ALLOCATION)
-        self.tree = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
+        leaves = [copies.get(id(x), x) for x in leaves]
+        if not on_host:
+            leaves = [x.value if isinstance(x, OnHost) else x for x in leaves]
+        self.tree = tree_unflatten(leaves, structure)
 
 
 @frozen(eq=False)
