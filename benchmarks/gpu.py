@@ -142,7 +142,7 @@ def command(item: Item, args: argparse.Namespace) -> list[str]:
 
 
 def stopped(process: subprocess.Popen[str]) -> str:
-    """The output of a process that is interrupted, so that pytest says what has failed, and killed if it goes on."""
+    """The output of a process, interrupted, so that pytest says what has failed, and killed if it goes on."""
     process.send_signal(signal.SIGINT)
     try:
         return process.communicate(timeout=15)[0]

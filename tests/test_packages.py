@@ -41,15 +41,15 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 5_500,
+    "core": 5_530,
     "schedules and ground": 850,
-    "runtime": 3_100,
+    "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 6_480,
+    "engine": 7_220,
     "viz": 1_000,
     "planner": 2_810,
-    "models": 2_860,
+    "models": 2_900,
     "train": 4_110,
     "cli": 2_200,
     "tests": 34_450,

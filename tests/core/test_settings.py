@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "fp32_params": ("loss.out",),
     "schedule": "Serial",
     "recompute": "none",
+    "tiles": 2,
     "compile_segments": True,
     "deterministic": True,
     "micro_batches": 2,

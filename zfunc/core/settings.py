@@ -44,12 +44,13 @@ TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest fir
 }
 UPDATE_SHARES = ("host", "host,host,host,device", "host,device", "host,device,device,device", "device")
 # The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
-CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all"), "update_on": UPDATE_SHARES}
+CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all"), "update_on": UPDATE_SHARES, "tiles": (1,)}
 BY_DEVICE = "by-device"  # the schedule, unless one is named
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
 DOCSTRING_WIDTH = 116  # columns
+MOST_TILES = 1 << 16
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
@@ -230,6 +231,17 @@ class StepSettings:
             *("none", "min-cut", "all,min-cut,min-cut,min-cut", "all,min-cut", "all,all,all,min-cut", "all"),
         ),
         common=True,
+    )
+    tiles: int | Literal["auto"] = _setting(
+        1,
+        _word_or((AUTO,), "a number of tiles", partial(_count, most=MOST_TILES)),
+        "how it runs",
+        "equal tiles of a row of tokens, which pass a segment one by one; its memory follows the tile",
+        "Of every segment but the last. Its tokens depend on each other through causal attention alone, which "
+        "takes all keys so far. Weights are moved once, and their gradients added in fp32. Backward recomputes "
+        'all. "auto", with `example`: as few as fit.',
+        metavar=f"N|{AUTO}",
+        tries=(16, 64),
     )
     compile_segments: bool | Literal["reduce-overhead"] = _setting(
         False,
@@ -584,12 +596,17 @@ class StepSettings:
                 )
 
     def placed(
-        self, world: int, *, disk: bool, update_on: Sequence[str] = UPDATE_SHARES
+        self,
+        world: int,
+        *,
+        disk: bool,
+        update_on: Sequence[str] = UPDATE_SHARES,
+        tiles: Sequence[int] = CHOICES["tiles"],
     ) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
         bytes first: activations, gradients, parameters, the state; without those that other settings exclude. With
         `recompute` "auto", as little as can be is recomputed in each place, and with `update_on` "auto" those
-        places are tried in this order.
+        places are tried in this order; with `tiles` "auto" these numbers.
 
         Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
         stage 3.
@@ -598,7 +615,7 @@ class StepSettings:
             name: [x for x in tiers if disk or x != DISK]
             if getattr(self, name) == AUTO
             else [getattr(self, name)]
-            for name, tiers in {**CHOICES, "update_on": update_on}.items()
+            for name, tiers in {**CHOICES, "update_on": update_on, "tiles": tiles}.items()
         }
         for places in product(*choices.values()):
             changes: dict[str, Any] = dict(zip(choices, places, strict=True))
@@ -671,6 +688,13 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
         ("activations_on", s.stashes, "what autograd keeps cannot be moved"),
     ):
         yield name, given, "recompute", s.keeps_all, f"'all' or 'min-cut': {why}"
+    yield (
+        "tiles",
+        s.tiles != 1,
+        "recompute",
+        s.recompute != "all",
+        "'all': backward makes a tile's forward again",
+    )
     for name, given in (("params_on", off_device), ("accumulate", s.group_size > 1)):
         yield "stage", s.stage == 1, name, given, "2 or 3: pass one of them, or leave stage out"
     for name, given, or_else in (

@@ -44,4 +44,13 @@ def document_mask(position_ids: Tensor) -> Tensor:
     at = torch.arange(position_ids.shape[-1], device=position_ids.device)
     starts = at - position_ids  # where a token's document begins
     own = starts[:, :, None] == starts[:, None, :]
-    return (own & (at[:, None] >= at))[:, None]
+    return with_first_keys((own & (at[:, None] >= at))[:, None], starts)
+
+
+def with_first_keys(mask: Tensor, first: Tensor) -> Tensor:
+    """`mask`, with what it is made of: a token attends to the one `first` [batch or 1, seq] and all from there on.
+
+    A segment in tiles reads this, and the mask is never made.
+    """
+    mask.first_keys = first  # type: ignore[attr-defined]
+    return mask

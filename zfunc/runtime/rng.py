@@ -62,6 +62,14 @@ def seeded(number: int | None) -> Iterator[None]:
         _thread.draws = before
 
 
+@contextmanager
+def seeded_part(*part: int) -> Iterator[None]:
+    """Random operations inside draw what the pass of this thread and the numbers of its `part` determine."""
+    draws: Draws | None = getattr(_thread, "draws", None)
+    with seeded(None if draws is None else fold_seed(draws.key, *part)):
+        yield
+
+
 def enter_backward() -> None:
     """From here on, draws are the backward's: they have the same numbers whether the forward ran just now or long
     ago."""

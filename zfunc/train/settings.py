@@ -177,7 +177,7 @@ CHOSEN = {
             (*STEP[name].words, AUTO), f". {AUTO}: the nearest that fits, and of zfunc plan the fastest"
         )
         for name in CHOICES
-        if name != "update_on"
+        if name not in ("update_on", "tiles")
     },
     "update_on": STEP["update_on"].offering(
         (*STEP["update_on"].words, AUTO), f". {AUTO}: where updates take least"

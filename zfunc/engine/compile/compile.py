@@ -15,7 +15,13 @@ from torch.distributed import ProcessGroup
 
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import StepSettings, settings_with, takes_settings
-from zfunc.engine.compile.fit_to_memory import fastest_shares, first_that_fits, fit_to_memory, log_offload
+from zfunc.engine.compile.fit_to_memory import (
+    fastest_shares,
+    first_that_fits,
+    fit_to_memory,
+    log_offload,
+    tile_counts,
+)
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan
 from zfunc.engine.compile.segment import Segment, checked_segments
@@ -95,7 +101,9 @@ def compile(
         same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
         make = partial(compile, segments, **same, example=example, patience=patience)
         shares = fastest_shares(with_moments(optimizer, settings), settings, device, ranks)
-        places = settings.placed(ranks.world, disk=bool(settings.swap), update_on=shares)
+        places = settings.placed(
+            ranks.world, disk=bool(settings.swap), update_on=shares, tiles=tile_counts(example)
+        )
         ways = [partial(make, way) for way in places]
         return first_that_fits(ways, example, settings.automatic)
     settings = settings.scheduled(on_cpu=not on_gpu)

@@ -49,6 +49,8 @@ def segment_calls(
                 moving=settings.moves,
                 name=segment.name,
                 joints=None if joints is None else joints.setdefault(segment.name, {}),
+                tiles=1 if s == last else settings.tiles,
+                evaluate=segment.evaluation,
             )
             eager = make()
             pair = make(compiled=True) if compiled else eager, eager

@@ -43,7 +43,7 @@ class JointGraph:
 Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
 
 
-def _part(
+def part_of_graph(
     module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
 ) -> GraphModule:
     """Some nodes of a graph as a graph of their own, `given -> results`."""
@@ -59,9 +59,9 @@ def _part(
 
 def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     """Two graphs, of which backward repeats what it needs of forward."""
-    forward = _part(joint.module, joint.leaves, joint.forward, joint.results)
+    forward = part_of_graph(joint.module, joint.leaves, joint.forward, joint.results)
     given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
-    backward = _part(joint.module, given, nodes, joint.gradients)
+    backward = part_of_graph(joint.module, given, nodes, joint.gradients)
     _cast_again(backward.graph, len(given) + len(joint.forward))
     return forward, backward
 
@@ -95,9 +95,9 @@ def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     for x in residuals:
         if not isinstance(x.meta["val"], Tensor):
             raise ValueError(f"backward reads {x}, which is no tensor")
-    forward = _part(joint.module, joint.leaves, joint.forward, [*joint.results, *residuals])
+    forward = part_of_graph(joint.module, joint.leaves, joint.forward, [*joint.results, *residuals])
     given = [*residuals, *joint.cotangents]
-    return forward, _part(joint.module, given, joint.backward, joint.gradients)
+    return forward, part_of_graph(joint.module, given, joint.backward, joint.gradients)
 
 
 def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
@@ -145,7 +145,7 @@ def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
     """A copy of a pure graph where nodes that call one function with the same arguments are one node, but for draws
     and for what shares memory with a result: in eager code those are apart."""
     *nodes, output = module.graph.nodes
-    merged, known = _part(module, (), nodes, output.args[0]), dict[Any, Node]()
+    merged, known = part_of_graph(module, (), nodes, output.args[0]), dict[Any, Node]()
     merged.graph.eliminate_dead_code()
     results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in _memory(node)}
     for node in merged.graph.nodes:

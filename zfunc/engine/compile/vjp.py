@@ -32,6 +32,7 @@ from zfunc.engine.compile.recompute import (
     sized_min_cut,
 )
 from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, storage_of
+from zfunc.engine.compile.tiles import Tiled
 from zfunc.runtime.accelerator import record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
@@ -102,6 +103,8 @@ def make_vjp(
     moving: bool = False,
     name: str = "",
     joints: "Joints | None" = None,
+    tiles: int = 1,
+    evaluate: Callable[..., Any] | None = None,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
@@ -112,7 +115,16 @@ def make_vjp(
     "min-cut", or is `moving` and has residuals whose size a trace does not know, recomputes all, or nothing if it
     is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`. Passes of one
     function that share `joints` are cut from the same graphs.
+
+    With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
+    dropout the function is `evaluate`.
     """
+    if tiles > 1:
+        half = partial(make_vjp, compiled=compiled, name=name)
+        whole = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
+        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole)
+        passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
+        return _moving(passes) if moving else passes
     pull = _pull(function, wrt_input, last)
     traced = partial(_Traced, partial(_joint, pull, joints), compiled)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn import functional as F
 
+from zfunc.engine.compile.tile_attention import ROW_TOKENS
 from zfunc.models.hf.experts import run_experts
-from zfunc.models.sequences import KVCache, document_mask
+from zfunc.models.sequences import KVCache, document_mask, with_first_keys
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
 NAME = "zfunc"  # registered with transformers
@@ -121,7 +124,8 @@ def make_mask(
     It has the signature of transformers' interface. None where that is all positions, or in a causal model all
     those up to its own.
     """
-    local = local_size is not None and local_size < q_offset + q_length
+    tokens = ROW_TOKENS.get() or q_offset + q_length
+    local = local_size is not None and local_size < tokens
     positions = _POSITIONS.get() if allow_is_bidirectional_skip is None else None  # given for encoders alone
     plain = (allow_is_causal_skip and not local and positions is None) or allow_is_bidirectional_skip
     if plain and attention_mask is None:
@@ -134,7 +138,22 @@ def make_mask(
     mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
     mask = mask.expand(len(batch), 1, q_length, kv_length)
     mask = mask if positions is None else mask & document_mask(positions)
-    return mask if attention_mask is None else mask & attention_mask[:, None, None].bool()
+    if attention_mask is not None:
+        return mask & attention_mask[:, None, None].bool()
+    first = rows[None] - rows[None] if positions is None else rows - positions
+    if local_size is not None:
+        if not _is_window(mask_function, local_size):
+            return mask
+        first = torch.maximum(first, rows - (local_size - 1))
+    return with_first_keys(mask, first) if not q_offset and not kv_offset else mask
+
+
+def _is_window(mask_function: Callable[..., Tensor], size: int) -> bool:
+    """Whether a token attends to the `size` tokens up to itself, not to those of its part of a sequence."""
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        index = torch.tensor([0, size, 1])  # batch and head, a token, the first that it sees
+        zero, token, first = index.unbind()
+        return bool(mask_function(zero, zero, token, first)) and not mask_function(zero, zero, token, zero)
 
 
 def attend(

@@ -1,0 +1,189 @@
+"""Causal attention of one tile of queries over all keys so far: `attend_tile`, and `pull_tile` for its gradients.
+
+A tile's part is exact: FlashAttention-2's sums over parts of the keys are joined by their log-sum-exp, and backward
+takes a part of the keys with the log-sum-exp of all. The device's fused kernel computes a part where it has one;
+else, and where a key is hidden by more than its place, `_scores` of a tile by as many keys, in fp32.
+"""
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.runtime.accelerator import fuses_grouped_queries
+
+aten = torch.ops.aten
+# The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
+ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
+Part = tuple[int, int]  # keys: the first, and the one after the last
+
+
+def attend_tile(
+    q: Tensor, keys: Tensor, values: Tensor, first: Tensor | None, scale: float, at: int
+) -> tuple[Tensor, Tensor]:
+    """The result [batch, heads, tile, value features] and the fp32 log-sum-exp [batch, heads, tile] of queries `q`
+    [batch, heads, tile, features], the `at`-th token and those behind it, of `keys` and `values` [batch, key heads,
+    at least at + tile, features]. A query sees no key before its `first` [batch, tile], and none behind itself."""
+    run, tile = _kernel(q, values, first), q.shape[2]
+    out = lse = None
+    for part in _parts(tile, at, whole=run is not None):
+        k, v = (x[:, :, slice(*part)] for x in (keys, values))
+        if run is None:
+            o, own = _attend_part(q, k, v, first, scale, at, part)
+        else:
+            o, own = run.forward(q, *_grouped(q, k, v), part[0] == at, scale)
+        if out is None or lse is None:
+            out, lse = o, own
+            continue
+        both = torch.logaddexp(lse, own)
+        joined = out * (lse - both).exp()[..., None]
+        out, lse = joined.add_(o * (own - both).exp()[..., None]), both
+    assert out is not None
+    assert lse is not None
+    return _by_token(out.to(q.dtype)), lse
+
+
+def pull_tile(
+    cotangent: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    at: int,
+    sums: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The gradient of the queries of one tile. Those of keys and values are added to the fp32 `sums`."""
+    run, tile = _kernel(q, values, first), q.shape[2]
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    delta = None if run else (cotangent.float() * out.float()).sum(-1)
+    for part in _parts(tile, at, whole=run is not None):
+        k, v = (x[:, :, slice(*part)] for x in (keys, values))
+        if run is None:
+            own, *others = _pull_part(cotangent, q, k, v, first, lse, delta, scale, at, part)
+        else:
+            own, *others = run.backward(cotangent, q, *_grouped(q, k, v), out, lse, part[0] == at, scale)
+        dq.add_(own)
+        for total, x in zip(sums, others, strict=True):
+            grouped = x.unflatten(1, (keys.shape[1], -1)).sum(2) if x.shape[1] > keys.shape[1] else x
+            total[:, :, slice(*part)].add_(grouped)
+    return dq.to(q.dtype)
+
+
+def _parts(tile: int, at: int, *, whole: bool) -> Iterator[Part]:
+    """The parts of the keys that a tile of queries sees: its own first, of which every query sees one."""
+    yield at, at + tile
+    if whole and at:
+        yield 0, at
+    elif not whole:
+        yield from ((i, i + tile) for i in range(0, at, tile))
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[batch, heads, tile, features], where the features of a token lie together, as fused kernels return it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for as many heads as queries have, unless the kernel takes groups of them."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or (q.is_cuda and fuses_grouped_queries(q.device, q.dtype)):
+        return k, v
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+
+# --- in operations of torch: the reference, and the way of what no kernel has -----------------------------------
+
+
+def _scores(q: Tensor, k: Tensor, first: Tensor | None, scale: float, at: int, part: Part) -> Tensor:
+    """fp32 [batch, key heads, group, tile, keys]; minus infinity where a query does not see a key."""
+    grouped = q.unflatten(1, (k.shape[1], -1)).float()
+    scores = grouped @ k.float().transpose(2, 3)[:, :, None] * scale
+    rows = torch.arange(at, at + q.shape[2], device=q.device)[:, None]
+    columns = torch.arange(*part, device=q.device)
+    hidden = (columns > rows)[None]
+    if first is not None:
+        hidden = hidden | (columns < first[..., None])
+    return scores.masked_fill_(hidden[:, None, None], -torch.inf)
+
+
+def _attend_part(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, scale: float, at: int, part: Part
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, first, scale, at, part)
+    lse = scores.logsumexp(-1)
+    seen = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key of this part
+    out = scores.sub_(seen[..., None]).exp_() @ v.float()[:, :, None]
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _pull_part(
+    cotangent: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor | None,
+    lse: Tensor,
+    delta: Any,
+    scale: float,
+    at: int,
+    part: Part,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = (k.shape[1], -1)
+    total, given, dot = (x.unflatten(1, group) for x in (lse, cotangent.float(), delta))
+    p = _scores(q, k, first, scale, at, part).sub_(total[..., None]).exp_()
+    dv = (p.transpose(3, 4) @ given).sum(2)
+    ds = p.mul_((given @ v.float().transpose(2, 3)[:, :, None]).sub_(dot[..., None])).mul_(scale)
+    dq = ds @ k.float()[:, :, None]
+    return dq.flatten(1, 2), (ds.transpose(3, 4) @ q.unflatten(1, group).float()).sum(2), dv
+
+
+# --- fused kernels ----------------------------------------------------------------------------------------------
+
+
+class _OnCpu:
+    """The CPU's flash attention."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    @staticmethod
+    def backward(
+        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+
+
+class _OnCuda:
+    """CUDA's flash attention."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Any:
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
+        return aten._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
+        )
+
+
+def _kernel(q: Tensor, values: Tensor, first: Tensor | None) -> Any:
+    """The device's fused kernel for such tensors, or None."""
+    if first is not None or q.shape[-1] != values.shape[-1]:
+        return None
+    if q.device.type == "cpu":
+        return _OnCpu
+    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return _OnCuda if q.is_cuda and fits else None
