@@ -87,6 +87,15 @@ ITEMS = (
         240,
     ),
     Item(
+        "long-rows",
+        "benchmarks.long_rows",
+        "--device {device} --json {results}",
+        "--num-layers 2 --rows 65536x1,65536x16,262144x64",
+        "--num-layers 1 --warmup 0 --precision fp32 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 "
+        "--rows 64x1,64x4",
+        200,
+    ),
+    Item(
         "simulated",
         "benchmarks.simulated",
         "--device {device} --folder {results} --json {results}",
