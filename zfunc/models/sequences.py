@@ -47,10 +47,10 @@ def document_mask(position_ids: Tensor) -> Tensor:
     return with_first_keys((own & (at[:, None] >= at))[:, None], starts)
 
 
-def with_first_keys(mask: Tensor, first: Tensor) -> Tensor:
+def with_first_keys(mask: Tensor, first: Tensor, window: int | None = None) -> Tensor:
     """`mask`, with what it is made of: a token attends to the one `first` [batch or 1, seq] and all from there on.
 
-    A segment in tiles reads this, and the mask is never made.
+    With a `window` that is none of more than so many. A segment in tiles reads this, and the mask is never made.
     """
-    mask.first_keys = first  # type: ignore[attr-defined]
+    mask.first_keys, mask.window = first, window  # type: ignore[attr-defined]
     return mask

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from zfunc.runtime.accelerator import fuses_grouped_queries
@@ -20,20 +21,37 @@ ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=Non
 Part = tuple[int, int]  # keys: the first, and the one after the last
 
 
-def attend_tile(
-    q: Tensor, keys: Tensor, values: Tensor, first: Tensor | None, scale: float, at: int
-) -> tuple[Tensor, Tensor]:
+@frozen
+class View:
+    """What the queries of one tile see: no key behind themselves, none before their `first` [batch, tile], and no
+    more than `window`; `at` is the first of them in the row."""
+
+    at: int
+    scale: float
+    first: Tensor | None = None
+    window: int | None = None
+
+    def parts(self, tile: int, *, whole: bool) -> Iterator[Part]:
+        """The keys to look at: the tile's own first, of which every query sees one, then those before."""
+        yield self.at, self.at + tile
+        if whole and self.at:
+            yield 0, self.at
+        elif not whole:
+            seen = 0 if self.window is None else max(0, self.at - self.window + 1) // tile * tile
+            yield from ((i, i + tile) for i in range(seen, self.at, tile))
+
+
+def attend_tile(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Tensor, Tensor]:
     """The result [batch, heads, tile, value features] and the fp32 log-sum-exp [batch, heads, tile] of queries `q`
-    [batch, heads, tile, features], the `at`-th token and those behind it, of `keys` and `values` [batch, key heads,
-    at least at + tile, features]. A query sees no key before its `first` [batch, tile], and none behind itself."""
-    run, tile = _kernel(q, values, first), q.shape[2]
+    [batch, heads, tile, features] over the `keys` and `values` [batch, key heads, tokens, features] of a row."""
+    run, tile = _kernel(q, values, view.first), q.shape[2]
     out = lse = None
-    for part in _parts(tile, at, whole=run is not None):
+    for part in view.parts(tile, whole=run is not None):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
         if run is None:
-            o, own = _attend_part(q, k, v, first, scale, at, part)
+            o, own = _attend_part(q, k, v, view, part)
         else:
-            o, own = run.forward(q, *_grouped(q, k, v), part[0] == at, scale)
+            o, own = run.forward(q, *_grouped(q, k, v), part[0] == view.at, view.scale)
         if out is None or lse is None:
             out, lse = o, own
             continue
@@ -50,37 +68,28 @@ def pull_tile(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    first: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    at: int,
+    view: View,
     sums: tuple[Tensor, Tensor],
 ) -> Tensor:
     """The gradient of the queries of one tile. Those of keys and values are added to the fp32 `sums`."""
-    run, tile = _kernel(q, values, first), q.shape[2]
+    run, tile = _kernel(q, values, view.first), q.shape[2]
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     delta = None if run else (cotangent.float() * out.float()).sum(-1)
-    for part in _parts(tile, at, whole=run is not None):
+    for part in view.parts(tile, whole=run is not None):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
         if run is None:
-            own, *others = _pull_part(cotangent, q, k, v, first, lse, delta, scale, at, part)
+            own, *others = _pull_part(cotangent, q, k, v, lse, delta, view, part)
         else:
-            own, *others = run.backward(cotangent, q, *_grouped(q, k, v), out, lse, part[0] == at, scale)
+            own, *others = run.backward(
+                cotangent, q, *_grouped(q, k, v), out, lse, part[0] == view.at, view.scale
+            )
         dq.add_(own)
         for total, x in zip(sums, others, strict=True):
             grouped = x.unflatten(1, (keys.shape[1], -1)).sum(2) if x.shape[1] > keys.shape[1] else x
             total[:, :, slice(*part)].add_(grouped)
     return dq.to(q.dtype)
-
-
-def _parts(tile: int, at: int, *, whole: bool) -> Iterator[Part]:
-    """The parts of the keys that a tile of queries sees: its own first, of which every query sees one."""
-    yield at, at + tile
-    if whole and at:
-        yield 0, at
-    elif not whole:
-        yield from ((i, i + tile) for i in range(0, at, tile))
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -99,22 +108,20 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 # --- in operations of torch: the reference, and the way of what no kernel has -----------------------------------
 
 
-def _scores(q: Tensor, k: Tensor, first: Tensor | None, scale: float, at: int, part: Part) -> Tensor:
+def _scores(q: Tensor, k: Tensor, view: View, part: Part) -> Tensor:
     """fp32 [batch, key heads, group, tile, keys]; minus infinity where a query does not see a key."""
     grouped = q.unflatten(1, (k.shape[1], -1)).float()
-    scores = grouped @ k.float().transpose(2, 3)[:, :, None] * scale
-    rows = torch.arange(at, at + q.shape[2], device=q.device)[:, None]
+    scores = grouped @ k.float().transpose(2, 3)[:, :, None] * view.scale
+    rows = torch.arange(view.at, view.at + q.shape[2], device=q.device)[:, None]
     columns = torch.arange(*part, device=q.device)
     hidden = (columns > rows)[None]
-    if first is not None:
-        hidden = hidden | (columns < first[..., None])
+    if view.first is not None:
+        hidden = hidden | (columns < view.first[..., None])
     return scores.masked_fill_(hidden[:, None, None], -torch.inf)
 
 
-def _attend_part(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, scale: float, at: int, part: Part
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, first, scale, at, part)
+def _attend_part(q: Tensor, k: Tensor, v: Tensor, view: View, part: Part) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, view, part)
     lse = scores.logsumexp(-1)
     seen = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key of this part
     out = scores.sub_(seen[..., None]).exp_() @ v.float()[:, :, None]
@@ -122,22 +129,13 @@ def _attend_part(
 
 
 def _pull_part(
-    cotangent: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor | None,
-    lse: Tensor,
-    delta: Any,
-    scale: float,
-    at: int,
-    part: Part,
+    cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Any, view: View, part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = (k.shape[1], -1)
     total, given, dot = (x.unflatten(1, group) for x in (lse, cotangent.float(), delta))
-    p = _scores(q, k, first, scale, at, part).sub_(total[..., None]).exp_()
+    p = _scores(q, k, view, part).sub_(total[..., None]).exp_()
     dv = (p.transpose(3, 4) @ given).sum(2)
-    ds = p.mul_((given @ v.float().transpose(2, 3)[:, :, None]).sub_(dot[..., None])).mul_(scale)
+    ds = p.mul_((given @ v.float().transpose(2, 3)[:, :, None]).sub_(dot[..., None])).mul_(view.scale)
     dq = ds @ k.float()[:, :, None]
     return dq.flatten(1, 2), (ds.transpose(3, 4) @ q.unflatten(1, group).float()).sum(2), dv
 

@@ -30,18 +30,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.engine.compile.recompute import part_of_graph
 from zfunc.engine.compile.tensor_memory import FakeTensors
-from zfunc.engine.compile.tile_attention import ROW_TOKENS, attend_tile, pull_tile
+from zfunc.engine.compile.tile_attention import ROW_TOKENS, View, attend_tile, pull_tile
 from zfunc.runtime.rng import seeded, seeded_part
 
 Values = dict[str, Tensor]
 Function = Callable[..., Any]
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
 _ops = torch.library.Library("zfunc", "DEF")
-_ops.define("attention(Tensor q, Tensor k, Tensor v, Tensor? first, float? scale) -> Tensor")
+_ops.define("attention(Tensor q, Tensor k, Tensor v, Tensor? first, int? window, float? scale) -> Tensor")
 
 
 @torch.library.register_fake("zfunc::attention", lib=_ops)
-def _row_result(q: Tensor, _k: Tensor, v: Tensor, _first: Any, _scale: Any) -> Tensor:
+def _row_result(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
     """Marks the place of attention in a trace, where nothing runs."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
 
@@ -72,7 +72,7 @@ class _Marked(TorchFunctionMode):
                 f"got attention with {'all tokens' if attn_mask is None else 'a mask'}, expected a causal one, of "
                 "documents or a window at most: leave out the mask, or use tiles=1"
             )
-        return torch.ops.zfunc.attention(query, key, value, first, scale)
+        return torch.ops.zfunc.attention(query, key, value, first, getattr(attn_mask, "window", None), scale)
 
 
 @frozen(eq=False)
@@ -104,6 +104,7 @@ class _Split:
     passed: dict[int, int]  # result -> the input leaf that it is
     spec: Any  # of the results
     scale: float
+    window: int | None
 
 
 @define(eq=False)
@@ -272,14 +273,14 @@ class Tiled:
         half = partial(
             self._half, graph, [*names], given, [number + i for i in rows], crossing, len(trained), depends
         )
-        before, scale = None, 1.0
+        before, window, scale = None, None, 1.0
         mark = marks[0] if marks else None
         if mark is not None:
-            q, k, v, first, scale = mark.args
+            q, k, v, first, window, scale = mark.args
             scale = q.meta["val"].shape[-1] ** -0.5 if scale is None else scale
             before = half(body, [q, k, v, *([] if first is None else [first])], None)
         after = half(body, results, mark)
-        return _Split(tile, rows, before, after, made, sliced, passed, out_spec, scale)
+        return _Split(tile, rows, before, after, made, sliced, passed, out_spec, scale, window)
 
     def _half(
         self,
@@ -433,7 +434,10 @@ class _Row:
         """The result of attention of tile `i`, and its log-sum-exp."""
         assert self.keys is not None
         assert self.values is not None
-        return attend_tile(q, self.keys, self.values, first, self.split.scale, i * self.split.tile)
+        return attend_tile(q, self.keys, self.values, self._view(i, first))
+
+    def _view(self, i: int, first: Any) -> View:
+        return View(i * self.split.tile, self.split.scale, first, self.split.window)
 
     def run_after(self, i: int, out: Any) -> tuple[list[Tensor], Any]:
         """The results of tile `i`, and what its pull takes."""
@@ -468,8 +472,8 @@ class _Row:
         assert self.keys is not None
         assert self.values is not None
         assert self.sums is not None
-        at, scale = i * self.split.tile, self.split.scale
-        dq = pull_tile(cotangent, q, self.keys, self.values, first, out, lse, scale, at, self.sums)
+        view = self._view(i, first)
+        dq = pull_tile(cotangent, q, self.keys, self.values, out, lse, view, self.sums)
         others = [x[:, :, self.at(i)].to(q.dtype) for x in self.sums]
         with seeded_part(i, 0):
             return half.passes.backward(half.weights(self.weights), self._inputs(i), residuals, [dq, *others])

@@ -145,7 +145,7 @@ def make_mask(
         if not _is_window(mask_function, local_size):
             return mask
         first = torch.maximum(first, rows - (local_size - 1))
-    return with_first_keys(mask, first) if not q_offset and not kv_offset else mask
+    return mask if q_offset or kv_offset else with_first_keys(mask, first, local_size)
 
 
 def _is_window(mask_function: Callable[..., Tensor], size: int) -> bool:
