@@ -17,7 +17,9 @@ from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
-ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
+ACTIVATION_SLOTS = (
+    2  # one is copied while a pass uses the other; rows in tiles take far longer than their copies
+)
 
 
 @frozen
@@ -415,12 +417,11 @@ def _rings(at: Regions) -> Iterator[Ring]:
     # What a segment left passes once for each micro-batch of a group.
     segments = [s for s in range(spec.num_segments) if spec.activations_at(s) != "device"]
     stashed = {s: _stashed_bytes(spec, s) for s in segments}
-    order = [
-        s for s in segments for _ in range(min(settings.group_size, settings.host_slots + ACTIVATION_SLOTS))
-    ]
+    ahead = ACTIVATION_SLOTS if settings.tiles == 1 else 1
+    order = [s for s in segments for _ in range(min(settings.group_size, settings.host_slots + ahead))]
     act_slots = slots("act_slot", "device", "uint8", "act")  # what backward needs, back on the device
-    yield Ring.passing(act_slots, stashed, order, ACTIVATION_SLOTS)
-    yield Ring.passing(Region("act_room"), dict.fromkeys(stashed, 1), order, ACTIVATION_SLOTS)
+    yield Ring.passing(act_slots, stashed, order, ahead)
+    yield Ring.passing(Region("act_room"), dict.fromkeys(stashed, 1), order, ahead)
     on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
     act_pages = slots("act_page", "pinned", "uint8", "act")  # on its way to the disk, or back
     yield Ring.passing(act_pages, on_disk, order, settings.host_slots)

@@ -174,7 +174,7 @@ class Tiled:
         row = _Row(split, weights, leaves, tiles)
         sums: Values = {}
         moved = [i for i in split.rows if leaves[i].is_floating_point()]
-        below = [torch.empty_like(leaves[i]) for i in moved] if self.wrt_input else []
+        below = [_memory_for(leaves[i], cotangents) for i in moved] if self.wrt_input else []
         if split.before is not None:
             for i in range(tiles):
                 row.before(i)
@@ -377,6 +377,15 @@ def _forward_graph(
         module = make_fx(flat, tracing_mode="fake")([like(i, t) for i, t in enumerate(leaves)])
     module.graph.eliminate_dead_code()
     return module, out_spec
+
+
+def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
+    """Memory for the gradient of rows `x`: that of the cotangent if there is one like it, which no tile reads after
+    its own gradient is there, and nothing else after this pass."""
+    c = cotangents[0]
+    alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
+    whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
+    return c if len(cotangents) == 1 and alike and whole else torch.empty_like(x)
 
 
 def _add(sums: Values, grads: Values) -> None:
