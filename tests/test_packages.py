@@ -46,7 +46,7 @@ BUDGETS = {
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 7_220,
+    "engine": 7_310,
     "viz": 1_000,
     "planner": 2_810,
     "models": 2_900,

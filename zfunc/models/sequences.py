@@ -44,13 +44,13 @@ def document_mask(position_ids: Tensor) -> Tensor:
     at = torch.arange(position_ids.shape[-1], device=position_ids.device)
     starts = at - position_ids  # where a token's document begins
     own = starts[:, :, None] == starts[:, None, :]
-    return with_first_keys((own & (at[:, None] >= at))[:, None], starts)
+    return made_of((own & (at[:, None] >= at))[:, None], starts)
 
 
-def with_first_keys(mask: Tensor, first: Tensor, window: int | None = None) -> Tensor:
-    """`mask`, with what it is made of: a token attends to the one `first` [batch or 1, seq] and all from there on.
+def made_of(mask: Tensor, first: Tensor | None, window: int | None = None) -> Tensor:
+    """A causal `mask`, with what it is made of: the `first` tokens [batch, seq] of documents, a `window` of tokens.
 
-    With a `window` that is none of more than so many. A segment in tiles reads this, and the mask is never made.
+    A segment in tiles reads this, and the mask is never made.
     """
-    mask.first_keys, mask.window = first, window  # type: ignore[attr-defined]
+    mask.made_of = first, window  # type: ignore[attr-defined]
     return mask

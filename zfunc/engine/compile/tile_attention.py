@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
@@ -23,8 +24,8 @@ Part = tuple[int, int]  # keys: the first, and the one after the last
 
 @frozen
 class View:
-    """What the queries of one tile see: no key behind themselves, none before their `first` [batch, tile], and no
-    more than `window`; `at` is the first of them in the row."""
+    """What the queries of one tile see: no key behind themselves, none before the `first` [batch, tile] of their
+    document, and no more than `window`; `at` is the first of them in the row."""
 
     at: int
     scale: float
@@ -44,7 +45,9 @@ class View:
 def attend_tile(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Tensor, Tensor]:
     """The result [batch, heads, tile, value features] and the fp32 log-sum-exp [batch, heads, tile] of queries `q`
     [batch, heads, tile, features] over the `keys` and `values` [batch, key heads, tokens, features] of a row."""
-    run, tile = _kernel(q, values, view.first), q.shape[2]
+    if _by_ranges(q, values, view):
+        return _attend_ranges(q, keys, values, view)
+    run, tile = _kernel(q, values, view), q.shape[2]
     out = lse = None
     for part in view.parts(tile, whole=run is not None):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
@@ -74,7 +77,9 @@ def pull_tile(
     sums: tuple[Tensor, Tensor],
 ) -> Tensor:
     """The gradient of the queries of one tile. Those of keys and values are added to the fp32 `sums`."""
-    run, tile = _kernel(q, values, view.first), q.shape[2]
+    if _by_ranges(q, values, view):
+        return _pull_ranges(cotangent, q, keys, values, out, lse, view, sums)
+    run, tile = _kernel(q, values, view), q.shape[2]
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     delta = None if run else (cotangent.float() * out.float()).sum(-1)
     for part in view.parts(tile, whole=run is not None):
@@ -117,6 +122,8 @@ def _scores(q: Tensor, k: Tensor, view: View, part: Part) -> Tensor:
     hidden = (columns > rows)[None]
     if view.first is not None:
         hidden = hidden | (columns < view.first[..., None])
+    if view.window is not None:
+        hidden = hidden | (columns <= rows - view.window)
     return scores.masked_fill_(hidden[:, None, None], -torch.inf)
 
 
@@ -177,11 +184,101 @@ class _OnCuda:
         )
 
 
-def _kernel(q: Tensor, values: Tensor, first: Tensor | None) -> Any:
-    """The device's fused kernel for such tensors, or None."""
-    if first is not None or q.shape[-1] != values.shape[-1]:
-        return None
-    if q.device.type == "cpu":
-        return _OnCpu
-    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return _OnCuda if q.is_cuda and fits else None
+def _fits(q: Tensor, values: Tensor) -> bool:
+    """Whether CUDA's flash attention takes such tensors."""
+    return (
+        q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] == values.shape[-1] <= 256 and not q.shape[-1] % 8
+    )
+
+
+def _kernel(q: Tensor, values: Tensor, view: View) -> Any:
+    """The device's fused kernel for parts of keys, or None. A trace of costs takes it where ranges run instead."""
+    hides = view.first is not None or view.window is not None
+    if _fits(q, values):
+        return _OnCuda
+    return _OnCpu if q.device.type == "cpu" and not hides and q.shape[-1] == values.shape[-1] else None
+
+
+def _by_ranges(q: Tensor, values: Tensor, view: View) -> bool:
+    hides = view.first is not None or view.window is not None
+    return hides and _fits(q, values) and not isinstance(q, FakeTensor)
+
+
+# --- CUDA's flash attention of documents and windows: ranges of queries and of keys, one for each document ------
+
+
+def _ranges(first: Tensor, at: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Where the documents of one row begin, int32 [tile + 1], in the queries of a tile and in the keys; the rest
+    are empty, so that no shape depends on data.
+
+    >>> _ranges(torch.tensor([3, 3, 6, 6]), at=4, tile=4)
+    (tensor([0, 2, 4, 4, 4], dtype=torch.int32), tensor([3, 6, 8, 8, 8], dtype=torch.int32))
+    """
+    index = torch.arange(tile, device=first.device)
+    begins = torch.where((first == index + at) & (index > 0), index, tile)
+    queries = torch.cat([index[:1], begins.sort().values])
+    keys = queries + at
+    keys[0] = first[0]
+    return queries.int(), keys.int()
+
+
+def _given(view: View) -> dict[str, Any]:
+    seen = {} if view.window is None else {"window_size_left": view.window - 1, "window_size_right": 0}
+    return {"scale": view.scale, **seen}
+
+
+def _attend_ranges(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    tile, end = q.shape[2], view.at + q.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, keys[:, :, :end], values[:, :, :end]))
+    run = aten._flash_attention_forward
+    if view.first is None:
+        out, lse, *_ = run(q, k, v, None, None, tile, end, 0.0, True, False, **_given(view))
+        return out.transpose(1, 2), lse
+    rows = [
+        run(*x, *_ranges(first, view.at, tile), tile, end, 0.0, True, False, **_given(view))[:2]
+        for *x, first in zip(q, k, v, view.first, strict=True)
+    ]
+    out, lse = (torch.stack(x) for x in zip(*rows, strict=True))
+    return out.transpose(1, 2), lse
+
+
+def _pull_ranges(
+    cotangent: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    view: View,
+    sums: tuple[Tensor, Tensor],
+) -> Tensor:
+    tile, end = q.shape[2], view.at + q.shape[2]
+    g, q, k, v, out = (x.transpose(1, 2) for x in (cotangent, q, keys[:, :, :end], values[:, :, :end], out))
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
+
+    def pull(x: Any, lse: Tensor, ranges: tuple[Any, Any], most: int) -> Any:
+        longest = (*ranges, tile, most, 0.0, True, unused, unused)
+        return aten._flash_attention_backward(*x, lse, *longest, **_given(view))
+
+    if view.first is None:
+        dq, *others = pull((g, q, k, v, out), lse, (None, None), end)
+        for total, x in zip(sums, others, strict=True):
+            total[:, :, :end].add_(x.transpose(1, 2))
+        return dq.transpose(1, 2)
+    made: list[Tensor] = []
+    for b, first in enumerate(view.first):
+        queries, seen = _ranges(first, view.at, tile)
+        x, own = [t[b] for t in (g, q, k, v, out)], lse[b].contiguous()
+        # The first document may have begun long ago, the others are in the tile: a launch for each, as a launch
+        # makes room for the longest. What is of none of its documents, it leaves unwritten.
+        dq, *long = pull(x, own, (queries[:2].contiguous(), seen[:2].contiguous()), end)
+        later, *short = pull(x, own, (queries[1:].contiguous(), seen[1:].contiguous()), tile)
+        in_first = torch.arange(tile, device=q.device) < queries[1]
+        made.append(torch.where(in_first[:, None, None], dq, later))
+        index = torch.arange(end, device=q.device)
+        of_first = ((index >= seen[0]) & (index < seen[1]))[:, None, None]
+        of_others = (index >= seen[1])[:, None, None]
+        for total, a, c in zip(sums, long, short, strict=True):
+            grad = torch.where(of_first, a, 0) + torch.where(of_others, c, 0)
+            total[b, :, :end].add_(grad.transpose(0, 1))
+    return torch.stack(made).transpose(1, 2)

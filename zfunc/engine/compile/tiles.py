@@ -64,15 +64,16 @@ class _Marked(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: ARG004
     ) -> Tensor:
-        first = getattr(attn_mask, "first_keys", None)
+        causal = (None, None) if attn_mask is None and is_causal else None
+        made_of = getattr(attn_mask, "made_of", causal)
         if dropout_p:
             raise ValueError("got attention with dropout, expected it without: set its rate to 0")
-        if first is None and (attn_mask is not None or not is_causal):
+        if made_of is None:
             raise ValueError(
                 f"got attention with {'all tokens' if attn_mask is None else 'a mask'}, expected a causal one, of "
                 "documents or a window at most: leave out the mask, or use tiles=1"
             )
-        return torch.ops.zfunc.attention(query, key, value, first, getattr(attn_mask, "window", None), scale)
+        return torch.ops.zfunc.attention(query, key, value, *made_of, scale)
 
 
 @frozen(eq=False)

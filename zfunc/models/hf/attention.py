@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
 from zfunc.models.hf.experts import run_experts
-from zfunc.models.sequences import KVCache, document_mask, with_first_keys
+from zfunc.models.sequences import KVCache, document_mask, made_of
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
 NAME = "zfunc"  # registered with transformers
@@ -140,12 +140,9 @@ def make_mask(
     mask = mask if positions is None else mask & document_mask(positions)
     if attention_mask is not None:
         return mask & attention_mask[:, None, None].bool()
-    first = rows[None] - rows[None] if positions is None else rows - positions
-    if local_size is not None:
-        if not _is_window(mask_function, local_size):
-            return mask
-        first = torch.maximum(first, rows - (local_size - 1))
-    return mask if q_offset or kv_offset else with_first_keys(mask, first, local_size)
+    if q_offset or kv_offset or (local_size is not None and not _is_window(mask_function, local_size)):
+        return mask
+    return made_of(mask, None if positions is None else rows - positions, local_size)
 
 
 def _is_window(mask_function: Callable[..., Tensor], size: int) -> bool:
