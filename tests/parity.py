@@ -154,6 +154,7 @@ NUMBERS: dict[str, Settings] = {
     "Lion, 16 bits": {**TWO, "optimizer": zfunc.Lion(1e-3, weight_decay=0.1), "moments": "16bit"},
     "Adafactor, 16 bits": {**TWO, "optimizer": zfunc.Adafactor(0.1, weight_decay=0.1), "moments": "16bit"},
     "Adagrad, 16 bits": {**TWO, "optimizer": zfunc.Adagrad(0.1), "moments": "16bit"},
+    "in tiles": {**TWO, "tiles": 4, "recompute": "all"},
 }
 ALL_ON_DISK = {"state_on": "disk", "params_on": "disk", "grads_on": "disk"}
 WAYS: dict[str, Settings] = {
@@ -253,6 +254,8 @@ class Row:
         given = self.settings
         if "optimizer" in given and self.model != "odd sizes":
             return False  # its rules are of those parameters
+        if "tiles" in given and self.model != "tied GPT":
+            return False  # a batch of no rows of tokens, or attention with dropout
         if "state_on" in given and self.model == "norms":
             return False  # a swap space has no modules' buffers
         return self.world * given.get("micro_batches", 1) <= 6
@@ -275,8 +278,9 @@ def rows(every: int) -> list[Any]:
     found: list[Any] = []
     for (n, numbers), (w, way) in product(enumerate(NUMBERS), enumerate(WAYS)):
         jobs = [x for x in JOBS if Row(numbers, way, x).possible]
-        for k in range(3):
-            row = Row(numbers, way, jobs[(n + w + k * len(jobs) // 3) % len(jobs)])
+        chosen = dict.fromkeys(jobs[(n + w + k * len(jobs) // 3) % len(jobs)] for k in range(3))
+        for k, job in enumerate(chosen):
+            row = Row(numbers, way, job)
             marks = () if k == (n + w) % every == 0 else (pytest.mark.slow,)
             found.append(pytest.param(row, marks=marks, id=str(row)))
     return found
@@ -318,7 +322,7 @@ def varied(row: Row, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     stays = given.get("stage") != 3 and {given.get(x, "device") for x in ("params_on", "activations_on")} == {
         "device"
     }
-    recompute = ("all", "min-cut", "none")[: 3 if stays else 2]
+    recompute = ("all", "min-cut", "none")[: 1 if "tiles" in given else 3 if stays else 2]
     # Several ranks have to issue their collectives in one order.
     schedule = SCHEDULES[n % (len(SCHEDULES) if row.world == 1 else len(SCHEDULES) - 2)]
     step = {"jitter": Jitter(n, 3e-4), "debug": True} if n % 2 else {}

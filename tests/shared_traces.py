@@ -82,7 +82,10 @@ def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
     if function not in _shared:
         return vjp.make_vjp(function, **how)
     how["joints"] = _joints.setdefault((function, how["wrt_input"], how["last"]), {})
-    key = function, how["recompute"], how["wrt_input"], how["last"], how["moving"], how.get("compiled", False)
+    key = (
+        function,
+        *(how.get(x, False) for x in ("recompute", "wrt_input", "last", "moving", "compiled", "tiles")),
+    )
     if key not in _passes:
         _passes[key] = vjp.make_vjp(function, **how)
     return _passes[key]

@@ -213,9 +213,11 @@ class Tiled:
     def _cut(self, weights: Any, inputs: tuple[Any, ...], leaves: list[Any]) -> _Split:
         # 1. Which leaves are rows, and how long a tile is.
         floats, named = _floats(leaves), f"tiles={self.tiles}: "
-        if any(t.dim() < 2 or t.shape[:2] != floats[0].shape[:2] for t in floats):
+        if any(t.dim() < 3 or t.shape[:2] != floats[0].shape[:2] for t in floats):
             shapes = [tuple(t.shape) for t in floats]
-            raise ValueError(f"{named}got inputs of shape {shapes}, expected [batch, tokens, ...]")
+            raise ValueError(
+                f"{named}got inputs of shape {shapes}, expected rows [batch, tokens, features]: use tiles=1"
+            )
         shape = floats[0].shape[:2]
         tokens, tile = shape[1], shape[1] // self.tiles
         if tokens % self.tiles:

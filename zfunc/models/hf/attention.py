@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn import functional as F
 
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
@@ -117,6 +115,7 @@ def make_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> Tensor | None:
     """Who attends to whom: bool [batch or 1, 1, q_length, kv_length].
@@ -140,17 +139,15 @@ def make_mask(
     mask = mask if positions is None else mask & document_mask(positions)
     if attention_mask is not None:
         return mask & attention_mask[:, None, None].bool()
-    if q_offset or kv_offset or (local_size is not None and not _is_window(mask_function, local_size)):
+    if differs or allow_is_bidirectional_skip is not None or q_offset or kv_offset:
         return mask
-    return made_of(mask, None if positions is None else rows - positions, local_size)
-
-
-def _is_window(mask_function: Callable[..., Tensor], size: int) -> bool:
-    """Whether a token attends to the `size` tokens up to itself, not to those of its part of a sequence."""
-    with unset_fake_temporarily(), disable_proxy_modes_tracing():
-        index = torch.tensor([0, size, 1])  # batch and head, a token, the first that it sees
-        zero, token, first = index.unbind()
-        return bool(mask_function(zero, zero, token, first)) and not mask_function(zero, zero, token, zero)
+    first = None if positions is None else rows - positions
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        chunks = (rows // local_size * local_size).expand(
+            batch_size, q_length
+        )  # each begins as a document does
+        first, local_size = chunks if first is None else torch.maximum(first, chunks), None
+    return made_of(mask, first, local_size)
 
 
 def attend(
