@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 7_310,
+    "engine": 7_340,
     "viz": 1_000,
-    "planner": 2_810,
+    "planner": 2_840,
     "models": 2_900,
     "train": 4_110,
-    "cli": 2_200,
-    "tests": 34_680,
+    "cli": 2_210,
+    "tests": 34_750,
 }
 
 

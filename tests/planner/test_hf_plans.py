@@ -132,7 +132,9 @@ def test_the_largest_batch_and_length_fit_and_one_more_does_not(which: str) -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_length_says_what_bounds_it_and_goes_on_where_asked(capsys: Out) -> None:
+def test_a_length_says_what_bounds_it_and_goes_on_where_asked(
+    capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = write("config.json", TINY | {"max_position_embeddings": 256, "vocab_size": 5000})
     given = ["plan", "--hf-config", str(config), "--hardware", "rtx4090", "--with", "bytes.device=7.2e8"]
     given += ["--batch-size", "2"]
@@ -148,6 +150,7 @@ def test_a_length_says_what_bounds_it_and_goes_on_where_asked(capsys: Out) -> No
     assert answer["seq_length"] > 512
     assert answer["seq_length"] % 128 == 0
     assert answer["limit"] == ""
+    monkeypatch.setattr("zfunc.cli.commands.plan.MOST_TOKENS", 1 << 20)
     assert main(["plan", "--max", "length", "--hidden-size", "16", "--num-layers", "1", "--json"]) == 0
     assert "tokens, beyond which none are tried" in json.loads(capsys.readouterr().out)["limit"]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
+from zfunc.core.settings import tile_counts
 from zfunc.errors import CheckpointError
 from zfunc.models.config_file import check_config_file, check_flags
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
@@ -169,7 +170,7 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
             return traced_costs(opened().segments, (tokens, tokens), optimizer, world)
 
         trace = kept_trace([*question, rows, seq_length], lambda *asked: traced().trace(*asked))
-        sizes = known.constant_bytes, known.buffer_bytes
+        sizes = known.constant_bytes, known.buffer_bytes, tile_counts(seq_length)
         return SegmentCosts(known.parameters, optimizer, rows, rows * seq_length, trace, world, *sizes)
 
     known = kept(question, facts, ModelFacts)

@@ -51,6 +51,7 @@ ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the seg
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
 DOCSTRING_WIDTH = 116  # columns
 MOST_TILES = 1 << 16
+SHORTEST_TILE = 128  # tokens; below, a device waits for launches
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
@@ -97,6 +98,17 @@ def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
     ['host', 'host', 'host', 'device', 'device']
     """
     return values[s * len(values) // num_segments]
+
+
+def tile_counts(tokens: int) -> list[int]:
+    """The numbers of tiles that "auto" stands for of a row of so many tokens, the fewest first: divisors.
+
+    >>> tile_counts(3000), tile_counts(1)
+    ([1, 4, 15], [1])
+    """
+    divisors = [n for n in range(1, tokens // SHORTEST_TILE + 1) if tokens % n == 0] or [1]
+    near = (min(divisors, key=lambda n: abs(n - wanted)) for wanted in (1, 4, 16, 64, 256, 1024))
+    return list(dict.fromkeys(near))
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
@@ -241,7 +253,7 @@ class StepSettings:
         "takes all keys so far. Weights are moved once, and their gradients added in fp32. Backward recomputes "
         'all. "auto", with `example`: as few as fit.',
         metavar=f"N|{AUTO}",
-        tries=(16, 64),
+        tries=(AUTO,),
     )
     compile_segments: bool | Literal["reduce-overhead"] = _setting(
         False,

@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import ALLOCATION, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.step_spec import passes_key
@@ -48,7 +48,7 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
     """The costs of a GPT with one rank's batch of `rows`, known without a trace unless some parameters are in fp32
-    beside others in 16 bits.
+    beside others in 16 bits, or rows pass in tiles.
 
     They are asked for under settings, and the last segment, whose backward comes next, never recomputes. Raises
     ValueError then for a GPT with dropout.
@@ -67,11 +67,12 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         if config.dropout:
             raise ValueError(f"dropout: got {config.dropout}, expected 0: pass the segments to zfunc.plan")
-        if any(x.in_fp32 for x in spec.layout.all_buckets):  # the table's parameters have the precision
+        # The table's parameters have the precision, and its rows are whole.
+        if any(x.in_fp32 for x in spec.layout.all_buckets) or settings.tiles != 1:
             return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
-        recompute, compiled, moving = passes_key(settings)
+        recompute, compiled, moving, _ = passes_key(settings)
 
         @cache  # blocks are alike
         def cost(kind: str, returned: int) -> SegmentCost:
@@ -85,7 +86,8 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
         costs = [cost(kind, spec.grad_bytes[s] + passed * (s > 0)) for s, kind in enumerate(kinds)]
         return StepCosts(costs, _held(8 * tokens))
 
-    return SegmentCosts(gpt_parameters(config), optimizer, rows, rows * config.seq_length, trace, world)
+    tokens, counts = rows * config.seq_length, tile_counts(config.seq_length)
+    return SegmentCosts(gpt_parameters(config), optimizer, rows, tokens, trace, world, tile_counts=counts)
 
 
 def _sizes(config: GPTConfig) -> dict[str, int]:

@@ -49,7 +49,8 @@ Tracer: TypeAlias = Callable[[StepSettings, StepSpec, bool, bool], StepCosts]
 @frozen(eq=False)
 class SegmentCosts:
     """Segments by their `parameters`, an optimizer, and one rank's batch of so many `rows`; `tokens` are the
-    elements of its targets. `trace` is asked for the costs; the bytes are as in `make_spec`."""
+    elements of its targets. `trace` is asked for the costs; the bytes are as in `make_spec`, `tile_counts`
+    those to try."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -59,6 +60,7 @@ class SegmentCosts:
     world: int = 1
     constant_bytes: int = 0
     buffer_bytes: Sequence[int] = ()
+    tile_counts: Sequence[int] = (1,)
 
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The spec of these settings, with costs of 0."""

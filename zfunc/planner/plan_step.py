@@ -60,7 +60,7 @@ def plan(
     deferral, where parameters and activations live, what each share of the segments recomputes, and
     the order of micro-batches. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the
     device is the host. `offload_ratio`, `recompute` and the places of "auto" are the fastest that fit; the disk is
-    one where the host is full.
+    one where the host is full; `tiles` as few as fit.
 
     {settings}
 
@@ -90,7 +90,7 @@ def plan(
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
     given, searched_all = settings, settings.schedule == AUTO
-    space, result = _space(settings), None
+    space, result = _space(settings, model.segments.tile_counts), None
     size = settings.bucket_size or default_bucket_size(model.segments.world)
     settings = evolve(search_start(settings).scheduled(on_cpu=model.machine.unified), bucket_size=size)
     if space is not None:
@@ -101,8 +101,8 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     settable = UNSEARCHED if searched_all and step.fits else None
     suggestions: list[Suggestion] = []
     if advice:
-        rows = model.segments.rows
-        suggestions += suggest(model.step, step, rows=rows, settable=settable)
+        rows, tiles = model.segments.rows, model.segments.tile_counts
+        suggestions += suggest(model.step, step, rows, tiles, settable=settable)
         suggestions += _beyond_settings(model, step)
     return Planned(
         step.hardware,
@@ -168,13 +168,14 @@ def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
     return low
 
 
-def _space(settings: StepSettings) -> Space | None:
+def _space(settings: StepSettings, tile_counts: Sequence[int]) -> Space | None:
     """The settings that a search varies: all for `schedule` "auto", else those that are "auto"; None if none is."""
+    space = {**SPACE, "tiles": tuple(tile_counts)}
     if settings.schedule == AUTO:
-        return SPACE
+        return space
     names = {*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])}
     names |= {"disk_ratio"} if settings.state_on == AUTO else set()
-    return {name: values for name, values in SPACE.items() if name in names} or None
+    return {name: values for name, values in space.items() if name in names} or None
 
 
 def search_start(settings: StepSettings) -> StepSettings:

@@ -303,6 +303,7 @@ def _plan(p: Planned) -> Iterator[str]:
         (f"{share}{waiting} on the disk", settings.state_on == DISK),
         (f"activations on the {settings.activations_on}", settings.stashes),
         (f"{settings.group_size} micro-batches at a time", settings.group_size > 1),
+        (f"rows in {settings.tiles} tiles", settings.tiles != 1),
         ("updates deferred", spec.deferred),
     ):
         if unusual:

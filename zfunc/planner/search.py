@@ -63,6 +63,10 @@ def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | 
         needs |= {"params_on": "host"} if settings.params_on == DISK else {}
     elif DISK in (changes.get(name) for name in ("state_on", "params_on", "grads_on")):
         needs = {"state_on": DISK, "offload_ratio": 1.0}
+    if changes.get("tiles", 1) != 1:
+        needs["recompute"] = "all"
+    elif changes.get("recompute", "all") != "all":
+        needs["tiles"] = 1
     if world > 1 and changes.get("params_on", "device") != "device":
         needs["stage"] = 3
     if world > 1 and changes.get("stage", 3) != 3 and settings.params_on != "device":
@@ -316,6 +320,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _shares("disk_ratio"),
     _values("state_slots", lambda x: x.settings.state_on == DISK),
     _values("update_slots", lambda x: bool(x.spec.staged)),
+    _values("tiles", lambda x: not x.fits),
 )
 
 
@@ -384,7 +389,10 @@ class _Walk:
         if settings in self.seen:
             return None
         self.seen[settings] = None
-        step = self.planned(settings)
+        try:
+            step = self.planned(settings)
+        except ValueError:  # a segment that has no tiles
+            return None
         lacking = step.hardware.lacking(step.kept)
         gains = not self.best.fits or _spares_drives(step.work, self.best.work)
         enough = math.inf if gains else self.best.seconds * (1 - WORTH)

@@ -46,7 +46,7 @@ SAVING: dict[Tier, tuple[str, ...]] = {
             "offload_ratio",
             "activations_on",
         ),
-        *("params_on", "micro_batches"),
+        *("params_on", "micro_batches", "tiles"),
     ),
     "host": (
         *("moments", "precision", "host_slots", "bucket_size", "activations_on", "state_on"),
@@ -80,18 +80,20 @@ class Suggestion:
 def suggest(
     step_of: Callable[[StepSettings], PlannedStep],
     step: PlannedStep,
-    *,
     rows: int,
+    tile_counts: Sequence[int] = (1,),
+    *,
     settable: Collection[str] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """Changes that help `step`, the best first. `rows` is the size of a rank's batch; `step_of` plans others.
+    """Changes that help `step`, the best first. `rows` is the size of a rank's batch, `tile_counts` are the tiles
+    of a row to try; `step_of` plans others.
 
     Where `step` does not fit: every setting that alone makes it fit, changed as little as that takes, the fastest
     first; if there is none, a combination of which none can be left out; if all of them together are not enough,
     those. Where it fits: changes that make it faster and still fit. Only settings in `settable` change, if it is
     given.
     """
-    advisor = _Advisor(step_of, step, rows, settable)
+    advisor = _Advisor(step_of, step, rows, tile_counts, settable)
     return tuple([*(advisor.faster() if step.fits else advisor.fitting())][:MOST])
 
 
@@ -102,6 +104,7 @@ class _Advisor:
     step_of: Callable[[StepSettings], PlannedStep]
     step: PlannedStep
     rows: int
+    tile_counts: Sequence[int]
     settable: Collection[str] | None
 
     @property
@@ -128,6 +131,8 @@ class _Advisor:
         match name:
             case "micro_batches":
                 return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+            case "tiles":
+                return sorted({*self.tile_counts, now})
             case "offload_ratio" | "disk_ratio":
                 return sorted({*(shares_that_fit(self.step, name) if self.step.fits else (1.0,)), now})
             case "bucket_size":
@@ -243,6 +248,8 @@ class _Advisor:
                 values = [x for x in values if x != "host"]
             if name in TIERS_OF:
                 values = [x for x in values if (off_host if DISK in x.split(",") else off_device)]
+            if name == "tiles" and step.settings.micro_batches < self.rows:  # rows one by one cost less
+                values = []
             stays = not (off_device or self.settings.stashes)  # on the device, which has room
             useless = stays if name == "activations_on" else name == "grads_on" and not self.step.spec.barrier
             found |= {name: values} if values and not useless else {}

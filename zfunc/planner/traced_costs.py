@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.compile import compile
-from zfunc.engine.compile.fit_to_memory import share_on_host
+from zfunc.engine.compile.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.segment import Segment, checked_segments
@@ -42,13 +42,14 @@ def traced_costs(
     def program_of(settings: StepSettings, kernels: bool | None) -> Program:
         """The segments, checked, with the passes for what of the settings these depend on. All for the same kernels
         share what is traced, however they recompute."""
-        recompute, compiled, moving = passes_key(settings)
-        if (key := (kernels, recompute, compiled, moving)) not in programs:
+        recompute, compiled, moving, tiles = passes_key(settings)
+        if (key := (kernels, recompute, compiled, moving, tiles)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")
             passes = StepSettings(
                 recompute=recompute,
                 compile_segments=compiled,
+                tiles=tiles,
                 activations_on="host" if moving else "device",
             )
             calls = segment_calls(base.segments, base.layout, passes, base.device, base.cache.joints)
@@ -74,6 +75,7 @@ def traced_costs(
         world=world,
         constant_bytes=sum(s.constant_bytes for s in segments),
         buffer_bytes=[s.buffer_bytes for s in segments],
+        tile_counts=tile_counts(row_tokens(example)),
     )
 
 
@@ -104,7 +106,7 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
         f"{x.arguments} would fit"
         if x.step.fits
         else f"with {x.arguments} it would still be {shortage_text(x.step.lacking)}"
-        for x in suggest(model.step, step, rows=costs.rows, settable=settable)
+        for x in suggest(model.step, step, costs.rows, costs.tile_counts, settable=settable)
     ]
     raise OutOfMemory(
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "

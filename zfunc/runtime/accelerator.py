@@ -127,6 +127,11 @@ def modelled(grouped: bool | None) -> Iterator[None]:
         _GROUPED.reset(before)
 
 
+def runs_on_cpu(device: torch.device) -> bool:
+    """Whether the CPU's kernels run there: not where a trace on the CPU is of what an accelerator runs."""
+    return not on_accelerator(device) and _GROUPED.get() is None
+
+
 def has_grouped_kernels(device: torch.device) -> bool:
     """Whether torch has fused attention of grouped queries there, and products of groups."""
     if device.type != "cuda" or torch.version.hip:  # not known: what each can do is right everywhere

@@ -5,6 +5,7 @@ screen of text, or as one JSON object for programs.
 """
 
 import json
+import math
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -34,8 +35,8 @@ UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag her
 MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of `max`
 COUNTED = {"layers": "layers", "batch": "sequences", "length": "tokens"}
 MOST_LAYERS = 400  # that are tried; each adds operations and time
-MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 20  # that are tried: for each rank and micro-batch, and of a sequence
-LENGTH_UNIT = 128  # tokens
+MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 23  # that are tried: for each rank and micro-batch, and of a sequence
+LENGTH_UNIT, TILED_UNIT = 128, 1024  # tokens; where a number of tiles is chosen
 # Settings that a search's answer always has; others where they are not the default.
 ALWAYS_TYPED = ("schedule", "bucket_size", "grad_slots", "host_slots")
 FIGURES = (
@@ -61,7 +62,8 @@ class PlanSettings(PlannedStepFlags):
     max: str | None = option(
         None,
         "find the most that fits, whatever its flag says: layers, as `max` alone does, sequences of a batch, or "
-        f"tokens of a sequence, in steps of {LENGTH_UNIT}, up to the positions of its config (default: nothing)",
+        f"tokens of a sequence, in steps of {LENGTH_UNIT} (with tiles {AUTO}: {TILED_UNIT:,}), up to the "
+        "positions of its config (default: nothing)",
         one_of(MAXIMA),
         "|".join(MAXIMA),
         group="model",
@@ -144,18 +146,20 @@ def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -
 def _most(
     settings: PlanSettings, step: StepSettings, hardware: Profile, model: "SimulatedModel"
 ) -> tuple[int, str]:
-    """The most of what `max` names that fits, however what is "auto" is placed; the least if nothing fits. And what
-    else bounds it, if anything does."""
+    """The most of what `max` names that fits, however what is "auto" is placed, in as many tiles as there may be;
+    the least if nothing fits. And what else bounds it, if anything does."""
     from zfunc.planner.plan_step import most_that_fit, search_start
 
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
     ]
     what, longest = settings.max or "", model.longest or MOST_TOKENS
+    tiled = step.tiles == AUTO
+    length = TILED_UNIT if tiled else math.lcm(LENGTH_UNIT, int(step.tiles))
     unit, most = {
         "layers": (1, MOST_LAYERS),
         "batch": (settings.world * settings.micro_batches, MOST_ROWS),
-        "length": (min(LENGTH_UNIT, longest), max(1, longest // LENGTH_UNIT)),
+        "length": (min(length, longest), max(1, longest // length)),
     }[what]
     costs: dict[int, CostModel] = {}
 
@@ -163,7 +167,8 @@ def _most(
         if count not in costs:
             given = evolve(settings, **{MAXIMA[what]: count * unit})
             costs[count] = _costs(simulated_model(given) if what == "layers" else model, given, hardware)
-        return costs[count].step(way)
+        tiles = {"tiles": costs[count].segments.tile_counts[-1]} if tiled else {}
+        return costs[count].step(evolve(way, **tiles))
 
     found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
     if found < most:

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import StepSettings, settings_with, takes_settings
+from zfunc.core.settings import StepSettings, settings_with, takes_settings, tile_counts
 from zfunc.engine.compile.fit_to_memory import (
     fastest_shares,
     first_that_fits,
     fit_to_memory,
     log_offload,
-    tile_counts,
+    row_tokens,
 )
 from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan
@@ -102,7 +102,7 @@ def compile(
         make = partial(compile, segments, **same, example=example, patience=patience)
         shares = fastest_shares(with_moments(optimizer, settings), settings, device, ranks)
         places = settings.placed(
-            ranks.world, disk=bool(settings.swap), update_on=shares, tiles=tile_counts(example)
+            ranks.world, disk=bool(settings.swap), update_on=shares, tiles=tile_counts(row_tokens(example))
         )
         ways = [partial(make, way) for way in places]
         return first_that_fits(ways, example, settings.automatic)

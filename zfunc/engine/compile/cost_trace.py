@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION, SegmentCost
 from zfunc.core.traffic import Traffic
-from zfunc.engine.compile.tensor_memory import FakeTensors
+from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors
 from zfunc.engine.compile.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
@@ -63,8 +63,8 @@ class AllocationTracker(TorchDispatchMode):
     """Counts the FLOPs, the launches and the bytes of live storages allocated under it, now (`live`) and at most
     (`peak`).
 
-    `random` records whether an operation drew random numbers. What the CPU's kernels allocate themselves counts
-    too, unless this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`.
+    `random` records whether an operation drew random numbers. What kernels allocate themselves counts too: the
+    CPU's, or CUDA's where this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`.
     """
 
     def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
@@ -77,10 +77,11 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        flops = flops_of(func, args, kwargs or {}, out)
+        times = COUNTED.get()
+        flops = times * flops_of(func, args, kwargs or {}, out)
         self.flops += flops
         self.attention_flops += flops if formula(func._overloadpacket) is _attention_flops else 0
-        self.launches += is_launched(func)
+        self.launches += times * is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
         # A view, or an argument returned, allocates nothing.
         if not any(r.alias_info for r in func._schema.returns):
@@ -88,9 +89,11 @@ class AllocationTracker(TorchDispatchMode):
                 if isinstance(t, Tensor):
                     self._count(t)
         if is_launched(func):
+            before = self._traffic.nbytes
             self._move(func, (args, kwargs), out)
-        if not self._of_accelerator:
-            self.peak = max(self.peak, self.live + cpu_kernel_bytes(func, args, out))
+            self._traffic.nbytes += (times - 1) * (self._traffic.nbytes - before)
+        own = cuda_kernel_bytes(func, args) if self._of_accelerator else cpu_kernel_bytes(func, args, out)
+        self.peak = max(self.peak, self.live + own)
         return out
 
     @property
@@ -140,6 +143,19 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
         return 0
     rows, columns = args[factor].stride()[-2:]
     return 4 * out.shape[-2] * out.shape[-1] if rows == 1 and columns != 1 else 0
+
+
+def cuda_kernel_bytes(func: Any, args: Any) -> int:
+    """The bytes that CUDA's kernel of an operation allocates beside its results.
+
+    Backward of flash attention adds up dq in fp32, and has dk and dv of every query head where these share keys
+    (`mha_bwd` in torch's ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    """
+    if func._overloadpacket is not torch.ops.aten._scaled_dot_product_flash_attention_backward:
+        return 0
+    q, k, heads = args[1], args[2], args[1].shape[1]
+    every = 2 * k.numel() // k.shape[1] * heads if k.shape[1] < heads else 0
+    return 4 * q.numel() + every * k.element_size()
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

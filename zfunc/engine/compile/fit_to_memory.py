@@ -36,7 +36,6 @@ from zfunc.runtime.thread_budget import local_ranks
 STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
 MEASURED = 1 << 22  # elements that are swept and copied to measure the rates of both
 REPEATS = 3
-SHORTEST_TILE = 128  # tokens; below, a device waits for launches
 HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot use every byte
 
 log = logging.getLogger("zfunc")
@@ -143,17 +142,10 @@ def fastest_shares(
     return ranks.texts(" ".join(sorted(UPDATE_SHARES, key=longest)))[0].split()
 
 
-def tile_counts(example: Batch) -> list[int]:
-    """The numbers of tiles that "auto" stands for, the fewest first: divisors of the tokens of a row.
-
-    >>> tile_counts((torch.empty(2, 3000),)), tile_counts((torch.empty(2),))
-    ([1, 4, 15], [1])
-    """
+def row_tokens(example: Batch) -> int:
+    """The tokens of a row of a batch; 1 where a row is no more than one element."""
     rows = [t.shape[1] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 1]
-    tokens = rows[0] if rows else 1
-    divisors = [n for n in range(1, tokens + 1) if tokens % n == 0]
-    near = (min(divisors, key=lambda n: abs(n - wanted)) for wanted in (1, 4, 16, 64, 256))
-    return list(dict.fromkeys(n for n in near if n == 1 or tokens // n >= SHORTEST_TILE))
+    return rows[0] if rows else 1
 
 
 def measured_rates(device: torch.device) -> tuple[float, float]:

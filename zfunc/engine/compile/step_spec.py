@@ -24,10 +24,10 @@ from zfunc.optim.rules import EMA_PIECE
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
-def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool]:
+def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool, int]:
     """The settings that forward and backward depend on; only residuals depend on whether these move."""
     moving = settings.recompute == "min-cut" and settings.moves
-    return settings.recompute, settings.compile_segments, moving
+    return settings.recompute, settings.compile_segments, moving, settings.tiles
 
 
 def make_spec(

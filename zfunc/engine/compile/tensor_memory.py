@@ -1,5 +1,6 @@
 """Where a tensor lies in memory: its storage, the part of that from its first element to its last, its strides."""
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ PRODUCTS = {
 }  # of matrices of one type
 # Their fake kernels return one tensor twice; what torch caches of them has two, so a second trace would need more.
 UNCACHED = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
+# Of the operations that run on fake tensors for others like them, as those of some tiles for those of all.
+COUNTED: ContextVar[int] = ContextVar("times that an operation is counted", default=1)
 MOST_RUN = 1 << 22  # elements of what a kernel is run on while a segment is traced
 
 

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zfunc.runtime.accelerator import fuses_grouped_queries
+from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
@@ -49,12 +49,12 @@ def attend_tile(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Te
         return _attend_ranges(q, keys, values, view)
     run, tile = _kernel(q, values, view), q.shape[2]
     out = lse = None
-    for part in view.parts(tile, whole=run is not None):
+    for part in view.parts(tile, whole=run is not None and view.window is None):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
         if run is None:
             o, own = _attend_part(q, k, v, view, part)
         else:
-            o, own = run.forward(q, *_grouped(q, k, v), part[0] == view.at, view.scale)
+            o, own = run.forward(q, k, v, part[0] == view.at, view.scale)
         if out is None or lse is None:
             out, lse = o, own
             continue
@@ -82,14 +82,13 @@ def pull_tile(
     run, tile = _kernel(q, values, view), q.shape[2]
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     delta = None if run else (cotangent.float() * out.float()).sum(-1)
-    for part in view.parts(tile, whole=run is not None):
+    # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
+    for part in view.parts(tile, whole=False):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
         if run is None:
             own, *others = _pull_part(cotangent, q, k, v, lse, delta, view, part)
         else:
-            own, *others = run.backward(
-                cotangent, q, *_grouped(q, k, v), out, lse, part[0] == view.at, view.scale
-            )
+            own, *others = run.backward(cotangent, q, k, v, out, lse, part[0] == view.at, view.scale)
         dq.add_(own)
         for total, x in zip(sums, others, strict=True):
             grouped = x.unflatten(1, (keys.shape[1], -1)).sum(2) if x.shape[1] > keys.shape[1] else x
@@ -100,14 +99,6 @@ def pull_tile(
 def _by_token(x: Tensor) -> Tensor:
     """[batch, heads, tile, features], where the features of a token lie together, as fused kernels return it."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for as many heads as queries have, unless the kernel takes groups of them."""
-    groups = q.shape[1] // k.shape[1]
-    if groups == 1 or (q.is_cuda and fuses_grouped_queries(q.device, q.dtype)):
-        return k, v
-    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
 # --- in operations of torch: the reference, and the way of what no kernel has -----------------------------------
@@ -151,23 +142,30 @@ def _pull_part(
 
 
 class _OnCpu:
-    """The CPU's flash attention."""
+    """The CPU's flash attention, of as many heads of keys as of queries."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = _repeated(q, k, v)
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
     @staticmethod
     def backward(
         g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Any:
+        k, v = _repeated(q, k, v)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, lse, 0.0, causal, scale=scale
         )
 
 
+def _repeated(q: Tensor, *grouped: Tensor) -> tuple[Tensor, ...]:
+    groups = q.shape[1] // grouped[0].shape[1]
+    return grouped if groups == 1 else tuple(x.repeat_interleave(groups, dim=1) for x in grouped)
+
+
 class _OnCuda:
-    """CUDA's flash attention."""
+    """CUDA's flash attention, in 16 bits, which takes groups."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -186,9 +184,8 @@ class _OnCuda:
 
 def _fits(q: Tensor, values: Tensor) -> bool:
     """Whether CUDA's flash attention takes such tensors."""
-    return (
-        q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] == values.shape[-1] <= 256 and not q.shape[-1] % 8
-    )
+    alike = q.shape[-1] == values.shape[-1] <= 256 and not q.shape[-1] % 8
+    return alike and not runs_on_cpu(q.device) and fuses_grouped_queries(q.device, q.dtype)
 
 
 def _kernel(q: Tensor, values: Tensor, view: View) -> Any:
@@ -196,7 +193,7 @@ def _kernel(q: Tensor, values: Tensor, view: View) -> Any:
     hides = view.first is not None or view.window is not None
     if _fits(q, values):
         return _OnCuda
-    return _OnCpu if q.device.type == "cpu" and not hides and q.shape[-1] == values.shape[-1] else None
+    return _OnCpu if runs_on_cpu(q.device) and not hides and q.shape[-1] == values.shape[-1] else None
 
 
 def _by_ranges(q: Tensor, values: Tensor, view: View) -> bool:

@@ -29,13 +29,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.engine.compile.recompute import part_of_graph
-from zfunc.engine.compile.tensor_memory import FakeTensors
+from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors
 from zfunc.engine.compile.tile_attention import ROW_TOKENS, View, attend_tile, pull_tile
 from zfunc.runtime.rng import seeded, seeded_part
 
 Values = dict[str, Tensor]
 Function = Callable[..., Any]
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
+FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 _ops = torch.library.Library("zfunc", "DEF")
 _ops.define("attention(Tensor q, Tensor k, Tensor v, Tensor? first, int? window, float? scale) -> Tensor")
 
@@ -157,7 +158,7 @@ class Tiled:
     def _forward(self, split: _Split, weights: Any, leaves: list[Any], tiles: int) -> Any:
         row = _Row(split, weights, leaves, tiles)
         results: list[Any] = []
-        for i in range(tiles):
+        for i in row.numbers():
             q, first, _ = row.before(i)
             out, _ = row.attend(i, q, first) if q is not None else (None, None)
             found, _ = row.run_after(i, out)
@@ -177,10 +178,10 @@ class Tiled:
         moved = [i for i in split.rows if leaves[i].is_floating_point()]
         below = [_memory_for(leaves[i], cotangents) for i in moved] if self.wrt_input else []
         if split.before is not None:
-            for i in range(tiles):
+            for i in row.numbers():
                 row.before(i)
             row.start_sums()
-        for i in reversed(range(tiles)):
+        for i in row.numbers(backward=True):
             q, first, before = row.before(i)
             out, lse = row.attend(i, q, first) if q is not None else (None, None)
             _, after = row.run_after(i, out)
@@ -415,6 +416,21 @@ class _Row:
     def at(self, i: int) -> slice:
         """The tokens of tile `i`."""
         return slice(i * self.split.tile, (i + 1) * self.split.tile)
+
+    def numbers(self, *, backward: bool = False) -> Iterator[int]:
+        """The numbers of the tiles. Of fake tensors a few, counted as all: but for the last tile, costs grow evenly
+        from the second on, or from where a window hides keys."""
+        n, window = self.tiles, self.split.window
+        grown = 1 if window is None else 1 + -(-window // self.split.tile)
+        between, times = n - 1 - grown, dict.fromkeys(range(n), 1)
+        if between > FEW and isinstance(self.leaves[self.split.rows[0]], FakeTensor):
+            ends = {grown: between // 2, n - 2: between // 2}
+            middle = {(n - 1 + grown) // 2: 1} if between % 2 else {}
+            times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, n - 1: 1}.items()))
+        for i in reversed(times) if backward else times:
+            before = COUNTED.set(times[i])
+            yield i
+            COUNTED.reset(before)
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Memory for a row of what a tile has as `x`."""

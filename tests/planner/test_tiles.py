@@ -1,0 +1,71 @@
+"""What a plan says of rows in tiles: work, memory, and what is tried of a few."""
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hf_models import CONFIGS, transformers
+
+import zfunc
+import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
+from zfunc.core.hardware import ROUND
+from zfunc.core.settings import StepSettings
+from zfunc.engine.compile import tiles
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
+from zfunc.optim.adamw import AdamW
+from zfunc.planner.cost_model import CostModel, SegmentCosts
+from zfunc.planner.traced_costs import traced_costs
+
+TOKENS, HIDDEN, LAYERS = 2048, 64, 3
+GPT = GPTConfig(512, TOKENS, LAYERS, HIDDEN, 4)
+WAYS = [(False, True), (True, True), (True, False)]  # on the CPU, on CUDA, on another accelerator
+
+
+def costs_of(segments: Any, tokens: int = TOKENS) -> SegmentCosts:
+    x = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    return traced_costs(segments, (x, x), AdamW())
+
+
+def hf_segments(name: str) -> Any:
+    return zfunc.hf.segments(transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()))
+
+
+@pytest.mark.parametrize(("on_gpu", "grouped"), WAYS)
+@pytest.mark.parametrize("name", ["GPT", "Mistral, window"])
+def test_a_few_tiles_stand_for_all(
+    name: str, on_gpu: bool, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments, tokens = (gpt_segments(GPT), 720) if name == "GPT" else (hf_segments(name), 32)
+    for count in (8, 9) if name == "GPT" else (16,):
+        settings = StepSettings(tiles=count)
+        monkeypatch.setattr(tiles, "FEW", 3)
+        few = costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped)
+        monkeypatch.setattr(tiles, "FEW", count)
+        assert costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped).costs == few.costs
+
+
+def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile() -> None:
+    costs, once = costs_of(gpt_segments(GPT)), 2 * TOKENS**2 * HIDDEN
+    found = [costs.traced(StepSettings(tiles=n), on_gpu=True).costs[1] for n in (4, 8, 16)]
+    assert {x.attention_flops for x in found} == {once}
+    assert {x.backward_attention_flops for x in found} == {once + 5 * once // 2}  # forward of a tile again
+    for four, eight, sixteen in zip(
+        *((x.forward_workspace, x.backward_workspace) for x in found), strict=True
+    ):
+        assert four - eight == pytest.approx(2 * (eight - sixteen), rel=0.01)  # allocations are rounded
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_activations_on_the_host_free_layers_x_tokens_x_hidden_x_2_bytes_of_the_device(count: int) -> None:
+    """To the byte. The host has the tokens, too; the device has as many slots for any number of layers."""
+    freed: dict[int, int] = {}
+    for layers in (LAYERS, LAYERS + 4):
+        model = CostModel(costs_of(gpt_segments(evolve(GPT, num_layers=layers))), ROUND)
+        device, host = (
+            model.step(StepSettings(tiles=count, activations_on=place)) for place in ("device", "host")
+        )
+        freed[layers] = device.memory["device"] - host.memory["device"]
+        assert host.held["pinned"]["host_act"] == layers * TOKENS * HIDDEN * 2 + TOKENS * 8
+    assert freed[LAYERS + 4] - freed[LAYERS] == 4 * TOKENS * HIDDEN * 2
