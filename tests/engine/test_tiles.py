@@ -216,3 +216,26 @@ def test_a_layer_that_is_none_of_rows_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[name]):
         for segment, values, x in layers(name, rows(False)):
             passes_of(segment, values, x, 2)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "GPT-2"])
+def test_a_loss_in_tiles_is_the_loss(name: str, weighted: bool) -> None:
+    """Of labels of which some do not count, alone or with weights of the rows."""
+    *below, head = zfunc.hf.segments(random_model(name))
+    assert head.module is not None
+    values, x = {k: t for segment in (*below, head) for k, t in segment.initial(0).items()}, rows(False)
+    labels = torch.where(x % 3 > 0, x, -100)
+    targets = (labels, torch.tensor([0.3, 0.1])) if weighted else labels
+    for segment in below:
+        x = segment.function({**{k: values[v] for k, v in segment.by_short.items()}, **segment.constants}, x)
+    weights = SegmentWeights({k: values[v] for k, v in head.by_short.items()}, head.constants)
+    found = list[list[Tensor]]()
+    for tiles in (1, 2, 4):
+        how: Any = {"wrt_input": True, "last": True, "tiles": tiles, "summed": head.module.summed_targets}
+        passes = make_vjp(head.function, recompute="none", **how)
+        loss, residuals = passes.forward(weights, (x, targets))
+        grads, below_x = passes.backward(weights, (x, targets), residuals, [torch.tensor(3.0)])
+        assert (residuals is None) == (tiles > 1)
+        found.append([loss, *(grads[k] for k in sorted(grads)), *below_x])
+    assert max(far(t, whole) for got in found[1:] for t, whole in zip(got, found[0], strict=True)) < 3e-6

@@ -249,8 +249,9 @@ class StepSettings:
         _word_or((AUTO,), "a number of tiles", partial(_count, most=MOST_TILES)),
         "how it runs",
         "equal tiles of a row of tokens, which pass a segment one by one; its memory follows the tile",
-        "Of every segment but the last. Its tokens depend on each other through causal attention alone, which "
-        "takes all keys so far. Weights are moved once, and their gradients added in fp32. Backward recomputes "
+        "Tokens of a segment depend on each other through causal attention alone, which takes all keys so far. The "
+        "last one's loss is a sum over tokens, as that of zfunc's models, or it passes whole. Weights are moved "
+        "once, and their gradients added in fp32. Backward recomputes "
         'all. "auto", with `example`: as few as fit.',
         metavar=f"N|{AUTO}",
         tries=(AUTO,),

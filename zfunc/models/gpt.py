@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zfunc.engine.compile.segment import Segment, segment
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.models.loss import linear_next_token_loss
+from zfunc.models.loss import linear_next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache, document_mask
 
 _INIT_STD = 0.02
@@ -114,6 +114,8 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """Final LayerNorm, projection to the vocabulary, mean cross entropy: the last segment of the model."""
+
+    summed_targets = staticmethod(summed_targets)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -37,6 +37,15 @@ def next_token_loss(logits: Tensor, targets: Targets) -> Tensor:
     return losses if weights is None else _weighted_mean(losses, labels, weights)
 
 
+def summed_targets(targets: Targets) -> Targets:
+    """Labels and weights with which the loss of a row is the sum of those of its parts, from labels alone."""
+    labels, weights = _labels_and_weights(targets)
+    if weights is None:
+        per_row = (labels != IGNORE_INDEX).sum() / labels.shape[0]
+        weights = (1 / per_row).float().expand(labels.shape[0])
+    return labels, weights
+
+
 def linear_next_token_loss(
     x: Tensor,
     weight: Tensor,

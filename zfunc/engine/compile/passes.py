@@ -49,7 +49,8 @@ def segment_calls(
                 moving=settings.moves,
                 name=segment.name,
                 joints=None if joints is None else joints.setdefault(segment.name, {}),
-                tiles=1 if s == last else settings.tiles,
+                tiles=settings.tiles,
+                summed=getattr(segment.module, "summed_targets", None),
                 evaluate=segment.evaluation,
             )
             eager = make()

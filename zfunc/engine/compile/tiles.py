@@ -10,6 +10,7 @@ row are kept, 4 bytes a token and key feature in 16 bits. A segment without atte
                 for each tile, last first: before, attend, after; pull after, attention, before
 
 Nothing else is kept between the passes. Gradients of weights are added in fp32, last tile first, and rounded once.
+A last segment whose loss is a sum over tokens passes a tile of them at a time, too (`TiledLoss`).
 The sources are FPDT (2408.16978), which cuts attention, and DeepSpeed's ALST, which cuts the MLP.
 """
 
@@ -193,11 +194,7 @@ class Tiled:
                 own = [a.add_(b) for a, b in zip(own, others, strict=True)]
             for x, dx in zip(below, own, strict=False):
                 x[:, row.at(i)] = dx
-        found: Values = {}
-        for name, w in weights.trained.items():  # one at a time, as each is twice as large before
-            total = sums.pop(name, None)
-            found[name] = torch.zeros_like(w) if total is None else total.to(w.dtype)
-        return found, below
+        return _rounded(sums, weights.trained), below
 
     # --- the cut ------------------------------------------------------------------------------------------------
 
@@ -220,12 +217,7 @@ class Tiled:
                 f"{named}got inputs of shape {shapes}, expected rows [batch, tokens, features]: use tiles=1"
             )
         shape = floats[0].shape[:2]
-        tokens, tile = shape[1], shape[1] // self.tiles
-        if tokens % self.tiles:
-            near = min(
-                (n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: abs(n - self.tiles)
-            )
-            raise ValueError(f"{named}got rows of {tokens} tokens, expected a divisor: use tiles={near}")
+        tokens, tile = shape[1], _tile_of(shape[1], self.tiles)
         rows = tuple(i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape[:2] == shape)
 
         # 2. The forward of a row and of a tile, node by node the same.
@@ -342,6 +334,71 @@ class Tiled:
                     )
 
 
+@frozen(eq=False)
+class TiledLoss:
+    """The passes of a last segment whose loss is the sum of those of tiles of its rows, given targets that `summed`
+    makes of those it gets; `passes` are those of a tile. Backward computes a tile again."""
+
+    tiles: int
+    passes: Any
+    summed: Function
+
+    def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
+        """The loss, and no residuals."""
+        losses = [self.passes.forward(weights, tile)[0] for _, tile in self._each(inputs)]
+        return torch.stack(losses).sum(), None
+
+    def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
+        """The gradients of weights by name, and of the input's rows."""
+        sums: Values = {}
+        below: list[Tensor] = []
+        for at, tile in self._each(inputs, backward=True):
+            _, residuals = self.passes.forward(weights, tile)
+            grads, own = self.passes.backward(weights, tile, residuals, cotangents)
+            _add(sums, grads)
+            below = below or [torch.empty_like(x) for x in _floats(inputs[0])[: len(own)]]
+            for x, dx in zip(below, own, strict=True):
+                x[:, at] = dx
+        return _rounded(sums, weights.trained), below
+
+    def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
+        """Trace a tile now."""
+        return self.passes.prepare(weights, next(self._each(inputs))[1], y)
+
+    def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
+        x, *targets = inputs
+        leaves, spec = tree_flatten((x, *(self.summed(t) for t in targets)))
+        shape = _floats(x)[0].shape[:2]
+        tile, fake = _tile_of(shape[1], self.tiles), isinstance(_floats(x)[0], FakeTensor)
+        for i in _numbers(self.tiles, 1, fake=fake, backward=backward):
+            at = slice(i * tile, (i + 1) * tile)
+            own = [t[:, at] if isinstance(t, Tensor) and t.shape[:2] == shape else t for t in leaves]
+            with seeded_part(i, 0):
+                yield at, tree_unflatten(own, spec)
+
+
+def _tile_of(tokens: int, tiles: int) -> int:
+    """The tokens of a tile. Raises ValueError for tiles that are not equal."""
+    if tokens % tiles:
+        near = min((n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: abs(n - tiles))
+        raise ValueError(f"tiles={tiles}: got rows of {tokens} tokens, expected a divisor: use tiles={near}")
+    return tokens // tiles
+
+
+def _numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
+    """The numbers of the tiles. Of `fake` tensors a few, counted as all: but for the last tile, costs grow evenly
+    behind the first ones, which are `grown`."""
+    between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
+    if between > FEW and fake:
+        ends = {grown: between // 2, tiles - 2: between // 2}
+        middle = {(tiles - 1 + grown) // 2: 1} if between % 2 else {}
+        times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, tiles - 1: 1}.items()))
+    for i in reversed(times) if backward else times:
+        before = COUNTED.set(times[i])
+        yield i
+        COUNTED.reset(before)
+
+
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
     """The dimension of a constant that has the tokens of a tile, or of a row; None if it is the same for both."""
     a, b = (x.meta["val"] for x in (short, long))
@@ -392,6 +449,15 @@ def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
     return c if len(cotangents) == 1 and alike and whole else torch.empty_like(x)
 
 
+def _rounded(sums: Values, trained: Values) -> Values:
+    """The gradients in the types of their weights, one at a time, as each is twice as large before."""
+    found: Values = {}
+    for name, w in trained.items():
+        total = sums.pop(name, None)
+        found[name] = torch.zeros_like(w) if total is None else total.to(w.dtype)
+    return found
+
+
 def _add(sums: Values, grads: Values) -> None:
     for name, grad in grads.items():
         sums[name] = sums[name].add_(grad) if name in sums else grad.float()
@@ -418,19 +484,10 @@ class _Row:
         return slice(i * self.split.tile, (i + 1) * self.split.tile)
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
-        """The numbers of the tiles. Of fake tensors a few, counted as all: but for the last tile, costs grow evenly
-        from the second on, or from where a window hides keys."""
-        n, window = self.tiles, self.split.window
+        """The numbers of the tiles; of fake tensors see `_numbers`: a window ends growth."""
+        window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
-        between, times = n - 1 - grown, dict.fromkeys(range(n), 1)
-        if between > FEW and isinstance(self.leaves[self.split.rows[0]], FakeTensor):
-            ends = {grown: between // 2, n - 2: between // 2}
-            middle = {(n - 1 + grown) // 2: 1} if between % 2 else {}
-            times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, n - 1: 1}.items()))
-        for i in reversed(times) if backward else times:
-            before = COUNTED.set(times[i])
-            yield i
-            COUNTED.reset(before)
+        return _numbers(self.tiles, grown, fake=fake, backward=backward)
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Memory for a row of what a tile has as `x`."""

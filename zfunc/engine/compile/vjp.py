@@ -32,7 +32,7 @@ from zfunc.engine.compile.recompute import (
     sized_min_cut,
 )
 from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, storage_of
-from zfunc.engine.compile.tiles import Tiled
+from zfunc.engine.compile.tiles import Tiled, TiledLoss
 from zfunc.runtime.accelerator import record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
@@ -105,6 +105,7 @@ def make_vjp(
     joints: "Joints | None" = None,
     tiles: int = 1,
     evaluate: Callable[..., Any] | None = None,
+    summed: Callable[..., Any] | None = None,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
@@ -117,9 +118,16 @@ def make_vjp(
     function that share `joints` are cut from the same graphs.
 
     With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
-    dropout the function is `evaluate`.
+    dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
+    loss is a sum over tokens.
     """
-    if tiles > 1:
+    if tiles > 1 and last and summed:
+        of_tile = make_vjp(
+            function, recompute="none", wrt_input=wrt_input, last=True, compiled=compiled, name=name
+        )
+        loss = TiledLoss(tiles, of_tile, summed)
+        return SegmentVJP(loss.forward, loss.backward, False, loss.prepare)
+    if tiles > 1 and not last:
         half = partial(make_vjp, compiled=compiled, name=name)
         whole = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
         tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zfunc.models.hf.attention import PastTokens, documents
 from zfunc.models.hf.experts import balance_loss, router_sums
-from zfunc.models.loss import linear_next_token_loss, next_token_loss
+from zfunc.models.loss import linear_next_token_loss, next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache
 
 ROUTER = "router sums"
@@ -190,6 +190,7 @@ class HeadPart(_Part):
             loss,
         )  # linear makes the logits, before their cap
         self.routers, self.balance = routers, balance  # layers with routers, and the weight of their loss
+        self.summed_targets = summed_targets if loss is None and not routers else None
 
     def forward(self, passed: Passed, targets: Any = None) -> Any:
         """The mean loss, an fp32 scalar; the logits, or what the model has instead, without targets."""
