@@ -112,6 +112,7 @@ class OpBuilder:
         above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
         below = (at("grad_act", m, s),) if s > layout.first_trainable else ()
         grads = (at("grads", m, s),) if layout.buckets_of(s) else ()
+        taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
         stashed = self.spec.activations_at(s) != "device"
         kept = (at.slot("act_slot", s),) if stashed else at.left_by_forward(m, s)
         return Op(
@@ -119,7 +120,7 @@ class OpBuilder:
             (m, s),
             "compute",
             (*self._weights(s), *kept, *above),
-            (*below, *grads),
+            (*below, *grads, *taken),
             flops=cost.backward_flops,
             nbytes=cost.backward_moved_bytes,
             attention_flops=cost.backward_attention_flops,

@@ -89,8 +89,8 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
         )
     if op.touches("grads"):
         mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
-    if any(r.buffer == "grad_act" for r in op.writes):
-        mem[op.write("grad_act")] = below
+    if (passed := Region("grad_act", op.index)) in op.writes:
+        mem[passed] = below
 
 
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
