@@ -208,7 +208,7 @@ WAYS: dict[str, Settings] = {
     },
 }
 JOBS = (  # a model, and on how many ranks
-    *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT"),
+    *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT", "GPT in halves"),
     *("odd sizes on 2", "pairs on 3", "frozen below on 2", "norms on 2", "odd sizes on 3"),
 )
 STEPS = 4

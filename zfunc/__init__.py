@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save as Save
     from zfunc.engine.compile.compile import compile as compile
+    from zfunc.engine.compile.halves import cut_blocks as cut_blocks
     from zfunc.engine.compile.segment import Segment as Segment
     from zfunc.engine.compile.segment import segment as segment
     from zfunc.engine.state.init import init as init

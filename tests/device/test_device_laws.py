@@ -78,7 +78,7 @@ def test_no_lane_of_a_segment_that_cannot_be_traced_changes_a_bit(
     row = Row("bf16 in 6", "one slot", job)
     (expected,) = plain(row.numbers, row.job, device=device)
     monkeypatch.setattr(shared_traces, "SHARED", ())
-    monkeypatch.setattr(vjp, "_joint", lambda *_: 1 / 0)
+    monkeypatch.setattr(vjp, "joint_graph", lambda *_: 1 / 0)
     given = {**row.given(tmp_path), "device": device, "recompute": "none", "schedule": Scattered(0)}
     (got,) = results(row, given, debug=debug)
     assert got.same(expected)

@@ -2,14 +2,17 @@
 `nn.Sequential` that ends in a loss trains as plain PyTorch does."""
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_models import tied_gpt
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.models.gpt import modules
+from zfunc.models.gpt import gpt_segments, modules
 from zfunc.models.gpt_config import GPTConfig
 
 
@@ -154,3 +157,172 @@ def test_a_sequential_without_a_loss_is_refused() -> None:
         zfunc.compile(tied()[:-1])
     with pytest.raises(ValueError, match="segments: got none"):
         zfunc.compile(nn.Sequential())
+
+
+# --- halves -------------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """A block of the kinds that may be cut, or not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.attn, self.mlp, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.last = nn.BatchNorm1d(5) if kind == "batch norm" else nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "parallel":
+            return x + self.attn(self.norm(x)) + self.mlp(self.norm(x))
+        if self.kind == "chain":
+            return self.mlp(torch.tanh(self.attn(x)))
+        x = x + self.attn(self.norm(x)) * torch.tensor(2.0)
+        if self.kind == "in place":
+            return x.add_(self.mlp(x))
+        if self.kind == "no gradient":
+            with torch.no_grad():
+                return x + self.mlp(x)
+        if self.kind == "three":
+            x = x + self.mlp(x)
+        return x + self.last(self.mlp(self.norm(x) if self.kind == "shared" else x))
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), targets.flatten())
+
+
+ROWS = torch.randn(4, 5, 8), torch.randint(0, 4, (4, 5))
+
+
+def blocks(kind: str) -> list[zfunc.Segment]:
+    torch.manual_seed(0)
+    return [zfunc.segment(f"b{i}", Residual(kind)) for i in range(2)] + [zfunc.segment("loss", Classes())]
+
+
+def trained(segments: Any, batch: Any = ROWS, **settings: Any) -> tuple[Any, ...]:
+    """What two steps tell and leave, and an evaluation."""
+    program = zfunc.compile(
+        segments, **{"precision": "fp32", "device": "cpu", "bucket_size": 900, **settings}
+    )
+    state = zfunc.init(program, seed=1)
+    told: list[Any] = []
+    for _ in range(2):
+        state, m = zfunc.train_step(program, state, batch)
+        told.append((m.loss, m.grad_norm))
+    values = {name: x.clone() for name, x in sorted(zfunc.params(program, state).items())}
+    return [*told, zfunc.evaluate(program, state, batch)], values, program, state
+
+
+def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """To the bit."""
+    equal = all(torch.equal(x, other[1][name]) for name, x in one[1].items())
+    return one[0] == other[0] and one[1].keys() == other[1].keys() and equal
+
+
+@pytest.mark.parametrize(
+    ("kind", "after", "first"),
+    [
+        ("plain", None, {"attn", "norm"}),
+        ("plain", "attn", {"attn", "norm"}),
+        ("shared", None, {"attn", "norm"}),
+        ("three", "attn", {"attn", "norm"}),
+        ("chain", "attn", {"attn", "norm"}),  # what nobody reads is the first half's
+    ],
+)
+def test_blocks_in_halves_are_trained_as_whole_ones(kind: str, after: str | None, first: set[str]) -> None:
+    whole = blocks(kind)
+    halves = zfunc.cut_blocks(whole, after=after, example=ROWS)
+    assert [s.name for s in halves] == ["b0/1", "b0/2", "b1/1", "b1/2", "loss"]
+    assert {x.partition(".")[0] for x in halves[0].short} == first
+    assert halves[1].shared == ({"b0.norm.weight", "b0.norm.bias"} if kind == "shared" else set())
+    assert [s.like(halves[0]) for s in halves] == [True, False, True, False, False]
+    for recompute in ("all", "none"):
+        assert same(trained(whole, recompute=recompute), trained(halves, recompute=recompute))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "parallel",
+            "no value through which all paths go, expected one, the sum after attention: leave it whole",
+        ),
+        ("in place", "no value .*changed in place"),
+        ("three", "2 values .*: pass after=, the name of a submodule before it"),
+        ("chain", "2 values"),
+        ("no gradient", r"other operations in halves than in the whole, .*torch\.no_grad .*leave it whole"),
+        ("batch norm", "buffers that forward changes"),
+    ],
+)
+def test_what_cannot_be_cut_stays_whole_and_says_why(
+    kind: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = blocks(kind)
+    with caplog.at_level("INFO"):
+        assert list(zfunc.cut_blocks(whole, example=ROWS)) == whole
+    assert re.search(f"whole: b0, b1: got {message}", caplog.text)
+    if kind not in ("three", "chain"):
+        with pytest.raises(ValueError, match="segment 'b0': got"):
+            zfunc.cut_blocks(whole, after="attn", example=ROWS)
+
+
+def test_a_name_or_an_example_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="after: got 'self_attn', expected the name of a submodule"):
+        zfunc.cut_blocks(blocks("plain"), after="self_attn", example=ROWS)
+    with pytest.raises(ValueError, match="no value after 'mlp' through which"):
+        zfunc.cut_blocks(blocks("plain"), after="mlp", example=ROWS)
+    with pytest.raises(ValueError, match=r"segment 'b0': got an error .*pass example=\(inputs, targets\)"):
+        zfunc.cut_blocks(blocks("plain"))
+    half = zfunc.cut_blocks(blocks("plain"), example=ROWS)[0]
+    with pytest.raises(
+        ValueError, match="got a cache for half a block, expected none: generate with the whole"
+    ):
+        half.evaluation({}, ROWS[0], None)
+
+
+DOCUMENTS = torch.cat([torch.arange(10), torch.arange(6)]).expand(12, 16).contiguous()
+ELSEWHERE = {"params_on": "host", "activations_on": "host", "micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "min-cut"},
+        {"recompute": "none", "precision": "bf16", "fp32_params": "*.ln_*"},
+        {"tiles": 2, **ELSEWHERE},
+        pytest.param({"precision": "bf16", **ELSEWHERE}, marks=pytest.mark.slow),
+        pytest.param({"tiles": 4, "precision": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gpt_in_halves_is_trained_as_the_whole(settings: Any, packed: bool, tmp_path: Path) -> None:
+    """On sequences of one document or two; a checkpoint of either goes on in the other."""
+    segments, batch = tied_gpt(num_layers=2)
+    inputs, targets = batch(0)
+    rows = ({"input_ids": inputs, "position_ids": DOCUMENTS} if packed else inputs, targets)
+    whole, halves = (trained(s, rows, **settings) for s in (segments, zfunc.cut_blocks(segments)))
+    assert same(whole, halves)
+    paths = [zfunc.save(tmp_path / name, *x[2:]) for name, x in (("whole", whole), ("halves", halves))]
+    loaded = [zfunc.params(p, zfunc.load(f, p)) for f, p in ((paths[0], halves[2]), (paths[1], whole[2]))]
+    assert all(torch.equal(x, values[name]) for values in loaded for name, x in whole[1].items())
+    if "params_on" in settings:
+        slots, smaller = (
+            sum(r.nbytes for r in p.plan.graph.regions if r.buffer == "weight_slot")
+            for *_, p, _ in (whole, halves)
+        )
+        assert smaller < slots
+
+
+def test_a_meta_model_in_halves_has_the_initial_values_of_the_whole() -> None:
+    segments = gpt_segments(GPTConfig(vocab_size=64, seq_length=16, num_layers=2, hidden_size=32))
+    whole, halves = (
+        zfunc.params(p, zfunc.init(p, seed=3))
+        for p in (zfunc.compile(s, device="cpu") for s in (segments, zfunc.cut_blocks(segments)))
+    )
+    assert all(torch.equal(x, halves[name]) for name, x in whole.items())

@@ -4,6 +4,7 @@
     purity                  refuses segments with hidden state, and values that change
     vjp                     forward and backward of a segment, traced or by torch.func.vjp
     recompute               what backward recomputes: their joint graph, cut in two
+    halves                  a block as two segments, cut at the sum after attention
     tiles                   a segment whose rows of tokens pass in tiles
     tile_attention          attention of a tile of queries over all keys so far
     tensor_memory           which part of a storage a tensor lies in

@@ -107,9 +107,9 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     changes = [node for node in module.graph.nodes if mutates(node.target)]
     for node in changes:
         outs = sum(a.is_out for a in node.target._schema.arguments)
-        if outs and len(_written(node)) > outs:  # torch takes one for the other, as of rrelu_with_noise.out
+        if outs and len(changed_by(node)) > outs:  # torch takes one for the other, as of rrelu_with_noise.out
             raise ValueError(f"{node.target} writes into more than its results")
-        for changed in tree_leaves([x.meta["val"] for x in _written(node)]):
+        for changed in tree_leaves([x.meta["val"] for x in changed_by(node)]):
             if changed.stride() != dense_strides(changed):  # vectorized kernels differ for views
                 raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
     if changes:
@@ -147,10 +147,10 @@ def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
     *nodes, output = module.graph.nodes
     merged, known = part_of_graph(module, (), nodes, output.args[0]), dict[Any, Node]()
     merged.graph.eliminate_dead_code()
-    results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in _memory(node)}
+    results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in memory_of(node)}
     for node in merged.graph.nodes:
         apart = node.target is torch.ops.aten.empty.memory_format or "draw" in node.meta
-        if node.op != "call_function" or apart or _memory(node) & results:
+        if node.op != "call_function" or apart or memory_of(node) & results:
             continue
         leaves, structure = tree_flatten((node.args, node.kwargs))
         first = known.setdefault((node.target, structure, *((type(x), x) for x in leaves)), node)
@@ -160,7 +160,7 @@ def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
     return merged
 
 
-def _memory(node: Node) -> set[int]:
+def memory_of(node: Node) -> set[int]:
     """The storages of the tensors that a node returns."""
     values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
     return {storage_of(t) for t in values if t.layout is torch.strided}
@@ -179,15 +179,15 @@ def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     return tree_leaves([given.get(name) for name in written])
 
 
-def _written(node: Node) -> list[Node]:
+def changed_by(node: Node) -> list[Node]:
     """The nodes of a graph that an operation writes into."""
     return [x for x in written_by(node.target, node.args, node.kwargs) if isinstance(x, Node)]
 
 
 def of_written_memory(graph: Graph) -> set[Node]:
     """The nodes of a graph that share memory with what one of its operations writes into."""
-    memory = {node: _memory(node) for node in graph.nodes}
-    changed = {m for node in graph.nodes if mutates(node.target) for x in _written(node) for m in memory[x]}
+    memory = {node: memory_of(node) for node in graph.nodes}
+    changed = {m for node in graph.nodes if mutates(node.target) for x in changed_by(node) for m in memory[x]}
     return {node for node, own in memory.items() if own & changed}
 
 

@@ -227,8 +227,10 @@ class Tiled:
         sliced_rows = [number + i for i in rows]
         before = ROW_TOKENS.set(tokens)
         try:
-            whole, _ = _forward_graph(self.function, everything, spec, sliced_rows, tokens)
-            graph, out_spec = _forward_graph(self.function, everything, spec, sliced_rows, tile)
+            with torch.no_grad(), _Marked():
+                row, part = (partial(_of_tokens, sliced_rows, n) for n in (tokens, tile))
+                whole, _ = forward_graph(self.function, everything, spec, row)
+                graph, out_spec = forward_graph(self.function, everything, spec, part)
         finally:
             ROW_TOKENS.reset(before)
         pairs = list(zip(graph.graph.nodes, whole.graph.nodes, strict=False))
@@ -413,20 +415,20 @@ def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
     return differ[0]
 
 
-def _forward_graph(
-    function: Function, leaves: list[Any], spec: Any, rows: Sequence[int], tokens: int
-) -> tuple[GraphModule, Any]:
-    """The operations of `function` of a tree of `leaves` (weights that are trained, others, inputs), with attention
-    marked, and the structure of its results. Leaves of numbers in `rows` have so many `tokens` of a longer row."""
-    out_spec: Any = None
+def _of_tokens(rows: Sequence[int], tokens: int, i: int, t: Tensor) -> Tensor:
+    """A tensor like leaf `i`; where that is one of the `rows`, so many tokens of a longer row."""
+    if i not in rows:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    longer = torch.empty(t.shape[0], 2 * t.shape[1], *t.shape[2:], dtype=t.dtype, device=t.device)
+    return longer[:, :tokens]
 
-    def like(i: int, t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        if i not in rows:
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        longer = torch.empty(t.shape[0], 2 * t.shape[1], *t.shape[2:], dtype=t.dtype, device=t.device)
-        return longer[:, :tokens]
+
+def forward_graph(
+    function: Function, leaves: list[Any], spec: Any, like: Callable[[int, Tensor], Tensor]
+) -> tuple[GraphModule, Any]:
+    """The operations of `function` of a tree of `leaves` (weights that are trained, others, inputs), and the
+    structure of its results. Leaf `i` is traced as the fake tensor `like(i, leaf)`."""
+    out_spec: Any = None
 
     def flat(leaves: list[Any]) -> list[Any]:
         nonlocal out_spec
@@ -434,8 +436,9 @@ def _forward_graph(
         results, out_spec = tree_flatten(function({**trained, **fixed}, *inputs))
         return results
 
-    with seeded(None), detect_fake_mode(leaves) or FakeTensors(), torch.no_grad(), _Marked():
-        module = make_fx(flat, tracing_mode="fake")([like(i, t) for i, t in enumerate(leaves)])
+    with seeded(None), detect_fake_mode(leaves) or FakeTensors():
+        given = [like(i, t) if isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
+        module = make_fx(flat, tracing_mode="fake")(given)
     module.graph.eliminate_dead_code()
     return module, out_spec
 

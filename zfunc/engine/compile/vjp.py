@@ -133,8 +133,8 @@ def make_vjp(
         tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole)
         passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
         return _moving(passes) if moving else passes
-    pull = _pull(function, wrt_input, last)
-    traced = partial(_Traced, partial(_joint, pull, joints), compiled)
+    pull = pull_of(function, wrt_input, last)
+    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
@@ -152,7 +152,7 @@ def make_vjp(
 # --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
 
 
-def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
+def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer.
 
     Raises ValueError for a function without a floating-point output, and for a `last` one, whose output is the
@@ -201,7 +201,7 @@ def _pull(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
                 # retain_graph defaults to True, create_graph to the grad mode: both would keep residuals.
                 grads, below = pullback(list(cotangents), retain_graph=False, create_graph=False)
             _use_here([*grads.values(), *below])
-            return grads, [_laid_out(g, dense_strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
+            return grads, [restrided(g, dense_strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
 
         return y, pull_back
 
@@ -215,7 +215,8 @@ def _use_here(grads: list[Tensor]) -> None:
         record_use(real[0].device, real)
 
 
-def _laid_out(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+def restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """`grad` with these strides."""
     if all(n <= 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), strides, strict=True)):
         return grad if grad.stride() == strides else grad.as_strided(grad.shape, strides)
     return grad.new_empty_strided(grad.shape, strides).copy_(grad)
@@ -264,7 +265,7 @@ class _Traced:
         if found is None:
             return self.fallback.backward(weights, inputs, residuals, cotangents)
         joint, _, run = found
-        laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
+        laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
             grads = run(*(residuals if self.keeps else leaves), *laid_out)
         num = len(weights.trained)
@@ -295,7 +296,7 @@ class _Traced:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
-                joint = self.joint_of(leaves, spec, _cotangents_of(guess))
+                joint = self.joint_of(leaves, spec, cotangents_of(guess))
             except _OtherOutputError as error:
                 joint = self.joint_of(leaves, spec, error.args[0])
             forward, backward = self.cut(joint)
@@ -397,12 +398,12 @@ class _OtherOutputError(Exception):
     """A segment's output has other cotangents than it was traced with: these."""
 
 
-def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
+def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
     """Shape, strides, dtype and device of each cotangent of `y`."""
     return [(t.shape, dense_strides(t), t.dtype, t.device) for t in differentiated(y)]
 
 
-def _joint(
+def joint_graph(
     pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
 ) -> JointGraph:
     """Trace the joint graph. Raises _OtherOutputError if `cotangents` are not those of the segment's output."""
@@ -418,7 +419,7 @@ def _joint(
         trained, fixed, inputs = tree_unflatten(primals, spec)
         y, pullback = pull(SegmentWeights(trained, fixed), inputs)
         with disable_proxy_modes_tracing():
-            if (actual := _cotangents_of(y)) != cotangents:
+            if (actual := cotangents_of(y)) != cotangents:
                 raise _OtherOutputError(actual)
         out, out_spec = tree_flatten(y)
         num_out = len(out)
