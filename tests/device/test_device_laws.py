@@ -303,11 +303,39 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
         {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
+        {"tiles": 4, "recompute": "all"},
+        {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0},
     ],
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
     """To the byte on the pretend device, whose allocator counts exactly."""
     check_peak(device, *gpt(device, **settings))
+
+
+def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any) -> None:
+    """To the byte, from 512 to 4,096 tokens. For each token of the row there are y, keys and values in forward; in
+    backward keys, values and their gradients in fp32, and the input's where the output's was."""
+    controls.delay(0.0, 0)
+    hidden, tile, left = 32, 128, set[tuple[int, int]]()
+    config = GPTConfig(vocab_size=8, seq_length=8, num_layers=1, hidden_size=hidden, num_attention_heads=1)
+    block = gpt_segments(config)[1]
+    values = {k: t.to(device, torch.bfloat16) for k, t in block.initial(0).items()}
+    weights = vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
+    for tokens in (512, 1024, 4096):
+        how = {"recompute": "all", "wrt_input": True, "evaluate": block.evaluation}
+        passes = vjp.make_vjp(block.function, tiles=tokens // tile, **how)
+        x = torch.rand(1, tokens, hidden, device=device).bfloat16()
+        passes.backward(weights, (x,), None, [passes.forward(weights, (x,))[0]])  # traced and compared
+        given, peaks = torch.rand_like(x), list[int]()
+        for run in (passes.forward, lambda *a, g=given, p=passes: p.backward(*a, None, [g])):
+            gc.collect()
+            before = torch.accelerator.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            kept = run(weights, (x,))
+            peaks.append(torch.accelerator.max_memory_allocated() - before)
+            del kept
+        left.add((peaks[0] - 3 * 2 * hidden * tokens, peaks[1] - 2 * (2 + 4) * hidden * tokens))
+    assert len(left) == 1, left
 
 
 def test_what_a_kernel_keeps_on_the_host_stays_there(device: str) -> None:

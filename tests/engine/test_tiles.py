@@ -1,17 +1,22 @@
 """Rows in tiles: attention of a tile is that of the row, a segment in tiles is the segment, and what neither can be
 is refused by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import plain
 import pytest
 import torch
+import trained
+from attrs import evolve
 from hf_models import CONFIGS, VOCAB, random_model
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from torch import Tensor
+from small_models import bits, tied_gpt
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -19,6 +24,10 @@ import zfunc
 from zfunc.engine.compile import tile_attention
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.step.evaluate import outputs
+from zfunc.models.hf.adapters import lora_config
+from zfunc.models.sequences import KVCache
+from zfunc.optim.loss_scale import LossScale
 
 # --- the law of attention -----------------------------------------------------------------------------------
 
@@ -239,3 +248,182 @@ def test_a_loss_in_tiles_is_the_loss(name: str, weighted: bool) -> None:
         assert (residuals is None) == (tiles > 1)
         found.append([loss, *(grads[k] for k in sorted(grads)), *below_x])
     assert max(far(t, whole) for got in found[1:] for t, whole in zip(got, found[0], strict=True)) < 3e-6
+
+
+# --- the law of tiles: of trainings -------------------------------------------------------------------------
+
+
+def frozen_gpt() -> tuple[Any, Any]:
+    """Nothing to train below the second block, nor some of what is in it."""
+    segments, batch = tied_gpt()
+    still = ("embed.", "block0.", "block1.qkv")
+    return [
+        evolve(x, parameters=[evolve(p, trainable=not p.name.startswith(still)) for p in x.parameters])
+        for x in segments
+    ], batch
+
+
+def lora_llama() -> tuple[Any, Any]:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(random_model("Llama"), lora_config(rank=4))
+    for full, p in model.named_parameters():
+        p.data.add_(torch.randn_like(p) * 0.05 * ("lora" in full))
+    tokens = torch.randint(VOCAB, (4, 17), generator=torch.Generator().manual_seed(0))
+    return zfunc.hf.segments(model), lambda _: (tokens[:, :-1], tokens[:, 1:])
+
+
+TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tied": (tied_gpt, {"precision": "fp32"}),
+    "micro-batches": (tied_gpt, {"precision": "fp32", "micro_batches": 3, "accumulate": 2}),
+    "frozen": (frozen_gpt, {"precision": "fp32", "micro_batches": 2, "params_on": "host"}),
+    "LoRA": (lora_llama, {"precision": "fp32", "micro_batches": 2, "activations_on": "host"}),
+    "bf16": (tied_gpt, {"precision": "bf16", "micro_batches": 2}),
+    "fp16": (tied_gpt, {"precision": "fp16", "micro_batches": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
+@pytest.mark.parametrize("name", TRAININGS)
+def test_what_reaches_the_optimizer_is_the_gradient_of_the_row(name: str) -> None:
+    """Law 11. With fp16 it was made at a scale, which is taken out again."""
+    made, settings = TRAININGS[name]
+    given, results = {"recompute": "all", "clip_norm": None, **settings}, list[Any]()
+    for more in ({"tiles": 4}, {}, {"precision": "fp32"}):
+        program, batch = trained.compiled(made(), **{**given, **more})
+        program = evolve(program, optimizer=plain.remembering(program.optimizer))
+        state = zfunc.init(program, seed=1, loss_scale=LossScale(2.0**12) if name == "fp16" else None)
+        state, metrics = zfunc.train_step(program, state, batch(0))
+        results.append((metrics.loss, {k: t.clone() for k, (_, t) in plain.reached(program, state).items()}))
+    (loss, got), (expected, whole), (_, exact) = results
+    assert got.keys() == whole.keys()
+    off, theirs = ({k: far(t, exact[k]) for k, t in x.items()} for x in (got, whole))
+    if given["precision"] == "fp32":
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert max(off.values()) < 3e-6, off
+    else:
+        assert loss == pytest.approx(expected, rel=1e-3)
+        assert sum(x * x for x in off.values()) < 1.1**2 * sum(x * x for x in theirs.values()), (off, theirs)
+
+
+def test_an_evaluation_is_in_tiles_where_they_divide_its_rows() -> None:
+    """And token by token behind those of the past as ever."""
+    made, (_, batch) = (
+        [trained.compiled(precision="fp32", recompute="all", tiles=n)[0] for n in (4, 1)],
+        tied_gpt(),
+    )
+    results = []
+    for program in made:
+        state, (x, y) = zfunc.init(program, seed=1), batch(0)
+        losses = [zfunc.evaluate(program, state, (x[:, :n], y[:, :n])) for n in (16, 8, 7)]
+        caches = [*((KVCache(),) for _ in program.segments[:-1]), ()]
+        *_, logits = outputs(program, state, x[:, :4], caches)
+        *_, last = outputs(program, state, x[:, 4:5], caches)
+        results.append((losses, logits, last))
+    (losses, *logits), (expected, *theirs) = results
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses[2] == expected[2]
+    assert all(map(torch.equal, logits, theirs))
+
+
+# --- what cannot pass in tiles ------------------------------------------------------------------------------
+
+
+class Body(nn.Module):
+    """Rows through a layer, and through `function(what there is, x)`."""
+
+    def __init__(self, function: Any, **parts: Any) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.layer(x))
+
+
+class TokenLoss(nn.Module):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (x.mean(-1).float() - targets).square().mean()
+
+
+def over_time(layer: nn.Module, pad: int = 0) -> Body:
+    mixed = lambda own, x: own.mix(F.pad(x.transpose(1, 2), (pad, 0))).transpose(1, 2)  # noqa: E731
+    return Body(mixed, mix=layer)
+
+
+def attending(**given: Any) -> Body:
+    return Body(lambda _, x: scaled_dot_product_attention(*3 * [x[:, None]], **given)[:, 0])
+
+
+def by_hand(_: Any, x: Tensor) -> Tensor:
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    return (x @ x.transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1) @ x
+
+
+def positions() -> Body:
+    return Body(lambda own, x: x + own.at[: x.shape[1]], at=nn.Parameter(torch.rand(64, 8)))
+
+
+def recurrent() -> Body:
+    return Body(lambda own, x: own.rnn(x)[0], rnn=nn.GRU(8, 8, batch_first=True))
+
+
+ROWS = (2, 64, 8)
+OTHERWISE = (
+    "got results that differ by .* expected tokens that depend on others through attention alone: use ti"
+)
+MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body, its input, what is said
+    "a mean": (lambda: Body(lambda _, x: x + x.mean(1, keepdim=True)), ROWS, OTHERWISE),
+    "a sum so far": (lambda: Body(lambda _, x: x.cumsum(1)), ROWS, OTHERWISE),
+    "the last is the first": (lambda: Body(lambda _, x: x.roll(1, 1)), ROWS, OTHERWISE),
+    "positions of its own": (positions, ROWS, OTHERWISE),
+    "a norm over tokens": (
+        lambda: over_time(nn.BatchNorm1d(8, track_running_stats=False)),
+        ROWS,
+        OTHERWISE,
+    ),
+    "running statistics": (lambda: over_time(nn.BatchNorm1d(8)), ROWS, r"shape \[8\], expected rows"),
+    "neighbours": (lambda: over_time(nn.Conv1d(8, 8, 3, padding=1)), ROWS, OTHERWISE),
+    "a convolution": (
+        lambda: over_time(nn.Conv1d(8, 8, 3), 2),
+        ROWS,
+        r"\[2, 8, 18\] in a tile and \[2, 8, 66\] in a row",
+    ),
+    "one far back": (lambda: over_time(nn.Conv1d(8, 8, 3, dilation=20), 40), ROWS, "none that is padded"),
+    "a recurrence": (recurrent, ROWS, "got other operations for a row than for a tile"),
+    "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, r"got a result of shape \[2, 8\]"),
+    "attention to all": (attending, ROWS, "got attention with all tokens"),
+    "a mask": (lambda: attending(attn_mask=torch.ones(64, 64).bool()), ROWS, "got attention with a mask"),
+    "dropped": (lambda: attending(is_causal=True, dropout_p=0.1), ROWS, "dropout, .* set its rate to 0"),
+    "attention by hand": (lambda: Body(by_hand), ROWS, r"a constant of shape \[16, 16\] in a tile"),
+    "two layers": (
+        lambda: nn.Sequential(attending(is_causal=True), attending(is_causal=True)),
+        ROWS,
+        "got 2 attentions in a segment, .* make each layer a segment",
+    ),
+    "4 does not divide": (lambda: nn.Linear(8, 8), (2, 62, 8), "rows of 62 tokens, .*: use tiles=2"),
+    "fewer tokens": (lambda: nn.Linear(8, 8), (2, 3, 8), "rows of 3 tokens, expected a divisor: use tiles=3"),
+    "none": (lambda: nn.Linear(8, 8), (2, 8), r"\[\(2, 8\)\], expected rows \[batch, tokens, features\]"),
+}
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_what_tiles_cannot_do_is_refused_by_name(what: str) -> None:
+    """Whenever it is tried; and the State is as before."""
+    make, shape, message = MIXING[what]
+    named = [("body", make()), ("loss", TokenLoss())]
+    segments = [zfunc.segment(name, module) for name, module in named]
+    program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+    state = zfunc.init(program, seed=1)
+    before = bits(state)
+    for _ in range(2):
+        with pytest.raises((ValueError, zfunc.ExecutionError), match=f"segment 'body': .*{message}"):
+            zfunc.train_step(program, state, (torch.rand(shape), torch.rand(shape[:-1])))
+    assert all(map(torch.equal, bits(state), before))
+    zfunc.params(program, state)
+
+
+def test_a_tile_may_be_one_token() -> None:
+    segment, values, x = next(layers("Llama", rows(False, 13)))
+    whole, got = (passes_of(segment, values, x, n) for n in (1, 13))
+    assert max(far(t, whole[k]) for k, t in got.items()) < 3e-6

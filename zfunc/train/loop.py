@@ -52,6 +52,7 @@ from zfunc.train.setup import Batch, TrainingJob
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
 SAMPLE_TOKENS = 320
+SAMPLE_ROW = 2048  # tokens: as if rows were no longer, so that a sample needs no memory of a long one
 Stop = Callable[[], str]  # INTERRUPT or TERMINATED to end, "" to continue
 FROM_THE_BEGINNING = ResumePoint()
 log = logging.getLogger("zfunc")
@@ -319,7 +320,7 @@ def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda
     cached. A full sequence is continued in a new one that starts with its second half.
     """
     seq_length, before = job.settings.seq_length, stop()
-    text, stops = job.corpus.held_out.first_prompt(seq_length), job.stops
+    text, stops = job.corpus.held_out.first_prompt(min(seq_length, SAMPLE_ROW)), job.stops
     kept, caches = (seq_length + 1) // 2, list[KVCache]()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     generated: list[int] = []

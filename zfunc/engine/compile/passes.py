@@ -15,7 +15,7 @@ from torch import Tensor
 from zfunc.core.layout import Layout
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile.segment import Segment
-from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, make_vjp
+from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, evaluated_in_tiles, make_vjp
 from zfunc.engine.step.metrics import Metrics
 from zfunc.engine.step.stage_context import CompiledSegment
 
@@ -34,7 +34,7 @@ def segment_calls(
     compiled, last = settings.compile_segments, len(segments) - 1
     modes = settings.recompute_modes(len(segments))
     trainable = {span.name for span in layout.spans}
-    pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
+    pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
     for s, segment in enumerate(segments):
         function, options = checked(segment, s == last), (modes[s], s > layout.first_trainable, s == last)
@@ -54,14 +54,17 @@ def segment_calls(
                 evaluate=segment.evaluation,
             )
             eager = make()
-            pair = make(compiled=True) if compiled else eager, eager
+            tiles = 1 if s == last else settings.tiles
+            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name)
+            pair = make(compiled=True) if compiled else eager, eager, evaluate
             pairs.append((segment, options, pair))
         names = segment.by_short
         calls.append(
             CompiledSegment(
                 segment.name,
                 function,
-                *pair,
+                pair[2] if settings.tiles > 1 else segment.evaluation,
+                *pair[:2],
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
                 {short: t.to(device) for short, t in segment.constants.items()},

@@ -69,7 +69,9 @@ class _Marked(TorchFunctionMode):
         causal = (None, None) if attn_mask is None and is_causal else None
         made_of = getattr(attn_mask, "made_of", causal)
         if dropout_p:
-            raise ValueError("got attention with dropout, expected it without: set its rate to 0")
+            raise ValueError(
+                "got attention with dropout, expected it without: set its rate to 0, or use tiles=1"
+            )
         if made_of is None:
             raise ValueError(
                 f"got attention with {'all tokens' if attn_mask is None else 'a mask'}, expected a causal one, of "
@@ -124,6 +126,7 @@ class Tiled:
     make_vjp: Callable[..., Any]
     wrt_input: bool
     whole: Any  # the passes of a segment that has no rows, as an embedding of tokens
+    name: str = ""
     splits: dict[Any, _Split] = field(factory=dict)
     compared: bool = False
 
@@ -133,8 +136,8 @@ class Tiled:
             return self.whole.forward(weights, inputs)
         split, leaves = self._split(weights, inputs)
         if not self.compared and not isinstance(leaves[split.rows[0]], FakeTensor):
-            self.compared = True
             self._compare(weights, inputs)
+            self.compared = True
         return self._forward(split, weights, leaves, self.tiles), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
@@ -235,7 +238,9 @@ class Tiled:
             ROW_TOKENS.reset(before)
         pairs = list(zip(graph.graph.nodes, whole.graph.nodes, strict=False))
         if len(graph.graph.nodes) != len(whole.graph.nodes) or any(a.target != b.target for a, b in pairs):
-            raise ValueError(f"{named}got other operations for a row than for a tile, expected the same")
+            raise ValueError(
+                f"{named}got other operations for a row than for a tile, expected the same: use tiles=1"
+            )
         *nodes, output = graph.graph.nodes
         given, body = nodes[: number + len(leaves)], nodes[number + len(leaves) :]
 
@@ -251,11 +256,23 @@ class Tiled:
         made = part_of_graph(whole, (), [of_row[x] for x in free], [of_row[x] for x in crossing])
         sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in crossing)
 
+        for a, b in pairs:  # as many elements for each token, or whatever the tokens
+            x, y = a.meta.get("val"), b.meta.get("val")
+            if (
+                a in depends
+                and isinstance(x, Tensor)
+                and y.numel() not in (x.numel(), x.numel() * self.tiles)
+            ):
+                raise ValueError(
+                    f"{named}got a value of shape {list(x.shape)} in a tile and {list(y.shape)} in a row, expected "
+                    "one token after the other, none that is padded or left out: use tiles=1"
+                )
+
         # 4. Two halves, cut at attention.
         marks = [x for x in body if x.target is torch.ops.zfunc.attention.default]
         if len(marks) > 1:
             raise ValueError(
-                f"{named}got {len(marks)} attentions in a segment, expected one: a layer a segment"
+                f"{named}got {len(marks)} attentions in a segment, expected one: make each layer a segment"
             )
         passed, results = dict[int, int](), list[Any]()
         for n, x in enumerate(output.args[0]):
@@ -266,7 +283,7 @@ class Tiled:
                 results.append(x)
             else:
                 got = list(value.shape) if isinstance(value, Tensor) else value
-                raise ValueError(f"{named}got a result of shape {got}, expected rows of tokens")
+                raise ValueError(f"{named}got a result of shape {got}, expected rows of tokens: use tiles=1")
         names = [*trained, *fixed]
         half = partial(
             self._half, graph, [*names], given, [number + i for i in rows], crossing, len(trained), depends
@@ -301,7 +318,9 @@ class Tiled:
         own = [x for x in body if x in needed and x in depends and x is not mark]
         others = [given[i] for i in range(len(names), len(given)) if i not in rows]
         if any(x in needed and isinstance(x.meta["val"], Tensor) for x in others):
-            raise ValueError(f"tiles={self.tiles}: got an input of every tile, expected rows of tokens alone")
+            raise ValueError(
+                f"tiles={self.tiles}: got an input of every tile, expected rows of tokens: use tiles=1"
+            )
         used = [i for i, _ in enumerate(names) if given[i] in needed]
         inputs = [*(given[i] for i in rows), *([mark] if mark is not None else [])]
         run = part_of_graph(graph, [*(given[i] for i in used), *inputs, *crossing], own, results)
@@ -317,23 +336,27 @@ class Tiled:
         )
 
     def _compare(self, weights: Any, inputs: tuple[Any, ...]) -> None:
-        """Raise ValueError unless two tiles of a few tokens give what the row of them gives."""
+        """Raise ValueError unless small tiles of a part of the row give what the part gives, of a tile's memory."""
         leaves, spec = tree_flatten(inputs)
         split, _ = self._split(weights, inputs)
-        few = 2 * min(split.tile, 8)
-        inputs = tree_unflatten([t[:, :few] if i in split.rows else t for i, t in enumerate(leaves)], spec)
-        two = Tiled(self.evaluate, self.evaluate, 2, self.make_vjp, self.wrt_input, None, compared=True)
+        tile = min(32, max(1, split.tile // 8))
+        count = max(2, min(split.tile, 512) // tile)
+        few = [t[:, : count * tile] if i in split.rows else t for i, t in enumerate(leaves)]
+        inputs = tree_unflatten(few, spec)
+        small = Tiled(self.evaluate, self.evaluate, count, self.make_vjp, self.wrt_input, None, compared=True)
         with torch.no_grad():
             expected = self.evaluate({**weights.trained, **weights.fixed}, *inputs)
-            got, _ = two.forward(weights, inputs)
-        for a, b in zip(tree_leaves(got), tree_leaves(expected), strict=True):
-            if isinstance(a, Tensor) and a.is_floating_point():
-                off = float((a.double() - b.double()).norm() / b.double().norm())
-                if not off <= TOLERANCE[a.element_size()]:
-                    raise ValueError(
-                        f"tiles={self.tiles}: got results that differ by {off:.1e} from those of a whole row, "
-                        "expected tokens that depend on others through attention alone: use tiles=1"
-                    )
+            got, _ = small.forward(weights, inputs)
+        for a, b in zip(_floats(got), _floats(expected), strict=True):
+            # Where tiles meet, and there for most tokens: by another order of sums a router may choose otherwise.
+            x, y = (t.double().reshape(*t.shape[:2], -1) for t in (a, b))
+            off = (x - y).norm(dim=-1) / y.norm(dim=-1)
+            meet = [off[:, n::tile] for n in (tile, tile - 1)]
+            if (far := max(float(t.nanmedian()) for t in meet)) > TOLERANCE[a.element_size()]:
+                raise ValueError(
+                    f"segment {self.name!r}: tiles={self.tiles}: got results that differ by {far:.1e} from those "
+                    "of a whole row, expected tokens that depend on others through attention alone: use tiles=1"
+                )
 
 
 @frozen(eq=False)

@@ -130,7 +130,7 @@ def make_vjp(
     if tiles > 1 and not last:
         half = partial(make_vjp, compiled=compiled, name=name)
         whole = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
-        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole)
+        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole, name)
         passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
         return _moving(passes) if moving else passes
     pull = pull_of(function, wrt_input, last)
@@ -147,6 +147,23 @@ def make_vjp(
     if recompute == "min-cut" and not last:
         graphs = traced(graphs.passes, f"{runs} recompute='all'", sized_min_cut if moving else min_cut)
     return _moving(graphs.passes) if moving else graphs.passes
+
+
+def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:
+    """`function` of rows in so many tiles, without gradients; as it is of anything else, such as rows that they do
+    not divide, or one token behind those in a cache."""
+
+    def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
+        return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)
+
+    tiled = Tiled(function, function, tiles, eager, False, None, name)
+
+    def evaluate(values: Values, x: Any, *more: Any) -> Any:
+        rows = differentiated(x)
+        whole = more or not rows or rows[0].dim() < 3 or rows[0].shape[1] % tiles
+        return function(values, x, *more) if whole else tiled.forward(SegmentWeights({}, values), (x,))[0]
+
+    return evaluate if tiles > 1 else function
 
 
 # --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------

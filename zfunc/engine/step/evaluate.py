@@ -162,7 +162,7 @@ def outputs(
             views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks, ema=ema)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
             kept = module_buffers(program, state.buffers, s)
-            x = segment.evaluation({**weights, **call.constants, **kept}, x, *extra)
+            x = call.evaluate({**weights, **call.constants, **kept}, x, *extra)
             del views, weights  # before the next segment's are there
         record_use(program.device, x)
         yield x

@@ -26,6 +26,7 @@ class CompiledSegment:
 
     name: str
     function: Callable[..., Any]  # its own, with checked outputs
+    evaluate: Callable[..., Any]  # the same without dropout
     passes: SegmentVJP
     plain: SegmentVJP  # the same without torch.compile, to trace costs
     trained: dict[str, str]  # short name -> full name

@@ -171,7 +171,7 @@ def attend(
     value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and mask is None and query.shape[-2] > 1
+    causal = causal and mask is None and (ROW_TOKENS.get() or query.shape[-2]) > 1
     by_hand = softcap is not None or s_aux is not None
     groups = query.shape[1] // key.shape[1]
     fused = key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
