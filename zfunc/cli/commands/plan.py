@@ -135,7 +135,10 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
         settings = evolve(settings, **{MAXIMA[settings.max]: found})
         if not (settings.hf or settings.hf_config):
             model = simulated_model(settings)
-    return PlannedModel(settings, plan_settings(_costs(model, settings, hardware), step), model, limit)
+    costs = _costs(model, settings, hardware)
+    if settings.max and step.tiles == AUTO:  # as many as the most fits in
+        step = evolve(step, tiles=costs.segments.tile_counts[-1])
+    return PlannedModel(settings, plan_settings(costs, step), model, limit)
 
 
 def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -> "CostModel":

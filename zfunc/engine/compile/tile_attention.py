@@ -14,6 +14,7 @@ from attrs import frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zfunc.engine.compile.tensor_memory import COUNTED
 from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ def attend_tile(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Te
         return _attend_ranges(q, keys, values, view)
     run, tile = _kernel(q, values, view), q.shape[2]
     out = lse = None
-    for part in view.parts(tile, whole=run is not None and view.window is None):
+    for part in _counted(view.parts(tile, whole=run is not None and view.window is None), q):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
         if run is None:
             o, own = _attend_part(q, k, v, view, part)
@@ -83,7 +84,7 @@ def pull_tile(
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     delta = None if run else (cotangent.float() * out.float()).sum(-1)
     # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
-    for part in view.parts(tile, whole=False):
+    for part in _counted(view.parts(tile, whole=False), q):
         k, v = (x[:, :, slice(*part)] for x in (keys, values))
         if run is None:
             own, *others = _pull_part(cotangent, q, k, v, lse, delta, view, part)
@@ -94,6 +95,18 @@ def pull_tile(
             grouped = x.unflatten(1, (keys.shape[1], -1)).sum(2) if x.shape[1] > keys.shape[1] else x
             total[:, :, slice(*part)].add_(grouped)
     return dq.to(q.dtype)
+
+
+def _counted(parts: Iterator[Part], q: Tensor) -> Iterator[Part]:
+    """The parts; of fake tensors the third counts for all behind it, which cost the same."""
+    own, *others = parts
+    yield own
+    alike = others[1:] if isinstance(q, FakeTensor) else []
+    yield from others[: len(others) - len(alike)]
+    if alike:
+        before = COUNTED.set(COUNTED.get() * len(alike))
+        yield alike[0]
+        COUNTED.reset(before)
 
 
 def _by_token(x: Tensor) -> Tensor:
