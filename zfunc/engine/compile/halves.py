@@ -195,13 +195,13 @@ class _Block:
         types = [params.get(x, largest).dtype for x in s.short]
         outside = str(read_outside(s.module, whole))
         key = evaluating, ROW_TOKENS.get(), outside, spec, layouts(leaves), *types
-        if key not in self.known:
+        cut = self.known.get(key)
+        if cut is None:
             with ThreadPoolExecutor(1) as apart:  # from modes and transforms of this thread
                 trace = partial(copy_context().run, self._traced, whole, types, leaves, spec, evaluating)
-                self.known[key] = apart.submit(trace).result()
-        self.known[key] = cut = self.known.pop(key)
-        if len(self.known) > MAX_TRACES:
-            del self.known[next(iter(self.known))]  # the least recently used
+                self.known[key] = cut = apart.submit(trace).result()
+            if len(self.known) > MAX_TRACES:
+                self.known.pop(next(iter(self.known)), None)
         return cut
 
     def _traced(
