@@ -6,6 +6,7 @@ Every cell is one step planned with `zfunc.plan`; a cell in brackets does not fi
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
+from zfunc.core.timeline import bound_seconds, critical_path_of, largest_shares
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig, num_parameters
 from zfunc.options import as_flag
@@ -128,6 +130,18 @@ UPDATED: dict[str, dict[str, Any]] = {
     "deferred": {"defer": True},
     "8bit moments": {"moments": "8bit"},
 }
+LLAMA_3_8B = Path(__file__).parent.parent / "benchmarks" / "llama-3-8b.json"
+LONG: tuple[
+    dict[str, Any], ...
+] = (  # rows of LLAMA_3_8B, one a step; the most that fits where no length is said
+    {"hardware": "h100", "seq_length": 500_000, "tiles": 32},
+    {"hardware": "h100", "seq_length": 1 << 20, "tiles": 64},
+    {"hardware": "h100", "tiles": "auto", "max": "length"},
+    {"hardware": "h200", "seq_length": 1 << 21, "tiles": 128},
+    {"hardware": "h200", "seq_length": 4_000_000, "tiles": 250},
+    {"hardware": "h200", "seq_length": 4_000_000, "tiles": 250, "activations_on": "disk"},
+    {"hardware": "h200", "tiles": "auto", "max": "length", "activations_on": "disk"},
+)
 TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
     "a rank's own port alone": {"network": "one port"},
@@ -178,7 +192,8 @@ def per_gpu(step: Planned, world: int) -> float:
 
 def shares(step: Planned) -> dict[str, float]:
     """The shares of the critical path, by kind."""
-    return dict(step.bounds)
+    seconds = step.step.total(lambda x: bound_seconds(critical_path_of(x.plan, x.timeline)))
+    return {str(kind): share for kind, share in largest_shares(seconds).items()}
 
 
 def gain(now: Planned, before: Planned) -> str:
@@ -288,6 +303,28 @@ def larger_than_the_device() -> str:
     return table(heads, ([*row(name)] for name in STREAMED), "---:")
 
 
+def long_rows() -> str:
+    """Full fine-tuning of Llama-3-8B on one long row."""
+
+    def row(flags: dict[str, Any]) -> Iterator[str]:
+        given = {"activations_on": "host", "params_on": "host", "batch_size": 1, "precision": "bf16", **flags}
+        answer = plan_model(PlanSettings(hf_config=LLAMA_3_8B, **given))
+        now, settings = answer.planned, answer.planned.step.settings
+        yield now.hardware.name.partition(" ")[0] + " (the most)" * ("max" in flags)
+        yield from (f"{now.tokens:,}", f"{settings.tiles:,}", settings.activations_on)
+        yield f"{now.memory['device'] / 2**30:.1f} of {now.hardware.memory['device'] / 2**30:.1f}"
+        yield f"{(now.memory['pinned'] + now.memory['host']) / 1e9:,.0f}"
+        yield f"{now.memory['disk'] / 1e9:,.0f}"
+        yield from (f"{now.step_seconds:,.0f}", f"{1 / now.step_seconds:.6f}")
+        yield from (f"{now.tokens_per_second:,.0f}", f"{now.tflops:.0f}")
+        kind, share = next(iter(shares(now).items()))
+        yield f"{kind} {100 * share:.0f} %" if now.fits else "does not fit"
+
+    heads = ["card", "tokens", "tiles", "activations on", "device, GiB", "pinned + host, GB", "disk, GB"]
+    heads += ["step, s", "steps/s", "tokens/s", "TFLOP/s", "bound by"]
+    return table(heads, ([*row(flags)] for flags in LONG), "---:")
+
+
 def updates() -> str:
     """Seconds of a step with its updates on the host, on the device, and where "auto" has them."""
 
@@ -378,6 +415,7 @@ def main() -> None:
     print(gains(NETWORKS, network, "*tokens/s a GPU, as above*"), "\n")
     print(strong_scaling(), "\n")
     print(larger_than_the_device(), "\n")
+    print(long_rows(), "\n")
     print(updates(), "\n")
     print(
         gains(ZERO_3, [(case, n) for case in (H100, H200) for n in FEW[1:]], "*tokens/s a GPU, stage 2*"),

@@ -42,6 +42,13 @@ def test_every_table_and_row_is_on_the_page() -> None:
         assert f"\n| {name} |" in PAGE
 
 
+def test_long_rows_of_the_script_are_on_the_page() -> None:
+    for flags in scale.LONG:
+        if "seq_length" in flags:
+            start = f"| {flags['hardware'].upper()} | {flags['seq_length']:,} | {flags['tiles']} |"
+            assert f"{start} {flags.get('activations_on', 'host')} |" in PAGE
+
+
 def test_ports_of_a_node_carry_a_collective_together_and_never_faster_than_inside() -> None:
     h100 = load_profile("h100")
     port = h100.reached("bytes_per_s", "network_between_nodes")

@@ -1,5 +1,6 @@
 """What a plan says of rows in tiles: work, memory, and what is tried of a few."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hf_models import CONFIGS, transformers
 
 import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
+from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import tile_attention, tiles
@@ -70,3 +72,14 @@ def test_activations_on_the_host_free_layers_x_tokens_x_hidden_x_2_bytes_of_the_
         freed[layers] = device.memory["device"] - host.memory["device"]
         assert host.held["pinned"]["host_act"] == layers * TOKENS * HIDDEN * 2 + TOKENS * 8
     assert freed[LAYERS + 4] - freed[LAYERS] == 4 * TOKENS * HIDDEN * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("card", "tokens", "count"), [("h100", 10**6, 64), ("h200", 4 * 10**6, 250)])
+def test_million_tokens_of_llama_3_8b_fit_one_card(card: str, tokens: int, count: int) -> None:
+    """With 1.9 TB of host memory; others publish 500,000 for one H100."""
+    config = Path(__file__).parents[2] / "benchmarks" / "llama-3-8b.json"
+    places: Any = {"params_on": "host", "activations_on": "host", "hardware": card, "batch_size": 1}
+    answer = plan_model(PlanSettings(hf_config=config, seq_length=tokens, tiles=count, **places))
+    assert answer.planned.fits
+    assert answer.planned.memory["pinned"] + answer.planned.memory["host"] < 1.9e12
