@@ -74,6 +74,23 @@ def test_activations_on_the_host_free_layers_x_tokens_x_hidden_x_2_bytes_of_the_
     assert freed[LAYERS + 4] - freed[LAYERS] == 4 * TOKENS * HIDDEN * 2
 
 
+def test_where_a_row_is_too_long_as_few_tiles_as_fit_are_advised_and_found() -> None:
+    x = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    given: Any = {"params_on": "host", "activations_on": "host", "precision": "bf16"}
+    needed = {
+        n: zfunc.plan(gpt_segments(GPT), (x, x), hardware=ROUND, tiles=n, advice=False, **given).memory[
+            "device"
+        ]
+        for n in (1, 4, 16)
+    }
+    assert needed[16] < needed[4] < needed[1]
+    room = evolve(ROUND, memory={"device": (needed[1] + needed[4]) // 2})
+    whole = zfunc.plan(gpt_segments(GPT), (x, x), hardware=room, **given)
+    assert not whole.fits
+    assert {"tiles": 4} in [s.changes for s in whole.suggestions if s.step.fits]
+    assert zfunc.plan(gpt_segments(GPT), (x, x), hardware=room, tiles="auto", **given).settings["tiles"] == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("card", "tokens", "count"), [("h100", 10**6, 64), ("h200", 4 * 10**6, 250)])
 def test_million_tokens_of_llama_3_8b_fit_one_card(card: str, tokens: int, count: int) -> None:
