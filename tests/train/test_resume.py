@@ -27,6 +27,7 @@ from small_trainings import (
     summary,
     wait_for_rows,
 )
+from text_data import write_jsonl
 
 from zfunc.engine.state import save_load
 from zfunc.errors import CheckpointError
@@ -61,17 +62,21 @@ def send(number: int) -> Callable[[], None]:
 
 # --- exact -----------------------------------------------------------------------------------------------
 
+ROWS = ["--data", "short.jsonl", "--packing", "documents", "--seq-length", 128, "--batch-size", 2]
 EIGHT_BITS = ["--moments", "8bit", "--precision", "bf16", "--clip", 0]
 SETTINGS = {
     "the default": ([], (9, 5)),  # the checkpoint of 6 is there; then that of 3
     "accumulated, 8 bits, dropout": ([*EIGHT_BITS, "--micro-batches", 2, "--dropout", 0.1], (8,)),
     "fp16, Interleaved": (["--precision", "fp16", "--schedule", "Interleaved"], (8,)),
+    # Of 100 documents of 3 to 21 bytes: an epoch is some steps long, and a row has more than any of them.
+    "rows of many documents, in tiles": ([*ROWS, "--tiles", 4, "--recompute", "all", "--dropout", 0], (5, 8)),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
+    write_jsonl(Path("short.jsonl"), *({"text": "abc" * (1 + n % 7)} for n in range(100)))
     more = (*settings, "--save-every", 3)
     assert train(*more, "--out", "whole") == 0
     for number in failing:
