@@ -175,7 +175,7 @@ def attend(
     by_hand = softcap is not None or s_aux is not None
     groups = query.shape[1] // key.shape[1]
     fused = key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
-    grouped = groups > 1 and mask is None and not by_hand and fused
+    grouped = groups > 1 and not by_hand and ((mask is None and fused) or ROW_TOKENS.get() is not None)
     if groups > 1 and not grouped:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if not by_hand:
