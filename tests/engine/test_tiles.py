@@ -25,6 +25,8 @@ from zfunc.engine.compile import tile_attention
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.step.evaluate import outputs
+from zfunc.models.gpt import Head, gpt_segments
+from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.hf.adapters import lora_config
 from zfunc.models.sequences import KVCache
 from zfunc.optim.loss_scale import LossScale
@@ -427,3 +429,26 @@ def test_a_tile_may_be_one_token() -> None:
     segment, values, x = next(layers("Llama", rows(False, 13)))
     whole, got = (passes_of(segment, values, x, n) for n in (1, 13))
     assert max(far(t, whole[k]) for k, t in got.items()) < 3e-6
+
+
+class Doubled(Head):
+    """Another loss than the one whose targets can be summed."""
+
+    def forward(self, passed: Any, targets: Any = None) -> Any:
+        return super().forward(passed, targets).square()
+
+
+def test_a_loss_of_its_own_passes_whole() -> None:
+    """A head that inherits how targets are summed has a loss that is no sum over tokens."""
+    config, tokens = GPTConfig(64, 32, 1, 16, 2), torch.randint(64, (2, 33))
+    batch, losses = (tokens[:, :-1], tokens[:, 1:]), list[list[float]]()
+    for tiles in (1, 4):
+        torch.manual_seed(0)
+        segments = (*gpt_segments(config)[:-1], zfunc.segment("head", Doubled(config)))
+        program = zfunc.compile(segments, precision="fp32", tiles=tiles, device="cpu")
+        state = zfunc.init(program, seed=1)
+        losses.append([])
+        for _ in range(2):
+            state, metrics = zfunc.train_step(program, state, batch)
+            losses[-1].append(metrics.loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

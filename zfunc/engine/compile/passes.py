@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from attrs import fields
-from torch import Tensor
+from torch import Tensor, nn
 
 from zfunc.core.layout import Layout
 from zfunc.core.settings import StepSettings
@@ -50,7 +50,7 @@ def segment_calls(
                 name=segment.name,
                 joints=None if joints is None else joints.setdefault(segment.name, {}),
                 tiles=settings.tiles,
-                summed=getattr(segment.module, "summed_targets", None),
+                summed=_own(segment.module, "summed_targets"),
                 evaluate=segment.evaluation,
             )
             eager = make()
@@ -72,6 +72,11 @@ def segment_calls(
             )
         )
     return tuple(calls)
+
+
+def _own(module: nn.Module | None, name: str) -> Any:
+    """What a module or its class has by this name; what a class inherits may not fit another loss of its own."""
+    return None if module is None else {**vars(type(module)), **vars(module)}.get(name)
 
 
 def checked(segment: Segment, last: bool) -> Callable[..., Any]:
