@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 7_900,
+    "engine": 7_980,
     "viz": 1_000,
     "planner": 2_840,
     "models": 2_900,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 35_310,
+    "tests": 35_380,
 }
 
 

@@ -327,6 +327,33 @@ def test_an_evaluation_is_in_tiles_where_they_divide_its_rows() -> None:
     assert all(map(torch.equal, logits, theirs))
 
 
+class Pair(nn.Module):
+    """Two rows of one, one of two, and weights whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.rand(8, 8) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Any:
+        if isinstance(x, Tensor):
+            return F.linear(x, self.a + self.b), x * 2
+        y, z = x
+        return (
+            scaled_dot_product_attention(*3 * [F.linear(y, self.a + self.b)[:, None]], is_causal=True)[:, 0]
+            + y
+            + z
+        )
+
+
+@pytest.mark.parametrize("tiles", [2, 8, 16])
+def test_gradients_in_one_tensor_are_added_once(tiles: int) -> None:
+    """Of two weights that are used as their sum, and of two rows, of which neither has the other's memory."""
+    pair, x = zfunc.segment("pair", Pair()), torch.randn(1, 16, 8)
+    for rows_in in (x, (x, x * 3)):
+        whole, got = (passes_of(pair, pair.initial(0), rows_in, n) for n in (1, tiles))
+        assert max(far(t, whole[k]) for k, t in got.items()) < 3e-6
+
+
 # --- what cannot pass in tiles ------------------------------------------------------------------------------
 
 
@@ -366,6 +393,27 @@ def positions() -> Body:
     return Body(lambda own, x: x + own.at[: x.shape[1]], at=nn.Parameter(torch.rand(64, 8)))
 
 
+def gated(mixed: Any) -> Body:
+    """Tokens mixed behind a gate that is shut at first."""
+    return Body(lambda own, x: x + own.gate * mixed(x), gate=nn.Parameter(torch.zeros(8)))
+
+
+def with_capacity(_: Any, x: Tensor) -> Tensor:
+    place = (x[..., :1] > 0).long().flatten(0, 1).cumsum(0).view(*x.shape[:2], 1)
+    return x * (place < x.shape[1])
+
+
+def dropped_before(own: Any, x: Tensor) -> Tensor:
+    x = own.drop(x)
+    return x + scaled_dot_product_attention(*3 * [x[:, None]], is_causal=True)[:, 0]
+
+
+def of_the_batch(_: Any, x: Tensor) -> Tensor:
+    """As of rows [tokens, batch, features]."""
+    x = x.transpose(0, 1)[:, None]
+    return scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0].transpose(0, 1)
+
+
 def recurrent() -> Body:
     return Body(lambda own, x: own.rnn(x)[0], rnn=nn.GRU(8, 8, batch_first=True))
 
@@ -378,7 +426,31 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     "a mean": (lambda: Body(lambda _, x: x + x.mean(1, keepdim=True)), ROWS, OTHERWISE),
     "a sum so far": (lambda: Body(lambda _, x: x.cumsum(1)), ROWS, OTHERWISE),
     "the last is the first": (lambda: Body(lambda _, x: x.roll(1, 1)), ROWS, OTHERWISE),
-    "positions of its own": (positions, ROWS, OTHERWISE),
+    "positions of its own": (positions, ROWS, r"shape \[64, 8\], .* index it by torch.arange"),
+    "a mean behind a gate": (lambda: gated(lambda x: x.mean(1, keepdim=True)), ROWS, OTHERWISE),
+    "a sum so far behind a gate": (lambda: gated(lambda x: x.cumsum(1)), ROWS, OTHERWISE),
+    "a scale of the tokens": (
+        lambda: Body(lambda _, x: x / x.shape[1]),
+        ROWS,
+        r"the numbers \[16, 64\] of aten.div.Tensor",
+    ),
+    "a capacity": (lambda: Body(with_capacity), ROWS, "so no scale or capacity"),
+    "a mask for the row": (
+        lambda: Body(lambda _, x: x * (torch.rand(x.shape[0], 1, 1) > 0.5)),
+        ROWS,
+        r"random numbers of shape \[2, 1, 1\] that are no token's own",
+    ),
+    "dropped before and after": (
+        lambda: Body(dropped_before, drop=nn.Dropout(0.5)),
+        ROWS,
+        "random numbers before attention that what follows it reads",
+    ),
+    "another order": (lambda: Body(of_the_batch), (16, 64, 8), r"attention of shape \[64, 1, 16, 8\]"),
+    "no heads": (
+        lambda: Body(lambda _, x: scaled_dot_product_attention(x, x, x, is_causal=True)),
+        ROWS,
+        "give one head a dimension",
+    ),
     "a norm over tokens": (
         lambda: over_time(nn.BatchNorm1d(8, track_running_stats=False)),
         ROWS,

@@ -117,7 +117,7 @@ def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
 
 def count_draws(graph: Graph) -> int:
     """The number of random operations in a traced graph."""
-    return sum(_is_draw_node(node) for node in graph.nodes)
+    return sum(is_draw_node(node) for node in graph.nodes)
 
 
 def number_draws(graph: Graph, num_forward: int) -> None:
@@ -125,11 +125,12 @@ def number_draws(graph: Graph, num_forward: int) -> None:
     the forward's. A number stays with its node wherever that is copied or moved."""
     numbers = chain(range(num_forward), count(BACKWARD))
     for node in graph.nodes:
-        if _is_draw_node(node):
+        if is_draw_node(node):
             node.meta["draw"] = next(numbers)
 
 
-def _is_draw_node(node: Node) -> bool:
+def is_draw_node(node: Node) -> bool:
+    """Whether a node of a graph draws random numbers."""
     return node.op == "call_function" and is_draw(node.target, node.args, node.kwargs)
 
 

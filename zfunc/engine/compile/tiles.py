@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,11 +33,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zfunc.engine.compile.recompute import part_of_graph
 from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors
 from zfunc.engine.compile.tile_attention import ROW_TOKENS, View, attend_tile, pull_tile
-from zfunc.runtime.rng import seeded, seeded_part
+from zfunc.runtime.rng import is_draw_node, seeded, seeded_part
 
 Values = dict[str, Tensor]
 Function = Callable[..., Any]
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
+NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
 FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 _ops = torch.library.Library("zfunc", "DEF")
 _ops.define("attention(Tensor q, Tensor k, Tensor v, Tensor? first, int? window, float? scale) -> Tensor")
@@ -71,6 +73,11 @@ class _Marked(TorchFunctionMode):
         if dropout_p:
             raise ValueError(
                 "got attention with dropout, expected it without: set its rate to 0, or use tiles=1"
+            )
+        if query.dim() != 4:
+            raise ValueError(
+                f"got attention of queries of shape {list(query.shape)}, expected [batch, heads, tokens, "
+                "features]: give one head a dimension, or use tiles=1"
             )
         if made_of is None:
             raise ValueError(
@@ -180,7 +187,8 @@ class Tiled:
         row = _Row(split, weights, leaves, tiles)
         sums: Values = {}
         moved = [i for i in split.rows if leaves[i].is_floating_point()]
-        below = [_memory_for(leaves[i], cotangents) for i in moved] if self.wrt_input else []
+        memory = _memory_for if len(moved) == 1 else lambda x, _: torch.empty_like(x)
+        below = [memory(leaves[i], cotangents) for i in moved] if self.wrt_input else []
         if split.before is not None:
             for i in row.numbers():
                 row.before(i)
@@ -194,7 +202,7 @@ class Tiled:
             if split.before is not None:
                 grads, others = row.pull_before(i, q, first, out, lse, own.pop(), before)
                 _add(sums, grads)
-                own = [a.add_(b) for a, b in zip(own, others, strict=True)]
+                own = [a + b for a, b in zip(own, others, strict=True)]  # two may be one tensor
             for x, dx in zip(below, own, strict=False):
                 x[:, row.at(i)] = dx
         return _rounded(sums, weights.trained), below
@@ -268,12 +276,42 @@ class Tiled:
                     "one token after the other, none that is padded or left out: use tiles=1"
                 )
 
+        of_rows = dict.fromkeys(given[number + i] for i in rows)
+        for a in body:
+            if any(x in of_rows for x in a.all_input_nodes):
+                of_rows[a] = None
+            x, y = a.meta.get("val"), of_row[a].meta.get("val")
+            alike = isinstance(x, Tensor) and x.shape == y.shape
+            if a in depends and a not in of_rows and a.target is torch.ops.aten.slice.Tensor and not alike:
+                source = list(a.args[0].meta["val"].shape)
+                raise ValueError(
+                    f"{named}got a slice as long as the tile of a weight or buffer of shape {source}, expected its "
+                    "elements by place in the row: index it by torch.arange(tokens), or use tiles=1"
+                )
+            if a in depends and (numbers := _other_numbers(a, of_row[a])):
+                raise ValueError(
+                    f"{named}got the numbers {numbers} of {a.target} in a tile and a row, expected the same "
+                    "whatever the tokens, so no scale or capacity made of their number: use tiles=1"
+                )
+            if is_draw_node(a) and (a in free or alike):
+                raise ValueError(
+                    f"{named}got random numbers of shape {list(y.shape)} that are no token's own, expected such as "
+                    "those of nn.Dropout: use it, or tiles=1"
+                )
+
         # 4. Two halves, cut at attention.
         marks = [x for x in body if x.target is torch.ops.zfunc.attention.default]
         if len(marks) > 1:
             raise ValueError(
                 f"{named}got {len(marks)} attentions in a segment, expected one: make each layer a segment"
             )
+        for x in (y for mark in marks for y in mark.args[:3]):
+            got, theirs = x.meta["val"].shape, of_row[x].meta["val"].shape
+            if (got[0], got[2], theirs[0], theirs[2]) != (shape[0], tile, *shape):
+                raise ValueError(
+                    f"{named}got attention of shape {list(theirs)}, expected [batch, heads, tokens, features] of "
+                    f"the rows {list(shape)}: use tiles=1"
+                )
         passed, results = dict[int, int](), list[Any]()
         for n, x in enumerate(output.args[0]):
             value = x.meta["val"] if isinstance(x, Node) else x
@@ -293,7 +331,14 @@ class Tiled:
         if mark is not None:
             q, k, v, first, window, scale = mark.args
             scale = q.meta["val"].shape[-1] ** -0.5 if scale is None else scale
-            before = half(body, [q, k, v, *([] if first is None else [first])], None)
+            made_before = [q, k, v, *([] if first is None else [first])]
+            both = _needed(made_before, body, None) & _needed(results, body, mark)
+            if any(is_draw_node(x) for x in both):
+                raise ValueError(
+                    f"{named}got random numbers before attention that what follows it reads, too, expected them in "
+                    "one of the two: drop the input in the segment before, or use tiles=1"
+                )
+            before = half(body, made_before, None)
         after = half(body, results, mark)
         return _Split(tile, rows, before, after, made, sliced, passed, out_spec, scale, window)
 
@@ -311,10 +356,7 @@ class Tiled:
         mark: Node | None,
     ) -> _Half:
         """The part of a tile's graph that makes `results`, with that of the attention `mark` given."""
-        needed = set(results)
-        for node in reversed(body):
-            if node in needed and node in depends and node is not mark:
-                needed |= {*node.all_input_nodes}
+        needed = _needed(results, body, mark)
         own = [x for x in body if x in needed and x in depends and x is not mark]
         others = [given[i] for i in range(len(names), len(given)) if i not in rows]
         if any(x in needed and isinstance(x.meta["val"], Tensor) for x in others):
@@ -342,11 +384,17 @@ class Tiled:
         tile = min(32, max(1, split.tile // 8))
         count = max(2, min(split.tile, 512) // tile)
         few = [t[:, : count * tile] if i in split.rows else t for i, t in enumerate(leaves)]
-        inputs = tree_unflatten(few, spec)
+        inputs, weights = tree_unflatten(few, spec), evolve(weights, trained=_as_trained(weights.trained))
         small = Tiled(self.evaluate, self.evaluate, count, self.make_vjp, self.wrt_input, None, compared=True)
         with torch.no_grad():
             expected = self.evaluate({**weights.trained, **weights.fixed}, *inputs)
-            got, _ = small.forward(weights, inputs)
+            try:
+                got, _ = small.forward(weights, inputs)
+            except Exception as error:
+                raise ValueError(
+                    f"segment {self.name!r}: tiles={self.tiles}: got an error on {count} tiles of {tile} tokens, "
+                    f"expected a forward of any number of them: use tiles=1 ({error})"
+                ) from error
         for a, b in zip(_floats(got), _floats(expected), strict=True):
             # Where tiles meet, and there for most tokens: by another order of sums a router may choose otherwise.
             x, y = (t.double().reshape(*t.shape[:2], -1) for t in (a, b))
@@ -424,6 +472,26 @@ def _numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> I
         COUNTED.reset(before)
 
 
+def _other_numbers(short: Node, long: Node) -> list[Any]:
+    """Two numbers that are no sizes, by which an operation of a tile differs from that of a row."""
+    types = (
+        [str(x.type) for x in short.target._schema.arguments] if isinstance(short.target, OpOverload) else []
+    )
+    for kind, a, b in zip(types, short.args, long.args, strict=False):
+        if isinstance(a, int | float) and a != b and kind in NUMBERS:
+            return [a, b]
+    return []
+
+
+def _needed(results: list[Node], body: list[Node], mark: Node | None) -> set[Node]:
+    """What makes `results`, with that of the attention `mark` given."""
+    needed = set(results)
+    for node in reversed(body):
+        if node in needed and node is not mark:
+            needed |= {*node.all_input_nodes}
+    return needed
+
+
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
     """The dimension of a constant that has the tokens of a tile, or of a row; None if it is the same for both."""
     a, b = (x.meta["val"] for x in (short, long))
@@ -484,9 +552,21 @@ def _rounded(sums: Values, trained: Values) -> Values:
     return found
 
 
+def _as_trained(values: Values) -> Values:
+    """Weights, those close to zero replaced by others: gates and positions that begin there hide what they will let
+    through."""
+    made: Values = {}
+    for name, w in values.items():
+        g = torch.Generator(w.device).manual_seed(0)
+        small = float(w.abs().amax()) < 1e-2 if w.numel() else False
+        random = partial(torch.randn, w.shape, generator=g, dtype=w.dtype, device=w.device)
+        made[name] = random().mul_(0.1) if small else w
+    return made
+
+
 def _add(sums: Values, grads: Values) -> None:
-    for name, grad in grads.items():
-        sums[name] = sums[name].add_(grad) if name in sums else grad.float()
+    for name, grad in grads.items():  # two weights whose sum is used may have one tensor as their gradient
+        sums[name] = sums[name].add_(grad) if name in sums else grad.to(torch.float32, copy=True)
 
 
 @define(eq=False)
