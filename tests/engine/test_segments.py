@@ -174,6 +174,10 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "parallel":
             return x + self.attn(self.norm(x)) + self.mlp(self.norm(x))
+        if self.kind == "one mask":
+            kept = (torch.rand(len(x), 1, 1) > 0.5).float()
+            x = x + self.attn(x) * kept
+            return x + self.mlp(x) * kept
         if self.kind == "chain":
             return self.mlp(torch.tanh(self.attn(x)))
         x = x + self.attn(self.norm(x)) * torch.tensor(2.0)
@@ -256,6 +260,7 @@ def test_blocks_in_halves_are_trained_as_whole_ones(kind: str, after: str | None
         ("three", "2 values .*: pass after=, the name of a submodule before it"),
         ("chain", "2 values"),
         ("no gradient", r"other operations in halves than in the whole, .*torch\.no_grad .*leave it whole"),
+        ("one mask", "random numbers that both halves read"),
         ("batch norm", "buffers that forward changes"),
     ],
 )

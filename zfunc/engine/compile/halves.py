@@ -44,6 +44,7 @@ from zfunc.engine.compile.vjp import (
     restrided,
 )
 from zfunc.engine.step.batches import Batch, unpacked
+from zfunc.runtime.rng import is_draw_node
 
 Needs = Mapping[Node, list[Node]]
 NO_COPY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -243,7 +244,7 @@ class _Block:
         stream = floats[0]
         needs, results = _needs(graph.graph), output.args[0]
         between = self._place(given[stream], weights[: len(s.short)], results, needs, reached[-1:])
-        parts, reads = list[GraphModule](), list[tuple[str, ...]]()
+        parts, reads, drawn = list[GraphModule](), list[tuple[str, ...]](), set[Node]()
         for made, inputs in (
             ([between], given),
             (results, [*given[:stream], between, *given[stream + 1 :]]),
@@ -251,6 +252,10 @@ class _Block:
             needed = _needed(made, needs, inputs)
             read = {name: node for name, node in zip(values, weights, strict=True) if node in needed}
             own = [x for x in nodes[len(everything) :] if x in needed and x not in inputs]
+            draws = {x for x in own if is_draw_node(x)}
+            if draws & drawn:
+                raise ValueError("got random numbers that both halves read, expected each to draw its own")
+            drawn |= draws
             parts.append(part_of_graph(graph, [*read.values(), *inputs], own, made))
             reads.append(tuple(read))
         if self.reads and not all({*a} <= {*b} for a, b in zip(reads, self.reads, strict=True)):
