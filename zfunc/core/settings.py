@@ -104,7 +104,7 @@ def tile_counts(tokens: int) -> list[int]:
     """The numbers of tiles that "auto" stands for of a row of so many tokens, the fewest first: divisors.
 
     >>> tile_counts(3000), tile_counts(1)
-    ([1, 4, 15], [1])
+    ([1, 4, 15, 20], [1])
     """
     divisors = [n for n in range(1, tokens // SHORTEST_TILE + 1) if tokens % n == 0] or [1]
     near = (min(divisors, key=lambda n: abs(n - wanted)) for wanted in (1, 4, 16, 64, 256, 1024))
