@@ -403,6 +403,10 @@ def with_capacity(_: Any, x: Tensor) -> Tensor:
     return x * (place < x.shape[1])
 
 
+def the_first(_: Any, x: Tensor) -> Tensor:
+    return x * ((x[..., :1] > -1).long().cumsum(1) <= 12)
+
+
 def dropped_before(own: Any, x: Tensor) -> Tensor:
     x = own.drop(x)
     return x + scaled_dot_product_attention(*3 * [x[:, None]], is_causal=True)[:, 0]
@@ -419,9 +423,7 @@ def recurrent() -> Body:
 
 
 ROWS = (2, 64, 8)
-OTHERWISE = (
-    "got results that differ by .* expected tokens that depend on others through attention alone: use ti"
-)
+OTHERWISE = "got .* expected tokens that depend on others through attention alone: use ti"
 MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body, its input, what is said
     "a mean": (lambda: Body(lambda _, x: x + x.mean(1, keepdim=True)), ROWS, OTHERWISE),
     "a sum so far": (lambda: Body(lambda _, x: x.cumsum(1)), ROWS, OTHERWISE),
@@ -434,7 +436,7 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
         ROWS,
         r"the numbers \[16, 64\] of aten.div.Tensor",
     ),
-    "a capacity": (lambda: Body(with_capacity), ROWS, "so no scale or capacity"),
+    "a capacity": (lambda: Body(with_capacity), ROWS, OTHERWISE),
     "a mask for the row": (
         lambda: Body(lambda _, x: x * (torch.rand(x.shape[0], 1, 1) > 0.5)),
         ROWS,
@@ -465,7 +467,9 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     ),
     "one far back": (lambda: over_time(nn.Conv1d(8, 8, 3, dilation=20), 40), ROWS, "none that is padded"),
     "a recurrence": (recurrent, ROWS, "got other operations for a row than for a tile"),
-    "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, r"got a result of shape \[2, 8\]"),
+    "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, "got aten.mean.dim over the tokens"),
+    "one of all": (lambda: Body(lambda _, x: x[:, 0]), ROWS, r"got a result of shape \[2, 8\]"),
+    "the first twelve": (lambda: Body(the_first), ROWS, "got aten.cumsum.default over the tokens"),
     "attention to all": (attending, ROWS, "got attention with all tokens"),
     "a mask": (lambda: attending(attn_mask=torch.ones(64, 64).bool()), ROWS, "got attention with a mask"),
     "dropped": (lambda: attending(is_causal=True, dropout_p=0.1), ROWS, "dropout, .* set its rate to 0"),

@@ -39,6 +39,11 @@ Values = dict[str, Tensor]
 Function = Callable[..., Any]
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
+# Operations along dimensions, and which argument has these.
+ALONG = dict.fromkeys(
+    ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax"), 1
+)
+ALONG |= dict.fromkeys(("mean", "sum", "amax", "amin", "flip"), 1) | {"roll": 2}
 FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 _ops = torch.library.Library("zfunc", "DEF")
 _ops.define("attention(Tensor q, Tensor k, Tensor v, Tensor? first, int? window, float? scale) -> Tensor")
@@ -293,6 +298,11 @@ class Tiled:
                     f"{named}got the numbers {numbers} of {a.target} in a tile and a row, expected the same "
                     "whatever the tokens, so no scale or capacity made of their number: use tiles=1"
                 )
+            if a in of_rows and _over_tokens(a, of_row[a]):
+                raise ValueError(
+                    f"{named}got {a.target} over the tokens, expected tokens that depend on others through "
+                    "attention alone: use tiles=1"
+                )
             if is_draw_node(a) and (a in free or alike):
                 raise ValueError(
                     f"{named}got random numbers of shape {list(y.shape)} that are no token's own, expected such as "
@@ -490,6 +500,16 @@ def _needed(results: list[Node], body: list[Node], mark: Node | None) -> set[Nod
         if node in needed and node is not mark:
             needed |= {*node.all_input_nodes}
     return needed
+
+
+def _over_tokens(short: Node, long: Node) -> bool:
+    """Whether an operation goes along a dimension that is longer in a row than in a tile."""
+    name = getattr(getattr(short.target, "_schema", None), "name", "").removeprefix("aten::")
+    if name not in ALONG:
+        return False
+    a, b = (x.args[0].meta["val"].shape for x in (short, long))
+    along = short.args[ALONG[name]] if len(short.args) > ALONG[name] else range(len(a))
+    return any(a[n] != b[n] for n in ([along] if isinstance(along, int) else along))
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
