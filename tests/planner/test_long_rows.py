@@ -57,7 +57,7 @@ def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile()
     for four, eight, sixteen in zip(
         *((x.forward_workspace, x.backward_workspace) for x in found), strict=True
     ):
-        assert four - eight == pytest.approx(2 * (eight - sixteen), rel=0.01)  # allocations are rounded
+        assert four - eight == pytest.approx(2 * (eight - sixteen), rel=0.05)  # peaks of several moments
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -614,7 +614,7 @@ class StepSettings:
         *,
         disk: bool,
         update_on: Sequence[str] = UPDATE_SHARES,
-        tiles: Sequence[int] = CHOICES["tiles"],
+        tiles: Sequence[int] = (1,),
     ) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
         bytes first: activations, gradients, parameters, the state; without those that other settings exclude. With

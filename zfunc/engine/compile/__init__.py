@@ -6,6 +6,7 @@
     recompute               what backward recomputes: their joint graph, cut in two
     halves                  a block as two segments, cut at the sum after attention
     tiles                   a segment whose rows of tokens pass in tiles
+    tile_cut                their forward, cut at attention; what cannot pass in tiles
     tile_attention          attention of a tile of queries over all keys so far
     tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data

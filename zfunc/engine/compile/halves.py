@@ -33,7 +33,7 @@ from zfunc.engine.compile.recompute import JointGraph, changed_by, memory_of, mu
 from zfunc.engine.compile.segment import Segment, Values, checked_segments
 from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
-from zfunc.engine.compile.tiles import forward_graph
+from zfunc.engine.compile.tile_cut import forward_graph
 from zfunc.engine.compile.vjp import (
     MAX_TRACES,
     SegmentWeights,

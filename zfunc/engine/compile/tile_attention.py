@@ -72,7 +72,7 @@ def pull_tile(
     out: Tensor,
     lse: Tensor,
     view: View,
-    sums: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, ...],
 ) -> Tensor:
     """The gradient of the queries of one tile. Those of keys and values are added to the fp32 `sums`."""
     if _by_ranges(q, values, view):
@@ -280,7 +280,7 @@ def _pull_ranges(
     out: Tensor,
     lse: Tensor,
     view: View,
-    sums: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, ...],
 ) -> Tensor:
     tile, end = q.shape[2], view.at + q.shape[2]
     g, q, k, v, out = (x.transpose(1, 2) for x in (cotangent, q, keys[:, :, :end], values[:, :, :end], out))
