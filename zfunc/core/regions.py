@@ -17,9 +17,8 @@ from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
-ACTIVATION_SLOTS = (
-    2  # one is copied while a pass uses the other; rows in tiles take far longer than their copies
-)
+# One is copied while a pass uses the other. Rows in tiles have one slot: they take far longer than their copies.
+ACTIVATION_SLOTS = 2
 
 
 @frozen

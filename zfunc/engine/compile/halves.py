@@ -31,7 +31,7 @@ from zfunc.engine.compile.cost_trace import empty_like_strided
 from zfunc.engine.compile.purity import check_deterministic, read_outside
 from zfunc.engine.compile.recompute import JointGraph, changed_by, memory_of, mutates, part_of_graph
 from zfunc.engine.compile.segment import Segment, Values, checked_segments
-from zfunc.engine.compile.tensor_memory import FakeTensors
+from zfunc.engine.compile.tensor_memory import FakeTensors, layouts
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
 from zfunc.engine.compile.tile_cut import forward_graph
 from zfunc.engine.compile.vjp import (
@@ -39,7 +39,6 @@ from zfunc.engine.compile.vjp import (
     SegmentWeights,
     cotangents_of,
     joint_graph,
-    layouts,
     pull_of,
     restrided,
 )

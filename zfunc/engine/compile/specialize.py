@@ -17,7 +17,8 @@ from zfunc.engine.compile.cost_trace import Trace, nbytes, trace
 from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
 from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
-from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, layouts
+from zfunc.engine.compile.tensor_memory import layouts
+from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights
 from zfunc.engine.state.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator

@@ -110,3 +110,10 @@ def dense_strides(x: Tensor) -> tuple[int, ...]:
     So the trace and the cost of a segment do not depend on the segment above it.
     """
     return torch.empty_like(x, device="meta").stride()
+
+
+def layouts(leaves: list[Any]) -> tuple[Any, ...]:
+    """The key of a trace: the layout of tensors, and the value of any other leaf."""
+    return tuple(
+        [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
+    )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zfunc.engine.compile.tensor_memory import COUNTED
+from zfunc.engine.compile.tensor_memory import COUNTED, layouts
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
 from zfunc.engine.compile.tile_cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
 from zfunc.runtime.rng import seeded_part
@@ -127,9 +127,7 @@ class Tiled:
     def _split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
-        key = tuple(
-            (t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in everything
-        )
+        key = layouts(everything)
         if key not in self.splits:
             self.splits[key] = cut_at_attention(self.function, self.tiles, self.make_vjp, weights, inputs)
         return self.splits[key], leaves

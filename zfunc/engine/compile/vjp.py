@@ -31,7 +31,7 @@ from zfunc.engine.compile.recompute import (
     repeat_forward,
     sized_min_cut,
 )
-from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, storage_of
+from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
 from zfunc.engine.compile.tiles import Tiled, TiledLoss
 from zfunc.runtime.accelerator import record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
@@ -398,13 +398,6 @@ def _copy(t: Tensor) -> Tensor:
 
 
 # --- tracing the joint graph --------------------------------------------------------------------------------
-
-
-def layouts(leaves: list[Any]) -> tuple[Any, ...]:
-    """The key of a trace: the layout of tensors, and the value of any other leaf."""
-    return tuple(
-        [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
-    )
 
 
 class _NoGradientError(ValueError):
