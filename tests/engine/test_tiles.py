@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.engine.compile import tile_attention
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
+from zfunc.engine.compile.tile_keys import DeviceKeys
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.step.evaluate import outputs
 from zfunc.models.gpt import Head, gpt_segments
@@ -54,15 +55,16 @@ def by_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, given: Tensor)
 def by_tiles(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None, given: Tensor, tile: int
 ) -> list[Tensor]:
-    sums = tuple(torch.zeros(x.shape, device=x.device) for x in (k, v))
+    row = DeviceKeys((k, v))
+    row.start_sums()
     out, dq = list[Tensor](), list[Tensor]()
     for at in range(0, q.shape[2], tile):
         own, g = q[:, :, at : at + tile], given[:, :, at : at + tile].to(q.dtype)
         view = View(at, q.shape[-1] ** -0.5, None if starts is None else starts[:, at : at + tile], window)
-        o, lse = attend_tile(own, k, v, view)
-        out.append(o)
-        dq.append(pull_tile(g, own, k, v, o, lse, view, sums))
-    return [torch.cat(out, 2), torch.cat(dq, 2), *sums]
+        attended = attend_tile(own, row, view)
+        out.append(attended.out)
+        dq.append(pull_tile(g, attended, row))
+    return [torch.cat(out, 2), torch.cat(dq, 2), *row.sums]
 
 
 def compared(
@@ -93,7 +95,7 @@ def compared(
     mask = mask[:, None] if window or document else None
     with pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr(tile_attention, "_kernel", lambda *_: None)
+            patch.setattr(tile_attention, "_kernel", lambda *_: tile_attention._InTorch)
         got = by_tiles(q, k, v, starts, window, given, tile)
     assert [x.dtype for x in got] == [dtype, dtype, torch.float32, torch.float32]
     row, exact = by_rows(q, k, v, mask, given), by_rows(q.double(), k.double(), v.double(), mask, given)

@@ -45,7 +45,7 @@ def test_a_few_tiles_stand_for_all(
         monkeypatch.undo()
         few = costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped)
         monkeypatch.setattr(tiles, "FEW", count)
-        monkeypatch.setattr(tile_attention, "_counted", lambda parts, _: parts)
+        monkeypatch.setattr(tile_attention, "_times", lambda count, **_: [1] * count)
         assert costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped).costs == few.costs
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zfunc.engine.compile.tensor_memory import COUNTED
+from zfunc.engine.compile.tile_keys import DeviceKeys, Part
 from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
 ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
-Part = tuple[int, int]  # keys: the first, and the one after the last
 
 
 @frozen
@@ -45,19 +45,41 @@ class View:
         yield from ((i, i + tile) for i in range(seen, self.at, tile))
 
 
-def attend_tile(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    """The result [batch, heads, tile, value features] and the fp32 log-sum-exp [batch, heads, tile] of queries `q`
-    [batch, heads, tile, features] over the `keys` and `values` [batch, key heads, tokens, features] of a row."""
-    if _by_ranges(q, values, view):
-        return _attend_ranges(q, keys, values, view)
-    run, tile = _kernel(q, values, view), q.shape[2]
+@frozen(eq=False)
+class Attended:
+    """The attention of one tile: its queries [batch, heads, tile, features], the result [batch, heads, tile, value
+    features], and its fp32 log-sum-exp [batch, heads, tile]."""
+
+    q: Tensor
+    view: View
+    out: Tensor
+    lse: Tensor
+
+
+@frozen(eq=False)
+class Pair:
+    """The queries of a tile, and one part of the keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    view: View
+    part: Part
+
+    @property
+    def causal(self) -> bool:
+        """Whether the part is the tile's own, of which a query sees none behind itself."""
+        return self.part[0] == self.view.at
+
+
+def attend_tile(q: Tensor, row: DeviceKeys, view: View) -> Attended:
+    """The attention of queries `q` [batch, heads, tile, features] over keys and values of a row."""
+    if _by_ranges(q, row, view):
+        return _attend_ranges(q, row, view)
+    kernel = _kernel(q, row, view)
     out = lse = None
-    for part in _counted(view.parts(tile), q):
-        k, v = (x[:, :, slice(*part)] for x in (keys, values))
-        if run is None:
-            o, own = _attend_part(q, k, v, view, part)
-        else:
-            o, own = run.forward(q, k, v, part[0] == view.at, view.scale)
+    for pair, _ in _pairs(q, row, view):
+        o, own = kernel.forward(pair)
         if out is None or lse is None:
             out, lse = o, own
             continue
@@ -66,49 +88,46 @@ def attend_tile(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Te
         out, lse = joined.add_(o * (own - both).exp()[..., None]), both
     assert out is not None
     assert lse is not None
-    return _by_token(out.to(q.dtype)), lse
+    return Attended(q, view, _by_token(out.to(q.dtype)), lse)
 
 
-def pull_tile(
-    cotangent: Tensor,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    view: View,
-    sums: tuple[Tensor, ...],
-) -> Tensor:
-    """The gradient of the queries of one tile. Those of keys and values are added to the fp32 `sums`."""
-    if _by_ranges(q, values, view):
-        return _pull_ranges(cotangent, q, keys, values, out, lse, view, sums)
-    run, tile = _kernel(q, values, view), q.shape[2]
+def pull_tile(cotangent: Tensor, tile: Attended, row: DeviceKeys) -> Tensor:
+    """The gradient of the queries of one tile. Those of keys and values are added to the sums of the row."""
+    q, view = tile.q, tile.view
+    if _by_ranges(q, row, view):
+        return _pull_ranges(cotangent, tile, row)
+    kernel = _kernel(q, row, view)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    delta = None if run else (cotangent.float() * out.float()).sum(-1)
     # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
-    for part in _counted(view.parts(tile), q):
-        k, v = (x[:, :, slice(*part)] for x in (keys, values))
-        if run is None:
-            own, *others = _pull_part(cotangent, q, k, v, lse, delta, view, part)
-        else:
-            own, *others = run.backward(cotangent, q, k, v, out, lse, part[0] == view.at, view.scale)
+    for pair, sums in _pairs(q, row, view, sums=True):
+        own, *others = kernel.backward(pair, cotangent, tile)
         dq.add_(own)
         for total, x in zip(sums, others, strict=True):
-            grouped = x.unflatten(1, (keys.shape[1], -1)).sum(2) if x.shape[1] > keys.shape[1] else x
-            total[:, :, slice(*part)].add_(grouped)
+            heads = total.shape[1]
+            total.add_(x.unflatten(1, (heads, -1)).sum(2) if x.shape[1] > heads else x)
     return dq.to(q.dtype)
 
 
-def _counted(parts: Iterator[Part], q: Tensor) -> Iterator[Part]:
-    """The parts; of fake tensors the third counts for all behind it, which cost the same."""
-    own, *others = parts
-    yield own
-    alike = others[1:] if isinstance(q, FakeTensor) else []
-    yield from others[: len(others) - len(alike)]
-    if alike:
-        before = COUNTED.set(COUNTED.get() * len(alike))
-        yield alike[0]
+def _pairs(
+    q: Tensor, row: DeviceKeys, view: View, *, sums: bool = False
+) -> Iterator[tuple[Pair, list[Tensor]]]:
+    """The queries with each part of the keys, and its sums; of fake tensors the third part counts for all behind
+    it, which cost the same."""
+    parts = list(view.parts(q.shape[2]))
+    times = _times(len(parts), fake=isinstance(q, FakeTensor))
+    for (part, (k, v, *own)), count in zip(row.visit(parts[: len(times)], sums=sums), times, strict=True):
+        before = COUNTED.set(COUNTED.get() * count)
+        yield Pair(q, k, v, view, part), own
         COUNTED.reset(before)
+
+
+def _times(count: int, *, fake: bool) -> list[int]:
+    """How often each part counts.
+
+    >>> _times(5, fake=False), _times(5, fake=True), _times(2, fake=True)
+    ([1, 1, 1, 1, 1], [1, 1, 3], [1, 1])
+    """
+    return [1, 1, count - 2] if fake and count > 2 else [1] * count
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -116,41 +135,46 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# --- in operations of torch: the reference, and the way of what no kernel has -----------------------------------
+# --- of pairs, in torch: the reference, and the way of what no kernel has ---------------------------------------
 
 
-def _scores(q: Tensor, k: Tensor, view: View, part: Part) -> Tensor:
+class _InTorch:
+    """For any pair: fp32 scores of a tile by as many keys."""
+
+    @staticmethod
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        scores = _scores(pair)
+        lse = scores.logsumexp(-1)
+        seen = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key of this part
+        out = scores.sub_(seen[..., None]).exp_() @ pair.v.float()[:, :, None]
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    @staticmethod
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = pair.k.float(), pair.v.float()
+        q, given, out, total = (
+            x.unflatten(1, (k.shape[1], -1)).float() for x in (pair.q, cotangent, of_all.out, of_all.lse)
+        )
+        p = _scores(pair).sub_(total[..., None]).exp_()
+        dv = (p.transpose(3, 4) @ given).sum(2)
+        dot = (given * out).sum(-1)[..., None]
+        ds = p.mul_((given @ v.transpose(2, 3)[:, :, None]).sub_(dot)).mul_(pair.view.scale)
+        return (ds @ k[:, :, None]).flatten(1, 2), (ds.transpose(3, 4) @ q).sum(2), dv
+
+
+def _scores(pair: Pair) -> Tensor:
     """fp32 [batch, key heads, group, tile, keys]; minus infinity where a query does not see a key."""
+    q, k, view = pair.q, pair.k, pair.view
     grouped = q.unflatten(1, (k.shape[1], -1)).float()
     scores = grouped @ k.float().transpose(2, 3)[:, :, None] * view.scale
     rows = torch.arange(view.at, view.at + q.shape[2], device=q.device)[:, None]
-    columns = torch.arange(*part, device=q.device)
+    columns = torch.arange(*pair.part, device=q.device)
     hidden = (columns > rows)[None]
     if view.first is not None:
         hidden = hidden | (columns < view.first[..., None])
     if view.window is not None:
         hidden = hidden | (columns <= rows - view.window)
     return scores.masked_fill_(hidden[:, None, None], -torch.inf)
-
-
-def _attend_part(q: Tensor, k: Tensor, v: Tensor, view: View, part: Part) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, view, part)
-    lse = scores.logsumexp(-1)
-    seen = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key of this part
-    out = scores.sub_(seen[..., None]).exp_() @ v.float()[:, :, None]
-    return out.flatten(1, 2), lse.flatten(1, 2)
-
-
-def _pull_part(
-    cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Any, view: View, part: Part
-) -> tuple[Tensor, Tensor, Tensor]:
-    group = (k.shape[1], -1)
-    total, given, dot = (x.unflatten(1, group) for x in (lse, cotangent.float(), delta))
-    p = _scores(q, k, view, part).sub_(total[..., None]).exp_()
-    dv = (p.transpose(3, 4) @ given).sum(2)
-    ds = p.mul_((given @ v.float().transpose(2, 3)[:, :, None]).sub_(dot[..., None])).mul_(view.scale)
-    dq = ds @ k.float()[:, :, None]
-    return dq.flatten(1, 2), (ds.transpose(3, 4) @ q.unflatten(1, group).float()).sum(2), dv
 
 
 # --- fused kernels ----------------------------------------------------------------------------------------------
@@ -160,22 +184,20 @@ class _OnCpu:
     """The CPU's flash attention, of as many heads of keys as of queries."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        k, v = _repeated(q, k, v)
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        run = aten._scaled_dot_product_flash_attention_for_cpu
+        return run(pair.q, *_repeated(pair), 0.0, pair.causal, scale=pair.view.scale)
 
     @staticmethod
-    def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Any:
-        k, v = _repeated(q, k, v)
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
+        run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = of_all.out, of_all.lse
+        return run(cotangent, pair.q, *_repeated(pair), *found, 0.0, pair.causal, scale=pair.view.scale)
 
 
-def _repeated(q: Tensor, *grouped: Tensor) -> tuple[Tensor, ...]:
-    groups = q.shape[1] // grouped[0].shape[1]
+def _repeated(pair: Pair) -> tuple[Tensor, ...]:
+    groups = pair.q.shape[1] // pair.k.shape[1]
+    grouped = pair.k, pair.v
     return grouped if groups == 1 else tuple(x.repeat_interleave(groups, dim=1) for x in grouped)
 
 
@@ -183,58 +205,59 @@ class _OnCuda:
     """CUDA's flash attention, in 16 bits, which takes groups."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        run = aten._scaled_dot_product_flash_attention
+        out, lse, *_ = run(pair.q, pair.k, pair.v, 0.0, pair.causal, False, scale=pair.view.scale)
         return out, lse
 
     @staticmethod
-    def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Any:
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
+        q, k, v, out, lse = pair.q, pair.k, pair.v, of_all.out, of_all.lse
         unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
-        return aten._scaled_dot_product_flash_attention_backward(
-            g, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=scale
-        )
+        lengths = None, None, q.shape[2], k.shape[2]
+        run = aten._scaled_dot_product_flash_attention_backward
+        given = cotangent, q, k, v, out, lse, *lengths, 0.0, pair.causal, unused, unused
+        return run(*given, scale=pair.view.scale)
 
 
 class _OnCudnn:
     """cuDNN's attention, in 16 bits, which takes groups; it is compiled for each length of keys."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        run = aten._scaled_dot_product_cudnn_attention
-        out, lse, *_ = run(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        run, scale = aten._scaled_dot_product_cudnn_attention, pair.view.scale
+        out, lse, *_ = run(pair.q, pair.k, pair.v, None, True, 0.0, pair.causal, False, scale=scale)
         return out, lse.squeeze(-1)
 
     @staticmethod
-    def backward(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Any:
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
+        q, k, v, out, lse = pair.q, pair.k, pair.v, of_all.out, of_all.lse
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the seed of a dropout
         lengths = None, None, q.shape[2], k.shape[2]
-        of_all = out, lse[..., None].contiguous(), unused, unused, None
+        found = out, lse[..., None].contiguous(), unused, unused, None
         run = aten._scaled_dot_product_cudnn_attention_backward
-        return run(g, q, k, v, *of_all, *lengths, 0.0, causal, scale=scale)
+        return run(cotangent, q, k, v, *found, *lengths, 0.0, pair.causal, scale=pair.view.scale)
 
 
-def _fits(q: Tensor, values: Tensor) -> bool:
+def _fits(q: Tensor, row: DeviceKeys) -> bool:
     """Whether CUDA's flash attention takes such tensors."""
-    alike = q.shape[-1] == values.shape[-1] <= 256 and not q.shape[-1] % 8
+    alike = q.shape[-1] == row.features <= 256 and not q.shape[-1] % 8
     return alike and not runs_on_cpu(q.device) and fuses_grouped_queries(q.device, q.dtype)
 
 
-def _kernel(q: Tensor, values: Tensor, view: View) -> Any:
-    """The device's fused kernel for parts of keys, or None. A trace of costs takes it where ranges run instead."""
-    if _fits(q, values):
+def _kernel(q: Tensor, row: DeviceKeys, view: View) -> Any:
+    """The device's fused kernel for pairs, or torch. A trace of costs takes it where ranges run instead."""
+    if _fits(q, row):
         # Where torch takes it first, too: on one H200 it took 0.6 of the time of flash attention.
         newer = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         fast = newer and q.shape[-1] <= 128 and torch.backends.cuda.cudnn_sdp_enabled()
         return _OnCudnn if fast and not torch.are_deterministic_algorithms_enabled() else _OnCuda
-    return _OnCpu if runs_on_cpu(q.device) and not view.hides and q.shape[-1] == values.shape[-1] else None
+    fused = runs_on_cpu(q.device) and not view.hides and q.shape[-1] == row.features
+    return _OnCpu if fused else _InTorch
 
 
-def _by_ranges(q: Tensor, values: Tensor, view: View) -> bool:
-    return view.hides and _fits(q, values) and not isinstance(q, FakeTensor)
+def _by_ranges(q: Tensor, row: DeviceKeys, view: View) -> bool:
+    return view.hides and _fits(q, row) and not isinstance(q, FakeTensor)
 
 
 # --- CUDA's flash attention of documents and windows: ranges of queries and of keys, one for each document ------
@@ -260,33 +283,26 @@ def _given(view: View) -> dict[str, Any]:
     return {"scale": view.scale, **seen}
 
 
-def _attend_ranges(q: Tensor, keys: Tensor, values: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    tile, end = q.shape[2], view.at + q.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, keys[:, :, :end], values[:, :, :end]))
+def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
+    tile, end = queries.shape[2], view.at + queries.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (queries, *(x[:, :, :end] for x in row.kept)))
     run = aten._flash_attention_forward
     if view.first is None:
         out, lse, *_ = run(q, k, v, None, None, tile, end, 0.0, True, False, **_given(view))
-        return out.transpose(1, 2), lse
+        return Attended(queries, view, out.transpose(1, 2), lse)
     rows = [
         run(*x, *_ranges(first, view.at, tile), tile, end, 0.0, True, False, **_given(view))[:2]
         for *x, first in zip(q, k, v, view.first, strict=True)
     ]
     out, lse = (torch.stack(x) for x in zip(*rows, strict=True))
-    return out.transpose(1, 2), lse
+    return Attended(queries, view, out.transpose(1, 2), lse)
 
 
-def _pull_ranges(
-    cotangent: Tensor,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    view: View,
-    sums: tuple[Tensor, ...],
-) -> Tensor:
+def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tensor:
+    q, view, lse, sums = attended.q, attended.view, attended.lse, row.sums
     tile, end = q.shape[2], view.at + q.shape[2]
-    g, q, k, v, out = (x.transpose(1, 2) for x in (cotangent, q, keys[:, :, :end], values[:, :, :end], out))
+    k, v = (x[:, :, :end] for x in row.kept)
+    g, q, k, v, out = (x.transpose(1, 2) for x in (cotangent, q, k, v, attended.out))
     unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
 
     def pull(x: Any, lse: Tensor, ranges: tuple[Any, Any], most: int) -> Any:

@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.engine.compile.tensor_memory import COUNTED, layouts
-from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
+from zfunc.engine.compile.tile_attention import Attended, View, attend_tile, pull_tile
 from zfunc.engine.compile.tile_cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
+from zfunc.engine.compile.tile_keys import DeviceKeys, Part
 from zfunc.runtime.rng import seeded_part
 
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
@@ -81,9 +82,8 @@ class Tiled:
         row = _Row(split, weights, leaves, tiles)
         results: list[Any] = []
         for i in row.numbers():
-            q, first, _ = row.queries(i)
-            out, _ = row.attended(i, q, first)
-            found, _ = row.run(split.after, i, *out)
+            queries, _ = row.queries(i)
+            found, _ = row.run(split.after, i, *(x.out for x in row.attended(i, queries)))
             results = results or [row.empty_like(x) for x in found]
             for y, x in zip(results, found, strict=True):
                 y[:, row.at(i)] = x
@@ -103,17 +103,18 @@ class Tiled:
         if split.before is not None:
             for i in row.numbers():
                 row.queries(i)
-            row.start_sums()
+            row.keys.start_sums()
         for i in row.numbers(backward=True):
             # 1. A tile's forward again.
-            q, first, before = row.queries(i)
-            out, lse = row.attended(i, q, first)
+            queries, before = row.queries(i)
+            attended = row.attended(i, queries)
+            out = [x.out for x in attended]
             _, after = row.run(split.after, i, *out)
             # 2. Back through what follows attention, attention, and what comes before; all tiles behind have been.
             grads, own = row.pull(split.after, i, after, [c[:, row.at(i)] for c in cotangents], *out)
             _add(sums, grads)
             if split.before is not None:
-                pulled = row.pull_attention(i, own.pop(), q, first, *out, lse)
+                pulled = row.pull_attention(i, own.pop(), *attended)
                 grads, others = row.pull(split.before, i, before, pulled)
                 del pulled
                 _add(sums, grads)
@@ -263,15 +264,14 @@ class _Row:
     leaves: list[Any]
     tiles: int
     constants: list[Any] = field(init=False)
-    kept: tuple[Tensor, ...] = ()  # keys and values
-    sums: tuple[Tensor, ...] = ()  # their gradients, in fp32
+    keys: Any = None  # keys and values, with the sums of their gradients
 
     def __attrs_post_init__(self) -> None:
         self.constants = list(self.split.constants())
 
     def at(self, i: int) -> slice:
         """The tokens of tile `i`."""
-        return slice(i * self.split.tile, (i + 1) * self.split.tile)
+        return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
         """The numbers of the tiles; of fake tensors see `_numbers`: a window ends growth."""
@@ -279,9 +279,9 @@ class _Row:
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
         return _numbers(self.tiles, grown, fake=fake, backward=backward)
 
-    def empty_like(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Memory for a row of what a tile has as `x`, with its tokens in dimension `dim`."""
-        return x.new_empty(*x.shape[:dim], self.tiles * self.split.tile, *x.shape[dim + 1 :])
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Memory for a row of what a tile has as `x` [batch, tile, ...]."""
+        return x.new_empty(x.shape[0], self.tiles * self.split.tile, *x.shape[2:])
 
     def _inputs(self, i: int, *more: Any) -> tuple[list[Any], list[Any]]:
         rows = [self.leaves[n][:, self.at(i)] for n in self.split.rows]
@@ -306,34 +306,29 @@ class _Row:
                 half.weights(self.weights), self._inputs(i, *more), residuals, cotangents
             )
 
-    def queries(self, i: int) -> tuple[Any, Any, Any]:
-        """Queries of tile `i`, the first keys that they see, what their pull takes; keys and values are kept."""
+    def queries(self, i: int) -> tuple[list[Any], Any]:
+        """Queries of tile `i` and the first keys that they see, none without attention, and what their pull takes;
+        keys and values are kept."""
         if self.split.before is None:
-            return None, None, None
-        (q, *made), residuals = self.run(self.split.before, i)
-        self.kept = self.kept or tuple(self.empty_like(x, 2) for x in made[:2])
-        for row, x in zip(self.kept, made, strict=False):
-            row[:, :, self.at(i)] = x
-        return q, made[2] if made[2:] else None, residuals
-
-    def attended(self, i: int, q: Any, first: Any) -> tuple[list[Tensor], Any]:
-        """The result of the attention of tile `i` as a list, which is empty without one, and its log-sum-exp."""
-        if q is None:
             return [], None
-        out, lse = attend_tile(q, *self.kept, self.view(i, first))
-        return [out], lse
+        (q, k, v, *first), residuals = self.run(self.split.before, i)
+        self.keys = self.keys or DeviceKeys.like((k, v), self.tiles * self.split.tile)
+        self.keys.put(self.part(i), (k, v))
+        return [q, *(first or [None])], residuals
 
-    def pull_attention(
-        self, i: int, cotangent: Tensor, q: Tensor, first: Any, out: Tensor, lse: Tensor
-    ) -> list[Tensor]:
+    def part(self, i: int) -> Part:
+        """The keys of tile `i`."""
+        return i * self.split.tile, (i + 1) * self.split.tile
+
+    def attended(self, i: int, queries: list[Any]) -> list[Attended]:
+        """The attention of tile `i`; none without queries."""
+        if not queries:
+            return []
+        q, first = queries
+        view = View(i * self.split.tile, self.split.scale, first, self.split.window)
+        return [attend_tile(q, self.keys, view)]
+
+    def pull_attention(self, i: int, cotangent: Tensor, tile: Attended) -> list[Tensor]:
         """Gradients of queries, keys and values of tile `i`, after those of all tiles behind it."""
-        dq = pull_tile(cotangent, q, *self.kept, out, lse, self.view(i, first), self.sums)
-        return [dq, *(x[:, :, self.at(i)].to(q.dtype) for x in self.sums)]
-
-    def view(self, i: int, first: Any) -> View:
-        """What the queries of tile `i` see."""
-        return View(i * self.split.tile, self.split.scale, first, self.split.window)
-
-    def start_sums(self) -> None:
-        """Zero the gradients of keys and values."""
-        self.sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in self.kept)
+        dq = pull_tile(cotangent, tile, self.keys)
+        return [dq, *(x.to(tile.q.dtype) for x in self.keys.sums_of(self.part(i)))]
