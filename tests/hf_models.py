@@ -24,6 +24,9 @@ DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+LONG |= {"factor": 4.0, "short_factor": [1.0, 1.5, 2.0, 4.0], "long_factor": [2.0, 3.0, 5.0, 9.0]}
 T5 = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 DEEPSEEK_SIZE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 DEEPSEEK_SIZE |= {"moe_intermediate_size": 8, "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8}
@@ -47,6 +50,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "Llama 3 positions": config("Llama", **SIZE, rope_parameters=LLAMA3),
     "Llama, YaRN": config("Llama", **SIZE, rope_parameters=YARN),
+    "Llama, dynamic positions": config(
+        "Llama", **SIZE | {"max_position_embeddings": 8}, rope_parameters=DYNAMIC
+    ),
     "Mistral, window": config("Mistral", **SIZE, sliding_window=5),
     "Mistral, long window": config("Mistral", **SIZE, sliding_window=500),
     "Qwen2": config("Qwen2", **SIZE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
@@ -54,8 +60,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "Gemma": config("Gemma", **SIZE | {"num_key_value_heads": 1}, head_dim=16),
     "Gemma 2": config("Gemma2", **SIZE, head_dim=16, sliding_window=4),
     "Gemma 3": config("Gemma3Text", **SIZE, head_dim=16, sliding_window=4, layer_types=TYPES),
+    "Gemma 3, dynamic positions": config(
+        "Gemma3Text",
+        **SIZE | {"max_position_embeddings": 8},
+        head_dim=16,
+        sliding_window=4,
+        layer_types=TYPES,
+        rope_parameters={
+            "full_attention": DYNAMIC,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "GPT-NeoX": config("GPTNeoX", **SIZE, hidden_dropout=0.0),
     "Phi-3": config("Phi3", **SIZE, sliding_window=5),
+    "Phi-3, long positions": config("Phi3", **SIZE, rope_parameters=LONG, original_max_position_embeddings=8),
     "OLMo 2": config("Olmo2", **SIZE),
     "Mixtral": config("Mixtral", **SIZE, **ROUTED, num_local_experts=4),
     "Qwen3 MoE": config(

@@ -49,10 +49,10 @@ BUDGETS = {
     "engine": 8_100,
     "viz": 1_000,
     "planner": 2_840,
-    "models": 2_900,
+    "models": 2_970,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 35_400,
+    "tests": 35_450,
 }
 
 

@@ -1,11 +1,13 @@
 """Segments of a model of transformers have its own loss and gradients."""
 
 import copy
+import functools
 import importlib
 import re
 import sys
 import types
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from hf_models import (
     transformers,
     unequal,
 )
+from hypothesis import example, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from torch import Tensor
 
 import zfunc
@@ -41,6 +46,7 @@ FIRST = {type(make()): name for name, make in reversed(CONFIGS.items())}.values(
 TRACED_AT_NIGHT = {"Mistral, window", "Qwen2", "Qwen3", "Gemma", "GPT-NeoX", "Phi-3", "OLMo 2", "Gemma 3"}
 TRACED_AT_NIGHT |= {"Qwen3 MoE"}
 REPEATS = {"GPT-2 untied", "Llama, linear positions", "Llama, YaRN", "Mistral, long window"}
+BY_LENGTH = ("Llama, dynamic positions", "Gemma 3, dynamic positions", "Phi-3, long positions")  # 8 are short
 SLOW = pytest.mark.slow
 
 
@@ -167,8 +173,33 @@ def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:
     assert_own(model, rounding=1e-5, recompute="none")
 
 
-@by_day(*FIRST, of=CONFIGS)
+@functools.cache
+def of_tiles(name: str, tiles: int) -> tuple[Program, Any]:
+    program = compiled(zfunc.hf.segments(random_model(name)), tiles=tiles)
+    return program, zfunc.init(program)
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+@given(begins=st.sets(st.integers(1, 23), max_size=4), tiles=st.sampled_from([1, 2, 8]))
+@example(set(), 8)
+@example({8, 16}, 1)  # none is longer than the positions of short rows
+@example({9, 16}, 1)
+@example({3, 13}, 8)  # no tile has the length
+@examples(max_examples=10)
+def test_positions_follow_the_longest_document(name: str, begins: set[int], tiles: int) -> None:
+    """As in a new model of transformers, whatever rows were before."""
+    ends = [*sorted(begins), 24]
+    places = torch.cat([torch.arange(b - a) for a, b in pairwise([0, *ends])])
+    ids = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(len(ends)))
+    own = random_model(name)(ids, position_ids=places.expand(2, 24), use_cache=False).logits
+    got = zfunc.apply(*of_tiles(name, tiles), {"input_ids": ids, "position_ids": places.expand(2, 24)})
+    torch.testing.assert_close(got, own, rtol=0, atol=1e-5)
+
+
+@by_day(*FIRST, *BY_LENGTH, of=CONFIGS)
 def test_cached_keys_and_values_give_the_logits_of_the_whole_sequence(name: str) -> None:
+    """Or of the model itself, whose positions may follow the length so far."""
+
     def logits(ids: Tensor, *more: KVCache) -> Tensor:
         x = ids
         for s, segment in enumerate(cut):
@@ -176,13 +207,15 @@ def test_cached_keys_and_values_give_the_logits_of_the_whole_sequence(name: str)
             x = segment.evaluation({**values, **segment.constants}, x, *more[s : s + 1])
         return x
 
-    cut, ids = zfunc.hf.segments(random_model(name)), tokens(1)
+    model, ids, past = random_model(name), tokens(1), transformers.DynamicCache()
+    cut = zfunc.hf.segments(model)
     caches = [KVCache() for _ in cut[:-1]]
     parts = [
         logits(ids[:, :7], *caches),
         *(logits(ids[:, n : n + 1], *caches) for n in range(7, ids.shape[1])),
     ]
-    assert torch.allclose(torch.cat(parts, 1), logits(ids), atol=1e-5)
+    own = [model(x, past_key_values=past).logits for x in ids.split([7, *6 * [1]], 1) if name in BY_LENGTH]
+    assert torch.allclose(torch.cat(parts, 1), torch.cat(own, 1) if own else logits(ids), atol=1e-5)
     with pytest.raises(ValueError, match="expected one: give one at a time"):
         logits(ids[:, :2], *caches)
 
@@ -277,7 +310,7 @@ def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:
     assert not model.training
 
 
-@by_day("GPT-2", "Llama 3 positions", of=("GPT-2", "Llama 3 positions", "Gemma 3"))
+@by_day("GPT-2", *BY_LENGTH, of=("GPT-2", "Llama 3 positions", *BY_LENGTH, "Gemma 3"))
 def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
@@ -313,15 +346,15 @@ def turned(model: Any) -> Any:
 
 
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 8, "n_head": 2, "n_layer": 1}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+OTHER_ROPE = {"rope_type": "proportional", "rope_theta": 1e4}
 REFUSED: dict[str, Callable[[], Any]] = {
     "expected a model of transformers": lambda: torch.nn.Linear(1, 1),
     "no next-token loss of its own: pass loss=.* expected a causal": lambda: transformers.T5Model(
         config("T5", **T5)()
     ),
     "no next-token loss of its own: pass loss=": lambda: transformers.LlamaModel(CONFIGS["Llama"]()),
-    "rotary positions of type 'dynamic': use one of default, linear": lambda: transformers.LlamaForCausalLM(
-        config("Llama", **SIZE, rope_parameters=DYNAMIC)()
+    "rotary positions of type 'proportional': use one of default, ": lambda: transformers.LlamaForCausalLM(
+        config("Llama", **SIZE, rope_parameters=OTHER_ROPE)()
     ),
     r"in segments \(.* autograd.Function .*zfunc\.segment\(": lambda: transformers.BloomForCausalLM(
         config("Bloom", **BLOOM)()

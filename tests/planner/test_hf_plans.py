@@ -144,7 +144,8 @@ def test_a_length_says_what_bounds_it_and_goes_on_where_asked(
         "256 tokens, bounded by the positions of its config (max_position_embeddings) and not by memory"
         in out
     )
-    write("config.json", TINY | {"max_position_embeddings": 8192, "vocab_size": 5000})
+    scaled = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}  # for any length
+    write("config.json", TINY | {"max_position_embeddings": 256, "vocab_size": 5000} | scaled)
     assert main([*given, "--max", "length", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["seq_length"] > 512

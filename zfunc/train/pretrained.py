@@ -48,6 +48,9 @@ class PretrainedModel:
     @property
     def longest(self) -> int | None:
         """The positions that it has, if they are limited."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "dynamic":
+            return None
         return getattr(self.config, "max_position_embeddings", None)
 
 

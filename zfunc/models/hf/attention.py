@@ -3,9 +3,10 @@
 Masks are the model's own, made only where one is needed, and nothing branches on data.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,24 +63,24 @@ def implementation_for(model: Any) -> str:
     return own if own in ("eager", "sdpa") else "eager"
 
 
-_POSITIONS: ContextVar[Tensor | None] = ContextVar("position_ids of documents", default=None)
+GIVEN: ContextVar[Mapping[str, Tensor]] = ContextVar("inputs of the model", default=MappingProxyType({}))
 
 
 @contextmanager
-def documents(position_ids: Tensor | None) -> Iterator[None]:
-    """Let causal masks separate the documents of sequences, by positions [batch, seq], if there are any."""
-    before = _POSITIONS.set(position_ids)
+def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let causal masks separate the documents of sequences, by `position_ids` [batch, seq], if there are any."""
+    before = GIVEN.set(given)
     try:
         yield
     finally:
-        _POSITIONS.reset(before)
+        GIVEN.reset(before)
 
 
 @frozen(eq=False)
 class PastTokens:
     """The part of transformers' caches that layers use, over a `KVCache`, or over nothing.
 
-    A model that gets one does not look for several documents in a sequence, which reads data: see `documents`.
+    A model that gets one does not look for several documents in a sequence, which reads data: see `inputs_given`.
     """
 
     cache: KVCache | None = None
@@ -125,7 +126,8 @@ def make_mask(
     """
     tokens = ROW_TOKENS.get() or q_offset + q_length
     local = local_size is not None and local_size < tokens
-    positions = _POSITIONS.get() if allow_is_bidirectional_skip is None else None  # given for encoders alone
+    causal = allow_is_bidirectional_skip is None  # given for encoders alone
+    positions = GIVEN.get().get("position_ids") if causal else None
     plain = (allow_is_causal_skip and not local and positions is None) or allow_is_bidirectional_skip
     if plain and attention_mask is None:
         return None

@@ -22,6 +22,7 @@ from zfunc.models.hf.comparison import Loss, compare
 from zfunc.models.hf.families import LOSS, check_supported, check_transformers, is_tested
 from zfunc.models.hf.parts import EmbedPart, HeadPart, LayerPart, LayerPlace, stop_before
 from zfunc.models.hf.recording import record
+from zfunc.models.hf.rotary import follows_length, replace_forward
 from zfunc.models.loss import collated_batch
 from zfunc.runtime.rng import seeded_sequence
 
@@ -130,6 +131,8 @@ class _Cutter:
                 m.gradient_checkpointing = False
             if hasattr(m, "warn_if_padding_and_no_attention_mask"):
                 m.warn_if_padding_and_no_attention_mask = _ignore  # it reads the values of tokens
+            if follows_length(m):
+                replace_forward(m)
             if hasattr(m, "lora_A"):
                 m.kwargs = {}  # its place, from when peft made it
         return module.train()
@@ -286,7 +289,7 @@ def _take_buffers(part: nn.Module, model: Any) -> Values:
     values: Values = {}
     for path, module in part.named_modules():
         own = {name: t for name, t in module._buffers.items() if t is not None}
-        real = _compute_buffers(module, model) if any(t.is_meta for t in own.values()) else own
+        real = own | (_compute_buffers(module, model) if any(t.is_meta for t in own.values()) else {})
         values |= {f"{path}.{name}": real[name].detach().cpu() for name in own}
         module._buffers.update(dict.fromkeys(own))
     return values
@@ -297,7 +300,7 @@ def _compute_buffers(module: Any, model: Any) -> Values:
     if "embed_scale" in module._buffers:  # beside a weight, which may be another segment's
         return {"embed_scale": torch.tensor(module.scalar_embed_scale, device="cpu")}
     real = copy.deepcopy(module).to_empty(device="cpu")
-    values = {name: t for name, t in real._buffers.items() if t is not None}
+    values = {name: t for name, t in real._buffers.items() if t is not None and module._buffers[name].is_meta}
     for t in values.values():
         t.fill_(torch.nan if t.is_floating_point() else 0)
     base_of(model)._init_weights(real)

@@ -8,8 +8,9 @@ from typing import Any
 
 OLDEST = (5, 12)  # transformers; 5.0 computes some of these models differently
 MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Types of rotary positions whose frequencies depend on the config alone."""
+BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary positions whose frequencies follow the length: `rotary.py` makes them."""
+ROPE = ("default", "linear", "llama3", "yarn", *BY_LENGTH)
 
 FAMILIES = (
     *("GPT2LMHeadModel", "GPTNeoXForCausalLM"),
@@ -73,10 +74,9 @@ def check_supported(model: Any, *, loss: bool) -> None:
         )
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))]:
-        if (kind := rope.get("rope_type", "default")) not in STATIC_ROPE:
+        if (kind := rope.get("rope_type", "default")) not in ROPE:
             raise ValueError(
-                f"model: got a {name} with rotary positions of type {kind!r}: use one of {', '.join(STATIC_ROPE)}, "
-                "whose frequencies do not depend on the length"
+                f"model: got a {name} with rotary positions of type {kind!r}: use one of {', '.join(ROPE)}"
             )
 
 

@@ -11,8 +11,9 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from zfunc.models.hf.attention import PastTokens, documents
+from zfunc.models.hf.attention import PastTokens, inputs_given
 from zfunc.models.hf.experts import balance_loss, router_sums
+from zfunc.models.hf.rotary import LENGTHS, follows_length
 from zfunc.models.loss import linear_next_token_loss, next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache
 
@@ -85,7 +86,7 @@ class Call:
 
     def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
         """Arguments for these inputs; without `past` a model looks itself for documents, in the positions."""
-        given = {k: t for k, t in given.items() if k != ROUTER}
+        given = {k: t for k, t in given.items() if k not in (ROUTER, LENGTHS)}
         needs = self.past and (self.replaced or "position_ids" not in given)
         return {**given, "past_key_values": past} if needs else given
 
@@ -106,7 +107,7 @@ class _Part(nn.Module):
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x
         try:
-            with documents(given.get("position_ids")):
+            with inputs_given(given):
                 inputs = self.call.arguments(given, past)
                 return torch.func.functional_call(self.model, absent, (), inputs, tie_weights=False)
         except _Reached as reached:
@@ -121,6 +122,7 @@ class EmbedPart(_Part):
     def __init__(self, *args: Any, longest: int | None, experts: int) -> None:
         super().__init__(*args)
         self.longest = longest  # tokens, with learned positions
+        self.by_length = any(map(follows_length, self.model.modules()))
         self.experts = experts  # of a router whose sums are passed on
 
     def forward(self, inputs: Tensor | dict[str, Tensor], cache: KVCache | None = None) -> Passed:
@@ -131,6 +133,9 @@ class EmbedPart(_Part):
                 f"got position_ids of several documents, which a {type(self.model).__name__} is not tested to keep "
                 "apart, expected input_ids alone: use the packing 'stream', or a document a row"
             )
+        if self.by_length and "position_ids" in given:
+            places = given["position_ids"]
+            given[LENGTHS] = (places.amax() + 1).expand_as(places).contiguous()
         past = PastTokens()
         if self.call.tokens:
             tokens = given[self.call.main].shape[-1]
