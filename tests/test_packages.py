@@ -46,7 +46,7 @@ BUDGETS = {
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 8_100,
+    "engine": 8_000,
     "viz": 1_000,
     "planner": 2_840,
     "models": 2_970,

@@ -608,18 +608,10 @@ class StepSettings:
                     "leave some out"
                 )
 
-    def placed(
-        self,
-        world: int,
-        *,
-        disk: bool,
-        update_on: Sequence[str] = UPDATE_SHARES,
-        tiles: Sequence[int] = (1,),
-    ) -> "Iterator[StepSettings]":
+    def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
         bytes first: activations, gradients, parameters, the state; without those that other settings exclude. With
-        `recompute` "auto", as little as can be is recomputed in each place, and with `update_on` "auto" those
-        places are tried in this order; with `tiles` "auto" these numbers.
+        `recompute` "auto", as little as can be is recomputed in each place; `others` are tried instead of CHOICES.
 
         Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
         stage 3.
@@ -628,7 +620,7 @@ class StepSettings:
             name: [x for x in tiers if disk or x != DISK]
             if getattr(self, name) == AUTO
             else [getattr(self, name)]
-            for name, tiers in {**CHOICES, "update_on": update_on, "tiles": tiles}.items()
+            for name, tiers in {**CHOICES, **others}.items()
         }
         for places in product(*choices.values()):
             changes: dict[str, Any] = dict(zip(choices, places, strict=True))

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
+from zfunc.core.settings import BY_DEVICE, DISK, TIERS_OF, StepSettings
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
@@ -176,8 +176,7 @@ CHOSEN = {
         name: STEP[name].offering(
             (*STEP[name].words, AUTO), f". {AUTO}: the nearest that fits, and of zfunc plan the fastest"
         )
-        for name in CHOICES
-        if name not in ("update_on", "tiles")
+        for name in (*TIERS_OF, "recompute")
     },
     "update_on": STEP["update_on"].offering(
         (*STEP["update_on"].words, AUTO), f". {AUTO}: where updates take least"

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION, SegmentCost
 from zfunc.core.traffic import Traffic
-from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors
+from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors, empty_like_strided
 from zfunc.engine.compile.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
@@ -320,11 +320,6 @@ def trace(
             backward_moved_bytes=backward_moved_bytes if pulled else 0,
         )
         return Trace(out, output_bytes, cost, first.random or second.random)
-
-
-def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:
-    """An empty tensor of the same shape, strides and dtype, all of which a trace depends on."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
 
 def _moved(t: Tensor) -> tuple[int, int]:

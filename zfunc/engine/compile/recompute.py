@@ -7,7 +7,8 @@
 A cut copies nodes; the bits are those of the joint graph.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from zfunc.engine.compile.tensor_memory import dense_strides, storage_of
-from zfunc.runtime.rng import number_draws
+from zfunc.runtime.rng import is_draw_node, number_draws
 
 
 @frozen(eq=False)
@@ -41,6 +42,7 @@ class JointGraph:
 
 
 Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
+Needs = Mapping[Node, list[Node]]
 
 
 def part_of_graph(
@@ -55,6 +57,63 @@ def part_of_graph(
         copies[x] = part.node_copy(x, copies.__getitem__)
     part.output([copies.get(x, x) for x in results])  # constants have no node
     return GraphModule(module, part)
+
+
+@frozen(eq=False)
+class GraphPiece:
+    """The part of a graph that makes some values of others."""
+
+    run: GraphModule  # (*weights that it reads, *given) -> results
+    reads: tuple[str, ...]
+    draws: frozenset[Node]
+
+
+def piece_of(
+    module: GraphModule,
+    needs: Needs,
+    weights: Mapping[str, Node],
+    given: Sequence[Node],
+    results: Sequence[Any],
+) -> GraphPiece:
+    """The part of a graph that makes `results` of what is `given`, and of those `weights` that it reads."""
+    needed = needed_for(results, needs, given)
+    reads = tuple(name for name, x in weights.items() if x in needed)
+    inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
+    own = [x for x in needs if x in needed and x not in inputs]
+    return GraphPiece(
+        part_of_graph(module, inputs, own, results), reads, frozenset(filter(is_draw_node, own))
+    )
+
+
+def needs_of(graph: Graph) -> Needs:
+    """What each node of a graph needs: its inputs, and what has been written into their memory before."""
+    needs, writers = dict[Node, list[Node]](), defaultdict[int, list[Node]](list)
+    for node in graph.nodes:
+        memory = [m for x in node.all_input_nodes for m in memory_of(x)]
+        needs[node] = [*node.all_input_nodes, *(w for m in memory for w in writers[m])]
+        for x in changed_by(node) if mutates(node.target) else ():
+            for m in memory_of(x):
+                writers[m].append(node)
+    return needs
+
+
+def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ()) -> set[Node]:
+    """The nodes that make `results` of what is `given`, and all of these that they use."""
+    left, needed = [x for x in results if isinstance(x, Node)], set[Node]()
+    while left:
+        if (node := left.pop()) not in needed:
+            needed.add(node)
+            left += () if node in given else needs[node]
+    return needed
+
+
+def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
+    """The nodes that depend on `roots`, and these."""
+    found = {*roots}
+    for node, read in needs.items():
+        if not found.isdisjoint(read):
+            found.add(node)
+    return found
 
 
 def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:

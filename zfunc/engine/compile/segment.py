@@ -46,8 +46,7 @@ class Segment:
     - `buffers` are the first values, by short name, of tensors that the function changes (running statistics): it
       gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
     - `read_dict`, of the last segment, makes `(inputs, targets)` of a batch that is a dict.
-    - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`,
-      `half` (1 or 2) by `cut_blocks`.
+    - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
     `segment` makes one from a module. One from a function:
 
@@ -74,7 +73,6 @@ class Segment:
     constants: Values = field(factory=dict, kw_only=True)
     buffers: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
-    half: int = field(default=0, kw_only=True, repr=False)
     _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
     _behaviour: Facts = field(factory=dict, kw_only=True, repr=False)
 
@@ -153,14 +151,7 @@ class Segment:
     def like(self, other: "Segment") -> bool:
         """Whether both compute the same function, so that they can share a trace and a compilation."""
         signatures = [
-            (
-                x.half,
-                x.short,
-                x.twins,
-                [*x.constants],
-                [*x.buffers],
-                [(p.shape, p.trainable) for p in x.parameters],
-            )
+            (x.short, x.twins, [*x.constants], [*x.buffers], [(p.shape, p.trainable) for p in x.parameters])
             for x in (self, other)
         ]
         if signatures[0] != signatures[1]:

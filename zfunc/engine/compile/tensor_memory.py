@@ -112,6 +112,11 @@ def dense_strides(x: Tensor) -> tuple[int, ...]:
     return torch.empty_like(x, device="meta").stride()
 
 
+def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:
+    """An empty tensor of the same shape, strides and dtype, all of which a trace depends on."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
 def layouts(leaves: list[Any]) -> tuple[Any, ...]:
     """The key of a trace: the layout of tensors, and the value of any other leaf."""
     return tuple(

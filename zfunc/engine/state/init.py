@@ -70,13 +70,13 @@ def _initialized(
 ) -> State:
     layout = program.layout
     spans = {span.name: span for span in (*layout.spans, *layout.frozen)}
-    block = -1  # both halves of one draw as it does whole
+    drawn: dict[int, int] = {}  # both halves of a block draw as it does whole
     for s, segment in enumerate(program.segments):
-        block += segment.half != 2
+        place = drawn.setdefault(id(segment.initial), len(drawn))
         if segment.buffers:
             first = {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()}
             copy_buffers(module_buffers(program, buffers, s), first)
-        values = _own_values(segment, fold_seed(seed, "init", block), params)
+        values = _own_values(segment, fold_seed(seed, "init", place), params)
         for name in sorted(values, key=lambda x: layout.bucket_of(spans[x]).index):  # one bucket at a time
             put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
