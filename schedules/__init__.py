@@ -6,6 +6,14 @@
 
 All have default arguments. A new schedule is one file here and its line in the list above, the imports and
 `__all__`; the laws in `tests/table.py` take it from there.
+
+Orders of the passes on several devices, for the setting `order`, are in `ORDERS`:
+
+    stages          runs of segments, which the others place on devices
+    gpipe           all forwards, then all backwards
+    one_f_one_b     a forward and a backward in turn; interleaved, with several stages on each device
+    looped_bfs      a stage of each device after another, all micro-batches through each
+    round_pipe      stages dealt to the devices in turn, forward and backward cut differently
 """
 
 from typing import Any
@@ -13,14 +21,28 @@ from typing import Any
 import attrs
 
 from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.pipeline import Order
 from zfunc.core.settings import BY_DEVICE, Schedule, schedule_for
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath
+from .gpipe import GPipe
+from .looped_bfs import LoopedBFS
+from .one_f_one_b import Interleaved1F1B, OneFOneB
 from .plain import Interleaved, Overlapped, Serial, SharedCores
+from .round_pipe import RoundPipe
 from .search import Search
 
+ORDERS = {x.__name__: x for x in (GPipe, OneFOneB, Interleaved1F1B, LoopedBFS, RoundPipe)}
 __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores"]
+
+
+def make_order(order: str | Order) -> Order:
+    """The order of passes on several devices of this name in `ORDERS`; an object is returned as it is."""
+    if not isinstance(order, str):
+        return order
+    one_of(tuple(ORDERS))("order", order)
+    return ORDERS[order]()
 
 
 def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Schedule:

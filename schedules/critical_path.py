@@ -14,11 +14,10 @@ the two. If the greedy order fails that, the faster of theirs is returned.
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import pairwise
 
 from attrs import define, field, frozen
 
-from zfunc.core.graph import Graph, Kind
+from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, build
@@ -29,7 +28,7 @@ from .plain import Interleaved, Overlapped
 
 @frozen
 class CriticalPath:
-    """One lane for each kind, in the order of a simulated step on `hardware` that runs the longest chains first.
+    """One lane for each kind, of each device, in the order of a simulated step that runs the longest chains first.
 
     List scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). On `hardware` the plan is at least
     as fast as `Overlapped` and `Interleaved`, and needs on no tier more memory than the larger of the two.
@@ -56,21 +55,24 @@ def _no_larger(plan: Plan, others: list[Plan]) -> bool:
 def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> list[float]:
     """For each operation, the seconds of the longest chain of dependencies that begins with it.
 
-    `handoff` is the delay in seconds between dependent operations of different kinds.
+    `handoff` is the delay in seconds between dependent operations of different lanes.
     """
-    ranks, kinds = list(seconds), [op.kind for op in graph]
+    ranks, lanes = list(seconds), [op.resource for op in graph]
     for i in reversed(range(len(graph))):
         for n in graph.predecessors[i]:
-            delay = 0.0 if kinds[n] == kinds[i] else handoff
+            delay = 0.0 if lanes[n] == lanes[i] else handoff
             ranks[n] = max(ranks[n], seconds[n] + delay + ranks[i])
     return ranks
 
 
-def _transient_compute(graph: Graph) -> Iterator[int]:
-    """The compute operations on transient memory, which keep their order."""
+def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Each compute operation on transient memory, and the one of its device before it: they keep their order."""
+    last: dict[int, int] = {}
     for i, op in enumerate(graph):
         if op.kind == "compute" and not all(r.kept for r in op.regions):
-            yield i
+            if op.device in last:
+                yield last[op.device], i
+            last[op.device] = i
 
 
 @define
@@ -79,10 +81,10 @@ class _ListScheduler:
 
     graph: Graph
     hardware: Hardware
-    ready: dict[Kind, list[tuple[float, int]]] = field(factory=dict[Kind, list[tuple[float, int]]])
+    ready: dict[str, list[tuple[float, int]]] = field(factory=dict[str, list[tuple[float, int]]])
     # (time, operation, whether it ends); else a hand-off to it.
     events: list[tuple[float, int, bool]] = field(factory=list[tuple[float, int, bool]])
-    busy: set[Kind] = field(factory=set[Kind])
+    busy: set[str] = field(factory=set[str])
     seconds: list[float] = field(init=False)
     ranks: list[float] = field(init=False)
     pending: list[int] = field(init=False)  # for each operation, the number of unfinished dependencies
@@ -92,7 +94,7 @@ class _ListScheduler:
         self.seconds = seconds_alone(self.graph, self.hardware)
         self.ranks = upward_ranks(self.graph, self.seconds, self.hardware.handoff)
         before = [set(needed) for needed in self.graph.predecessors]
-        for previous, op in pairwise(_transient_compute(self.graph)):
+        for previous, op in _in_order(self.graph):
             before[op].add(previous)
         self.pending = list(map(len, before))
         self.unlocks = [[] for _ in before]
@@ -102,17 +104,17 @@ class _ListScheduler:
 
     def lanes(self) -> dict[str, list[int]]:
         """The order of the operations on each lane."""
-        lanes: dict[str, list[int]] = {op.kind: [] for op in self.graph}
+        lanes: dict[str, list[int]] = {op.resource: [] for op in self.graph}
         for i, left in enumerate(self.pending):
             if not left:
                 self._ready(i)
         now = 0.0
         while True:
-            for kind, waiting in self.ready.items():
-                if waiting and kind not in self.busy:
+            for lane, waiting in self.ready.items():
+                if waiting and lane not in self.busy:
                     _, i = heappop(waiting)
-                    lanes[kind].append(i)
-                    self.busy.add(kind)
+                    lanes[lane].append(i)
+                    self.busy.add(lane)
                     heappush(self.events, (now + self.seconds[i], i, True))
             if not self.events:
                 return lanes
@@ -122,10 +124,10 @@ class _ListScheduler:
                 self._ended(i, now) if ends else self._unblock(i)
 
     def _ended(self, done: int, now: float) -> None:
-        kind = self.graph.ops[done].kind
-        self.busy.discard(kind)
+        lane = self.graph.ops[done].resource
+        self.busy.discard(lane)
         for i in self.unlocks[done]:
-            if self.graph.ops[i].kind == kind or not self.hardware.handoff:
+            if self.graph.ops[i].resource == lane or not self.hardware.handoff:
                 self._unblock(i)
             else:
                 heappush(self.events, (now + self.hardware.handoff, i, False))
@@ -137,4 +139,4 @@ class _ListScheduler:
             self._ready(i)
 
     def _ready(self, i: int) -> None:
-        heappush(self.ready.setdefault(self.graph.ops[i].kind, []), (-self.ranks[i], i))
+        heappush(self.ready.setdefault(self.graph.ops[i].resource, []), (-self.ranks[i], i))

@@ -1,4 +1,4 @@
-"""The plain orders: each operation on a lane by its kind, in the order of the graph or of readiness."""
+"""The plain orders: each operation on a lane by its kind and device, in the order of the graph or of readiness."""
 
 from collections.abc import Callable
 
@@ -29,14 +29,14 @@ class Serial:
 
 @frozen
 class Overlapped:
-    """One lane for each kind of operation, in graph order.
+    """One lane for each kind of operation, of each device, in graph order.
 
     Backward, copies to the host, Adam and copies to the device run concurrently, as far as dependencies allow.
     """
 
     def __call__(self, graph: Graph) -> Plan:
         """Put each operation on the lane of its kind."""
-        return build(graph, _by(lambda op: op.kind, graph))
+        return build(graph, _by(lambda op: op.resource, graph))
 
 
 @frozen
@@ -66,13 +66,15 @@ class Interleaved:
     def __call__(self, graph: Graph) -> Plan:
         """Put each operation on the lane of its kind, then sort all lanes but compute by depth."""
         depth: list[int] = []
-        last: int | None = None  # operation of compute
+        computed: dict[int, int] = {}  # the last operation of compute of each device
         for i, op in enumerate(graph):
             # Compute keeps its order: otherwise the forwards of all micro-batches would come first and fill the
             # device.
-            before = [*graph.predecessors[i], *([] if last is None or op.kind != "compute" else [last])]
+            before = [*graph.predecessors[i]]
+            if op.kind == "compute":
+                before += [computed[op.device]] if op.device in computed else []
+                computed[op.device] = i
             # The host is slow: what waits for it is farther away than what waits for other lanes.
             depth.append((2 if op.kind == "host" else 1) + max((depth[n] for n in before), default=0))
-            last = i if op.kind == "compute" else last
-        lanes = _by(lambda op: op.kind, graph)
-        return build(graph, {kind: sorted(lane, key=lambda i: depth[i]) for kind, lane in lanes.items()})
+        lanes = _by(lambda op: op.resource, graph)
+        return build(graph, {name: sorted(lane, key=lambda i: depth[i]) for name, lane in lanes.items()})

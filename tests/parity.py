@@ -195,6 +195,35 @@ WAYS: dict[str, Settings] = {
     "stage 3, horizontal": {
         **{"stage": 3, "accumulate": "horizontal", "bucket_size": 500, "persistent_params": 20},
     },
+    "two devices": {"devices": 2},
+    "two devices, all forwards first": {"devices": 2, "order": "GPipe", "bucket_size": 500},
+    "two devices, from the host": {
+        "devices": 2,
+        "params_on": "host",
+        "activations_on": "host",
+        "defer": True,
+    },
+    "two devices, half updated there": {
+        **{
+            "devices": 2,
+            "order": "LoopedBFS",
+            "update_on": "host,device",
+            "bucket_size": 400,
+            "offload_ratio": 0.7,
+        },
+    },
+    "dealt to three devices": {
+        **{
+            "devices": 3,
+            "order": "RoundPipe",
+            "params_on": "host",
+            "activations_on": "host",
+            "weight_slots": 1,
+        },
+    },
+    "dealt to two devices, all on the disk": {
+        **{**ALL_ON_DISK, "devices": 2, "order": "RoundPipe", "activations_on": "disk", "commit_every": 2},
+    },
     "state on the disk": {"state_on": "disk"},
     "state on the disk, deferred": {"state_on": "disk", "defer": True, "commit_every": 2},
     "half of the state on the disk": {
@@ -207,6 +236,7 @@ WAYS: dict[str, Settings] = {
         **{"accumulate": "horizontal", "activations_on": "host,disk"},
     },
 }
+TIED = ("pairs", "GPT with dropout", "tied GPT", "GPT in halves")
 JOBS = (  # a model, and on how many ranks
     *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT", "GPT in halves"),
     *("odd sizes on 2", "pairs on 3", "frozen below on 2", "norms on 2", "odd sizes on 3"),
@@ -256,6 +286,8 @@ class Row:
             return False  # its rules are of those parameters
         if "tiles" in given and self.model != "tied GPT":
             return False  # a batch of no rows of tokens, or attention with dropout
+        if "devices" in given and "params_on" not in given and self.model in TIED:
+            return False  # a weight of both devices
         if "state_on" in given and self.model == "norms":
             return False  # a swap space has no modules' buffers
         return self.world * given.get("micro_batches", 1) <= 6
@@ -278,7 +310,7 @@ def rows(every: int) -> list[Any]:
     found: list[Any] = []
     for (n, numbers), (w, way) in product(enumerate(NUMBERS), enumerate(WAYS)):
         jobs = [x for x in JOBS if Row(numbers, way, x).possible]
-        chosen = dict.fromkeys(jobs[(n + w + k * len(jobs) // 3) % len(jobs)] for k in range(3))
+        chosen = dict.fromkeys(jobs[(n + w + k * len(jobs) // 3) % len(jobs)] for k in range(3) if jobs)
         for k, job in enumerate(chosen):
             row = Row(numbers, way, job)
             marks = () if k == (n + w) % every == 0 else (pytest.mark.slow,)

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import evolve
 from torch.utils._pytree import tree_flatten
 
-from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile as compiling
 from zfunc.engine.compile import passes, program, specialize, vjp
 from zfunc.engine.compile.segment import Segment
@@ -43,10 +43,11 @@ def _shareable(segment: Segment) -> bool:
 
 
 def _shared_calls(
-    segments: Any, layout: Any, settings: StepSettings, device: Any, _joints: Any = None
+    segments: Any, spec: StepSpec, devices: Any, _joints: Any = None
 ) -> tuple[CompiledSegment, ...]:
-    way = settings.compile_segments, settings.deterministic, device, accelerator._GROUPED.get()
-    return _calls([_with_earliest(x, way) for x in segments], layout, settings, device)
+    settings = spec.settings
+    way = settings.compile_segments, settings.deterministic, devices[0], accelerator._GROUPED.get()
+    return _calls([_with_earliest(x, way) for x in segments], spec, devices)
 
 
 def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:

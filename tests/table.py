@@ -88,7 +88,7 @@ def spec(
         segments,
         bucket_size=bucket_size,
         world=given.get("world", 1),
-        within_segments=settings.streams or settings.group_size > 1,
+        within_segments=settings.streams or settings.group_size > 1 or settings.devices > 1,
         persistent=persistent if settings.streams else (),
         in_fp32=in_fp32,
     )
@@ -100,6 +100,8 @@ def spec(
         for s in range(len(segments))
     ]
     resident = {*resident} & {*range(len(layout.buckets))}
+    if settings.devices > 1:
+        given["order"] = schedules.make_order(settings.order)
     return StepSpec(layout, costs, settings, target_bytes=16, resident=resident, **given)
 
 
@@ -288,6 +290,47 @@ SPECS: dict[str, StepSpec] = {
     ),
     "modules' buffers, vertical, two ranks": spec(
         FROZEN, micro_batches=2, group_size=2, world=2, barrier=True, buffer_bytes=(8, 0, 16, 32), save=True
+    ),
+    "two devices": spec(chain(*[(8, 8)] * 3), devices=2, micro_batches=3, constant_bytes=40, save=True),
+    "two devices, stage 1": spec(
+        FROZEN, devices=2, micro_batches=2, order="GPipe", stage=1, world=2, barrier=True, aux=["accuracy"]
+    ),
+    "three devices, some resident": spec(
+        chain(*[(8, 8)] * 5),
+        devices=3,
+        micro_batches=4,
+        barrier=True,
+        resident={0, 3},
+        update_workspace=30,
+        ema=0.5,
+    ),
+    "two devices, from the host": spec(
+        TIED_THREE,
+        devices=2,
+        order="Interleaved1F1B",
+        micro_batches=3,
+        params_on="host",
+        activations_on="host,disk,device",
+        world=2,
+        stage=3,
+    ),
+    "two devices, breadth first": spec(
+        chain(*[(8, 8)] * 4),
+        devices=2,
+        order="LoopedBFS",
+        micro_batches=2,
+        update_on="device",
+        recompute=[False] * 4,
+        buffer_bytes=(8, 0, 16, 32),
+    ),
+    "dealt to three devices": spec(
+        TIED,
+        devices=3,
+        order="RoundPipe",
+        micro_batches=4,
+        params_on="host",
+        activations_on="host",
+        save=True,
     ),
     "saving": spec(FROZEN, world=2, save=True),
     "saving, barrier": spec(

@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 5_530,
-    "schedules and ground": 850,
+    "core": 5_900,
+    "schedules and ground": 1_080,
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 8_000,
+    "engine": 8_040,
     "viz": 1_000,
     "planner": 2_840,
     "models": 2_970,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 35_450,
+    "tests": 35_550,
 }
 
 

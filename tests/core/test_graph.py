@@ -309,7 +309,11 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
         (
             "grad_slot",
             width
-            * (spec.layout.numel if spec.settings.stage == 1 else spec.settings.grad_slots * spec.slot_numel),
+            * (
+                spec.layout.numel
+                if spec.settings.stage == 1
+                else spec.settings.devices * spec.settings.grad_slots * spec.slot_numel
+            ),
         ),
         ("host_slot", landed * spec.settings.host_slots * shard),
         ("param_slot", width * spec.settings.host_slots * shard),
@@ -321,8 +325,8 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
 def test_slots_of_one_size_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
     packs = [op for op in recipe(spec) if op.verb == "pack"]
     written = [op.write("grad_slot") for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
-    for kind in {(r.nbytes, r.dtype) for r in written}:
-        used = [r.index for r in written if (r.nbytes, r.dtype) == kind]
+    for kind in {(r.nbytes, r.dtype, r.device) for r in written}:
+        used = [r.index for r in written if (r.nbytes, r.dtype, r.device) == kind]
         slots = sorted({*used})
         assert used == [slots[n % len(slots)] for n in range(len(used))]
 
@@ -497,13 +501,14 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
     fewer, more = fetches(spec.settings.weight_slots), fetches(spec.settings.weight_slots + 1)
     assert len(more) <= len(fewer)
     of_host = {
-        b
-        for s in range(spec.num_segments)
+        (b, device)
+        for device in range(spec.settings.devices)
+        for s in spec.segments_on(device, "F", "B")
         for b in spec.layout.weights_of(s)
         if spec.params_at(b) != "device"
     }
-    assert fetches(spec.num_segments) == sorted(of_host)
-    passes = len(spec.micro_batch_groups) * 2
+    assert fetches(spec.num_segments) == sorted(b for b, _ in of_host)
+    passes = len(spec.micro_batch_groups) * 2 if spec.order is None else 2 * spec.settings.micro_batches
     assert all(n <= passes * spec.num_segments for n in Counter(fewer).values())
 
 

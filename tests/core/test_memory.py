@@ -33,27 +33,36 @@ def times(plan: Plan, random: Random) -> dict[int, tuple[int, int]]:
     return ran
 
 
+def places_of(plan: Plan) -> set[Tier]:
+    """All tiers, and each of several devices."""
+    return {*TIERS, *(r.place for r in plan.graph.regions)}
+
+
+def works_at(op: Op) -> Tier:
+    """The device whose memory is its workspace."""
+    return next((r.place for r in op.regions if r.tier == "device"), "device")
+
+
 def kept_bytes(regions: Iterable[Region], tier: Tier) -> int:
-    """A buffer is one allocation, on the device of whole units of 512 bytes."""
+    """A buffer is one allocation, on a device of whole units of 512 bytes."""
     sizes: dict[str, int] = {}
     for r in regions:
-        if r.kept and r.tier == tier:
+        if r.kept and r.place == tier:
             sizes[r.buffer] = sizes.get(r.buffer, 0) + r.nbytes
-    return sum(-(-n // 512) * 512 if tier == "device" else n for n in sizes.values())
+    return sum(-(-n // 512) * 512 if tier.startswith("device") else n for n in sizes.values())
 
 
 def held(plan: Plan, ran: dict[int, tuple[int, int]]) -> dict[Tier, int]:
     """The most bytes alive at any instant, tier by tier: from the first access's start to the last one's end."""
     peaks: dict[Tier, int] = {}
-    for tier in TIERS:
+    for tier in places_of(plan):
         alive: list[tuple[int, int, int]] = []
         kept = kept_bytes(plan.graph.regions, tier)
         for r in plan.graph.regions:
-            if r.tier == tier and not r.kept:
+            if r.place == tier and not r.kept:
                 uses = [ran[i] for i, op in enumerate(plan.graph) if r in op.reads + op.writes]
                 alive.append((min(a for a, _ in uses), max(b for _, b in uses), r.nbytes))
-        if tier == "device":
-            alive += [(*ran[i], op.workspace) for i, op in enumerate(plan.graph)]
+        alive += [(*ran[i], op.workspace) for i, op in enumerate(plan.graph) if works_at(op) == tier]
         # A maximum is reached where something begins.
         peaks[tier] = kept + max((sum(n for a, b, n in alive if a <= t < b) for t, _, _ in alive), default=0)
     return peaks
@@ -61,7 +70,7 @@ def held(plan: Plan, ran: dict[int, tuple[int, int]]) -> dict[Tier, int]:
 
 def check(plan: Plan, random: Random, *, num_timings: int) -> None:
     bound = peak_memory(plan)
-    assert set(bound) == set(TIERS)
+    assert set(bound) == places_of(plan)
     for _ in range(num_timings):
         for tier, nbytes in held(plan, times(plan, random)).items():
             assert nbytes <= bound[tier].nbytes, tier
@@ -104,11 +113,11 @@ def test_on_one_lane_the_bound_is_exact(graph: Graph) -> None:
 @every_plan
 def test_the_bound_is_at_most_everything_at_once(plan: Plan) -> None:
     parts = peak_breakdown(plan)
-    assert set(parts) == set(TIERS)
+    assert set(parts) == places_of(plan)
     for tier, peak in peak_memory(plan).items():
-        regions = [r for r in plan.graph.regions if r.tier == tier]
+        regions = [r for r in plan.graph.regions if r.place == tier]
         assert peak.kept == kept_bytes(regions, tier)
-        workspaces = sum(op.workspace for op in plan.graph) if tier == "device" else 0
+        workspaces = sum(op.workspace for op in plan.graph if works_at(op) == tier)
         assert peak.transient <= sum(r.nbytes for r in regions if not r.kept) + workspaces
         assert peak.op in {"", *(op.name for op in plan.graph)}
         assert bool(peak.op) or peak.transient == 0

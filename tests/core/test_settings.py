@@ -43,6 +43,8 @@ OTHERS: dict[str, Any] = {
     "clip_norm": 0.5,
     "norms": True,
     "accumulate": "vertical",
+    "devices": 2,
+    "order": "GPipe",
     "stage": 1,
     "ema": 0.9,
     "sync_buffers": "mean",
@@ -66,18 +68,25 @@ OTHERS: dict[str, Any] = {
     "state_slots": 2,
 }
 ON_DISK = {"state_on": "disk", "swap": ("/swap",)}
+ONE = [zfunc.segment("loss", Loss(8))]  # of which tiles are, too
+TWO = [zfunc.segment("first", torch.nn.Linear(8, 8)), *ONE]
 NEEDS: dict[str, dict[str, Any]] = dict.fromkeys(("state_on", "disk_ratio", "grads_on", "swap"), ON_DISK)
 every_field = pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
 every_flag = pytest.mark.parametrize("flag", FLAGS)
 
 
+def _segments(settings: StepSettings | None, given: dict[str, Any]) -> list[zfunc.Segment]:
+    devices = given.get("devices", 1 if settings is None else settings.devices)
+    return TWO if devices == 2 else ONE
+
+
 def compiled(settings: StepSettings | None = None, **given: Any) -> Any:
-    return zfunc.compile([zfunc.segment("loss", Loss(8))], settings, device="cpu", **given)
+    return zfunc.compile(_segments(settings, given), settings, device="cpu", **given)
 
 
 def planned(settings: StepSettings | None = None, **given: Any) -> Any:
     batch = torch.ones(4, 8), torch.ones(4)
-    return zfunc.plan([zfunc.segment("loss", Loss(8))], batch, settings, advice=False, **given)
+    return zfunc.plan(_segments(settings, given), batch, settings, advice=False, **given)
 
 
 @every_field

@@ -272,13 +272,16 @@ def test_9_measured_memory_stays_within_the_plan(row: Row, tmp_path: Path) -> No
     inputs = batch(1, 0)
     with AllocationTracker() as measured:
         zfunc.train_step(program, state, inputs)
-    planned = specialize(program, inputs).memory["device"].transient
+    peaks = specialize(program, inputs).memory  # devices of the CPU are one
+    planned = sum(x.transient for place, x in peaks.items() if place.startswith("device"))
     assert 0 < measured.peak <= planned
+    assert measured.live == 0  # nothing is left behind
+    if "devices" in given:
+        return  # peaks of several devices are not at one time
     # Autograd frees residuals while backward runs. In small models, each scalar counts 512 bytes.
     slack = 1.1 if given["recompute"] == "none" else 1.0
     scalars = 12 + 2 * given.get("micro_batches", 1)
     assert planned <= slack * measured.peak + scalars * 512
-    assert measured.live == 0  # nothing is left behind
 
 
 # --- the same model trained by plain PyTorch ---------------------------------------------------------------

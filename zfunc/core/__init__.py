@@ -6,6 +6,7 @@
     settings          `StepSettings`: every setting of a step, once; as keyword arguments
     bucketing         the buckets that settings ask for
     extents           where the disk has the state of a bucket
+    pipeline          the passes of micro-batches through segments, on one device or several
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows
     spec              `StepSpec`: what a recipe knows of a step
     slots             rings of staging slots, in classes of size

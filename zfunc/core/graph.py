@@ -34,6 +34,7 @@ Role = Literal[
 ]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
+OF_DEVICE: tuple[Kind, ...] = ("compute", "d2h", "h2d")  # each device has its own
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
 ROLES: tuple[Role, ...] = get_args(Role)
 SHOWN = 4  # regions of an operation that prints
@@ -65,6 +66,8 @@ class Region:
     - "state": memory of the training state, of `dtype`, allocated with it;
     - "value": an input or output of a step: the batch, a norm, a decision.
 
+    `device` is the number of the device, of several, that has it; off the devices 0.
+
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
@@ -81,6 +84,7 @@ class Region:
     lifetime: Lifetime = field(default="operation", eq=False)
     dtype: Dtype | None = field(default=None, eq=False)
     role: Role | None = field(default=None, eq=False)
+    device: int = field(default=0, eq=False)
 
     # One function, because a plan has hundreds of thousands of regions.
     def __attrs_post_init__(self) -> None:
@@ -99,6 +103,11 @@ class Region:
                 f"{self}: got dtype {self.dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the "
                 "lifetime is 'program' or 'state', and only there"
             )
+
+    @property
+    def place(self) -> Tier:
+        """Its tier; of several devices that of the second is "device:1"."""
+        return cast("Tier", f"{self.tier}:{self.device}") if self.device else self.tier
 
     @property
     def kept(self) -> bool:
@@ -139,10 +148,28 @@ class Op:
     attention_flops: int = 0
     name: str = field(init=False, eq=False, repr=False)
     """Verb and index, unique in a graph: `update[3]`."""
+    device: int = field(init=False, eq=False, repr=False)
+    """The number of the device that it occupies: its regions there tell; 0 where it has none."""
 
     @name.default  # pyright: ignore
     def _name(self) -> str:
         return label(self.verb, self.index)
+
+    @device.default  # pyright: ignore
+    def _device(self) -> int:
+        if self.kind not in OF_DEVICE:
+            return 0
+        regions = (*self.reads, *self.writes)
+        found = {
+            r.device for r in regions if getattr(r, "tier", None) == "device"
+        }  # `Graph` checks what they are
+        if len(found) > 1:
+            names = " and ".join(map(str, sorted(found)))
+            raise PlanError(
+                f"{self.name}: got regions on the devices {names}, expected those of one: copy what another has to "
+                "pinned memory and from there, in operations of their own"
+            )
+        return found.pop() if found else 0
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -150,6 +177,11 @@ class Op:
                 f"{self}: got the kind {self.kind!r}, expected one of {', '.join(KINDS)}"
                 f"{did_you_mean(str(self.kind), list(KINDS))}: name the resource that it occupies"
             )
+
+    @property
+    def resource(self) -> str:
+        """What it occupies: its kind; of several devices that of the second is "compute:1"."""
+        return f"{self.kind}:{self.device}" if self.device else self.kind
 
     def __str__(self) -> str:
         return self.name
@@ -336,7 +368,7 @@ def _check_name(what: str, name: Any, index: tuple[Any, ...], words: set[str]) -
 
 
 def _declaration(r: Region) -> tuple[Any, ...]:
-    return r.nbytes, r.tier, r.lifetime, r.dtype, r.role
+    return r.nbytes, r.place, r.lifetime, r.dtype, r.role
 
 
 def _conflicts(graph: Graph) -> Iterator[Conflict]:

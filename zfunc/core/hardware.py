@@ -56,11 +56,13 @@ class Hardware:
     - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
       a thread or to see an event.
     - `launch`: seconds of the host to launch one piece of work on the device (`Op.launches`).
-    - `memory`: bytes on the tiers "device", "host" (pinned and pageable together) and "disk". A tier that is left
-      out has no known limit. On a `unified` machine, device memory is host memory.
+    - `memory`: bytes on each "device", on the "host" (pinned and pageable together) and the "disk". A tier that is
+      left out has no known limit. On a `unified` machine, device memory is host memory.
     - `grouped`: torch has kernels of groups on the device: attention of grouped queries, products by experts.
     - `shared`: resources that several kinds compete for, with the share that one operation of a kind uses while it
       runs alone: {"cores": {"compute": 1.0, "host": 1.0, "d2h": 0.5}}. See `zfunc.core.simulator`.
+    - `neighbours`: the number of devices, one after the other, that share such a resource, as a root complex; those
+      that are left out are shared by all.
     - `collectives`: other ways of a collective than with the network's latency and rate, as pairs (seconds, bytes a
       second); each takes the fastest for its bytes.
     - `measured`: operations whose time is known.
@@ -88,6 +90,7 @@ class Hardware:
     shared: Mapping[str, Mapping[Kind, float]] = field(
         factory=dict[str, Mapping[Kind, float]], converter=_shares, hash=False
     )
+    neighbours: Mapping[str, int] = field(factory=dict[str, int], converter=_dict, hash=False)
     collectives: tuple[tuple[float, float], ...] = field(default=(), converter=tuple)
     measured: tuple[Measured, ...] = field(default=(), converter=tuple)
 
@@ -111,6 +114,12 @@ class Hardware:
             if not 0 < nbytes < math.inf:
                 self._refuse(
                     f"{nbytes} bytes on the tier {tier}", "more than 0: leave it out if it is not known"
+                )
+        self._check_names("neighbours", self.neighbours, tuple(self.shared))
+        for resource, count in self.neighbours.items():
+            if count < 1:
+                self._refuse(
+                    f"{count} neighbours of {resource!r}", "1 or more devices that share it: pass them"
                 )
         for resource, shares in self.shared.items():
             self._check_names(f"shared {resource!r}", shares, KINDS)
@@ -177,10 +186,13 @@ class Hardware:
         >>> Hardware("small", flops=1.0, rates=ROUND.rates, memory={"host": 10}).lacking({"host": 8, "pinned": 5})
         {'host': 3}
         """
-        demand: dict[Tier, int] = {tier: needed.get(tier, 0) for tier in CAPACITIES}
-        demand["host"] += needed.get("pinned", 0) + (demand["device"] if self.unified else 0)
-        limits = self.memory
-        return {tier: n - limits[tier] for tier, n in demand.items() if tier in limits and n > limits[tier]}
+        demand: dict[Tier, int] = {**dict.fromkeys(CAPACITIES, 0), **needed}
+        devices = {place: n for place, n in demand.items() if place.startswith("device")}
+        demand["host"] += demand.pop("pinned", 0) + (sum(devices.values()) if self.unified else 0)
+        limits = dict(self.memory)
+        if "device" in limits:
+            limits |= dict.fromkeys(devices, limits["device"])
+        return {x: n - limits[x] for x, n in demand.items() if x in limits and n > limits[x]}
 
 
 def _interpolated(work: float, curve: list[tuple[float, float]]) -> float:

@@ -45,16 +45,18 @@ def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
     """
     kept = Counter[Tier]()
     for r in Regions(spec).state():
-        kept[r.tier] += r.nbytes
+        kept[r.place] += r.nbytes
     values = [4 * sum(p.numel for p in own) for own in spec.layout.parameters]
     largest = max(range(len(values)), key=lambda s: values[s])
     opened = max((x.nbytes for x in spec.swapped.values()), default=0) if spec.swaps else 0
     host = Peak("host", kept["host"], values[largest] + opened, f"the initial values of segment {largest}")
-    return {tier: host if tier == "host" else Peak(tier, kept[tier], 0, "") for tier in TIERS}
+    places = dict.fromkeys((*TIERS, *kept))
+    return {place: host if place == "host" else Peak(place, kept[place], 0, "") for place in places}
 
 
 def peak_memory(plan: Plan) -> dict[Tier, Peak]:
-    """The peak of every tier, in bytes: an upper bound for every timing that the plan allows.
+    """The peak of every tier, and of each of several devices, in bytes: an upper bound for every timing that the
+    plan allows.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -63,27 +65,28 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     >>> peak_memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     Peak(tier='device', kept=0, transient=112, op='use')
     """
-    always = persistent_bytes(plan.graph)
-    at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
-    return {tier: Peak(tier, always[tier], *at.get(tier, (0, "", (0, 0)))) for tier in TIERS}
+    always, none = persistent_bytes(plan.graph), (0, "", (0, 0))
+    at = {place: _highest(plan, alive) for place, alive in transient_bytes(plan).items()}
+    places: dict[Tier, None] = dict.fromkeys([*always, *at])
+    return {place: Peak(place, always.get(place, 0), *at.get(place, none)) for place in places}
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
     """The bytes of the kept regions, by tier: no schedule needs less."""
     nbytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-    for (tier, _), size in _kept_buffers(graph).items():
-        nbytes[tier] += size
+    for (place, _), size in _kept_buffers(graph).items():
+        nbytes[place] = nbytes.get(place, 0) + size
     return nbytes
 
 
 def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
-    """Bytes of kept buffers, by tier and name. A buffer is one allocation; those of the device are rounded up."""
+    """Bytes of kept buffers, by place and name. A buffer is one allocation; those of a device are rounded up."""
     nbytes = Counter[tuple[Tier, str]]()
     for r in graph.regions:
         if r.kept:
-            nbytes[r.tier, r.buffer] += r.nbytes
+            nbytes[r.place, r.buffer] += r.nbytes
     for key in nbytes:
-        if key[0] == "device":
+        if key[0].startswith("device"):
             nbytes[key] = round_up(nbytes[key], ALLOCATION)
     return nbytes
 
@@ -102,7 +105,7 @@ def peak_breakdown(plan: Plan, moments: Mapping[Tier, Moment] | None = None) -> 
     """
     if moments is None:
         moments = {tier: peak.moment for tier, peak in peak_memory(plan).items()}
-    parts: dict[Tier, Counter[str]] = {tier: Counter() for tier in TIERS}
+    parts: dict[Tier, Counter[str]] = {tier: Counter() for tier in moments}
     for (tier, buffer), size in _kept_buffers(plan.graph).items():
         parts[tier][buffer] += size
     known = _known(plan)
@@ -157,9 +160,10 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
                     firsts[n], lasts[n] = i, {}
                 lasts[n][lane] = max(position, lasts[n].get(lane, -1))
         if op.workspace:
-            workspaces.append(_Lifetime("workspace", "device", op.workspace, i, (place[i],)))
+            there = [r.place for r in op.regions if r.tier == "device"] or TIERS
+            workspaces.append(_Lifetime("workspace", there[0], op.workspace, i, (place[i],)))
     return workspaces + [
-        _Lifetime(regions[n].buffer, regions[n].tier, regions[n].nbytes, first, tuple(lasts[n].items()))
+        _Lifetime(regions[n].buffer, regions[n].place, regions[n].nbytes, first, tuple(lasts[n].items()))
         for n, first in firsts.items()
     ]
 

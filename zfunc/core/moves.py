@@ -28,7 +28,7 @@ class Item:
     @property
     def in_group(self) -> int:
         """The number of its micro-batch among those that pass a segment together."""
-        return self.m % self.spec.settings.group_size
+        return self.m % self.spec.settings.in_flight
 
 
 Where = Callable[[Item], tuple[Region, ...]]
@@ -104,6 +104,15 @@ def _staged_bytes(x: Item) -> int:
     return sum(nbytes for name, nbytes in x.at.staged_bytes(x.b).items() if name != stays)
 
 
+def _made_and_sent(buffer: str) -> dict[Tier, Place]:
+    """The places of what a device makes and another reads: both, and pinned memory between them."""
+
+    def on_device(x: Item) -> tuple[Region, ...]:
+        return (x.at(buffer if x.to == "device" else f"sent_{buffer}", x.m, x.b),)
+
+    return {"device": Place(otherwise=on_device), "pinned": Place((f"{buffer}_hop",))}
+
+
 def _stashed_bytes(x: Item) -> int:
     return x.at("host_act", 0, x.b).nbytes
 
@@ -130,6 +139,8 @@ THINGS: dict[str, Thing] = {
         },
     ),
     "activations for backward": Thing(_stashed_bytes, {"device": Place(("act_slot",)), "pinned": _STASHED}),
+    "input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("act")),
+    "gradient of input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("grad_act")),
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
     # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.
     "gradient": Thing(
@@ -184,6 +195,11 @@ MOVES: dict[str, Move] = {
     "direction_to_device": Move("direction", "pinned", "device"),
     "direction_to_host": Move("direction", "device", "pinned"),
     "to_device": Move("new parameters", "pinned", "device", decided=True),
+    # From a device to another.
+    "send_act": Move("input", "device", "pinned"),
+    "recv_act": Move("input", "pinned", "device"),
+    "send_grad_act": Move("gradient of input", "device", "pinned"),
+    "recv_grad_act": Move("gradient of input", "pinned", "device"),
 }
 """The operations that only copy, in the order in which something is first moved on its way."""
 

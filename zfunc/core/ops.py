@@ -12,6 +12,7 @@ from attrs import define, field
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
+from zfunc.core.pipeline import B, F
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.errors import PlanError, did_you_mean
@@ -54,10 +55,15 @@ class OpBuilder:
 
     # --- forward and backward -------------------------------------------------------------------------------
 
-    def load(self, m: int) -> Op:
-        """Copy micro-batch `m` to the device."""
-        batch, on_device = self.at("batch", m), (self.at("act", m, 0), self.at("targets", m))
-        return Op("load", (m,), "h2d", (batch,), on_device, nbytes=batch.nbytes)
+    def load(self, m: int, s: int = 0) -> Op:
+        """Copy what segment `s` reads of micro-batch `m` to its device: its inputs to the first, its targets to the
+        last. Both at once where these are on one device."""
+        device, last = self.spec.device_of(F, m, 0), self.spec.num_segments - 1
+        inputs = (self.at("act", m, 0),) if s == 0 else ()
+        targets = (self.at("targets", m),) if s == last or self.spec.device_of(F, m, last) == device else ()
+        made = (*inputs, *targets)
+        nbytes = sum(r.nbytes for r in made)
+        return Op("load", (m, s) if s else (m,), "h2d", (self.at("batch", m),), made, nbytes=nbytes)
 
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in its slot."""
@@ -75,7 +81,7 @@ class OpBuilder:
         """The parameters that segment `s` reads, bucket by bucket, and the model's constants."""
         at, used = self.at, self.spec.layout.weights_of(s)
         weights = (at.slot("weight_slot", b) if self.spec.streamed(b) else at.params(b) for b in used)
-        return (*weights, *at.some("constants"))
+        return (*weights, *at.constants)
 
     def forward(self, m: int, s: int) -> Op:
         """Run segment `s`; the last one returns the loss, and auxiliary outputs. Residuals are kept unless backward
@@ -91,7 +97,7 @@ class OpBuilder:
         before = (at("next_module_buffers", s) if m else at("module_buffers", s),) if stateful else ()
         after = (at("next_module_buffers", s),) if stateful else ()
         read = spec.buffer_bytes[s] if stateful and not residuals else 0
-        made = (at("loss", m), *at.some("aux", m)) if last else (at("act", m, s + 1),)
+        made = (at("loss", m), *at.some("aux", m)) if last else (at.received("act", F, m, s + 1),)
         return Op(
             "forward",
             (m, s),
@@ -110,7 +116,7 @@ class OpBuilder:
         at, last = self.at, s == self.spec.num_segments - 1
         cost, layout = self.spec.costs[s], self.spec.layout
         above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
-        below = (at("grad_act", m, s),) if s > layout.first_trainable else ()
+        below = (at.received("grad_act", B, m, s),) if s > layout.first_trainable else ()
         grads = (at("grads", m, s),) if layout.buckets_of(s) else ()
         taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
         stashed = self.spec.activations_at(s) != "device"
@@ -130,14 +136,15 @@ class OpBuilder:
 
     def keep_buffers(self) -> Op:
         """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all
-        ranks."""
-        stateful, several = self.spec.stateful, self.spec.world > 1
+        ranks. Of several devices those of this one."""
+        here, several = self.spec.segments_on(self.at.device, F), self.spec.world > 1
+        stateful = [s for s in self.spec.stateful if s in here]
         kept = tuple(self.at("module_buffers", s) for s in stateful)
         changed = tuple(self.at("next_module_buffers", s) for s in stateful)
         nbytes = sum(r.nbytes for r in kept)
         return Op(
             "keep_buffers",
-            (),
+            (self.at.device,) if self.at.device else (),
             "network" if several else "compute",
             (self.at("decision"), *changed, *kept),
             (*kept, *(changed if several else ())),

@@ -339,7 +339,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     for r in plan.graph.regions:
         shown = r.lifetime == "program" or r.role == "grad_shard"  # the settings determine all other dtypes
         kept = [*(["kept"] if r.kept else []), *([str(r.dtype)] if r.dtype and shown else [])]
-        yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
+        yield " ".join(["region", str(r), str(r.nbytes), r.place, *kept])
     for op in plan.graph.ops:
         work = [f"{k}={v}" for k in WORKS if (v := getattr(op, k))]
         yield " ".join(["op", op.name, op.kind, *work, ":", *map(str, op.reads), "->", *map(str, op.writes)])
@@ -363,7 +363,9 @@ def parse(text: str) -> Plan:
         name, nbytes, tier, *rest = words
         kept, dtype = rest[:1] == ["kept"], rest[1:] or [None]
         lifetime = "operation" if not kept else "program" if rest[1:] else "value"
-        regions[name] = Region(*_split(name), int(nbytes), _any(tier), lifetime, _any(*dtype))
+        tier, _, device = tier.partition(":")
+        own = int(nbytes), _any(tier), lifetime, _any(*dtype)
+        regions[name] = Region(*_split(name), *own, device=int(device or 0))
 
     def op(words: list[str]) -> None:
         colon, arrow = words.index(":"), words.index("->")

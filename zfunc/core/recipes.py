@@ -5,13 +5,16 @@ A recipe is a generator of operations. Lanes, streams and waits follow from the 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 
 from zfunc.core.graph import Op
 from zfunc.core.ops import OpBuilder
+from zfunc.core.pipeline import B, F
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
 
 Recipe = Callable[[StepSpec], Iterable[Op]]
+Update = Callable[[StepSpec, OpBuilder, int], Iterator[Op]]
 
 
 def recipe_of(spec: StepSpec) -> Recipe:
@@ -42,8 +45,7 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
     if spec.barrier:
         yield emit.decide()
         yield from _update_all(spec, emit, reversed(range(len(spec.layout.buckets))))
-    if spec.stateful:
-        yield emit.keep_buffers()
+    yield from _keep_buffers(spec, emit)
     if spec.commit:
         yield emit.commit()
     if spec.save:
@@ -65,7 +67,7 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
         )
     emit = OpBuilder(spec)
     passes = _passes(spec, emit, update=False)
-    for _ in spec.micro_batch_groups[0]:
+    for _ in spec.loaded_before(0):
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
     ahead = spec.settings.params_on == "disk" or bool(spec.staged)
     ahead = ahead or any(b not in spec.resident for b in spec.matrix_buckets)
@@ -139,42 +141,50 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
     """Forward and backward of all micro-batches. With `update` a bucket is updated once its gradient is complete.
 
-    A micro-batch passes the last segment both ways at once, because that keeps all of its residuals. The decision,
-    which needs the losses of all, comes before the last backward unless it waits for the norm.
+    The decision, which needs the losses of all, comes before the last backward unless it waits for the norm.
     """
-    last = spec.num_segments - 1
-    for group in spec.micro_batch_groups:
-        for m in group:
-            yield emit.load(m)
-        # Forward up to the last segment: what backward needs leaves as soon as it is made.
-        for s in range(last):
+    here: dict[int, int] = {}  # the segment whose weights a device has fetched last
+    for way, m, s, device in spec.passes:
+        emit.at.device = device
+        if (way, s) == (F, 0):
+            yield from map(emit.load, spec.loaded_before(m))
+        if here.get(device) != s:
             yield from _fetch(spec, emit, s)
-            for m in group:
-                yield emit.forward(m, s)
-                if spec.activations_at(s) != "device":
-                    yield emit.stash(m, s)
-                if spec.activations_at(s) == "disk":
-                    yield emit.spill_act(m, s)
-        # The last segment, both ways, and between them the decision if it needs no norm.
-        yield from _fetch(spec, emit, last)
-        for m in group:
-            yield emit.forward(m, last)
-            if m == spec.settings.micro_batches - 1:
-                if spec.world > 1:
-                    yield emit.mean_loss()
-                if not spec.barrier:
-                    yield emit.decide()
-            yield from _backward(spec, emit, m, last, update=update)
-        # Backward of the others, down to the first that is trained.
-        for s in reversed(range(spec.layout.first_trainable, last)):
-            yield from _fetch(spec, emit, s)
-            for m in group:
-                if spec.activations_at(s) == "disk":
-                    yield emit.unspill_act(m, s)
-                if spec.activations_at(s) != "device":
-                    yield emit.unstash(m, s)
-                yield from _backward(spec, emit, m, s, update=update)
+            here[device] = s
+        if way == F:
+            yield from _forward(spec, emit, m, s)
+        else:
+            yield from _backward(spec, emit, m, s, update=update)
     yield from _end_updates(spec, emit)
+
+
+def _forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:
+    """Forward of segment `s`: what backward needs leaves as soon as it is made, and after the last loss the step is
+    decided if that needs no norm."""
+    last = spec.num_segments - 1
+    if s == last and s and spec.device_of(F, m, 0) != emit.at.device:
+        yield emit.load(m, last)
+    yield emit.forward(m, s)
+    if spec.activations_at(s) != "device":
+        yield emit.stash(m, s)
+    if spec.activations_at(s) == "disk":
+        yield emit.spill_act(m, s)
+    if s < last and (there := spec.device_of(F, m, s + 1)) != emit.at.device:
+        yield emit.send_act(m, s + 1)
+        emit.at.device = there
+        yield emit.recv_act(m, s + 1)
+    if (m, s) == (spec.settings.micro_batches - 1, last):
+        if spec.world > 1:
+            yield emit.mean_loss()
+        if not spec.barrier:
+            yield emit.decide()
+
+
+def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
+    """Keep the buffers that forward changed, on each device."""
+    for device in sorted({spec.device_of(F, 0, s) for s in spec.stateful}):
+        emit.at.device = device
+        yield emit.keep_buffers()
 
 
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
@@ -199,8 +209,17 @@ def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) 
 
     At most one bucket is incomplete at a time, so a single slot is enough.
     """
-    layout = spec.layout
+    layout, here = spec.layout, emit.at.device
+    if spec.activations_at(s) == "disk":
+        yield emit.unspill_act(m, s)
+    if spec.activations_at(s) != "device":
+        yield emit.unstash(m, s)
     yield emit.backward(m, s)
+    if s > layout.first_trainable and (there := spec.device_of(B, m, s - 1)) != here:
+        yield emit.send_grad_act(m, s)
+        emit.at.device = there
+        yield emit.recv_grad_act(m, s)
+        emit.at.device = here
     if spec.sums_on_device:
         emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if not spec.keeps_gradient(b)])
     for b, d, group in layout.contributions(s):
@@ -268,6 +287,19 @@ def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iter
     yield from _end_updates(spec, emit)
 
 
+def _at_home(made: Update) -> Update:
+    """The operations of a bucket's update, those on a device on the one where the bucket lives."""
+
+    @wraps(made)
+    def at_home(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
+        here, emit.at.device = emit.at.device, spec.home(b)
+        yield from made(spec, emit, b)
+        emit.at.device = here
+
+    return at_home
+
+
+@_at_home
 def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Update a bucket and its parameters on all devices.
 
@@ -307,6 +339,7 @@ def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[
         yield from _end_update(spec, emit, emit.begun.pop(0))
 
 
+@_at_home
 def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Make whole matrices orthogonal, update the weights, and send them to where they are used and kept."""
     if spec.whole_matrices(b):
@@ -343,7 +376,6 @@ def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     yield emit.global_norm()
     yield emit.decide()
     yield from _update_all(spec, emit, sorted(spec.resident, reverse=True))
-    if spec.stateful:
-        yield emit.keep_buffers()
+    yield from _keep_buffers(spec, emit)
     if spec.save:
         yield emit.publish(last=True)

@@ -2,16 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, TypeVar, cast
 
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
 from zfunc.core.dtypes import DTYPES, Dtype, Precision
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, measuring_room
+from zfunc.core.pipeline import B, F
 from zfunc.core.slots import Ring
 from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
 
@@ -65,6 +66,8 @@ REGIONS: dict[str, Row] = {
     # of a micro-batch and a segment
     "act": Row(lambda spec, s: spec.costs[s].input_bytes),  # its input, which the segment before it made
     "grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # the gradient of that
+    "sent_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # they, made on another device
+    "sent_grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),
     "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
     "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
     # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
@@ -115,11 +118,15 @@ def _once(make: Method) -> Method:
     return cast("Method", made)
 
 
-@frozen
+@define
 class Regions:
-    """The regions of one spec, and, as a step goes on, the slot that each item has in the rings of staging."""
+    """The regions of one spec, and, as a step goes on, the slot that each item has in the rings of staging.
+
+    `device` is the one whose operations are made now: what is on a device, and has no home there, is on that.
+    """
 
     spec: StepSpec
+    device: int = field(default=0, init=False)
     made: defaultdict[Any, dict[Any, Any]] = field(
         factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
     )  # by method
@@ -136,7 +143,22 @@ class Regions:
     def _row(self, buffer: str, index: tuple[int, ...]) -> Region:
         row = REGIONS[buffer]
         nbytes = row.nbytes(self.spec, index[-1] if index else 0)
-        return Region(buffer, index, nbytes, row.tier, row.lifetime, row.dtype, row.role)
+        device = self.device if row.tier == "device" else 0
+        if row.role == "module_buffers":
+            device = self.spec.device_of(F, 0, index[-1])
+        return Region(buffer, index, nbytes, row.tier, row.lifetime, row.dtype, row.role, device)
+
+    @property
+    def constants(self) -> tuple[Region, ...]:
+        """The model's constants on the device, unless there are none."""
+        return self.some("constants", *([self.device] if self.device else []))
+
+    def received(self, buffer: str, way: str, m: int, s: int) -> Region:
+        """The input of segment `s` ("act"), or its gradient ("grad_act"), as a pass of this device makes it, which
+        the next of the same `way` reads: another device gets it sent."""
+        if self.spec.device_of(way, m, s if way == F else s - 1) != self.device:
+            buffer = f"sent_{buffer}"
+        return self(buffer, m, s)
 
     @_once
     def params(self, b: int) -> Region:
@@ -144,7 +166,8 @@ class Regions:
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
         tier: Tier = "pinned" if spec.params_at(b) != "device" else "device"
-        return Region(buffer, (b,), spec.weight_bytes(b), tier, "state", spec.dtype(b), "params")
+        device = spec.home(b) if tier == "device" else 0
+        return Region(buffer, (b,), spec.weight_bytes(b), tier, "state", spec.dtype(b), "params", device)
 
     @_once
     def home(self, b: int) -> Region:
@@ -176,12 +199,21 @@ class Regions:
         else:
             nbytes = max(measured[index[0]] for measured in work.values())
         buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
-        return Region(buffer, index, nbytes, tier, "program", "fp64", "measures")
+        device = self.device if on_device else 0
+        return Region(buffer, index, nbytes, tier, "program", "fp64", "measures", device)
 
-    @cached_property
+    @property
     def rings(self) -> dict[str, Ring]:
-        """The rings of slots at the beginning of a step, by buffer; a ring has the items that pass through it."""
-        return {ring.region.buffer: ring for ring in _rings(self)}
+        """The rings of slots, by buffer: the device's own, and those off the devices; each has the items that pass
+        through it."""
+        return self._rings_of(self.device)
+
+    @_once
+    def _rings_of(self, device: int) -> dict[str, Ring]:
+        own = {ring.region.buffer: ring for ring in _rings(self, device)}
+        if not device:
+            return own
+        return {k: x if x.region.tier == "device" else self._rings_of(0)[k] for k, x in own.items()}
 
     def slot(self, buffer: str, item: int) -> Region:
         """The slot of a ring that has a bucket or what a segment left."""
@@ -197,8 +229,8 @@ class Regions:
 
     @_once
     def _whole_sum(self, b: int) -> Region:
-        nbytes = self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
-        return Region("grad_slot", (b,), nbytes, "device", "program", self.spec.dtype(b), "grad")
+        nbytes, home = self.spec.layout.buckets[b].numel * self.spec.element_bytes(b), self.spec.home(b)
+        return Region("grad_slot", (b,), nbytes, "device", "program", self.spec.dtype(b), "grad", home)
 
     def delivered(self, b: int) -> Region:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
@@ -212,7 +244,8 @@ class Regions:
         """What forward of a segment leaves on the device for backward: its input, residuals, maybe its output."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
-        return (self("act", m, s), *kept, *((self("act", m, s + 1),) if output else ()), *self.room(s))
+        made = (self.received("act", F, m, s + 1),) if output else ()
+        return (self("act", m, s), *kept, *made, *self.room(s))
 
     def sum(self, b: int, d: int) -> Region:
         """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
@@ -247,12 +280,12 @@ class Regions:
         dtype = "fp32" if added else self.spec.dtype(b)
         nbytes = self.shard_bytes(b, DTYPES[dtype].nbytes)
         tier: Tier = "host" if added and not self.spec.updated_on_device(b) else "pinned"
-        buffer = "grad_sum" if added else "host_grad"
+        buffer, device = "grad_sum" if added else "host_grad", 0
         if self.spec.keeps_gradient(b):
-            tier, buffer = "device", "device_sum" if added else "device_grad"
+            tier, buffer, device = "device", "device_sum" if added else "device_grad", self.spec.home(b)
         # It waits for the next step, or in this one.
         lifetime = "state" if self.spec.deferred and b not in self.spec.resident else "program"
-        return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
+        return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard", device)
 
     def staged_bytes(self, b: int) -> dict[str, int]:
         """Bytes of what the slot on the device has of bucket `b` while it is updated there: its state, parameters
@@ -302,18 +335,23 @@ class Regions:
         numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.sends_high_half(b) else ""
         staged = b in self.spec.staged
         tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
+        home = 0
         if b in self.spec.resident:
             tiers = dict.fromkeys(tiers, "device")
+            home = self.spec.home(b)
         return tuple(
-            Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state") for x in kinds
+            Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state", home)
+            for x in kinds
         )
 
     @_once
     def ema(self, b: int) -> Region:
         """The moving average of the weights of a bucket, where its state is."""
-        nbytes = EMA.nbytes(self.spec.shard_numel(b))
-        where: Tier = "device" if b in self.spec.resident else "host"
-        return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema")
+        nbytes, there = EMA.nbytes(self.spec.shard_numel(b)), b in self.spec.resident
+        where: Tier = "device" if there else "host"
+        return Region(
+            EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema", self.spec.home(b) if there else 0
+        )
 
     def high_half(self, b: int) -> Region:
         """The half of a split master that the device gets as it is."""
@@ -344,13 +382,18 @@ class Regions:
         return Region("written", (b,), nbytes + paged, "disk", "value")
 
 
-def _rings(at: Regions) -> Iterator[Ring]:
+def _rings(at: Regions, device: int) -> Iterator[Ring]:
     """The rings of slots: the region that each slot is, the bytes of each item that passes through, and how many of
-    them in a row have slots of their own."""
+    them in a row have slots of their own. Those on a device have the items of its passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
 
-    def slots(buffer: str, tier: Tier, dtype: Dtype, role: Role | None = None) -> Region:
-        return Region(buffer, (), 0, tier, "program", dtype, role)
+    def slots(buffer: str, tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Region:
+        own = (device, (device,)) if tier == "device" and device else (0, ())
+        lifetime = "operation" if dtype is None else "program"
+        return Region(buffer, own[1], 0, tier, lifetime, dtype, role, own[0])
+
+    def here(segments: Iterable[int], *ways: str) -> list[int]:
+        return [s for s in segments if s in spec.segments_on(device, *ways)]
 
     def shards(element_bytes: int | None, buckets: Iterable[int]) -> dict[int, int]:
         return {b: at.shard_bytes(b, element_bytes) for b in buckets}
@@ -362,11 +405,13 @@ def _rings(at: Regions) -> Iterator[Ring]:
 
     # Parameters, sums and states stay in their slots until another item needs one.
     together = [layout.weights_of(s) for s in range(spec.num_segments)]
+    used = [layout.weights_of(s) for s in here(range(spec.num_segments), F, B)]
     weights = {
         b.index: b.numel * spec.element_bytes(b.index) for b in layout.all_buckets if spec.streamed(b.index)
     }
+    weights_here = {b: nbytes for b, nbytes in weights.items() if any(b in own for own in used)}
     weight_slots = slots("weight_slot", "device", usual, "params")  # of a segment that uses them
-    yield Ring.reused(weight_slots, weights, together, settings.weight_slots, dtypes)
+    yield Ring.reused(weight_slots, weights_here, used, settings.weight_slots, dtypes)
     pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
@@ -377,7 +422,10 @@ def _rings(at: Regions) -> Iterator[Ring]:
     states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
-    staged = {b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in sorted(spec.staged)}
+    updated_here = [b for b in range(len(layout.buckets)) if spec.home(b) == device]
+    staged = {
+        b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in updated_here if b in spec.staged
+    }
     update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
     yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
     spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
@@ -388,7 +436,12 @@ def _rings(at: Regions) -> Iterator[Ring]:
     backward = reversed(range(layout.first_trainable, spec.num_segments))
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    whole = {b.index: b.numel * spec.element_bytes(b.index) for b in layout.buckets if settings.stage != 1}
+    packed = {b for s, (b, _, _) in parts if s in here([s], B)}
+    whole = {
+        b.index: b.numel * spec.element_bytes(b.index)
+        for b in layout.buckets
+        if settings.stage != 1 and b.index in packed
+    }
     grad_slots = slots("grad_slot", "device", usual, "grad")
     yield Ring.passing(grad_slots, whole, completed, settings.grad_slots, dtypes)
     landing = {b: at.delivered_bytes(b) for b in leaving if spec.lands(b)}
@@ -409,18 +462,25 @@ def _rings(at: Regions) -> Iterator[Ring]:
             slices,
         ),  # on its way to the device, or back
     ):
-        yield Ring.passing(directions, sizes, updated, spec.updates_ahead)
-    measured = {b.index: 1 for b in layout.buckets if spec.rounds(b.index)}
-    yield Ring.passing(Region("measured"), measured, [*measured], spec.updates_ahead)  # they only count
+        there = {b: n for b, n in sizes.items() if directions.tier != "device" or b in updated_here}
+        yield Ring.passing(directions, there, updated, spec.updates_ahead)
+    measured = {b: 1 for b in updated_here if spec.rounds(b)}
+    yield Ring.passing(slots("measured", "device", None), measured, [*measured], spec.updates_ahead)  # count
 
     # What a segment left passes once for each micro-batch of a group.
     segments = [s for s in range(spec.num_segments) if spec.activations_at(s) != "device"]
     stashed = {s: _stashed_bytes(spec, s) for s in segments}
     ahead = ACTIVATION_SLOTS if settings.tiles == 1 else 1
-    order = [s for s in segments for _ in range(min(settings.group_size, settings.host_slots + ahead))]
+    order = [s for s in segments for _ in range(min(settings.in_flight, settings.host_slots + ahead))]
     act_slots = slots("act_slot", "device", "uint8", "act")  # what backward needs, back on the device
-    yield Ring.passing(act_slots, stashed, order, ahead)
-    yield Ring.passing(Region("act_room"), dict.fromkeys(stashed, 1), order, ahead)
+    yield Ring.passing(act_slots, {s: stashed[s] for s in here(segments, B)}, order, ahead)
+    rooms = dict.fromkeys(here(segments, F), 1)
+    yield Ring.passing(slots("act_room", "device", None), rooms, order, ahead)
     on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
     act_pages = slots("act_page", "pinned", "uint8", "act")  # on its way to the disk, or back
     yield Ring.passing(act_pages, on_disk, order, settings.host_slots)
+
+    # What a pass makes that another device reads: each way into a segment has a slot of its own.
+    for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
+        sent = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in spec.hops(way)}
+        yield Ring.reused(slots(buffer, "pinned", "uint8", "act"), sent, [[*sent]], 1)

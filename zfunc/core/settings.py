@@ -21,6 +21,7 @@ from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
+from zfunc.core.pipeline import Order
 from zfunc.core.plan import Plan
 from zfunc.errors import did_you_mean
 from zfunc.options import AUTO, Check, OneOf, Option, SeveralOf, not_negative, one_of
@@ -52,6 +53,7 @@ SHARES = "Several with commas are each for an equal share of the segments, from 
 DOCSTRING_WIDTH = 116  # columns
 MOST_TILES = 1 << 16
 SHORTEST_TILE = 128  # tokens; below, a device waits for launches
+MOST_DEVICES = 1024
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
@@ -116,7 +118,7 @@ def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
     return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 
-def _schedule(name: str, value: Any) -> Any:
+def _callable(signature: str, name: str, value: Any) -> Any:
     """A name or a callable; a class is called without arguments."""
     if isinstance(value, type):
         try:
@@ -128,7 +130,7 @@ def _schedule(name: str, value: Any) -> Any:
             ) from error
     if not isinstance(value, str) and not callable(value):
         raise TypeError(
-            f"{name}: got a {type(value).__name__}, expected a callable Graph -> Plan: pass a name or an object of "
+            f"{name}: got a {type(value).__name__}, expected a callable {signature}: pass a name or an object of "
             "zfunc.schedules"
         )
     return value
@@ -223,7 +225,7 @@ class StepSettings:
     )
     schedule: str | Schedule = _setting(
         BY_DEVICE,
-        _schedule,
+        partial(_callable, "Graph -> Plan"),
         "how it runs",
         "what runs when, and on which lane",
         "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`. By device: `Overlapped` "
@@ -306,6 +308,21 @@ class StepSettings:
         "every one of them leaves for backward. Automatic is vertical where parameters are not on the device.",
         metavar=f"{AUTO}|horizontal|vertical|N",
         tries=("horizontal", "vertical", 2, 4, 8),
+    )
+    devices: int = _setting(
+        1,
+        partial(_count, most=MOST_DEVICES),
+        "step",
+        "devices of this process; each makes the passes of some segments",
+        "A pipeline, in the order of `order`, with the bits of one device at the same `micro_batches`.",
+    )
+    order: str | Order = _setting(
+        "OneFOneB",
+        partial(_callable, "(devices, segments, micro_batches) -> passes"),
+        "step",
+        "order of the passes on several devices, which places the segments",
+        "The name of a class in `zfunc.schedules.ORDERS`, an object of one, or a function "
+        "`(devices, segments, micro_batches)` that returns for each device its passes.",
     )
     stage: int = _setting(
         2,
@@ -647,8 +664,13 @@ class StepSettings:
         return DISK in (self.state_on, self.params_on, self.grads_on) or self.spills_activations
 
     @property
+    def in_flight(self) -> int:
+        """The number of micro-batches of which a segment may keep something for backward."""
+        return self.group_size if self.devices == 1 else self.micro_batches
+
+    @property
     def group_size(self) -> int:
-        """The number of micro-batches that pass a segment together."""
+        """The number of micro-batches that pass a segment together, on one device."""
         if isinstance(self.accumulate, int):
             return min(self.accumulate, self.micro_batches)
         vertical = self.streams if self.accumulate == AUTO else self.accumulate == "vertical"

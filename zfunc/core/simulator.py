@@ -2,9 +2,9 @@
 
 Concurrent operations slow each other down where they share a resource (`Hardware.shared`). Each operation uses a
 share of it, at most 1; if the shares of the running operations add up to S > 1, each runs at speed 1 / S. An
-operation that uses several resources runs at the lowest of its speeds. Each kind of operation is also a resource of
-its own, so two lanes of one kind are no faster than one. A wait across lanes ends `Hardware.handoff` seconds after
-the operation waited for.
+operation that uses several resources runs at the lowest of its speeds. Each kind of operation, of each device, is
+also a resource of its own, so two lanes of one kind are no faster than one. A wait across lanes ends
+`Hardware.handoff` seconds after the operation waited for.
 
 The result lies between the critical path and the serial sum plus all hand-offs. Not below: no operation runs faster
 than alone. Not above: while any operation runs, the speeds add up to at least 1. If the scarcest resource is shared
@@ -13,12 +13,12 @@ resource is overcommitted, all speeds are 1. While nothing runs, a hand-off is p
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from attrs import define, field
 
-from zfunc.core.graph import KINDS, Graph, Kind, Op
+from zfunc.core.graph import Graph, Kind, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, check_is_plan, topological_order
 from zfunc.core.timeline import Event, Timeline
@@ -79,34 +79,40 @@ def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     return max(end, default=0.0)
 
 
+Running = tuple[Kind, int]  # operations of a kind on a device
+
+
 class Speeds:
-    """The speed of each kind of operation, given how many of each kind run."""
+    """The speed of each kind of operation on each device, given how many of each run."""
 
     def __init__(self, hardware: Hardware) -> None:
-        own: dict[str, Mapping[Kind, float]] = {f"kind {kind}": {kind: 1.0} for kind in KINDS}
-        shared = {f"shared {name}": of for name, of in hardware.shared.items()}
-        self._resources = list({**own, **shared}.values())
-        self._cache: dict[tuple[tuple[Kind, int], ...], dict[Kind, float]] = {}
+        self._shared = [(of, hardware.neighbours.get(name)) for name, of in hardware.shared.items()]
+        self._cache: dict[tuple[tuple[Running, int], ...], dict[Running, float]] = {}
 
-    def of(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
-        """The speed of each running kind, above 0 and at most 1, the speed of one alone.
+    def of(self, counts: Mapping[Running, int]) -> dict[Running, float]:
+        """The speed of what runs, above 0 and at most 1, the speed of one alone.
 
         >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
-        >>> Speeds(on).of({"compute": 1, "host": 1})["compute"]
+        >>> Speeds(on).of({("compute", 0): 1, ("host", 0): 1})["compute", 0]
         0.6666666666666666
         """
         key = tuple(counts.items())
         speeds = self._cache.get(key)
         if speeds is None:
-            speeds = self._cache[key] = self._speeds({kind: n for kind, n in key if n})
+            speeds = self._cache[key] = self._speeds({x: n for x, n in key if n})
         return speeds
 
-    def _speeds(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
-        speeds: dict[Kind, float] = dict.fromkeys(counts, 1.0)
-        for shares in self._resources:
-            demand = math.fsum(shares.get(kind, 0.0) * n for kind, n in counts.items())
-            for kind in counts.keys() & shares.keys() if demand > 1 else ():
-                speeds[kind] = min(speeds[kind], 1 / demand)
+    def _speeds(self, counts: Mapping[Running, int]) -> dict[Running, float]:
+        speeds = {x: 1 / n for x, n in counts.items()}  # its own resource, of as many as run
+        for shares, neighbours in self._shared:
+            groups: dict[int, list[Running]] = {}
+            for kind, device in counts:
+                if kind in shares:
+                    groups.setdefault(device // neighbours if neighbours else 0, []).append((kind, device))
+            for group in groups.values():
+                demand = math.fsum(shares[x[0]] * counts[x] for x in group)
+                for x in group if demand > 1 else ():
+                    speeds[x] = min(speeds[x], 1 / demand)
         return speeds
 
 
@@ -115,7 +121,7 @@ class _Running:
     """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` it ends at `end`."""
 
     op: int
-    kind: Kind
+    on: Running
     lane: int
     since: float
     left: float
@@ -132,7 +138,7 @@ class _Run:
     handoff: float
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])
-    counts: dict[Kind, int] = field(factory=lambda: dict.fromkeys(KINDS, 0))
+    counts: Counter[Running] = field(factory=Counter[Running])
     at: list[int] = field(init=False)  # for each lane, the position of its next operation
     idle: list[bool] = field(init=False)
     pending: dict[int, int] = field(init=False)  # for each operation, the number of waits that are not over
@@ -158,8 +164,8 @@ class _Run:
             return
         i = ops[at]
         op, seconds = self.plan.graph.ops[i], self.alone[i]
-        self.running.append(_Running(i, op.kind, lane, now, seconds, 1.0, now + seconds))
-        self.counts[op.kind] += 1
+        self.running.append(_Running(i, (op.kind, op.device), lane, now, seconds, 1.0, now + seconds))
+        self.counts[op.kind, op.device] += 1
         self.idle[lane] = False
         self.at[lane] += 1
         self.started[i] = now
@@ -177,7 +183,7 @@ class _Run:
                 running.append(r)
                 continue
             self.ended[r.op] = now
-            self.counts[r.kind] -= 1
+            self.counts[r.on] -= 1
             self.idle[r.lane] = True
             lanes.append(r.lane)
             if (unlocked := self.unlocks.get(r.op)) is not None:
@@ -195,7 +201,7 @@ class _Run:
         """Update the speed of every running operation."""
         speeds = self.speeds.of(self.counts)
         for r in self.running:
-            speed = speeds[r.kind]
+            speed = speeds[r.on]
             if speed != r.speed:
                 r.left = max(0.0, r.left - (now - r.since) * r.speed)
                 r.since, r.speed, r.end = now, speed, now + r.left / speed

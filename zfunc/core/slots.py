@@ -55,7 +55,8 @@ class Ring:
         for items, count, room in self.classes:
             numbers = range(n := sum(map(len, self._by_use)), n + count)
             nbytes, dtype = room if self.region.kept else 0, self.dtypes.get(items[0], self.region.dtype)
-            slots = [evolve(self.region, index=(k,), nbytes=nbytes, dtype=dtype) for k in numbers]
+            own = self.region.index  # begins that of a slot
+            slots = [evolve(self.region, index=(*own, k), nbytes=nbytes, dtype=dtype) for k in numbers]
             self._by_use.append(slots)
             self._class_of |= dict.fromkeys(items, slots)
 

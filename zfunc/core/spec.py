@@ -1,6 +1,6 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the settings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -11,7 +11,9 @@ from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
+from zfunc.core.pipeline import B, F, Order, Pass, passes_on_one, passes_on_several
 from zfunc.core.settings import StepSettings, in_equal_shares
+from zfunc.errors import PlanError
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
@@ -72,6 +74,7 @@ class StepSpec:
       written.
     - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds. It
       is of a State that was loaded, and no step reads them.
+    - `order`: the passes on several devices.
 
     Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
     state or an unknown bucket.
@@ -91,6 +94,7 @@ class StepSpec:
     commit: bool = False
     update_workspace: int = 0
     frozen_masters: frozenset[int] = frozenset()
+    order: Order | None = None
 
     def __repr__(self) -> str:
         return brief(self)
@@ -116,6 +120,8 @@ class StepSpec:
                     f"{name}: got buckets {sorted(unknown)}, expected some of {sorted(known)}: make it with "
                     "zfunc.core.bucketing"
                 )
+        if self.order is not None:
+            self._check_places()
 
     def dtype(self, b: int) -> Precision:
         """The dtype of the parameters of bucket `b`, trainable or frozen, and of their gradients on the device."""
@@ -140,6 +146,88 @@ class StepSpec:
         """The micro-batches that pass each segment together."""
         total, size = self.settings.micro_batches, self.settings.group_size
         return tuple(range(m, min(m + size, total)) for m in range(0, total, size))
+
+    def loaded_before(self, m: int) -> Sequence[int]:
+        """The micro-batches that come to the first device just before the first pass of `m`."""
+        if self.order is not None:
+            return [m]
+        return next((group for group in self.micro_batch_groups if group[0] == m), ())
+
+    @cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes of all micro-batches through the segments, in serial order."""
+        settings, count, first = self.settings, self.num_segments, self.layout.first_trainable
+        if self.order is None:
+            return tuple(passes_on_one(self.micro_batch_groups, count, first))
+        passes = passes_on_several(self.order, settings.devices, count, settings.micro_batches, first)
+        return tuple(passes)
+
+    @cached_property
+    def _devices(self) -> dict[tuple[str, int, int], int]:
+        return {x[:3]: x.device for x in self.passes} if self.order is not None else {}
+
+    def device_of(self, way: str, m: int, s: int) -> int:
+        """The number of the device that makes a pass (F or B)."""
+        return self._devices.get((way, m, s), 0)
+
+    def segments_on(self, device: int, *ways: str) -> list[int]:
+        """The segments of which a device makes passes these ways, in ascending order."""
+        if self.order is None:
+            return [*range(self.num_segments)]
+        return sorted({s for (way, _, s), d in self._devices.items() if d == device and way in ways})
+
+    @cached_property
+    def _hops(self) -> dict[str, list[int]]:
+        hops: dict[str, list[int]] = {F: [], B: []}
+        for (way, m, s), d in self._devices.items():
+            if s and self._devices.get((way, m, s - 1), d) != d and s not in hops[way]:
+                hops[way].append(s)
+        return {way: sorted(own) for way, own in hops.items()}
+
+    def hops(self, way: str) -> list[int]:
+        """The segments whose input, or its gradient, goes from a device to another."""
+        return self._hops[way]
+
+    @cached_property
+    def _homes(self) -> dict[int, set[int]]:
+        """The devices on which passes use each bucket."""
+        homes: dict[int, set[int]] = {}
+        for (_, _, s), d in self._devices.items():
+            for b in self.layout.weights_of(s):
+                homes.setdefault(b, set()).add(d)
+        return homes
+
+    def home(self, b: int) -> int:
+        """The device that has what of bucket `b` lives on one."""
+        return min(self._homes.get(b, (0,)))
+
+    def _check_places(self) -> None:
+        """Raise PlanError for an order of devices that does not fit where things are."""
+        for x in self.passes:
+            m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
+            if x.way == B and x.device != forward and self.activations_at(s) == "device":
+                raise PlanError(
+                    f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
+                    "activations: expected one device, or activations_on='host' for all but the last segment"
+                )
+            if self.device_of(F, m, s) != self.device_of(F, 0, s) and s in self.stateful:
+                raise PlanError(
+                    f"order: got segment {s}, whose forward changes buffers, on several devices, expected one"
+                )
+        for b, devices in self._homes.items():
+            if len(devices) > 1 and not self.moves_weights(b):
+                names = [span.name for span in self.layout.all_buckets[b].spans]
+                raise PlanError(
+                    f"order: got passes with the weights {', '.join(names[:3])} on the devices {sorted(devices)}, "
+                    "expected one: pass params_on='host', with update_on='host', or an order that has those "
+                    "segments on one"
+                )
+
+    def moves_weights(self, b: int) -> bool:
+        """Whether several devices may use bucket `b`: each fetches it, and its update is the host's."""
+        return self.params_at(b) != "device" and not (
+            b < len(self.layout.buckets) and self.updated_on_device(b)
+        )
 
     @property
     def num_segments(self) -> int:
@@ -312,7 +400,7 @@ class StepSpec:
     @property
     def sums_on_device(self) -> bool:
         """Whether the gradients of all micro-batches are added up on the device before they leave it."""
-        return 1 < self.settings.micro_batches <= self.settings.group_size
+        return 1 < self.settings.micro_batches <= self.settings.group_size and self.settings.devices == 1
 
     def sums_apart(self, b: int) -> bool:
         """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""

@@ -52,7 +52,9 @@ def traced_costs(
                 tiles=tiles,
                 activations_on="host" if moving else "device",
             )
-            calls = segment_calls(base.segments, base.layout, passes, base.device, base.cache.joints)
+            calls = segment_calls(
+                base.segments, evolve(base.spec, settings=passes), base.devices, base.cache.joints
+            )
             programs[key] = evolve(base, calls=calls)
         return programs[key]
 

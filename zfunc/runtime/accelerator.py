@@ -91,6 +91,20 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
     return chosen
 
 
+def devices_from(device: torch.device, count: int) -> tuple[torch.device, ...]:
+    """`device` and those after it, `count` in all; of the CPU itself, as often. Raises ValueError where there are
+    fewer."""
+    if not on_accelerator(device):
+        return (device,) * count
+    first, there = device.index, torch.accelerator.device_count()
+    if first + count > there:
+        raise ValueError(
+            f"devices: got {count} from {str(device)!r} on, expected at most {there - first}: torch sees "
+            f"{there} of type {device.type}"
+        )
+    return tuple(torch.device(device.type, n) for n in range(first, first + count))
+
+
 def device_name(device: torch.device) -> str | None:
     """The maker's name of the device, such as "NVIDIA H200"; None for the CPU, the type where nobody says."""
     if not on_accelerator(device):

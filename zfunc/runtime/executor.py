@@ -19,8 +19,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from random import Random
@@ -137,15 +137,15 @@ class StepRun:
     host_seconds: float
 
 
-def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> PreparedPlan:
-    """Look up everything a step needs. Raises ValueError for a verb without a stage."""
+def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
+    """Look up everything a step on these devices needs. Raises ValueError for a verb without a stage."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
         raise ValueError(
             f"got operations {missing} in the plan, expected verbs with a stage: {sorted(stages)}. Add a "
             "function for each to the table of stages"
         )
-    streams = on_accelerator(device)
+    streams = on_accelerator(devices[0])
     awaited = {n for waits in plan.waits for n in waits}
     accesses: dict[Region, int] = {}
     on_lanes: dict[Region, set[str]] = {}
@@ -169,23 +169,25 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) 
     kinds = [{x.op.kind for x in items} for items in lanes]
     compute = [n for n, of in enumerate(kinds) if "compute" in of]
     sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
-    events = {i: torch.Event(device) for i in awaited if streams and plan.graph.ops[i].kind not in HOST_CODE}
+    on_streams = (i for i in awaited if streams and plan.graph.ops[i].kind not in HOST_CODE)
+    events = {i: torch.Event(devices[plan.graph.ops[i].device]) for i in on_streams}
     return PreparedPlan(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
 
 
 class Executor:
-    """The threads and streams of a program. Made once and kept: fresh streams each step would grow the allocator.
+    """The threads of a program, and the streams of each on its devices. Made once and kept: fresh streams each step
+    would grow the allocator.
 
     `patience` is how long, in seconds, a lane waits for another before it gives up and says for what.
     `deterministic` uses deterministic kernels alone.
     """
 
-    def __init__(self, device: torch.device, *, patience: float = 600.0, deterministic: bool = False) -> None:
-        self.device = device
+    def __init__(self, *devices: torch.device, patience: float = 600.0, deterministic: bool = False) -> None:
+        self.devices = devices
         self.patience = patience
         self.deterministic = deterministic
         self._process = 0  # that has made a step
-        self._streams: dict[str, torch.Stream] = {}
+        self._streams: dict[tuple[str, int], torch.Stream] = {}
         self._threads: dict[str, SimpleQueue[Any]] = {}
         # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
         # change with it. Made here, it has happened before any step, whatever lanes come later.
@@ -246,15 +248,16 @@ class Executor:
 
     def _begin(self, plan: Plan, options: RunOptions) -> torch.Event | None:
         """Put the streams behind the caller's; with a trace, the event from which device times count."""
-        if not on_accelerator(self.device):
+        if not on_accelerator(self.devices[0]):
             return None
-        caller = torch.accelerator.current_stream(self.device)
+        callers = [torch.accelerator.current_stream(device) for device in self.devices]
         for lane in plan.lanes:
-            if (stream := self.stream(lane.name)) is not None:
-                stream.wait_stream(caller)  # what the caller has queued comes first
+            for n in {plan.graph.ops[i].device for i in lane.ops}:
+                if (stream := self.stream(lane.name, n)) is not None:
+                    stream.wait_stream(callers[n])  # what the caller has queued comes first
         if not options.trace:
             return None
-        base = torch.Event(self.device, enable_timing=True)
+        caller, base = callers[0], torch.Event(self.devices[0], enable_timing=True)
         base.record(caller)
         if not poll(base.query, self.patience):
             raise LaneTimeout(
@@ -262,13 +265,13 @@ class Executor:
             )
         return base
 
-    def stream(self, lane: str) -> torch.Stream | None:
-        """The stream of a lane; None on the CPU."""
-        if not on_accelerator(self.device):
+    def stream(self, lane: str, n: int = 0) -> torch.Stream | None:
+        """The stream of a lane on device `n`; None on the CPU."""
+        if not on_accelerator(self.devices[n]):
             return None
-        if lane not in self._streams:
-            self._streams[lane] = torch.Stream(self.device)
-        return self._streams[lane]
+        if (lane, n) not in self._streams:
+            self._streams[lane, n] = torch.Stream(self.devices[n])
+        return self._streams[lane, n]
 
     def _thread(self, lane: str) -> "SimpleQueue[Any]":
         if lane not in self._threads:
@@ -304,16 +307,14 @@ class Executor:
 
     def _finish(self, run: RunningStep) -> None:
         """Wait until the streams are done, and note what goes wrong; a failure of before is the one that counts."""
-        for lane in run.prepared.plan.lanes:
-            stream = self._streams.get(lane.name)
-            if stream is None or isinstance(run.failure, LaneTimeout | RankError):
+        lanes = {lane.name for lane in run.prepared.plan.lanes}
+        for (lane, n), stream in self._streams.items():
+            if lane not in lanes or isinstance(run.failure, LaneTimeout | RankError):
                 continue  # the device hangs, or its collectives do
             try:
-                self._wait_for_device(
-                    run, lane.name, stream.query, "the end of the step", lane.name, lambda: False
-                )
+                self._wait_for_device(run, lane, stream.query, "the end of the step", lane, lambda: False)
             except BaseException as error:
-                self._fail(run, _device_error(error, "the end of the step", self.device))
+                self._fail(run, _device_error(error, "the end of the step", self.devices[n]))
 
     def _wait_for_device(
         self,
@@ -345,7 +346,7 @@ class Executor:
     def _drive(self, run: RunningStep, n: int) -> None:
         """Issue the operations of one lane in order; on an exception stop every lane."""
         lane = run.prepared.plan.lanes[n].name
-        stream = self.stream(lane)
+        stream: torch.Stream | None = None
         random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
         previous: IssuedOp | None = None
         item: IssuedOp | None = None
@@ -353,16 +354,18 @@ class Executor:
             # The caller's thread is not ours to bind.
             if n in run.prepared.sweeping and n != run.prepared.main:
                 bind_to_nodes()
-            with torch.no_grad(), work_on(stream):
+            with torch.no_grad(), ExitStack() as working:
                 for item in run.prepared.lanes[n]:
+                    before, stream = stream, self.stream(lane, item.op.device)
+                    if stream is not before:
+                        working.close()
+                        working.enter_context(work_on(stream))
                     self._await(run, item, lane, stream)
-                    if (
-                        stream is not None
-                        and previous is not None
-                        and previous.on_stream
-                        and not item.on_stream
-                    ):
-                        self._wait_for_device(run, lane, stream.query, item.op.name, previous.op.name)
+                    if before is not None and previous is not None and previous.on_stream:
+                        if not item.on_stream:
+                            self._wait_for_device(run, lane, before.query, item.op.name, previous.op.name)
+                        elif stream is not before:
+                            stream.wait_stream(before)  # type: ignore[union-attr]
                     if run.failure is not None:
                         return
                     if random is not None:
@@ -372,7 +375,7 @@ class Executor:
                     self._issue(run, item, lane, stream)
                     previous = item
         except BaseException as error:  # also an interrupt: no lane may be left running
-            self._fail(run, _named(error, item, lane, self.device, run.options.debug))
+            self._fail(run, _named(error, item, lane, self.devices, run.options.debug))
         finally:
             run.running.pop(lane, None)
 
@@ -380,7 +383,7 @@ class Executor:
         """Delay the host before it issues the operation, and the device before it begins it."""
         time.sleep(random.random() * jitter.seconds)
         if item.on_stream:
-            delay_stream(self.device, random.random() * jitter.seconds)
+            delay_stream(self.devices[item.op.device], random.random() * jitter.seconds)
 
     def _size_team(self, item: IssuedOp) -> None:
         """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
@@ -435,9 +438,12 @@ class Executor:
         run.started[item.position] = False
         timed = run.options.trace and item.on_stream
         if item.on_stream and item.shared:
-            record_use(self.device, [run.mem.get(r) for r in item.shared])  # made on another stream, perhaps
+            record_use(
+                self.devices[item.op.device], [run.mem.get(r) for r in item.shared]
+            )  # made on another stream, perhaps
         if timed:
-            pair = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
+            device = self.devices[item.op.device]
+            pair = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
             run.timed[item.position] = pair
             pair[0].record(stream)
         start = time.perf_counter()
@@ -490,14 +496,14 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 
 
 def _named(
-    error: BaseException, item: IssuedOp | None, lane: str, device: torch.device, debug: bool
+    error: BaseException, item: IssuedOp | None, lane: str, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
     """The error as train_step raises it: zfunc's own and interrupts as they are, the rest with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
     if isinstance(error, torch.AcceleratorError) and not debug:
-        return _device_error(error, f"{item.op.name} on lane {lane}", device)
+        return _device_error(error, f"{item.op.name} on lane {lane}", devices[item.op.device])
     named = ExecutionError(f"{item.op.name} on lane {lane}: {type(error).__name__}: {error}")
     named.__cause__ = error
     return named

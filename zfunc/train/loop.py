@@ -354,5 +354,5 @@ def _peaks(program: Program, before: int) -> dict[str, int]:
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = {"process": highest, "host": max(0, highest - before)}
     if on_accelerator(program.device):
-        peaks["device"] = peak_bytes(program.device)
+        peaks |= {place: peak_bytes(device) for place, device in program.memories.items()}
     return peaks

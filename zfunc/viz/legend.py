@@ -22,7 +22,7 @@ PALETTE = (  # light enough for black letters, distinct on white and on black
     *("#fccca8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#d69a55", "#94a3b8", "#3cfc60", "#ffe082", "#a98ff0"),
     *("#80cbc4", "#c378b4", "#8c9bff", "#ffb4c3", "#ff87c3", "#7df297", "#84967b", "#ace840", "#f44cf4"),
     *("#9f963c", "#e8848c", "#c3e1b4", "#4cc440", "#f48840", "#b48778", "#3ca55a", "#ded98c", "#f9f91f"),
-    *("#f9a21f", "#c0a878", "#ccd8cc", "#3c90fc"),
+    *("#f9a21f", "#c0a878", "#ccd8cc", "#3c90fc", "#d0ff9c", "#ffc0e8", "#9cffe0", "#c8b0ff"),
 )
 _COLOURS = dict(zip((*VERBS, *MOVES), PALETTE, strict=False))
 

@@ -34,6 +34,7 @@ from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import (
     best_precision,
+    devices_from,
     on_accelerator,
     pick_device,
     prepare_deterministic,
@@ -107,6 +108,7 @@ def compile(
         ways = [partial(make, way) for way in places]
         return first_that_fits(ways, example, settings.automatic)
     settings = settings.scheduled(on_cpu=not on_gpu)
+    devices = devices_from(device, settings.devices)
 
     # 2. Spec: the layout of the parameters, and what a recipe asks of the settings.
     optimizer = with_moments(optimizer, settings)
@@ -139,14 +141,14 @@ def compile(
     default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=segment_calls(segments, spec.layout, settings, device),
+        calls=segment_calls(segments, spec, devices),
         optimizer=optimizer,
         schedule=schedule,
-        device=device,
+        devices=devices,
         spec=spec,
         plan=plan,
         stages=functions,
-        executor=Executor(device, patience=patience, deterministic=settings.deterministic),
+        executor=Executor(*devices, patience=patience, deterministic=settings.deterministic),
         cache=ProgramCache(),
         ranks=ranks,
         recipe=recipe,

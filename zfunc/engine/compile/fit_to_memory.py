@@ -52,11 +52,11 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
     if program.settings.offload_ratio != AUTO:
         return evolve(program, plan=shaped.plan)
     spec = shaped.spec
-    limit = next(iter(_room(program).values()))  # of the device
+    limit = next(iter(_room(program).values()))  # of the device, or the first of several that are alike
 
     def needed(spec: StepSpec) -> int:
-        peaks = peak_memory(make_plan(spec, program.schedule, program.recipe))
-        return next(iter(needed_bytes(program, peaks).values()))
+        found = needed_bytes(program, peak_memory(make_plan(spec, program.schedule, program.recipe)))
+        return max(found[x] for x in program.memories or found)
 
     def fits(ratio: float) -> bool:
         return needed(with_ratio(spec, ratio)) <= limit
@@ -102,8 +102,8 @@ def first_that_fits(
         if not any(of_ranks):
             found = program
             break
-        first = next(iter(needed))  # the device, or the host where that is one
-        if found is None and (make is last or not any(first in x for x in of_ranks)):
+        devices = {*(program.memories or needed)}  # or the host where that is one
+        if found is None and (make is last or devices.isdisjoint(" ".join(of_ranks).split())):
             found = program
     assert found is not None
     named = ", ".join(f"{name}={getattr(found.settings, name)!r}" for name in chosen)
@@ -116,7 +116,7 @@ def _room(program: Program) -> dict[str, int]:
     if not on_accelerator(program.device):
         return {"host": int(available_host_bytes() * (1 - HEADROOM))}
     own = available_host_bytes() // min(local_ranks(), program.ranks.world)
-    free = {"device": available_bytes(program.device), "host": own}
+    free = {**{x: available_bytes(device) for x, device in program.memories.items()}, "host": own}
     return {memory: int(nbytes * (1 - HEADROOM)) for memory, nbytes in free.items()}
 
 

@@ -12,8 +12,8 @@ import torch
 from attrs import fields
 from torch import Tensor, nn
 
-from zfunc.core.layout import Layout
-from zfunc.core.settings import StepSettings
+from zfunc.core.pipeline import B, F
+from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, evaluated_in_tiles, make_vjp
 from zfunc.engine.step.metrics import Metrics
@@ -24,14 +24,14 @@ RESERVED = frozenset(f.name for f in fields(Metrics))
 
 def segment_calls(
     segments: Sequence[Segment],
-    layout: Layout,
-    settings: StepSettings,
-    device: torch.device,
+    spec: StepSpec,
+    devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
 ) -> tuple[CompiledSegment, ...]:
     """The segments with their forward and backward; equal segments share these, to be traced or compiled once; with
     the same `joints` also those that recompute otherwise."""
-    compiled, last = settings.compile_segments, len(segments) - 1
+    settings, layout, last = spec.settings, spec.layout, len(segments) - 1
+    compiled = settings.compile_segments
     modes = settings.recompute_modes(len(segments))
     trainable = {span.name for span in layout.spans}
     pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
@@ -59,6 +59,7 @@ def segment_calls(
             pair = make(compiled=True) if compiled else eager, eager, evaluate
             pairs.append((segment, options, pair))
         names = segment.by_short
+        used = [n for n in range(len(devices)) if s in spec.segments_on(n, F, B)]
         calls.append(
             CompiledSegment(
                 segment.name,
@@ -67,7 +68,7 @@ def segment_calls(
                 *pair[:2],
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
-                {short: t.to(device) for short, t in segment.constants.items()},
+                {n: {short: t.to(devices[n]) for short, t in segment.constants.items()} for n in used},
                 {short: t.to("meta") for short, t in segment.buffers.items()},
             )
         )

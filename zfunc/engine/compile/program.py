@@ -58,7 +58,7 @@ class Program:
     calls: tuple[CompiledSegment, ...] = field(repr=False)
     optimizer: Optimizer
     schedule: Schedule
-    device: torch.device
+    devices: tuple[torch.device, ...]
     spec: StepSpec = field(repr=False)
     plan: Plan = field(repr=False)
     stages: dict[str, Stage] = field(repr=False)
@@ -74,6 +74,17 @@ class Program:
     def _repr_html_(self) -> str:
         rows = [(name, getattr(self, name)) for name in ("settings", "optimizer", "device", "layout")]
         return html_table(["program", ""], rows) + in_notebook("plan", self.plan)
+
+    @property
+    def device(self) -> torch.device:
+        """The device, or the first of several."""
+        return self.devices[0]
+
+    @property
+    def memories(self) -> dict[Tier, torch.device]:
+        """The devices with memory of their own, by the place of their regions."""
+        apart = self.devices if on_accelerator(self.device) else ()
+        return {Region("", device=n).place: device for n, device in enumerate(apart)}
 
     @property
     def layout(self) -> Layout:
@@ -172,7 +183,7 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
     A collective where some of these are on the disk: ranks that make one step need new ones together.
     """
     staging = program.cache.staging
-    allocate = partial(allocate_regions, device=program.device, folders=program.settings.swap)
+    allocate = partial(allocate_regions, devices=program.devices, folders=program.settings.swap)
     if not (staging or program.cache.released):
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
@@ -205,9 +216,9 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     if new := _without_slots(program, shaped):
         for r in new:
-            allocated[r.tier] -= r.nbytes
+            allocated[r.place] -= r.nbytes
         for r, slot in program.cache.staging.items():
-            allocated[r.tier] += slot.nbytes if r.role == "act" else 0  # freed before
+            allocated[r.place] += slot.nbytes if r.role == "act" else 0  # freed before
     return allocated
 
 
@@ -245,10 +256,13 @@ def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> N
 def needed_bytes(
     program: Program, peaks: Mapping[Tier, Peak], allocated: Mapping[Tier, int] | None = None
 ) -> dict[str, int]:
-    """The bytes of the peaks, less those `allocated`, by memory: the device first, which may be the host."""
-    left = {tier: peak.nbytes - (allocated or {}).get(tier, 0) for tier, peak in peaks.items()}
-    device, host = left["device"], left["host"] + left["pinned"]
-    return {"device": device, "host": host} if on_accelerator(program.device) else {"host": host + device}
+    """The bytes of the peaks, less those `allocated`, by memory: each device first, which may be the host."""
+    left = {place: peak.nbytes - (allocated or {}).get(place, 0) for place, peak in peaks.items()}
+    devices = {place: n for place, n in left.items() if place.startswith("device")}
+    host = left["host"] + left["pinned"]
+    if on_accelerator(program.device):
+        return {**devices, "host": host}
+    return {"host": host + sum(devices.values())}
 
 
 def memory_shortage(
@@ -256,14 +270,14 @@ def memory_shortage(
 ) -> str:
     """The error text if the peaks, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
-    if on_accelerator(program.device):
-        free["device"] = available_bytes(program.device) - unplanned_bytes(program.device)
-    for memory, available in free.items():
+    apart = {place: available_bytes(x) - unplanned_bytes(x) for place, x in program.memories.items()}
+    for memory, available in {**free, **apart}.items():
         if needed[memory] > available:
-            op = "" if "device" in free and memory == "host" else peaks["device"].op
+            op = "" if apart and memory == "host" else peaks[memory if apart else "device"].op
+            fewer = " fewer segments on it (`cut` of the order)," if len(apart) > 1 and op else ""
             return (
                 f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
-                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use more "
+                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use{fewer} more "
                 "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
     return ""

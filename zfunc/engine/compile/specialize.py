@@ -88,7 +88,7 @@ def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
 
 def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
     plan = make_plan(spec, program.schedule, recipe)
-    prepared = prepare_plan(plan, program.stages, program.device)
+    prepared = prepare_plan(plan, program.stages, *program.devices)
     return ShapedProgram(spec, plan, prepared, peak_memory(plan), random)
 
 

@@ -20,6 +20,7 @@ from zfunc.optim.base import Optimizer, has_moments
 from zfunc.optim.by_name import CLASSES
 from zfunc.optim.groups import GroupedOptimizer
 from zfunc.optim.rules import EMA_PIECE
+from zfunc.schedules import make_order
 
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
@@ -61,6 +62,7 @@ def make_spec(
         constant_bytes=constant_bytes,
         buffer_bytes=buffer_bytes or (0,) * len(segments),
         world=world,
+        order=make_order(settings.order) if settings.devices > 1 else None,
         update_workspace=max(optimizer.device_workspace(largest), averaging) if on_gpu else 0,
         **in_buckets(layout, settings),
     )

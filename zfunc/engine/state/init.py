@@ -123,7 +123,7 @@ def allocate_state(
     swap = swap or create_swap(program, spec)
     if swap is not None:
         give_back_freed()
-    make = partial(allocate, spec, program.device, swap, program.settings.swap)
+    make = partial(allocate, spec, program.devices, swap, program.settings.swap)
     return allocate_on_all(program, make)
 
 

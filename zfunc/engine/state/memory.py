@@ -240,22 +240,22 @@ HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot}  # by role; of 
 
 
 def allocate_regions(
-    regions: Iterable[Region], device: torch.device, folders: Sequence[str]
+    regions: Iterable[Region], devices: Sequence[torch.device], folders: Sequence[str]
 ) -> dict[Region, Any]:
-    """Zeroed memory, one allocation for each buffer and tier, whose regions may be of different dtypes.
+    """Zeroed memory, one allocation for each buffer and tier, or device, whose regions may be of different dtypes.
 
     What is on the disk has room in files of its own in `folders`.
     """
     groups: dict[tuple[str, Tier], list[Region]] = {}
     for r in regions:
-        groups.setdefault((r.buffer, r.tier), []).append(r)
+        groups.setdefault((r.buffer, r.place), []).append(r)
     memory: dict[Region, Any] = spill_files(
         [r for (_, tier), group in groups.items() if tier == "disk" for r in group], folders
     )
     for group in (group for (_, tier), group in groups.items() if tier != "disk"):
         first, *_ = group = sorted(group, key=lambda r: r.index)
         ends = [0, *accumulate(r.nbytes for r in group)]
-        flat = _allocate_flat(first, ends[-1], device)
+        flat = _allocate_flat(first, ends[-1], devices[first.device])
         holder = HOLDERS.get(first.role or "", lambda part: part)
         for r, (start, stop) in zip(group, pairwise(ends), strict=True):
             memory[r] = holder(flat[start:stop].view(TORCH_DTYPES[r.dtype or "uint8"]))

@@ -78,8 +78,8 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
                 f"release: needs {needed:,} bytes of host memory, {free:,} are free; nothing was released. Keep "
                 "more of the state on the host, with a larger offload_ratio"
             )
-        on_host = (evolve(r, tier="pinned", role=None) for r in regions)
-        parked = allocate_regions(on_host, program.device, ())
+        on_host = (evolve(r, tier="pinned", role=None, device=0) for r in regions)
+        parked = allocate_regions(on_host, program.devices, ())
         buffers.parked = {r: parked[r] for r in regions}
     with on_compute_stream(program):
         for r, copy in buffers.parked.items():
@@ -94,21 +94,23 @@ def _free(program: Program, buffers: Buffers) -> None:
     for r in cache.released:
         cache.staging.pop(r, None)
     for call in program.calls:
-        call.constants.clear()
+        for constants in call.constants_on.values():
+            constants.clear()
     if on_accelerator(program.device):
         torch.accelerator.empty_cache()
 
 
 def _take_back(program: Program, state: State, action: str) -> None:
-    buffers, layout, device = state.buffers, program.layout, program.device
+    buffers, layout, devices = state.buffers, program.layout, program.devices
     with lock_staging(program, action, patience=program.executor.patience), torch.inference_mode(False):
         regions = buffers.released
         try:
             with on_compute_stream(program):
                 staging_buffers(program)
                 for call, segment in zip(program.calls, program.segments, strict=True):
-                    call.constants.update({x: t.to(device) for x, t in segment.constants.items()})
-                buffers.place(allocate_regions(regions, device, ()), layout)
+                    for n, constants in call.constants_on.items():
+                        constants.update({x: t.to(devices[n]) for x, t in segment.constants.items()})
+                buffers.place(allocate_regions(regions, devices, ()), layout)
                 for r in (r for r in regions if r in buffers.parked):
                     _flat(buffers.memory[r]).copy_(buffers.parked[r])
                 remade = (layout.all_buckets[r.index[0]] for r in regions if r not in buffers.parked)

@@ -271,13 +271,13 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
 
 def allocate(
     spec: StepSpec,
-    device: torch.device,
+    devices: Sequence[torch.device],
     swap: SwapSpace | None,
     folders: Sequence[str],
 ) -> Buffers:
     """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`."""
     layout, regions = spec.layout, [*Regions(spec).state()]
-    memory = allocate_regions((r for r in regions if r.buffer != "extent"), device, folders)
+    memory = allocate_regions((r for r in regions if r.buffer != "extent"), devices, folders)
     on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
     buffers = Buffers({}, on_disk=on_disk, masters=spec.frozen_masters)

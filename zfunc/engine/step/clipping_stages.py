@@ -77,8 +77,8 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 def _wait_for_copies(step: StepContext) -> None:
     """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
-    if step.ranks.world > 1 and on_accelerator(step.device):
-        stream = torch.accelerator.current_stream(step.device)
+    if step.ranks.world > 1 and on_accelerator(step.devices[0]):
+        stream = torch.accelerator.current_stream(step.devices[0])
         synchronize(stream, step.patience, "copies to the host", step.ranks.watch)
 
 

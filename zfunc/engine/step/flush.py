@@ -75,7 +75,7 @@ def step_on(
         loss_scale=state.loss_scale.scale,
         settings=program.settings,
         dtype=program.dtype,
-        device=program.device,
+        devices=program.devices,
         randomness=randomness,
         ranks=ranks,
         updated=owner.updated,

@@ -7,8 +7,10 @@ On an accelerator no copy between the device and pinned memory waits.
 import math
 from typing import Any
 
+import torch
 from attrs import evolve
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
@@ -59,6 +61,20 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
         mem[target].put([mem[Region("act", op.index)], *residuals])
     else:
         mem[target].put(mem[op.reads[0]].tree)
+
+
+def sent(op: Op, mem: Memory, step: StepContext) -> None:
+    """What a pass made and the next reads on another device: to pinned memory, and from there to new tensors."""
+    (source,), (target,) = op.reads, op.writes
+    if target.tier == "pinned":
+        mem[target].put(mem[source])
+        return
+
+    def arrived(t: Tensor) -> Tensor:
+        there = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=step.devices[op.device])
+        return there.copy_(t, non_blocking=True)
+
+    mem[target] = tree_map_only(Tensor, arrived, mem[source].tree)
 
 
 def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
@@ -159,6 +175,8 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
 
 THINGS: dict[str, Stage] = {
     "weights": weights,
+    "input": sent,
+    "gradient of input": sent,
     "activations": activations,
     "activations for backward": activations,
     "gradient": own_slice,

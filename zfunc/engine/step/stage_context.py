@@ -31,8 +31,13 @@ class CompiledSegment:
     plain: SegmentVJP  # the same without torch.compile, to trace costs
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
-    constants: dict[str, Tensor]
+    constants_on: dict[int, dict[str, Tensor]]  # by the number of the device
     buffers: dict[str, Tensor]  # on the meta device, of those that forward changes
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Those on the first of the devices that run it."""
+        return self.constants_on[min(self.constants_on)]
 
 
 @frozen(eq=False)
@@ -47,7 +52,7 @@ class StepContext:
     loss_scale: float
     settings: StepSettings
     dtype: torch.dtype  # of floating-point inputs on the device
-    device: torch.device
+    devices: tuple[torch.device, ...]
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed

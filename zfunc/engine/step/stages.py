@@ -43,11 +43,14 @@ def load(op: Op, mem: Memory, step: StepContext) -> None:
 
     def to_device(t: Tensor, *, cast: bool) -> Tensor:
         dtype = step.dtype if cast and t.is_floating_point() else t.dtype
-        return t.to(step.device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
+        device = step.devices[op.device]
+        return t.to(device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
 
     inputs, *targets = mem[op.read("batch")]
-    mem[op.write("act")] = tree_map_only(Tensor, partial(to_device, cast=True), inputs)
-    mem[op.write("targets")] = tree_map_only(Tensor, partial(to_device, cast=False), tuple(targets))
+    if op.touches("act"):
+        mem[op.write("act")] = tree_map_only(Tensor, partial(to_device, cast=True), inputs)
+    if op.touches("targets"):
+        mem[op.write("targets")] = tree_map_only(Tensor, partial(to_device, cast=False), tuple(targets))
 
 
 def forward(op: Op, mem: Memory, step: StepContext) -> None:
@@ -70,7 +73,8 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
         if op.touches("aux"):
             (mem[op.write("aux")],) = aux
     else:
-        mem[op.write("act")] = y
+        (output,) = (r for r in op.writes if r.buffer in ("act", "sent_act"))
+        mem[output] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals, before
 
@@ -89,8 +93,9 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
         )
     if op.touches("grads"):
         mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
-    if (passed := Region("grad_act", op.index)) in op.writes:
-        mem[passed] = below
+    for buffer in ("grad_act", "sent_grad_act"):
+        if (passed := Region(buffer, op.index)) in op.writes:
+            mem[passed] = below
 
 
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
@@ -266,7 +271,7 @@ def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tens
     views = ChainMap(*(mem[r].views for r in op.operands("params")))
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
-    return SegmentWeights(trained, {**fixed, **call.constants, **buffers})
+    return SegmentWeights(trained, {**fixed, **call.constants_on[op.device], **buffers})
 
 
 def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
@@ -290,7 +295,7 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
     """The cotangents from the segment above; of the loss, its scale over all ranks' micro-batches."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
-        return [torch.full((), seed, dtype=torch.float32, device=step.device)]
+        return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]
     return mem[op.read("grad_act")]
 
 

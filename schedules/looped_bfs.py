@@ -1,0 +1,29 @@
+"""Looped BFS: breadth first through the stages of each device (Lamy-Poirier, 2211.05953)."""
+
+from collections.abc import Sequence
+
+from attrs import field, frozen
+
+from zfunc.core.pipeline import B, F
+
+from .stages import Passes, cut_in_stages, of_segments
+
+
+@frozen
+class LoopedBFS:
+    """`stages` stages on each device, dealt in turn; all micro-batches pass one before the next.
+
+    Weights that are fetched for a stage serve all micro-batches. `cut` are the segments of each stage.
+    """
+
+    stages: int = 2
+    cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
+
+    def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
+        """The passes of each device."""
+        order: list[Passes] = []
+        for d in range(devices):
+            own = range(d, self.stages * devices, devices)
+            ways = (F, own), (B, own[::-1])
+            order.append([(way, m, k) for way, stages in ways for k in stages for m in range(micro_batches)])
+        return of_segments(order, cut_in_stages(segments, self.stages * devices, self.cut))

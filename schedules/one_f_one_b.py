@@ -1,0 +1,63 @@
+"""1F1B: after a few forwards each device makes a backward and a forward in turn (PipeDream, 1806.03377), and its
+interleaved form with several stages on each device (Megatron, 2104.04473)."""
+
+from collections.abc import Sequence
+
+from attrs import field, frozen
+
+from zfunc.core.pipeline import B, F
+
+from .stages import Passes, cut_in_stages, of_segments
+
+
+@frozen
+class OneFOneB:
+    """A stage of consecutive segments on each device; a device is as many forwards ahead as stages follow.
+
+    `cut` are the segments of each stage; without it they are as equal as can be. No device keeps what more
+    micro-batches leave for backward than there are stages.
+    """
+
+    cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
+
+    def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
+        """The passes of each device."""
+        order: list[Passes] = []
+        for d in range(devices):
+            forwards, backwards = ([(way, m, d) for m in range(micro_batches)] for way in (F, B))
+            order.append(_in_turn(forwards, backwards, ahead=devices - 1 - d))
+        return of_segments(order, cut_in_stages(segments, devices, self.cut))
+
+
+@frozen
+class Interleaved1F1B:
+    """1F1B with `stages` stages on each device, dealt in turn: less waiting for the first micro-batch, more copies.
+
+    Micro-batches pass the stages of a device in rounds of as many as there are devices, so their number is a
+    multiple of that, or smaller. `cut` are the segments of each stage.
+    """
+
+    stages: int = 2
+    cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
+
+    def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
+        """The passes of each device."""
+        each, size, order = range(self.stages), min(devices, micro_batches), list[Passes]()
+        rounds = [range(m, min(m + size, micro_batches)) for m in range(0, micro_batches, size)]
+        for d in range(devices):
+            forwards = [(F, m, k * devices + d) for own in rounds for k in each for m in own]
+            backwards = [(B, m, k * devices + d) for own in rounds for k in each[::-1] for m in own]
+            order.append(
+                _in_turn(forwards, backwards, ahead=(self.stages - 1) * size + 2 * (devices - 1 - d))
+            )
+        return of_segments(order, cut_in_stages(segments, self.stages * devices, self.cut))
+
+
+def _in_turn(forwards: Passes, backwards: Passes, *, ahead: int) -> Passes:
+    """The first `ahead` forwards, then one and a backward in turn, then the backwards that are left."""
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return [
+        *forwards[:ahead],
+        *(x for pair in pairs for x in pair),
+        *backwards[max(0, len(forwards) - ahead) :],
+    ]

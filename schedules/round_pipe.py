@@ -1,0 +1,43 @@
+"""RoundPipe, with synchronous updates: stages dealt to the devices in turn, wherever their weights come from.
+
+Forward and backward are cut into stages of about equal time, each way otherwise; the next stage goes to the next
+device (github.com/ITcarrot/RoundPipe).
+"""
+
+from collections.abc import Sequence
+
+from attrs import field, frozen
+
+from zfunc.core.pipeline import B, F
+
+from .stages import Passes, cut_in_stages
+
+
+@frozen
+class RoundPipe:
+    """Stages dealt to the devices one by one, forward, then backward; rounds of as many micro-batches as devices.
+
+    `forward` and `backward` are the segments of each stage, both from the first segment on; the last stage of
+    forward and the first of backward begin alike, as the last segment goes both ways on one device. Without them
+    each segment is a stage, and the last both ways. Weights and activations come from the host:
+    params_on="host", activations_on="host".
+    """
+
+    forward: Sequence[int] = field(default=(), converter=tuple[int, ...])
+    backward: Sequence[int] = field(default=(), converter=tuple[int, ...])
+
+    def __call__(self, devices: int, segments: int, micro_batches: int) -> Sequence[Passes]:
+        """The passes of each device."""
+        there = cut_in_stages(segments - 1, len(self.forward) or segments - 1, self.forward)
+        back = cut_in_stages(segments, len(self.backward) or segments, self.backward)
+        dealt, order = len(there) + len(back), [list[tuple[str, int, int]]() for _ in range(devices)]
+        for n, first in enumerate(range(0, micro_batches, devices)):
+            own = range(first, min(first + devices, micro_batches))
+            for k, stage in enumerate(there):
+                order[(n * dealt + k) % devices] += [(F, m, s) for m in own for s in stage]
+            for k, stage in enumerate(reversed(back), len(there)):
+                # The last segment goes both ways at once.
+                ends = [(F, segments - 1)] if segments - 1 in stage else []
+                passes = [*ends, *((B, s) for s in reversed(stage))]
+                order[(n * dealt + k) % devices] += [(way, m, s) for m in own for way, s in passes]
+        return order

@@ -1,0 +1,39 @@
+"""Stages: runs of segments that a micro-batch passes together on one device, and their passes.
+
+An order of stages lists for each device its passes `(way, micro-batch, stage)`; `of_segments` makes it one of
+segments, as `zfunc.core.pipeline` takes it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from zfunc.core.pipeline import B, F
+from zfunc.errors import PlanError
+
+Passes = Sequence[tuple[str, int, int]]
+
+
+def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) -> list[range]:
+    """The segments of each of `count` stages: of these lengths, or as equal as can be.
+
+    >>> cut_in_stages(5, 2), cut_in_stages(5, 2, (4, 1))
+    ([range(0, 2), range(2, 5)], [range(0, 4), range(4, 5)])
+    """
+    if count > num_segments:
+        raise PlanError(
+            f"order: got {count} stages for {num_segments} segments, expected at most {num_segments}: use fewer "
+            "devices, or fewer stages on each"
+        )
+    if lengths and (len(lengths) != count or sum(lengths) != num_segments or min(lengths) < 1):
+        raise PlanError(
+            f"order: got stages of {', '.join(map(str, lengths))} segments, expected {count} of 1 or more with "
+            f"{num_segments} in all"
+        )
+    ends = [sum(lengths[:k]) if lengths else k * num_segments // count for k in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:
+    """The passes of segments on each device, for those of stages."""
+    ways = {F: stages, B: [own[::-1] for own in stages]}
+    return [[(way, m, s) for way, m, k in own for s in ways[way][k]] for own in order]
