@@ -180,7 +180,7 @@ def test_gradients_are_those_of_vjp_to_the_bit(
             pair = make_vjp(function, recompute=recompute, name="this one", **how)
             if joints[wrt_input]:  # of other fakes than these
                 with FakeTensors(allow_non_fake_inputs=True):
-                    fakes = tree_map_only(Tensor, lambda t: empty_like_strided(t, t.device), (params, x, y))
+                    fakes = empty_like_strided((params, x, y))
                     pair.prepare(SegmentWeights(fakes[0], {}), (fakes[1],), fakes[2])
             for _ in range(2):  # traced, then from the cache
                 weights, again = ({k: v.clone() for k, v in params.items()} for _ in range(2))

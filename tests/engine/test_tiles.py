@@ -391,6 +391,12 @@ def by_hand(_: Any, x: Tensor) -> Tensor:
     return (x @ x.transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1) @ x
 
 
+def masked_by(own: Any, x: Tensor) -> Tensor:
+    return (x @ x.transpose(1, 2)).masked_fill(own.hidden[: x.shape[1], : x.shape[1]], -torch.inf).softmax(
+        -1
+    ) @ x
+
+
 def positions() -> Body:
     return Body(lambda own, x: x + own.at[: x.shape[1]], at=nn.Parameter(torch.rand(64, 8)))
 
@@ -476,6 +482,27 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     "a mask": (lambda: attending(attn_mask=torch.ones(64, 64).bool()), ROWS, "got attention with a mask"),
     "dropped": (lambda: attending(is_causal=True, dropout_p=0.1), ROWS, "dropout, .* set its rate to 0"),
     "attention by hand": (lambda: Body(by_hand), ROWS, r"a constant of shape \[16, 16\] in a tile"),
+    "attention by hand, of a buffer": (
+        lambda: Body(masked_by, hidden=nn.Buffer(torch.ones(99, 99).bool().triu(1))),
+        ROWS,
+        "got a value of .* no attention by hand",
+    ),
+    "a buffer as long as the row": (
+        lambda: Body(masked_by, hidden=nn.Buffer(torch.ones(64, 64).bool().triu(1))),
+        ROWS,
+        r"for a tile \(.*aten.slice.Tensor\), .* or a buffer just as long as the row",
+    ),
+    "each by its number": (lambda: Body(lambda _, x: x[:, torch.arange(x.shape[1])]), ROWS, OTHERWISE),
+    "made of nothing": (
+        lambda: Body(lambda _, x: torch.ones(x.shape)),
+        ROWS,
+        r"got a result of shape \[2, 16, 8\], .* made of the input",
+    ),
+    "noise in evaluation": (
+        lambda: Body(lambda _, x: x + torch.randn_like(x)),
+        ROWS,
+        "or random numbers in evaluation, expected",
+    ),
     "two layers": (
         lambda: nn.Sequential(attending(is_causal=True), attending(is_causal=True)),
         ROWS,
@@ -485,7 +512,7 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     "fewer tokens": (
         lambda: nn.Linear(8, 8),
         (2, 3, 8),
-        "rows of 3 tokens, expected a divisor .*: use tiles=3",
+        "rows of 3 tokens, expected a divisor, not 4: use tiles=3",
     ),
     "none": (lambda: nn.Linear(8, 8), (2, 8), r"\[\(2, 8\)\], expected rows \[batch, tokens, features\]"),
 }

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
@@ -278,9 +278,7 @@ def trace(
     """
     first, second = (AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(2))
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
-        trees = tree_map_only(
-            Tensor, lambda t: empty_like_strided(t, device), (weights.trained, weights.fixed, inputs)
-        )
+        trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
         weights, inputs = SegmentWeights(*trees[:2]), trees[2]
         passes.prepare(weights, inputs, guess(weights, inputs))
 
@@ -289,7 +287,7 @@ def trace(
             y = y[0] if buffers else y
             peak, live, moved_bytes = first.peak, first.live, first.moved_bytes
             output_bytes = _storage_bytes(y)
-            out = tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y)
+            out = empty_like_strided(y, "meta")
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
             # A residual outlives the output that it is.

@@ -20,7 +20,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.engine.compile.purity import check_deterministic, read_outside
 from zfunc.engine.compile.recompute import (
@@ -36,7 +36,7 @@ from zfunc.engine.compile.recompute import (
 from zfunc.engine.compile.segment import Segment, Values, checked_segments
 from zfunc.engine.compile.tensor_memory import FakeTensors, empty_like_strided, layouts
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
-from zfunc.engine.compile.tile_cut import attention, forward_graph
+from zfunc.engine.compile.tile_cut import forward_graph
 from zfunc.engine.compile.vjp import MAX_TRACES, cotangents_of, joint_graph, pull_of, restrided
 from zfunc.engine.step.batches import Batch, unpacked
 
@@ -77,7 +77,7 @@ def cut_blocks(
     x = torch.zeros(2, 9, dtype=torch.int64) if example is None else unpacked(example, segments[-1])[0]
     made, tried, kept = list[Segment](), list[tuple[Any, _Block]](), defaultdict[str, list[str]](list)
     with FakeTensors(), torch.no_grad():
-        x = tree_map_only(Tensor, partial(empty_like_strided, device="cpu"), x)
+        x = empty_like_strided(x, "cpu")
         for s in segments[:-1]:
             key = layouts(tree_leaves(x))
             block = next((b for k, b in tried if k == key and s.like(b.segment)), None)
@@ -126,7 +126,7 @@ class _Block:
         """Find the halves of a block with input `x`, and compare them with the whole."""
         s = self.segment
         values = {short: torch.empty(p.shape) for short, p in zip(s.short, s.parameters, strict=True)}
-        values |= {name: empty_like_strided(t, "cpu") for name, t in {**s.constants, **s.buffers}.items()}
+        values |= empty_like_strided({**s.constants, **s.buffers}, "cpu")
         try:
             self.output = s.evaluation(values, x)
         except Exception as error:
@@ -208,29 +208,24 @@ class _Block:
             values = {
                 x: torch.empty(p.shape, dtype=d) for x, p, d in zip(s.short, s.parameters, types, strict=True)
             }
-            values, leaves = tree_map_only(
-                Tensor, partial(empty_like_strided, device=device), ({**values, **s.constants}, leaves)
-            )
-        floats = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+            values, leaves = empty_like_strided(({**values, **s.constants}, leaves), device)
+        floats = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         if not floats:
             raise ValueError("got no floating-point input")
         trained = (values[x] for x, p in zip(s.short, s.parameters, strict=True) if p.trainable)
-        for t in (*trained, *floats):
+        for t in (*trained, *(leaves[i] for i in floats)):
             t.requires_grad_(not evaluating)
         with torch.set_grad_enabled(not evaluating):
-            graph, out_spec = forward_graph(
-                whole, (values, tree_unflatten(leaves, spec)), lambda x: attention(**x)
-            )
+            graph, out_spec = forward_graph(whole, (values, tree_unflatten(leaves, spec)))
 
         # 2. Both halves: what makes the value between, all else passing, and what makes the results of it.
         *nodes, output = graph.graph.nodes
         needs, weights = needs_of(graph.graph), dict(zip(values, nodes, strict=False))
-        given = nodes[len(values) :][: len(leaves)]
-        stream = next(i for i, t in enumerate(leaves) if t is floats[0])
+        given, stream = nodes[len(values) :][: len(leaves)], floats[0]
         between = self._place(given[stream], {x: weights[x] for x in s.short}, output, needs)
         passing = [*given[:stream], between, *given[stream + 1 :]]
-        first = piece_of(graph, needs, weights, given, passing)
-        second = piece_of(graph, needs, weights, passing, output.args[0])
+        piece = partial(piece_of, graph, needs, weights)
+        first, second = piece(given, passing), piece(passing, output.args[0])
         if first.draws & second.draws:
             raise ValueError("got random numbers that both halves read, expected each to draw its own")
         read = zip((first.reads, second.reads), self.reads, strict=False)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, run_fallback_kernel
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 OWN_STRIDES = {  # operations whose kernels return other strides or types than torch's fake ones
@@ -112,9 +112,10 @@ def dense_strides(x: Tensor) -> tuple[int, ...]:
     return torch.empty_like(x, device="meta").stride()
 
 
-def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:
-    """An empty tensor of the same shape, strides and dtype, all of which a trace depends on."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+def empty_like_strided(tree: Any, device: torch.device | str | None = None) -> Any:
+    """`tree` with empty tensors of the same shapes, strides and dtypes, all of which a trace depends on."""
+    empty = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)  # noqa: E731
+    return tree_map_only(Tensor, empty, tree)
 
 
 def layouts(leaves: list[Any]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -31,10 +31,8 @@ Values = dict[str, Tensor]
 Function = Callable[..., Any]
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
 # Operations along dimensions, and which argument has these.
-ALONG = dict.fromkeys(
-    ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax"), 1
-)
-ALONG |= dict.fromkeys(("mean", "sum", "amax", "amin", "flip"), 1) | {"roll": 2}
+_SO_FAR = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax")
+ALONG = dict.fromkeys((*_SO_FAR, "mean", "sum", "amax", "amin", "flip", "index"), 1) | {"roll": 2}
 
 
 @frozen(eq=False)
@@ -46,8 +44,8 @@ class Half:
 
     def weights(self, weights: Any) -> Any:
         """Those of the segment that it reads."""
-        parts = (weights.trained, weights.fixed)
-        return type(weights)(*({x: part[x] for x in self.reads if x in part} for part in parts))
+        own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
+        return type(weights)(*own)
 
 
 @frozen(eq=False)
@@ -62,8 +60,8 @@ class Split:
     sliced: tuple[int | None, ...]  # of each constant: the dimension of its tokens
     passed: dict[int, int]  # result -> the input leaf that it is
     spec: Any  # of the results
-    scale: float
-    window: int | None
+    scale: float = 1.0  # of attention
+    window: int | None = None
 
 
 def cut_at_attention(
@@ -71,25 +69,17 @@ def cut_at_attention(
 ) -> Split:
     """`function` of such weights and inputs, cut for so many tiles; `make_vjp` makes the passes of a half. Raises
     ValueError for rows that `tiles` does not divide, and for what tiles cannot do."""
-    try:
-        return _split(function, tiles, make_vjp, {**weights.trained, **weights.fixed}, inputs)
-    except ValueError as error:
-        raise ValueError(f"tiles={tiles}: {error}") from error
-
-
-def _split(
-    function: Function, tiles: int, make_vjp: Callable[..., Any], values: Values, inputs: tuple[Any, ...]
-) -> Split:
     # 1. The forward of a row and of a tile, node by node the same.
-    leaves = tree_leaves(inputs)
+    values, leaves = {**weights.trained, **weights.fixed}, tree_leaves(inputs)
     shape, numbers = _rows_of(leaves)
     tokens, tile = shape[1], tile_of(shape[1], tiles)
     graph, whole, spec = _traces(function, values, inputs, numbers, tile)
     of_row = dict(zip(graph.graph.nodes, whole.graph.nodes, strict=False))
-    if len(graph.graph.nodes) != len(whole.graph.nodes) or any(
-        a.target != b.target for a, b in of_row.items()
-    ):
-        raise ValueError("got other operations for a row than for a tile, expected the same: use tiles=1")
+    if other := next((f"{b.target}, {a.target}" for a, b in of_row.items() if a.target != b.target), None):
+        raise ValueError(
+            f"got other operations for a row than for a tile ({other}), expected the same, as without a loop over "
+            "tokens, or a buffer just as long as the row: use tiles=1"
+        )
     *nodes, output = graph.graph.nodes
     given, needs = nodes[len(values) : len(values) + len(leaves)], needs_of(graph.graph)
     rows = [given[i] for i in numbers]
@@ -112,16 +102,15 @@ def _split(
             results.append(x)
         else:
             got = list(value.shape) if isinstance(value, Tensor) else value
-            raise ValueError(f"got a result of shape {got}, expected rows of tokens: use tiles=1")
+            raise ValueError(
+                f"got a result of shape {got}, expected rows of tokens, made of the input: use tiles=1"
+            )
     others = (x for x in given if x not in rows and isinstance(x.meta.get("val"), Tensor))
     if any(user is not output for x in others for user in x.users):
         raise ValueError("got an input of every tile, expected rows of tokens: use tiles=1")
 
     # 4. Two halves, cut at attention.
-    def piece(results: list[Any], *more: Node) -> GraphPiece:
-        return piece_of(
-            graph, needs, dict(zip(values, nodes, strict=False)), [*rows, *more, *constants], results
-        )
+    piece = partial(piece_of, graph, needs, dict(zip(values, nodes, strict=False)))
 
     def half(piece: GraphPiece) -> Half:
         def run(weights: Values, moved: list[Any], constants: list[Any]) -> list[Any]:
@@ -133,12 +122,15 @@ def _split(
     if len(marks) > 1:
         raise ValueError(f"got {len(marks)} attentions in a segment, expected one: make each layer a segment")
     if not marks:
-        return Split(tile, numbers, None, half(piece(results)), make, sliced, passed, spec, 1.0, None)
+        return Split(
+            tile, numbers, None, half(piece([*rows, *constants], results)), make, sliced, passed, spec
+        )
     (mark,) = marks
     q, k, v = (mark.kwargs[x] for x in ("query", "key", "value"))
     first, window = mark.kwargs["made_of"]
     scale = mark.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
-    before, after = piece([q, k, v, *([] if first is None else [first])]), piece(results, mark)
+    before = piece([*rows, *constants], [q, k, v, *([] if first is None else [first])])
+    after = piece([*rows, mark, *constants], results)
     if before.draws & after.draws:
         raise ValueError(
             "got random numbers before attention that what follows it reads, too, expected them in one of the "
@@ -151,12 +143,11 @@ def _split(
 
 
 class _Marked(TorchFunctionMode):
-    """Keeps attention as one operation in a trace: how it runs depends on what differentiates or tiles it later.
-    `result` makes its value of the arguments by name, which it may change."""
+    """Keeps attention as one operation in a trace: how it runs depends on what differentiates or tiles it later."""
 
-    def __init__(self, result: Callable[[dict[str, Any]], Tensor]) -> None:
+    def __init__(self, rows: tuple[int, int] | None) -> None:
         super().__init__()
-        self.result = result
+        self.rows = rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
@@ -164,9 +155,11 @@ class _Marked(TorchFunctionMode):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         given["made_of"] = getattr(given.get("attn_mask"), "made_of", None)
-        y = self.result(given)
-        node = _node_of(y)  # the last of those that it is made of
-        node.target, node.args, node.kwargs = attention, (), tree_map_only(Tensor, _node_of, given)
+        y = attention(**given) if self.rows is None else _of_tile(self.rows, given)
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        node_of = lambda t: tracer.unwrap_proxy(t).node  # noqa: E731
+        node = node_of(y)  # the last of those that it is made of
+        node.target, node.args, node.kwargs = attention, (), tree_map_only(Tensor, node_of, given)
         return y
 
 
@@ -177,13 +170,6 @@ def attention(made_of: Any, **given: Any) -> Tensor:
     return scaled_dot_product_attention(**given)
 
 
-def _node_of(t: Tensor) -> Any:
-    """The node that makes a tensor in the trace that runs."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    return get_proxy_slot(t, mode.tracer).proxy.node
-
-
 def _of_tile(rows: tuple[int, int], given: dict[str, Any]) -> Tensor:
     """The place of attention's result in a trace of such rows, where nothing runs. Raises ValueError for one that
     tiles cannot do."""
@@ -192,9 +178,9 @@ def _of_tile(rows: tuple[int, int], given: dict[str, Any]) -> Tensor:
         given["made_of"] = None, None
     if given.get("dropout_p"):
         raise ValueError("got attention with dropout, expected it without: set its rate to 0, or use tiles=1")
-    if any(x.dim() != 4 or (x.shape[0], x.shape[2]) != rows for x in (q, k, v)):
+    if shapes := [list(x.shape) for x in (q, k, v) if x.dim() != 4 or (x.shape[0], x.shape[2]) != rows]:
         raise ValueError(
-            f"got attention of shape {list(q.shape)}, expected [batch, heads, tokens, features] of the rows "
+            f"got attention of shape {shapes[0]}, expected [batch, heads, tokens, features] of the rows "
             f"{list(rows)}: give one head a dimension, or use tiles=1"
         )
     if given["made_of"] is None:
@@ -227,11 +213,10 @@ def _traces(
 
     def trace(tokens: int) -> tuple[GraphModule, Any]:
         ROW_TOKENS.set(row)
-        weights, x = tree_map_only(Tensor, lambda t: empty_like_strided(t, t.device), (values, leaves))
+        weights, x = empty_like_strided((values, leaves))
         for i in rows:  # of a longer one
             x[i] = x[i].new_empty(batch, 2 * row, *x[i].shape[2:])[:, :tokens]
-        result = partial(_of_tile, (batch, tokens))
-        return forward_graph(function, (weights, *tree_unflatten(x, spec)), result)
+        return forward_graph(function, (weights, *tree_unflatten(x, spec)), (batch, tokens))
 
     with torch.no_grad(), detect_fake_mode([*values.values(), *leaves]) or FakeTensors():
         (whole, out_spec), (short, _) = (copy_context().run(trace, tokens) for tokens in (row, tile))
@@ -239,10 +224,10 @@ def _traces(
 
 
 def forward_graph(
-    function: Function, arguments: tuple[Any, ...], result: Callable[[dict[str, Any]], Tensor]
+    function: Function, arguments: tuple[Any, ...], rows: tuple[int, int] | None = None
 ) -> tuple[GraphModule, Any]:
-    """The operations of `function` of fake tensors, its attention as one with this `result`, and the structure of
-    its results."""
+    """The operations of `function` of fake tensors, its attention as one, and the structure of its results. For
+    tiles `rows` are what they are of, [batch, tokens]; then raises ValueError for attention that they cannot do."""
     leaves, spec = tree_flatten(arguments)
     out_spec: Any = None
 
@@ -251,7 +236,7 @@ def forward_graph(
         results, out_spec = tree_flatten(function(*tree_unflatten(leaves, spec)))
         return results
 
-    with seeded(None), _Marked(result):
+    with seeded(None), _Marked(rows):
         module = make_fx(flat, tracing_mode="fake")(leaves)
     module.graph.eliminate_dead_code()
     return module, out_spec
@@ -266,9 +251,7 @@ def tile_of(tokens: int, tiles: int) -> int:
     """The tokens of a tile. Raises ValueError for tiles that are not equal."""
     if tokens % tiles:
         near = min((n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: abs(n - tiles))
-        raise ValueError(
-            f"got rows of {tokens} tokens, expected a divisor instead of {tiles}: use tiles={near}"
-        )
+        raise ValueError(f"got rows of {tokens} tokens, expected a divisor, not {tiles}: use tiles={near}")
     return tokens // tiles
 
 
@@ -291,7 +274,7 @@ def _refuse_mixing(of_row: Mapping[Node, Node], depends: Set[Node], of_rows: Set
         if isinstance(x, Tensor) and y.numel() not in (x.numel(), x.numel() * tiles):
             raise ValueError(
                 f"got a value of shape {list(x.shape)} in a tile and {list(y.shape)} in a row, expected one token "
-                "after the other, none that is padded or left out: use tiles=1"
+                "after the other, none that is padded or left out, and no attention by hand: use tiles=1"
             )
         if a not in of_rows and a.target is torch.ops.aten.slice.Tensor and not alike:
             source = list(a.args[0].meta["val"].shape)
@@ -299,12 +282,14 @@ def _refuse_mixing(of_row: Mapping[Node, Node], depends: Set[Node], of_rows: Set
                 f"got a slice as long as the tile of a weight or buffer of shape {source}, expected its elements "
                 "by place in the row: index it by torch.arange(tokens), or use tiles=1"
             )
+        if not isinstance(a.target, OpOverload):
+            continue
         if numbers := _other_numbers(a, b):
             raise ValueError(
                 f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
                 "tokens, so no scale or capacity made of their number: use tiles=1"
             )
-        if a in of_rows and _over_tokens(a, b):
+        if a in of_rows and _over_tokens(a, b, of_rows):
             raise ValueError(
                 f"got {a.target} over the tokens, expected tokens that depend on others through attention alone: "
                 "use tiles=1"
@@ -313,22 +298,21 @@ def _refuse_mixing(of_row: Mapping[Node, Node], depends: Set[Node], of_rows: Set
 
 def _other_numbers(short: Node, long: Node) -> list[Any]:
     """Two numbers that are no sizes, by which an operation of a tile differs from that of a row."""
-    types = (
-        [str(x.type) for x in short.target._schema.arguments] if isinstance(short.target, OpOverload) else []
-    )
-    for kind, a, b in zip(types, short.args, long.args, strict=False):
-        if isinstance(a, int | float) and a != b and kind in NUMBERS:
+    for declared, a, b in zip(short.target._schema.arguments, short.args, long.args, strict=False):
+        if isinstance(a, int | float) and a != b and str(declared.type) in NUMBERS:
             return [a, b]
     return []
 
 
-def _over_tokens(short: Node, long: Node) -> bool:
+def _over_tokens(short: Node, long: Node, of_rows: Set[Node]) -> bool:
     """Whether an operation goes along a dimension that is longer in a row than in a tile."""
-    name = getattr(getattr(short.target, "_schema", None), "name", "").removeprefix("aten::")
+    name = short.target._schema.name.removeprefix("aten::")
     if name not in ALONG:
         return False
     a, b = (x.args[0].meta["val"].shape for x in (short, long))
     along = short.args[ALONG[name]] if len(short.args) > ALONG[name] else range(len(a))
+    if name == "index":  # by numbers that are the same for any row
+        along = [n for n, i in enumerate(along) if i is not None and i not in of_rows]
     return any(a[n] != b[n] for n in ([along] if isinstance(along, int) else along))
 
 

@@ -129,9 +129,13 @@ class Tiled:
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
         key = layouts(everything)
-        if key not in self.splits:
-            self.splits[key] = cut_at_attention(self.function, self.tiles, self.make_vjp, weights, inputs)
-        return self.splits[key], leaves
+        if key in self.splits:
+            return self.splits[key], leaves
+        try:
+            split = cut_at_attention(self.function, self.tiles, self.make_vjp, weights, inputs)
+        except ValueError as error:
+            raise ValueError(f"tiles={self.tiles}: {error}") from error
+        return self.splits.setdefault(key, split), leaves
 
     def _compare(self, weights: Any, inputs: tuple[Any, ...]) -> None:
         """Raise ValueError unless small tiles of a part of the row give what the part gives, of a tile's memory."""
@@ -149,7 +153,8 @@ class Tiled:
             except Exception as error:
                 raise ValueError(
                     f"segment {self.name!r}: tiles={self.tiles}: got an error on {count} tiles of {tile} tokens, "
-                    f"expected a forward of any number of them: use tiles=1 ({error})"
+                    f"expected a forward of any number of them: use tiles=1 "
+                    f"({str(error).removeprefix(f'tiles={count}: ')})"
                 ) from error
         for a, b in zip(floats_of(got), floats_of(expected), strict=True):
             # Where tiles meet, and there for most tokens: by another order of sums a router may choose otherwise.
@@ -159,7 +164,8 @@ class Tiled:
             if (far := max(float(t.nanmedian()) for t in meet)) > TOLERANCE[a.element_size()]:
                 raise ValueError(
                     f"segment {self.name!r}: tiles={self.tiles}: got results that differ by {far:.1e} from those "
-                    "of a whole row, expected tokens that depend on others through attention alone: use tiles=1"
+                    "of a whole row, or random numbers in evaluation, expected tokens that depend on others "
+                    "through attention alone: use tiles=1"
                 )
 
 
