@@ -177,7 +177,7 @@ WAYS: dict[str, Settings] = {
     "on the disk, updated on the device": {**ALL_ON_DISK, "update_on": "device", "commit_every": 2},
     "vertical": {"accumulate": "vertical", "bucket_size": 100},
     "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
-    "four at a time": {"accumulate": 4},
+    "four at a time": {"accumulate": 4, "keys_on": "host"},
     "half of the activations on the host": {"activations_on": "device,host,device", "accumulate": "vertical"},
     "from the host": {"params_on": "host", "bucket_size": 100_000},
     "large ones from the host": {"params_on": "host", "persistent_params": 40, "defer": True},
@@ -186,7 +186,7 @@ WAYS: dict[str, Settings] = {
     },
     "all from the host, one slot": {
         **{"params_on": "host", "activations_on": "host", "accumulate": "horizontal", "weight_slots": 1},
-        "defer": True,
+        **{"defer": True, "keys_on": "host"},
     },
     "stage 3": {"stage": 3},
     "stage 3, all from the host": {

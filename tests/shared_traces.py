@@ -107,6 +107,7 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
         structure,
         shapes,
         of_accelerator,
+        owner.settings.keys_on,
     )
     if key not in _traces:
         trace = _trace_one(owner, s, inputs, of_accelerator)

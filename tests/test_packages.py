@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 5_900,
+    "core": 5_930,
     "schedules and ground": 1_080,
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 8_040,
+    "engine": 8_170,
     "viz": 1_000,
     "planner": 2_840,
     "models": 2_970,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 35_580,
+    "tests": 35_690,
 }
 
 

@@ -52,6 +52,7 @@ OTHERS: dict[str, Any] = {
     "persistent_params": 100,
     "weight_slots": 3,
     "activations_on": "host",
+    "keys_on": "host",
     "moments": "8bit",
     "bucket_size": 64,
     "grad_slots": 3,

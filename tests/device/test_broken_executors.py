@@ -13,9 +13,11 @@ from attrs import evolve
 from device_training import compiled, run
 from zfunc.schedules import make_schedule
 
+from zfunc.engine.compile import tile_keys
 from zfunc.engine.compile.program import rescheduled
 from zfunc.runtime import executor as module
 from zfunc.runtime.executor import Executor
+from zfunc.runtime.host_memory import alloc_host
 
 # What is removed from the executor's source, by what it is for. Serial plans have one lane and need no events.
 BROKEN = {
@@ -49,13 +51,18 @@ TRAININGS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+def changed_module(of: types.ModuleType, text: str, replacement: str) -> Any:
+    """A module of the source of another, with one change."""
+    source = inspect.getsource(of)
+    assert source.count(text) == 1, text
+    changed = types.ModuleType("broken")
+    exec(compile(source.replace(text, replacement), "broken", "exec"), changed.__dict__)
+    return changed
+
+
 def broken(text: str, replacement: str) -> Any:
     """The executor's class, of a source with one change."""
-    source = inspect.getsource(module)
-    assert source.count(text) == 1, text
-    changed = types.ModuleType("broken_executor")
-    exec(compile(source.replace(text, replacement), "broken_executor", "exec"), changed.__dict__)
-    return changed.Executor
+    return changed_module(module, text, replacement).Executor
 
 
 def queued(data: Any, i: int) -> Any:
@@ -113,3 +120,49 @@ def _without_the_end() -> None:
     pretend.load().delay(1e-3, 3)
     if not all(outcomes(broken(*END))):
         raise SystemExit(1)
+
+
+# --- copies of keys, inside of one operation ---------------------------------------------------------------------
+
+KEYS = {  # what is removed from tile_keys.py
+    "a copy waits for who used its slot": (
+        "with behind(stream):\n            slot",
+        "with stream:\n            slot",
+    ),
+    "attention waits for its part": (".wait_event(ready)", ""),
+    "sums are taken when they have been added": (
+        "with behind(stream):\n                        self",
+        "with stream:\n                        self",
+    ),
+    "slots outlive their copies": ("rejoin(stream)", "None"),
+}
+
+
+def sums_of_keys(module: Any, place: str) -> list[torch.Tensor]:
+    """Sums by parts that are visited in several orders; what was in a slot is overwritten soon."""
+    g, parts = torch.Generator().manual_seed(0), [(8 * i, 8 * i + 8) for i in range(5)]
+    made = [[torch.rand(1, 2, 8, 4, generator=g).to("pretend") for _ in range(2)] for _ in parts]
+    host = module.HostMemory(alloc_host(1 << 16, torch.uint8, pinned_for=made[0][0].device))
+    with module.keys_in(host if place == "host" else None):
+        keys = module.keys_like(made[0], len(parts))
+    for part, own in zip(parts, made, strict=True):
+        keys.put(part, own)
+    keys.start_sums()
+    for n in range(30):
+        for k, v, *sums in keys.visit(parts[n % 5 :] + parts[: n % 3], sums=True):
+            sums[0].add_(k * n)
+            sums[1].add_(v)
+        del k, v, sums
+        [torch.full((128,), torch.nan, device="pretend") for _ in range(4)]
+    found = [x.cpu() for part in parts for x in keys.sums_of(part)]
+    torch.accelerator.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("change", [None, *KEYS.values()], ids=["as it is", *KEYS])
+def test_what_copies_of_keys_forget_is_noticed(controls: Any, change: tuple[str, str] | None) -> None:
+    """As it is, keys on the host give the bits of keys on the device under any delay."""
+    expected = sums_of_keys(tile_keys, "device")
+    controls.delay(1e-3, 3)
+    module = changed_module(tile_keys, *change) if change else tile_keys
+    assert all(map(torch.equal, sums_of_keys(module, "host"), expected)) == (change is None)

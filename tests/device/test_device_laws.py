@@ -35,6 +35,7 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.compile import vjp
 from zfunc.engine.compile.fit_to_memory import measured_rates
 from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import OutOfMemory
@@ -305,6 +306,7 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
         {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
         {"tiles": 4, "recompute": "all"},
         {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0},
+        {"tiles": 8, "recompute": "all", "activations_on": "host", "keys_on": "host"},
     ],
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
@@ -312,9 +314,11 @@ def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> Non
     check_peak(device, *gpt(device, **settings))
 
 
-def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any) -> None:
-    """To the byte, from 512 to 4,096 tokens. For each token of the row there are y, keys and values in forward; in
-    backward keys, values and their gradients in fp32, and the input's where the output's was."""
+@pytest.mark.parametrize("keys_on", ["device", "host"])
+def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any, keys_on: str) -> None:
+    """To the byte, from 512 to 4,096 tokens. For each token of the row there is y in forward; in backward nothing,
+    as the input's gradient is where the output's was. Keys and values on the device are beside them, in backward
+    with their gradients in fp32."""
     controls.delay(0.0, 0)
     hidden, tile, left = 32, 128, set[tuple[int, int]]()
     config = GPTConfig(vocab_size=8, seq_length=8, num_layers=1, hidden_size=hidden, num_attention_heads=1)
@@ -327,14 +331,19 @@ def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any)
         x = torch.rand(1, tokens, hidden, device=device).bfloat16()
         passes.backward(weights, (x,), None, [passes.forward(weights, (x,))[0]])  # traced and compared
         given, peaks = torch.rand_like(x), list[int]()
+        room = alloc_host(2 * (2 + 4) * hidden * tokens, torch.uint8, pinned_for=x.device)
+        host, kept_bytes = (HostMemory(room), 0) if keys_on == "host" else (None, 2 * 2 * hidden * tokens)
         for run in (passes.forward, lambda *a, g=given, p=passes: p.backward(*a, None, [g])):
             gc.collect()
             before = torch.accelerator.memory_allocated()
             torch.accelerator.reset_peak_memory_stats()
-            kept = run(weights, (x,))
+            with keys_in(host):
+                kept = run(weights, (x,))
             peaks.append(torch.accelerator.max_memory_allocated() - before)
+            torch.accelerator.synchronize()  # before the host's memory goes
             del kept
-        left.add((peaks[0] - 3 * 2 * hidden * tokens, peaks[1] - 2 * (2 + 4) * hidden * tokens))
+        left.add((peaks[0] - 2 * hidden * tokens - kept_bytes, peaks[1] - 3 * kept_bytes))
+        assert host is None or host.nbytes == room.nbytes
     assert len(left) == 1, left
 
 

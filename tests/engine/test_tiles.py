@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.engine.compile import tile_attention
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
-from zfunc.engine.compile.tile_keys import DeviceKeys
+from zfunc.engine.compile.tile_keys import DeviceKeys, HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.step.evaluate import outputs
 from zfunc.models.gpt import Head, gpt_segments
@@ -162,18 +162,22 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().to(dtype) if t.is_floating_point() else t, tree)
 
 
-def passes_of(segment: zfunc.Segment, values: Results, x: Any, tiles: int) -> Results:
+def passes_of(
+    segment: zfunc.Segment, values: Results, x: Any, tiles: int, host: HostMemory | None = None
+) -> Results:
     """Outputs of a segment, and gradients of its weights and its input, by name."""
     weights = SegmentWeights(
         {short: values[full] for short, full in segment.by_short.items()}, segment.constants
     )
     how = {"recompute": "all", "wrt_input": True, "name": segment.name, "evaluate": segment.evaluation}
     passes = make_vjp(segment.function, tiles=tiles, **how)
-    y, residuals = passes.forward(weights, (x,))
+    with keys_in(host):
+        y, residuals = passes.forward(weights, (x,))
     g = torch.Generator().manual_seed(0)
     given = [torch.randn(t.shape, generator=g).bfloat16().to(t.dtype) for t in floats(y)]
     outputs = {f"y{n}": t for n, t in enumerate(floats(y))}
-    grads, below = passes.backward(weights, (x,), residuals, given)
+    with keys_in(host):
+        grads, below = passes.backward(weights, (x,), residuals, given)
     return {**outputs, **grads, **{f"dx{n}": t for n, t in enumerate(below)}}
 
 
@@ -210,6 +214,23 @@ def test_a_layer_in_tiles_is_the_layer(name: str, documents: bool, tiles: int) -
         assert got.keys() == whole.keys()
         off = {k: far(t, whole[k]) for k, t in got.items()}
         assert max(off.values()) < 3e-6, (segment.name, off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", ["GPT-2", "Mistral, window", "Qwen3"])
+def test_keys_on_the_host_change_no_bit(name: str, documents: bool, dtype: torch.dtype) -> None:
+    """And nothing is written behind the bytes that they say they take."""
+    segment, values, x = next(layers(name, rows(documents)))
+    values, x = cast(values, dtype), cast(x, dtype)
+    for tiles in (2, 8):
+        host = HostMemory(torch.full((1 << 20,), 255, dtype=torch.uint8))
+        on_host = passes_of(segment, values, x, tiles, host)
+        assert all(map(torch.equal, on_host.values(), passes_of(segment, values, x, tiles).values()))
+        assert host.flat is not None
+        assert 0 < host.nbytes < 1 << 20
+        assert (host.flat[host.nbytes :] == 255).all()
+        assert host.copied_bytes
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -34,14 +34,16 @@ def hf_segments(name: str) -> Any:
     return zfunc.hf.segments(transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()))
 
 
-@pytest.mark.parametrize(("on_gpu", "grouped"), WAYS)
+@pytest.mark.parametrize(
+    ("on_gpu", "grouped", "keys_on"), [*((*x, "device") for x in WAYS), (*WAYS[1], "host")]
+)
 @pytest.mark.parametrize("name", ["GPT", "Mistral, window"])
 def test_a_few_tiles_stand_for_all(
-    name: str, on_gpu: bool, grouped: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, on_gpu: bool, grouped: bool, keys_on: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segments, tokens = (gpt_segments(GPT), 720) if name == "GPT" else (hf_segments(name), 32)
     for count in (8, 9) if name == "GPT" else (16,):
-        settings = StepSettings(tiles=count)
+        settings = StepSettings(tiles=count, keys_on=keys_on)
         monkeypatch.undo()
         few = costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped)
         monkeypatch.setattr(tiles, "FEW", count)
@@ -58,6 +60,25 @@ def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile()
         *((x.forward_workspace, x.backward_workspace) for x in found), strict=True
     ):
         assert four - eight == pytest.approx(2 * (eight - sixteen), rel=0.05)  # peaks of several moments
+
+
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
+    """To the byte: keys and values, and twice as much for the sums. No pass is faster than its copies."""
+    row, costs = 2 * 2 * TOKENS * HIDDEN, costs_of(gpt_segments(GPT))
+    model = CostModel(costs, evolve(ROUND, rates={**ROUND.rates, "d2h": 1e6}))
+    there, here = (model.step(StepSettings(tiles=count, keys_on=place)) for place in ("host", "device"))
+    assert there.held["pinned"]["host_keys"] == 3 * row
+    assert "host_keys" not in here.held["pinned"]
+    cost, before, pairs = there.spec.costs[1], here.spec.costs[1], (count + 1) / 2  # of a tile with all parts
+    assert cost.copied_bytes == row * (1 + pairs)  # put once
+    # Put for all tiles and again, and the final sums; again forward; sums come and go.
+    assert cost.backward_copied_bytes == row * (2 + 2 + pairs + (1 + 2 * 2) * pairs)
+    freed = before.backward_workspace - cost.backward_workspace
+    assert 3 * row * (1 - 3 / count) <= freed <= 3 * row  # but two slots and the final sums
+    passes = [op for op in there.plan.graph if op.copied_bytes]
+    assert len(passes) == 2 * LAYERS
+    assert all(model.hardware(there.settings).seconds(op) >= op.copied_bytes / 1e6 for op in passes)
 
 
 @pytest.mark.parametrize("count", [1, 4])

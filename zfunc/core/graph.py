@@ -131,7 +131,8 @@ class Op:
     to the device ("h2d"), host cores, the disk ("read", "write"). `flops` is its floating-point operations, those
     of fused attention, too, which are `attention_flops`; `nbytes` the bytes it moves over its resource, `workspace`
     the device memory in bytes that it needs while it runs. `launches` is how many times the host gives an
-    accelerator something to do for it; 0 where that is not counted.
+    accelerator something to do for it; 0 where that is not counted. `copied_bytes` it copies between host and
+    device meanwhile.
 
     Raises PlanError for an unknown kind, and for an index or regions that are no tuples.
     """
@@ -146,6 +147,7 @@ class Op:
     workspace: int = 0
     launches: int = 0
     attention_flops: int = 0
+    copied_bytes: int = 0
     name: str = field(init=False, eq=False, repr=False)
     """Verb and index, unique in a graph: `update[3]`."""
     device: int = field(init=False, eq=False, repr=False)

@@ -143,11 +143,13 @@ class Hardware:
         """The seconds that `op` takes alone.
 
         The measured time of such an operation; else that of its work, and no less than the host's time to launch
-        it, since the device works off what has been launched so far meanwhile.
+        it, since the device works off what has been launched so far meanwhile, nor than that of its copies, one
+        after the other.
         """
         if self.measured and (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
             return known
-        return max(self._seconds_of_work(op), op.launches * self.launch)
+        copies = op.copied_bytes / min(self.rates["h2d"], self.rates["d2h"])
+        return max(self._seconds_of_work(op), op.launches * self.launch, copies)
 
     def _seconds_of_work(self, op: Op) -> float:
         """Interpolated (log-log) between measured operations of its kind by their time at these rates, if it counts

@@ -103,12 +103,13 @@ class OpBuilder:
             (m, s),
             "compute",
             (*self._weights(s), at("act", m, s), *((at("targets", m),) if last else ()), *before),
-            (*made, *residuals, *at.room(s), *after),
+            (*made, *residuals, *at.room(s), *after, *at.keys(s)),
             flops=cost.flops,
             nbytes=cost.moved_bytes,
             attention_flops=cost.attention_flops,
             workspace=read + cost.forward_workspace,
             launches=cost.forward_launches,
+            copied_bytes=cost.copied_bytes,
         )
 
     def backward(self, m: int, s: int) -> Op:
@@ -126,12 +127,13 @@ class OpBuilder:
             (m, s),
             "compute",
             (*self._weights(s), *kept, *above),
-            (*below, *grads, *taken),
+            (*below, *grads, *taken, *at.keys(s)),
             flops=cost.backward_flops,
             nbytes=cost.backward_moved_bytes,
             attention_flops=cost.backward_attention_flops,
             workspace=cost.backward_workspace + (ALLOCATION if last else 0),  # the cotangent of the loss
             launches=cost.backward_launches,
+            copied_bytes=cost.backward_copied_bytes,
         )
 
     def keep_buffers(self) -> Op:

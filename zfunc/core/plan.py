@@ -20,7 +20,7 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.errors import PlanError
 
 # The work of an operation, as a plan prints it.
-WORKS = ("flops", "attention_flops", "nbytes", "workspace", "launches")
+WORKS = ("flops", "attention_flops", "nbytes", "workspace", "launches", "copied_bytes")
 
 # For each lane, the position of the last operation known to have finished; -1 if none.
 Clock = tuple[int, ...]

@@ -73,6 +73,10 @@ REGIONS: dict[str, Row] = {
     # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
     "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),
     "disk_act": Row(lambda spec, s: whole_blocks(_stashed_bytes(spec, s)), "disk", "program", "uint8", "act"),
+    # of the pass that runs: keys and values of a row in tiles, and the sums of their gradients
+    "host_keys": Row(
+        lambda spec, _: max(x.key_bytes for x in spec.costs), "pinned", "program", "uint8", "act"
+    ),
     # of a segment: the buffers that forward changes, as the step before left them, and as this one does
     "module_buffers": Row(lambda spec, s: spec.buffer_bytes[s], "device", "state", "uint8", "module_buffers"),
     "next_module_buffers": Row(
@@ -239,6 +243,11 @@ class Regions:
     def room(self, s: int) -> tuple[Region, ...]:
         """Empty; it keeps forward from running ahead of the copies of what a segment leaves to the host."""
         return (self.slot("act_room", s),) if s in self.rings["act_room"] else ()
+
+    def keys(self, s: int) -> tuple[Region, ...]:
+        """Where the passes of a segment have the keys of a row, if on the host: memory for each device."""
+        own = [self.device] if self.device else []
+        return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
         """What forward of a segment leaves on the device for backward: its input, residuals, maybe its output."""

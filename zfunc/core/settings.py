@@ -390,6 +390,16 @@ class StepSettings:
         ),
         common=True,
     )
+    keys_on: Literal["device", "host"] = _setting(
+        "device",
+        one_of(PLACES),
+        "offload",
+        f"where keys and values of a row in tiles are while it passes a segment: {_names(PLACES)}",
+        "Same result. With the sums of their gradients they are in pinned memory, and some are copied while "
+        "others are attended, so that device memory follows the tile alone. Windows and packed documents are "
+        "attended in operations of torch then, on CUDA too. An evaluation has keys on the device.",
+        tries=PLACES,
+    )
     moments: Moments = _setting(
         "fp32",
         one_of(MOMENTS),

@@ -59,10 +59,10 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
 
 def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
     """The seconds that each operation takes alone."""
-    known: dict[tuple[Kind, int, int, int, int], float] = {}  # equal work takes equal time
+    known: dict[tuple[Kind, int, int, int, int, int], float] = {}  # equal work takes equal time
 
     def seconds(op: Op) -> float:
-        work = op.kind, op.flops, op.attention_flops, op.nbytes, op.launches
+        work = op.kind, op.flops, op.attention_flops, op.nbytes, op.launches, op.copied_bytes
         found = known.get(work)
         if found is None:
             found = known[work] = hardware.seconds(op)

@@ -39,7 +39,8 @@ class SegmentCost:
     between them beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs
     of forward: the input, the residuals, and what of the output is one, if `keeps_output`. A workspace is the peak
     that a pass allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in
-    a pass.
+    a pass. `key_bytes` is the host memory of either pass for keys of a row, `copied_bytes` what a pass copies
+    between there and the device.
     """
 
     flops: int = 0
@@ -56,6 +57,9 @@ class SegmentCost:
     backward_attention_flops: int = 0
     moved_bytes: int = 0
     backward_moved_bytes: int = 0
+    key_bytes: int = 0
+    copied_bytes: int = 0
+    backward_copied_bytes: int = 0
 
 
 @frozen

@@ -72,7 +72,7 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
             return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
-        recompute, compiled, moving, _ = passes_key(settings)
+        recompute, compiled, moving, *_ = passes_key(settings)
 
         @cache  # blocks are alike
         def cost(kind: str, returned: int) -> SegmentCost:

@@ -304,6 +304,7 @@ def _plan(p: Planned) -> Iterator[str]:
         (f"activations on the {settings.activations_on}", settings.stashes),
         (f"{settings.group_size} micro-batches at a time", settings.group_size > 1),
         (f"rows in {settings.tiles} tiles", settings.tiles != 1),
+        (f"their keys on the {settings.keys_on}", settings.keys_on != "device"),
         ("updates deferred", spec.deferred),
     ):
         if unusual:

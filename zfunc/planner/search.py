@@ -321,6 +321,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("state_slots", lambda x: x.settings.state_on == DISK),
     _values("update_slots", lambda x: bool(x.spec.staged)),
     _values("tiles", lambda x: not x.fits),
+    _values("keys_on", lambda x: x.settings.tiles != 1),
 )
 
 

@@ -46,7 +46,7 @@ SAVING: dict[Tier, tuple[str, ...]] = {
             "offload_ratio",
             "activations_on",
         ),
-        *("params_on", "micro_batches", "tiles"),
+        *("params_on", "micro_batches", "tiles", "keys_on"),
     ),
     "host": (
         *("moments", "precision", "host_slots", "bucket_size", "activations_on", "state_on"),

@@ -42,7 +42,7 @@ def traced_costs(
     def program_of(settings: StepSettings, kernels: bool | None) -> Program:
         """The segments, checked, with the passes for what of the settings these depend on. All for the same kernels
         share what is traced, however they recompute."""
-        recompute, compiled, moving, tiles = passes_key(settings)
+        recompute, compiled, moving, tiles, _ = passes_key(settings)
         if (key := (kernels, recompute, compiled, moving, tiles)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")

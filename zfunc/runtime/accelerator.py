@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -174,17 +175,31 @@ def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else stream
 
 
+def behind(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """`work_on(stream)`, after what the caller's stream has queued before."""
+    if stream is not None:
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    return work_on(stream)
+
+
+def rejoin(stream: torch.Stream | None) -> None:
+    """What the caller's stream queues next is after what `stream` has queued before; None changes nothing."""
+    if stream is not None:
+        torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
+
 @contextmanager
 def in_turn(stream: torch.Stream | None) -> Iterator[None]:
     """`work_on(stream)`, after what the caller's stream has queued before and before what it queues next."""
-    if stream is None:
+    with behind(stream):
         yield
-        return
-    outer = torch.accelerator.current_stream(stream.device)
-    stream.wait_stream(outer)
-    with stream:
-        yield
-    outer.wait_stream(stream)
+    rejoin(stream)
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.Stream | None:
+    """The stream for copies that run beside what computes on a device; None on the CPU."""
+    return torch.Stream(device) if on_accelerator(device) else None
 
 
 def record_use(device: torch.device, values: Any) -> None:

@@ -21,6 +21,7 @@ from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors, empty_like_strided
+from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
@@ -268,21 +269,24 @@ def trace(
     of_accelerator: bool = False,
     compiled: bool = False,
     fake: FakeTensors | None = None,
+    keys_on_host: bool = False,
 ) -> Trace:
     """Trace the passes of one segment, backward if it is `pulled`, on tensors of which only shape, strides and
     dtype matter. `guess(weights, inputs)` is the output, by which the passes are prepared: what happens once is no
     cost.
 
     `buffers` are those that forward changes, which backward gets as forward read them. `of_accelerator` is whether
-    a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`.
+    a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
+    `keys_on_host` rows in tiles have their keys there.
     """
+    hosts = HostMemory(), HostMemory()
     first, second = (AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(2))
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
         weights, inputs = SegmentWeights(*trees[:2]), trees[2]
         passes.prepare(weights, inputs, guess(weights, inputs))
 
-        with first:
+        with first, keys_in(hosts[0] if keys_on_host else None):
             y, residuals = passes.forward(weights, inputs)
             y = y[0] if buffers else y
             peak, live, moved_bytes = first.peak, first.live, first.moved_bytes
@@ -296,7 +300,7 @@ def trace(
             keeps_output = before - first.live < own_bytes
 
         if pulled:
-            with second:
+            with second, keys_in(hosts[1] if keys_on_host else None):
                 results = passes.backward(weights, inputs, residuals, cotangents)
                 backward_moved_bytes = second.moved_bytes
                 del results
@@ -316,6 +320,9 @@ def trace(
             backward_attention_flops=second.attention_flops,
             moved_bytes=moved_bytes,
             backward_moved_bytes=backward_moved_bytes if pulled else 0,
+            key_bytes=max(x.nbytes for x in hosts),
+            copied_bytes=hosts[0].copied_bytes,
+            backward_copied_bytes=hosts[1].copied_bytes,
         )
         return Trace(out, output_bytes, cost, first.random or second.random)
 

@@ -239,6 +239,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
             of_accelerator=of_accelerator,
             compiled=bool(program.settings.compile_segments),
             fake=program.cache.fake,
+            keys_on_host=program.settings.keys_on == "host",
         )
     except ValueError as error:
         if f"{segment.name!r}" in str(error):

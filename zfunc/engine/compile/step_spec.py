@@ -25,10 +25,11 @@ from zfunc.schedules import make_order
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
-def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool, int]:
-    """The settings that forward and backward depend on; only residuals depend on whether these move."""
+def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool, int, str]:
+    """The settings that forward and backward depend on; only residuals depend on whether these move, and only costs
+    on where keys are."""
     moving = settings.recompute == "min-cut" and settings.moves
-    return settings.recompute, settings.compile_segments, moving, settings.tiles
+    return settings.recompute, settings.compile_segments, moving, settings.tiles, settings.keys_on
 
 
 def make_spec(

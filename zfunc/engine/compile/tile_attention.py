@@ -7,7 +7,7 @@ else, and where a key is hidden by more than its place, `_scores` of a tile by a
 
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from attrs import frozen
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zfunc.engine.compile.tensor_memory import COUNTED
-from zfunc.engine.compile.tile_keys import DeviceKeys, Part
+from zfunc.engine.compile.tile_keys import DeviceKeys, HostKeys, Part
 from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
+Keys = DeviceKeys | HostKeys
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
 ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
 
@@ -72,14 +73,13 @@ class Pair:
         return self.part[0] == self.view.at
 
 
-def attend_tile(q: Tensor, row: DeviceKeys, view: View) -> Attended:
+def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
     """The attention of queries `q` [batch, heads, tile, features] over keys and values of a row."""
     if _by_ranges(q, row, view):
         return _attend_ranges(q, row, view)
-    kernel = _kernel(q, row, view)
     out = lse = None
     for pair, _ in _pairs(q, row, view):
-        o, own = kernel.forward(pair)
+        o, own = _kernel(pair, row).forward(pair)
         if out is None or lse is None:
             out, lse = o, own
             continue
@@ -91,16 +91,15 @@ def attend_tile(q: Tensor, row: DeviceKeys, view: View) -> Attended:
     return Attended(q, view, _by_token(out.to(q.dtype)), lse)
 
 
-def pull_tile(cotangent: Tensor, tile: Attended, row: DeviceKeys) -> Tensor:
+def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
     """The gradient of the queries of one tile. Those of keys and values are added to the sums of the row."""
     q, view = tile.q, tile.view
     if _by_ranges(q, row, view):
         return _pull_ranges(cotangent, tile, row)
-    kernel = _kernel(q, row, view)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
     for pair, sums in _pairs(q, row, view, sums=True):
-        own, *others = kernel.backward(pair, cotangent, tile)
+        own, *others = _kernel(pair, row).backward(pair, cotangent, tile)
         dq.add_(own)
         for total, x in zip(sums, others, strict=True):
             heads = total.shape[1]
@@ -108,25 +107,21 @@ def pull_tile(cotangent: Tensor, tile: Attended, row: DeviceKeys) -> Tensor:
     return dq.to(q.dtype)
 
 
-def _pairs(
-    q: Tensor, row: DeviceKeys, view: View, *, sums: bool = False
-) -> Iterator[tuple[Pair, list[Tensor]]]:
+def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[tuple[Pair, list[Tensor]]]:
     """The queries with each part of the keys, and its sums; of fake tensors the third part counts for all behind
     it, which cost the same."""
     parts = list(view.parts(q.shape[2]))
     times = _times(len(parts), fake=isinstance(q, FakeTensor))
-    for (part, (k, v, *own)), count in zip(row.visit(parts[: len(times)], sums=sums), times, strict=True):
+    parts = parts[: len(times)]
+    for (k, v, *own), part, count in zip(row.visit(parts, sums=sums), parts, times, strict=True):
         before = COUNTED.set(COUNTED.get() * count)
+        if isinstance(row, HostKeys):
+            row.host.count(k, v, *own, *own)
         yield Pair(q, k, v, view, part), own
         COUNTED.reset(before)
 
 
 def _times(count: int, *, fake: bool) -> list[int]:
-    """How often each part counts.
-
-    >>> _times(5, fake=False), _times(5, fake=True), _times(2, fake=True)
-    ([1, 1, 1, 1, 1], [1, 1, 3], [1, 1])
-    """
     return [1, 1, count - 2] if fake and count > 2 else [1] * count
 
 
@@ -239,25 +234,26 @@ class _OnCudnn:
         return run(cotangent, q, k, v, *found, *lengths, 0.0, pair.causal, scale=pair.view.scale)
 
 
-def _fits(q: Tensor, row: DeviceKeys) -> bool:
+def _fits(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's flash attention takes such tensors."""
-    alike = q.shape[-1] == row.features <= 256 and not q.shape[-1] % 8
+    alike = q.shape[-1] == v.shape[-1] <= 256 and not q.shape[-1] % 8
     return alike and not runs_on_cpu(q.device) and fuses_grouped_queries(q.device, q.dtype)
 
 
-def _kernel(q: Tensor, row: DeviceKeys, view: View) -> Any:
-    """The device's fused kernel for pairs, or torch. A trace of costs takes it where ranges run instead."""
-    if _fits(q, row):
+def _kernel(pair: Pair, row: Keys) -> Any:
+    """The device's fused kernel for a pair, or torch. A trace of costs takes it where ranges run instead."""
+    q, hides = pair.q, pair.view.hides
+    if _fits(q, pair.v) and (isinstance(row, DeviceKeys) or not hides):
         # Where torch takes it first, too: on one H200 it took 0.6 of the time of flash attention.
         newer = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         fast = newer and q.shape[-1] <= 128 and torch.backends.cuda.cudnn_sdp_enabled()
         return _OnCudnn if fast and not torch.are_deterministic_algorithms_enabled() else _OnCuda
-    fused = runs_on_cpu(q.device) and not view.hides and q.shape[-1] == row.features
-    return _OnCpu if fused else _InTorch
+    return _OnCpu if runs_on_cpu(q.device) and not hides and q.shape[-1] == pair.v.shape[-1] else _InTorch
 
 
-def _by_ranges(q: Tensor, row: DeviceKeys, view: View) -> bool:
-    return view.hides and _fits(q, row) and not isinstance(q, FakeTensor)
+def _by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
+    whole = isinstance(row, DeviceKeys) and view.hides and not isinstance(q, FakeTensor)
+    return whole and _fits(q, row.kept[1])
 
 
 # --- CUDA's flash attention of documents and windows: ranges of queries and of keys, one for each document ------
@@ -283,7 +279,7 @@ def _given(view: View) -> dict[str, Any]:
     return {"scale": view.scale, **seen}
 
 
-def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
+def _attend_ranges(queries: Tensor, row: Keys, view: View) -> Attended:
     tile, end = queries.shape[2], view.at + queries.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (queries, *(x[:, :, :end] for x in row.kept)))
     run = aten._flash_attention_forward
@@ -298,7 +294,7 @@ def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
     return Attended(queries, view, out.transpose(1, 2), lse)
 
 
-def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tensor:
+def _pull_ranges(cotangent: Tensor, attended: Attended, row: Keys) -> Tensor:
     q, view, lse, sums = attended.q, attended.view, attended.lse, row.sums
     tile, end = q.shape[2], view.at + q.shape[2]
     k, v = (x[:, :, :end] for x in row.kept)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zfunc.engine.compile.tensor_memory import COUNTED, layouts
 from zfunc.engine.compile.tile_attention import Attended, View, attend_tile, pull_tile
 from zfunc.engine.compile.tile_cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
-from zfunc.engine.compile.tile_keys import DeviceKeys, Part
+from zfunc.engine.compile.tile_keys import Part, keys_like
 from zfunc.runtime.rng import seeded_part
 
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
@@ -318,7 +318,7 @@ class _Row:
         if self.split.before is None:
             return [], None
         (q, k, v, *first), residuals = self.run(self.split.before, i)
-        self.keys = self.keys or DeviceKeys.like((k, v), self.tiles * self.split.tile)
+        self.keys = self.keys or keys_like((k, v), self.tiles)
         self.keys.put(self.part(i), (k, v))
         return [q, *(first or [None])], residuals
 

@@ -21,6 +21,7 @@ from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
 from zfunc.engine.compile.passes import aux_names, check_aux_names
+from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.step.clipping_stages import CLIPPING_STAGES
@@ -57,7 +58,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     """Run one segment, with random numbers seeded by micro-batch and segment."""
     m, s = op.index
     call = step.calls[s]
-    with step.randomness(m, s):
+    with step.randomness(m, s), keys_in(_host_of(op, mem)):
         x = mem[_input(op)]
         before = (
             clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
@@ -84,7 +85,7 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     x, (residuals, before) = _left_by_forward(op, mem)
-    with step.randomness(m, s):
+    with step.randomness(m, s), keys_in(_host_of(op, mem)):
         grads, below = call.passes.backward(
             _weights(op, mem, call, before),
             _with_targets(x, op, mem),
@@ -276,6 +277,11 @@ def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tens
 
 def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
     return (x, *mem[op.read("targets")]) if op.touches("targets") else (x,)
+
+
+def _host_of(op: Op, mem: Memory) -> HostMemory | None:
+    """Where a pass has keys of a row, unless on the device."""
+    return HostMemory(mem[op.write("host_keys")].flat) if op.touches("host_keys") else None
 
 
 def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
