@@ -65,10 +65,10 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     >>> peak_memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     Peak(tier='device', kept=0, transient=112, op='use')
     """
-    always, none = persistent_bytes(plan.graph), (0, "", (0, 0))
-    at = {place: _highest(plan, alive) for place, alive in transient_bytes(plan).items()}
-    places: dict[Tier, None] = dict.fromkeys([*always, *at])
-    return {place: Peak(place, always.get(place, 0), *at.get(place, none)) for place in places}
+    always = persistent_bytes(plan.graph)
+    at: dict[Tier, tuple[int, str, Moment]] = dict.fromkeys(always, (0, "", (0, 0)))
+    at |= {place: _highest(plan, alive) for place, alive in transient_bytes(plan).items()}
+    return {place: Peak(place, always.get(place, 0), *highest) for place, highest in at.items()}
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
@@ -160,8 +160,8 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
                     firsts[n], lasts[n] = i, {}
                 lasts[n][lane] = max(position, lasts[n].get(lane, -1))
         if op.workspace:
-            there = [r.place for r in op.regions if r.tier == "device"] or TIERS
-            workspaces.append(_Lifetime("workspace", there[0], op.workspace, i, (place[i],)))
+            there: list[Tier] = [r.place for r in op.regions if r.tier == "device"]
+            workspaces.append(_Lifetime("workspace", (there or TIERS)[0], op.workspace, i, (place[i],)))
     return workspaces + [
         _Lifetime(regions[n].buffer, regions[n].place, regions[n].nbytes, first, tuple(lasts[n].items()))
         for n, first in firsts.items()

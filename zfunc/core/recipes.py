@@ -144,27 +144,49 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
     The decision, which needs the losses of all, comes before the last backward unless it waits for the norm.
     """
     here: dict[int, int] = {}  # the segment whose weights a device has fetched last
-    for way, m, s, device in spec.passes:
+    for way, m, s, device, ended in spec.passes:
         emit.at.device = device
-        if (way, s) == (F, 0):
-            yield from map(emit.load, spec.loaded_before(m))
-        if here.get(device) != s:
-            yield from _fetch(spec, emit, s)
-            here[device] = s
-        if way == F:
-            yield from _forward(spec, emit, m, s)
+        if not ended:
+            if (way, s) == (F, 0):
+                yield from _load(spec, emit, spec.loaded_before(m))
+            if here.get(device) != s:
+                yield from _fetch(spec, emit, s)
+                here[device] = s
+            yield from _begin(spec, emit, way, m, s)
+        elif way == F:
+            yield from _end_forward(spec, emit, m, s)
         else:
-            yield from _backward(spec, emit, m, s, update=update)
+            yield from _end_backward(spec, emit, m, s, update=update)
     yield from _end_updates(spec, emit)
 
 
-def _forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:
-    """Forward of segment `s`: what backward needs leaves as soon as it is made, and after the last loss the step is
-    decided if that needs no norm."""
+def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iterator[Op]:
+    """Bring micro-batches to the device that begins with them, and their targets to the one that ends."""
+    here, last = emit.at.device, spec.num_segments - 1
+    for m in micro_batches:
+        for s in {0, last}:
+            emit.at.device = spec.device_of(F, m, s)
+            if s == 0 or emit.at.device != spec.device_of(F, m, 0):
+                yield emit.load(m, s)
+    emit.at.device = here
+
+
+def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
+    """A pass of segment `s`, with what has left the device back there."""
+    if way == F:
+        yield emit.forward(m, s)
+        return
+    if spec.activations_at(s) == "disk":
+        yield emit.unspill_act(m, s)
+    if spec.activations_at(s) != "device":
+        yield emit.unstash(m, s)
+    yield emit.backward(m, s)
+
+
+def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:
+    """What backward needs of forward leaves as soon as it is made, and after the last loss the step is decided if
+    that needs no norm."""
     last = spec.num_segments - 1
-    if s == last and s and spec.device_of(F, m, 0) != emit.at.device:
-        yield emit.load(m, last)
-    yield emit.forward(m, s)
     if spec.activations_at(s) != "device":
         yield emit.stash(m, s)
     if spec.activations_at(s) == "disk":
@@ -204,17 +226,12 @@ def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         yield emit.page_in_weights(b)
 
 
-def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
-    """Backward of segment `s`; each bucket is delivered as soon as it is complete.
+def _end_backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
+    """The gradients of a segment; each bucket is delivered as soon as it is complete.
 
     At most one bucket is incomplete at a time, so a single slot is enough.
     """
     layout, here = spec.layout, emit.at.device
-    if spec.activations_at(s) == "disk":
-        yield emit.unspill_act(m, s)
-    if spec.activations_at(s) != "device":
-        yield emit.unstash(m, s)
-    yield emit.backward(m, s)
     if s > layout.first_trainable and (there := spec.device_of(B, m, s - 1)) != here:
         yield emit.send_grad_act(m, s)
         emit.at.device = there

@@ -208,16 +208,14 @@ class Regions:
 
     @property
     def rings(self) -> dict[str, Ring]:
-        """The rings of slots, by buffer: the device's own, and those off the devices; each has the items that pass
+        """The rings of slots, by buffer: the device's own, and those of all devices; each has the items that pass
         through it."""
         return self._rings_of(self.device)
 
     @_once
     def _rings_of(self, device: int) -> dict[str, Ring]:
-        own = {ring.region.buffer: ring for ring in _rings(self, device)}
-        if not device:
-            return own
-        return {k: x if x.region.tier == "device" else self._rings_of(0)[k] for k, x in own.items()}
+        rings = {ring.region.buffer: ring for ring in _rings(self, device)}
+        return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in rings.items()}
 
     def slot(self, buffer: str, item: int) -> Region:
         """The slot of a ring that has a bucket or what a segment left."""
@@ -397,9 +395,9 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
 
     def slots(buffer: str, tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Region:
-        own = (device, (device,)) if tier == "device" and device else (0, ())
+        there = device if tier == "device" else 0
         lifetime = "operation" if dtype is None else "program"
-        return Region(buffer, own[1], 0, tier, lifetime, dtype, role, own[0])
+        return Region(buffer, (there,) if there else (), 0, tier, lifetime, dtype, role, there)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
         return [s for s in segments if s in spec.segments_on(device, *ways)]
@@ -455,7 +453,8 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     yield Ring.passing(grad_slots, whole, completed, settings.grad_slots, dtypes)
     landing = {b: at.delivered_bytes(b) for b in leaving if spec.lands(b)}
     host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
-    yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered)
+    homes = {b: spec.home(b) for b in landing}  # a device does not wait for what another sends
+    yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered, homes)
     sent = shards(None, (b for b in spec.offloaded if b not in spec.staged and spec.params_at(b) == "device"))
     param_slots = slots("param_slot", "pinned", usual, "copy")  # new ones, before their copy to the device
     yield Ring.passing(param_slots, sent, [*sent], settings.host_slots, dtypes)

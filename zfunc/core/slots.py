@@ -6,6 +6,7 @@ turns round. What only passes through gets the slots of its class in turn.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from attrs import define, evolve, field
 
@@ -16,19 +17,20 @@ from zfunc.errors import PlanError
 SizeClass = tuple[Sequence[int], int, int]  # items, the slots they share, and the room of each in bytes
 
 ALIKE: Mapping[int, Dtype] = {}  # items of the dtype of their region
+ANYWHERE: Mapping[int, int] = {}
 
 
-def size_classes(sizes: Mapping[int, int], dtypes: Mapping[int, Dtype]) -> list[list[int]]:
+def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[list[int]]:
     """Items in classes of similar size, the largest first: a class has the sizes above half its largest, of one
-    dtype where items have one.
+    kind where items have one.
 
     >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})
     [[0], [2, 1, 4], [3]]
     """
     classes: list[list[int]] = []
-    for item in sorted(sizes, key=lambda x: (dtypes.get(x, ""), -sizes[x], x)):
+    for item in sorted(sizes, key=lambda x: (kinds.get(x, ""), -sizes[x], x)):
         first = classes[-1][0] if classes else item
-        if classes and 2 * sizes[item] > sizes[first] and dtypes.get(item) == dtypes.get(first):
+        if classes and 2 * sizes[item] > sizes[first] and kinds.get(item) == kinds.get(first):
             classes[-1].append(item)
         else:
             classes.append([item])
@@ -89,8 +91,10 @@ class Ring:
         order: Sequence[int],
         depth: int,
         dtypes: Mapping[int, Dtype] = ALIKE,
+        homes: Mapping[int, int] = ANYWHERE,
     ) -> "Ring":
-        """Slots for items that pass through in this `order`; any `depth` in a row have different ones.
+        """Slots for items that pass through in this `order`; any `depth` in a row have different ones. Items of two
+        `homes` share none.
 
         Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
 
@@ -101,12 +105,13 @@ class Ring:
         order = [*order]
         order *= -(-depth // max(1, len(order)))  # they pass again, with the next micro-batch
         cheapest: list[tuple[int, list[SizeClass]]] = [(0, [])]
-        classes = size_classes(sizes, dtypes)
+        kinds = {x: (dtypes.get(x, ""), homes.get(x, 0)) for x in sizes}
+        classes = size_classes(sizes, kinds)
         for stop in range(1, len(classes) + 1):
             found: list[tuple[int, list[SizeClass]]] = []
             for start, (before, chosen) in enumerate(cheapest):
                 items = [x for joined in classes[start:stop] for x in joined]
-                if dtypes.get(items[0]) != dtypes.get(items[-1]):
+                if kinds[items[0]] != kinds[items[-1]]:
                     continue
                 count, room = _most_in_a_row({*items}, order, depth), sizes[items[0]]
                 found.append((before + count * room, [*chosen, (items, count, room)]))

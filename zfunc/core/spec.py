@@ -17,6 +17,7 @@ from zfunc.errors import PlanError
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
+HOP = 10_000  # FLOPs of a device while a byte comes from another, about
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
@@ -152,9 +153,10 @@ class StepSpec:
         return tuple(range(m, min(m + size, total)) for m in range(0, total, size))
 
     def loaded_before(self, m: int) -> Sequence[int]:
-        """The micro-batches that come to the first device just before the first pass of `m`."""
+        """The micro-batches that come to the first device just before the first pass of `m`: all of its group, or,
+        where other devices send to that one, too, the next one."""
         if self.order is not None:
-            return [m]
+            return range(m + (m > 0), min(m + 2, self.settings.micro_batches))
         return next((group for group in self.micro_batch_groups if group[0] == m), ())
 
     @cached_property
@@ -163,8 +165,11 @@ class StepSpec:
         settings, count, first = self.settings, self.num_segments, self.layout.first_trainable
         if self.order is None:
             return tuple(passes_on_one(self.micro_batch_groups, count, first))
-        passes = passes_on_several(self.order, settings.devices, count, settings.micro_batches, first)
-        return tuple(passes)
+        work = [{F: x.flops or 1, B: x.backward_flops or 3} for x in self.costs]  # before they are known
+        hops = [x.input_bytes * HOP for x in self.costs]
+        return tuple(
+            passes_on_several(self.order, settings.devices, settings.micro_batches, first, work, hops)
+        )
 
     @cached_property
     def _devices(self) -> dict[tuple[str, int, int], int]:
