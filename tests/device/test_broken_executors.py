@@ -26,16 +26,16 @@ BROKEN = {
         "self._wait_for_device(run, lane, event.query, item.op.name, awaited)",
         "None",
     ),
-    "memory is shared by streams": ("record_use(self.device, [run.mem.get(r) for r in item.shared])", "None"),
+    "memory is shared by streams": ("record_use(device, [run.mem.get(r) for r in item.shared])", "None"),
     "the host waits for its lane's stream": (
-        "self._wait_for_device(run, lane, stream.query, item.op.name, previous.op.name)",
+        "self._wait_for_device(run, lane, before.query, item.op.name, previous.op.name)",
         "None",
     ),
     "events are recorded before flags are set": (
         "event.record(stream)",
         "run.flags[item.position].set(); time.sleep(1e-3); event.record(stream)",
     ),
-    "lanes wait for the caller's stream": ("stream.wait_stream(caller)", "None"),
+    "lanes wait for the caller's stream": ("stream.wait_stream(callers[n])", "None"),
 }
 END = ("self._finish(run)", "None")
 TRAININGS: list[tuple[str, str, dict[str, Any]]] = [

@@ -1,7 +1,7 @@
 """The pretend device: what a GPU promises about order and memory, in threads of the CPU, and no more than that.
 
 `load()` builds it (g++ and ninja, about a minute, once) and registers it with torch as the device "pretend", of
-which there are two. Its streams are threads that delay every piece of work at random; the host cannot touch its
+which there are four. Its streams are threads that delay every piece of work at random; the host cannot touch its
 memory; its allocator is stream-ordered, fills what is freed with NaN and counts exactly; every operation is queued
 and done by the CPU's kernel. A missing wait, a read before its event, memory used after it was freed and a wrong
 stream all show. It says nothing about a GPU's kernels, drivers or speed.

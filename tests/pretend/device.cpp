@@ -96,7 +96,11 @@ struct Generator final : at::CPUGeneratorImpl {
   }
 };
 at::Generator& default_generator(DeviceIndex d) {
-  static std::array<at::Generator, DEVICES> all{at::make_generator<Generator>(0), at::make_generator<Generator>(1)};
+  static auto all = [] {
+    std::vector<at::Generator> made;
+    for (int n = 0; n < DEVICES; ++n) made.push_back(at::make_generator<Generator>(DeviceIndex(n)));
+    return made;
+  }();
   return all[size_t(d < 0 ? current_device : d)];
 }
 // A CPU generator that begins where `g` is; `g` itself moves on, so that the next draw is another one.
@@ -381,14 +385,17 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 // nothing alive, and a host target is filled with NaN first: who reads it before the end does not read the old value.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto& host = is_here(to) ? from : to;
-  Device device = is_here(to) ? to.device() : from.device();
+  Device device = is_here(from) ? from.device() : to.device();
   c10::DeviceGuard guard(device);
   bool to_host = !is_here(to), async = is_here(host) || (non_blocking && is_registered(host.const_data_ptr()));
-  if (is_here(from) && is_here(to) && from.device() != to.device()) {  // ordered after what the source's stream does
+  // Between devices, as CUDA: on the source's stream, after and before what the target's does.
+  auto order = [&](Device first, Device then) {
+    if (!is_here(from) || !is_here(to) || from.device() == to.device()) return;
     auto ready = std::make_shared<EventState>();
-    current_stream(from.device().index())->record(ready);
-    current_stream(device.index())->wait_for(ready);
-  }
+    current_stream(first.index())->record(ready);
+    current_stream(then.index())->wait_for(ready);
+  };
+  order(to.device(), device);
   auto x = is_here(from) || async ? borrowed(from) : from.clone(), y = borrowed(to);
   launch(device, [x, y, to_host]() mutable {
     if (to_host && y.is_non_overlapping_and_dense()) {
@@ -397,6 +404,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     }
     y.copy_(x);
   });
+  order(device, to.device());
   if (!async) current_stream(device.index())->synchronize();
   return to;
 }

@@ -23,7 +23,7 @@ namespace pretend {
 using Clock = std::chrono::steady_clock;
 using Task = std::function<void()>;
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
-constexpr int DEVICES = 2;
+constexpr int DEVICES = 4;
 
 inline std::atomic<double> max_delay{0};   // seconds, before each task
 inline std::atomic<uint64_t> delay_seed{0};
@@ -192,7 +192,7 @@ inline StreamQueue* stream_of(c10::StreamId id) {
 
 // What is current is a fact of each thread, as with CUDA.
 inline thread_local c10::DeviceIndex current_device = 0;
-inline thread_local std::array<c10::StreamId, DEVICES> current_streams{0, 1};
+inline thread_local std::array<c10::StreamId, DEVICES> current_streams{0, 1, 2, 3};
 
 inline StreamQueue* current_stream(c10::DeviceIndex device) { return stream_of(current_streams[size_t(device)]); }
 

@@ -212,7 +212,7 @@ class Executor:
         """
         self._process, plan = os.getpid(), prepared.plan
         flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
-        base = self._begin(plan, options)  # finished when it returns: both clocks start here
+        bases = self._begin(plan, options)  # finished when it returns: both clocks start here
         run = RunningStep(
             prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started
         )
@@ -235,7 +235,7 @@ class Executor:
         if run.failure is not None:
             raise run.failure
         host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
-        return StepRun(_timeline(run, base), time.perf_counter() - run.origin, host)
+        return StepRun(_timeline(run, bases), time.perf_counter() - run.origin, host)
 
     def check_process(self, action: str) -> None:
         """Raise RuntimeError in a fork of the process that has made a step: its threads are not there."""
@@ -246,24 +246,26 @@ class Executor:
                 'the first step, or start the child with multiprocessing.get_context("spawn")'
             )
 
-    def _begin(self, plan: Plan, options: RunOptions) -> torch.Event | None:
-        """Put the streams behind the caller's; with a trace, the event from which device times count."""
+    def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
+        """Put the streams behind the caller's; with a trace, the event of each device from which its times count."""
         if not on_accelerator(self.devices[0]):
-            return None
+            return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]
         for lane in plan.lanes:
             for n in {plan.graph.ops[i].device for i in lane.ops}:
                 if (stream := self.stream(lane.name, n)) is not None:
                     stream.wait_stream(callers[n])  # what the caller has queued comes first
         if not options.trace:
-            return None
-        caller, base = callers[0], torch.Event(self.devices[0], enable_timing=True)
-        base.record(caller)
-        if not poll(base.query, self.patience):
-            raise LaneTimeout(
-                f"the device has not done what was queued before the step in {self.patience:g} s"
-            )
-        return base
+            return []
+        bases = [torch.Event(device, enable_timing=True) for device in self.devices]
+        for waited in (callers, bases):  # all devices are idle when they record, so at one moment
+            for base, caller in zip(bases, callers, strict=True) if waited is bases else ():
+                base.record(caller)
+            if not poll(lambda done=waited: all(x.query() for x in done), self.patience):
+                raise LaneTimeout(
+                    f"the device has not done what was queued before the step in {self.patience:g} s"
+                )
+        return bases
 
     def stream(self, lane: str, n: int = 0) -> torch.Stream | None:
         """The stream of a lane on device `n`; None on the CPU."""
@@ -436,13 +438,10 @@ class Executor:
     def _issue(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
         run.running[lane] = item.op.name
         run.started[item.position] = False
-        timed = run.options.trace and item.on_stream
+        timed, device = run.options.trace and item.on_stream, self.devices[item.op.device]
         if item.on_stream and item.shared:
-            record_use(
-                self.devices[item.op.device], [run.mem.get(r) for r in item.shared]
-            )  # made on another stream, perhaps
+            record_use(device, [run.mem.get(r) for r in item.shared])  # made on another stream, perhaps
         if timed:
-            device = self.devices[item.op.device]
             pair = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
             run.timed[item.position] = pair
             pair[0].record(stream)
@@ -543,12 +542,12 @@ def _timeout_message(what: str, lane: str, run: RunningStep, patience: float, op
     )
 
 
-def _timeline(run: RunningStep, base: torch.Event | None) -> Timeline:
+def _timeline(run: RunningStep, bases: Sequence[torch.Event]) -> Timeline:
     plan = run.prepared.plan
     times = {i: (start, end) for i, start, end in run.spans}
-    if base is not None:
-        for i, (first, last) in run.timed.items():
-            times[i] = base.elapsed_time(first) / 1e3, base.elapsed_time(last) / 1e3
+    for i, (first, last) in run.timed.items():
+        base = bases[plan.graph.ops[i].device]
+        times[i] = base.elapsed_time(first) / 1e3, base.elapsed_time(last) / 1e3
     events = (
         Event(lane.name, plan.graph.ops[i].name, plan.graph.ops[i].kind, *times[i])
         for lane in plan.lanes

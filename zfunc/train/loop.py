@@ -68,7 +68,8 @@ def train_events(
     CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
     """
     host_before = host_bytes()
-    reset_peak(job.program.device)
+    for device in job.program.memories.values():
+        reset_peak(device)
     loop = _Loop(job, stop, start)
     try:
         yield from loop.begin()
@@ -129,7 +130,7 @@ class _Loop:
             step=number,
             metrics=metrics,
             tokens_per_second=settings.batch_size * settings.seq_length / seconds,
-            device_bytes=allocated_bytes(self.program.device),
+            device_bytes=max(map(allocated_bytes, self.program.devices)),
             host_bytes=host_bytes(),
             seconds_left=self._seconds_left(number, seconds),
             held_out=self.held_out,

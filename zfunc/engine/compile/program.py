@@ -7,7 +7,7 @@ threads) follows from its fields, and is cached for later steps.
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -222,14 +222,21 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
     return allocated
 
 
-def on_compute_stream(program: Program) -> AbstractContextManager[None]:
-    """Work of the caller, on the stream of the lane that computes: torch keeps the memory of each stream apart, and
-    what was freed there serves the next step."""
-    if not on_accelerator(program.device):
-        return nullcontext()
-    lanes, ops = program.plan.lanes, program.plan.graph.ops
-    computing = (lane for lane in lanes if any(ops[i].kind == "compute" for i in lane.ops))
-    return in_turn(program.executor.stream(next(computing, lanes[0]).name))
+@contextmanager
+def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
+    """Work of the caller on a device, on the stream of the lane that computes there, and with others on theirs:
+    torch keeps the memory of each stream apart, and what was freed there serves the next step."""
+    with ExitStack() as working:
+        for n in sorted(range(len(program.memories)), key=device.__eq__):  # it is the current one
+            working.enter_context(in_turn(program.executor.stream(_computing(program.plan, n), n)))
+        yield
+
+
+def _computing(plan: Plan, device: int) -> str:
+    """The lane that computes on a device."""
+    ops = plan.graph.ops
+    computing = (x.name for x in plan.lanes for i in x.ops if (ops[i].kind, ops[i].device) == ("compute", device))
+    return next(computing, plan.lanes[0].name)
 
 
 @contextmanager
@@ -272,7 +279,7 @@ def memory_shortage(
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     apart = {place: available_bytes(x) - unplanned_bytes(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
-        if needed[memory] > available:
+        if needed.get(memory, 0) > available:
             op = "" if apart and memory == "host" else peaks[memory if apart else "device"].op
             fewer = " fewer segments on it (`cut` of the order)," if len(apart) > 1 and op else ""
             return (

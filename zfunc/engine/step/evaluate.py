@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.core.dtypes import PRECISIONS, Precision
+from zfunc.core.pipeline import F
 from zfunc.engine.compile.passes import loss_and_aux
 from zfunc.engine.compile.program import Program, check_owner, module_buffers, on_compute_stream
 from zfunc.engine.state.memory import Flat
@@ -71,7 +72,7 @@ def _weights(
         check_state(program, state, "weights")
         with on_compute_stream(program):
             if dtype is None:
-                views = dict(gathered(buffers, spec, bucket, program.device, ranks))
+                views = dict(gathered(buffers, spec, bucket, program.devices[spec.home(bucket.index)], ranks))
             else:
                 views = Flat.of(bucket_weights(buffers, bucket, ranks), bucket).views
         while views:  # whoever takes a tensor is the only one that holds it
@@ -84,7 +85,7 @@ def _placed(program: Program, name: str, t: Tensor, dtype: Precision | None, dev
     with on_compute_stream(program):
         there = (rounded(name, t, dtype) if dtype else t).to(device)
     if there is not t:
-        record_use(program.device, there)
+        record_use(there.device, there)
     return there
 
 
@@ -114,10 +115,10 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     """Run the segments forward with the device's parameters, without dropout and gradients; the state stays.
 
     The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
-    as `zfunc.models.gpt.Head`, which then returns logits). An output that shares memory with a parameter is copied.
-    Random numbers that a segment still draws depend on the state alone. With `ema` the weights are their moving
-    average. With `defer` or `ema` and several ranks, all of them have to call this after a step. Raises
-    DonatedStateError for a used state.
+    as `zfunc.models.gpt.Head`, which then returns logits). Of several devices, that of the last segment has the
+    output. An output that shares memory with a parameter is copied. Random numbers that a segment still draws depend
+    on the state alone. With `ema` the weights are their moving average. With `defer` or `ema` and several ranks, all
+    of them have to call this after a step. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
@@ -125,7 +126,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
     owned = [x.flat for x in state.buffers.weights.values()]
-    owned += [t for c in program.calls for t in c.constants.values()]
+    owned += [t for c in program.calls for constants in c.constants_on.values() for t in constants.values()]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
     storages = {t.untyped_storage()._cdata for t in owned}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
@@ -148,23 +149,25 @@ def outputs(
             lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype),
             inputs,
         )
-        more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
     for s, (segment, call, extra) in enumerate(zip(program.segments, program.calls, more, strict=True)):
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
+        n = program.spec.device_of(F, 0, s)
+        device = program.devices[n]
         # Not around the yield, where they would leak.
         with (
-            on_compute_stream(program),
+            on_compute_stream(program, n),
             torch.no_grad(),
             randomness,
             redirected(),
             deterministic_kernels(program.settings.deterministic),
         ):
-            views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks, ema=ema)
+            x, extra = tree_map_only(Tensor, lambda t, there=device: t.to(there), (x, extra))
+            views = segment_weights(state.buffers, program.spec, s, device, program.ranks, ema=ema)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
             kept = module_buffers(program, state.buffers, s)
-            x = call.evaluate({**weights, **call.constants, **kept}, x, *extra)
+            x = call.evaluate({**weights, **call.constants_on[n], **kept}, x, *extra)
             del views, weights  # before the next segment's are there
-        record_use(program.device, x)
+        record_use(device, x)
         yield x
 
 
