@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_110,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 8_170,
+    "engine": 8_180,
     "viz": 1_000,
     "planner": 2_840,
     "models": 2_970,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 35_830,
+    "tests": 35_920,
 }
 
 

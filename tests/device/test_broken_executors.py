@@ -11,6 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 from device_training import compiled, run
+from table import Scattered
 from zfunc.schedules import make_schedule
 
 from zfunc.engine.compile import tile_keys
@@ -35,10 +36,11 @@ BROKEN = {
         "event.record(stream)",
         "run.flags[item.position].set(); time.sleep(1e-3); event.record(stream)",
     ),
+    "a lane waits for its stream on the device before": ("stream.wait_stream(before)", "None"),
     "lanes wait for the caller's stream": ("stream.wait_stream(callers[n])", "None"),
 }
 END = ("self._finish(run)", "None")
-TRAININGS: list[tuple[str, str, dict[str, Any]]] = [
+TRAININGS: list[tuple[str, Any, dict[str, Any]]] = [
     (
         "odd sizes",
         "Overlapped",
@@ -48,6 +50,8 @@ TRAININGS: list[tuple[str, str, dict[str, Any]]] = [
     ("tied GPT", "Interleaved", {"clip_norm": 0.5}),
     ("odd sizes", "Overlapped", {"bucket_size": 600, "clip_norm": 2.0, "offload_ratio": 0.5}),
     ("odd sizes", "Serial", {"bucket_size": 600}),
+    ("odd sizes", "Overlapped", {"devices": 2, "micro_batches": 3, "clip_norm": 2.0}),
+    ("odd sizes", Scattered(0, num_lanes=2), {"devices": 3, "order": "GPipe", "micro_batches": 3}),
 ]
 
 
@@ -88,7 +92,7 @@ def outcomes(executor: Any) -> Iterator[bool]:
         program, batches, (losses, params) = sound(n)
         other = rescheduled(program, make_schedule(schedule))
         try:
-            again, same = run(evolve(other, executor=executor(program.device)), batches)
+            again, same = run(evolve(other, executor=executor(*program.devices)), batches)
         except Exception:  # noticed as well
             yield False
         else:

@@ -62,12 +62,17 @@ def on_a_device(row: Row) -> bool:
     return row.world == 1 and not (sums and row.settings.keys() & {"offload_ratio", "update_on"})
 
 
+def needs(devices: int) -> None:
+    """Skip the test where there are fewer."""
+    if devices > (there := torch.accelerator.device_count()):
+        pytest.skip(f"needs {devices} devices, torch sees {there}")
+
+
 @pytest.mark.parametrize("row", [x for x in rows(every=5) if on_a_device(x.values[0])])
 def test_no_way_of_training_changes_a_bit(device: str, row: Row, tmp_path: Path) -> None:
     """As in test_laws.py, whatever host and device delay. What is updated on the device is by other code."""
     given, step = varied(row, row.given(tmp_path))
-    if given.get("devices", 1) > (there := torch.accelerator.device_count()):
-        pytest.skip(f"needs {given['devices']} devices, torch sees {there}")
+    needs(given.get("devices", 1))
     (expected,) = plain(row.numbers, row.job, device=device)
     (got,) = results(row, {**given, "device": device}, **step)
     assert got.same(expected), (given, step)
@@ -100,24 +105,32 @@ EMPTIED = [
         "bf16, clipped in part, 16 bits", "updated on the device, from the host", "odd sizes"
     ),  # and a gradient that waits
     Row("bf16, some in fp32, 8 bits", "half on the device", "odd sizes"),
+    Row("fp32", "two devices", "norms"),
+    Row("bf16 in 3, clipped", "two devices, half updated there", "odd sizes"),
+    Row("fp32, clipped", "dealt to three devices", "tied GPT"),
 ]
+
+
+def allocated() -> int:
+    """On all devices."""
+    return sum(map(torch.accelerator.memory_allocated, range(torch.accelerator.device_count())))
 
 
 @pytest.mark.parametrize("row", EMPTIED, ids=str)
 def test_a_released_state_leaves_nothing_on_the_device(device: str, row: Row, tmp_path: Path) -> None:
     """No byte on the pretend device, after any step, an evaluation and a save; and the next step has its bits."""
     gc.collect()  # what other tests left
-    before = torch.accelerator.memory_allocated()
-    given = {**row.given(tmp_path / "swap"), "device": device}
+    before, given = allocated(), {**row.given(tmp_path / "swap"), "device": device}
+    needs(given.get("devices", 1))
     (program,), batch = programs(row, given)
     sizes = set[int]()
 
     def between(program: Any, state: Any) -> None:
         if state.batches == 2:
             zfunc.evaluate(program, zfunc.release(program, state), batch(9, 0))
-        sizes.add(torch.accelerator.memory_allocated())
+        sizes.add(allocated())
         zfunc.release(program, state)
-        assert torch.accelerator.memory_allocated() - before <= LIBRARIES[device]
+        assert allocated() - before <= LIBRARIES[device] * len(program.devices)
         if state.batches == 3:
             zfunc.save(tmp_path / "saved", program, state)
             zfunc.release(program, state)
@@ -200,8 +213,7 @@ def test_a_saved_state_and_a_stream_of_the_callers_give_the_same_bits(device: st
 
 
 def test_two_devices_train_side_by_side(device: str) -> None:
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("needs two devices")
+    needs(2)
     both = [compiled("tied GPT", torch.device(device, n), schedule="Overlapped") for n in (0, 1)]
     states = [zfunc.init(program, seed=1) for program, _ in both]
     for i in range(3):
@@ -210,6 +222,44 @@ def test_two_devices_train_side_by_side(device: str) -> None:
     first, second = (weights_of(program, state) for (program, _), state in zip(both, states, strict=True))
     assert torch.equal(first, second)
     assert torch.accelerator.memory_allocated(1) > 0
+
+
+def test_a_state_goes_on_on_any_number_of_devices(device: str, tmp_path: Path) -> None:
+    """With the bits of one; and each evaluates as it does."""
+    needs(3)
+    here: dict[str, Any] = {"params_on": "host", "activations_on": "host"}
+    ways = [here, {**here, "devices": 3, "order": "RoundPipe"}, {**here, "devices": 2}]
+
+    def trained(ways: list[dict[str, Any]]) -> list[Any]:
+        told, state = list[Any](), None
+        for i, way in enumerate(ways):
+            program, data = compiled("tied GPT", device, micro_batches=4, defer=True, clip_norm=1.0, **way)
+            state = zfunc.init(program, seed=1) if state is None else zfunc.load(tmp_path, program)
+            state, metrics = zfunc.train_step(program, state, data(i))
+            zfunc.save(tmp_path, program, state)
+            told += [metrics.loss, metrics.grad_norm, zfunc.evaluate(program, state, data(9))]
+        return [*told, weights_of(program, state).tolist()]
+
+    assert trained(ways) == trained(ways[:1] * 3)
+
+
+def test_times_of_several_devices_are_on_one_clock(device: str) -> None:
+    """Each operation begins after those that it waits for have ended, whatever device they are on, and whatever one
+    of them has to do before the step."""
+    program, batch = gpt(device, devices=3, micro_batches=4, tied=False)
+    state = zfunc.init(program)
+    for _ in range(2):
+        busy = torch.eye(64, device=program.devices[2])
+        for _ in range(1000):
+            busy = busy @ busy
+        state, metrics = zfunc.train_step(program, state, batch, trace=True)
+    plan, events = metrics.plan, {x.op: x for x in metrics.timeline.events}
+    slack = 3e-2 if device == "pretend" else 1e-4  # between the moments at which devices begin to count
+    for op, waits in zip(plan.graph, plan.waits, strict=True):
+        for n in waits:
+            assert events[plan.graph.ops[n].name].end <= events[op.name].start + slack
+    assert all(-slack <= x.start <= x.end <= metrics.seconds + slack for x in events.values())
+    assert {x.lane for x in events.values()} >= {"compute", "compute:1", "compute:2"}
 
 
 def test_a_default_device_of_the_callers_changes_nothing(device: str, tmp_path: Any) -> None:
@@ -244,7 +294,9 @@ class InPieces(Head):
         return linear_next_token_loss(self.ln_f(x), self.out.weight, targets, logits_bytes=0)
 
 
-def gpt(device: str, layers: int = 8, *, head: type[Head] = Head, **settings: Any) -> tuple[Any, Any]:
+def gpt(
+    device: str, layers: int = 8, *, head: type[Head] = Head, tied: bool = True, **settings: Any
+) -> tuple[Any, Any]:
     """A GPT of 100 million parameters; of 100,000 for the pretend device."""
     hidden, length = (1024, 512) if device == "cuda" else (64, 32)
     config = GPTConfig(
@@ -253,7 +305,9 @@ def gpt(device: str, layers: int = 8, *, head: type[Head] = Head, **settings: An
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=hidden // 64,
+        tied=tied,
     )
+    needs(settings.get("devices", 1))
     segments = gpt_segments(config)
     if head is not Head:
         with torch.device("meta"):
@@ -292,6 +346,13 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
     assert overlap(timeline, "host", "compute") > 0
 
 
+SEVERAL = [(2, "all"), (3, "none"), (4, "min-cut")]
+DEALT: list[dict[str, Any]] = [
+    {"order": "RoundPipe", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0},
+    {"order": "LoopedBFS", "recompute": "min-cut", "defer": True},
+]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -309,6 +370,8 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
         {"tiles": 4, "recompute": "all"},
         {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0},
         {"tiles": 8, "recompute": "all", "activations_on": "host", "keys_on": "host"},
+        *({"devices": n, "micro_batches": 4, "tied": False, "recompute": how} for n, how in SEVERAL),
+        *({"devices": 3, "micro_batches": 4, "params_on": "host", **more} for more in DEALT),
     ],
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
@@ -397,17 +460,20 @@ def test_what_a_kernel_keeps_on_the_host_stays_there(device: str) -> None:
 
 
 def check_peak(device: str, program: Any, batch: Any) -> None:
+    """Of each device."""
     gc.collect()
-    before = torch.accelerator.memory_allocated()
+    before = [*map(torch.accelerator.memory_allocated, program.devices)]
     state = zfunc.init(program)
     for _ in range(2):
         state, _ = zfunc.train_step(program, state, batch)
-    torch.accelerator.reset_peak_memory_stats()
+    for one in program.devices:
+        torch.accelerator.reset_peak_memory_stats(one)
     zfunc.train_step(program, state, batch)
-    measured = torch.accelerator.max_memory_allocated() - before
-    planned = specialize(program, batch).memory["device"].nbytes
-    assert measured <= planned + LIBRARIES[device]
-    assert planned <= 1.1 * measured + LIBRARIES[device]
+    peaks = specialize(program, batch).memory
+    for (place, one), empty in zip(program.memories.items(), before, strict=True):
+        measured, planned = torch.accelerator.max_memory_allocated(one) - empty, peaks[place].nbytes
+        assert measured <= planned + LIBRARIES[device]
+        assert planned <= 1.1 * measured + LIBRARIES[device]
 
 
 def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(device: str) -> None:
@@ -501,6 +567,21 @@ def test_slots_of_activations_that_do_not_fit_are_refused_before_they_are_alloca
     assert torch.accelerator.memory_allocated() == before
     controls.set_capacity(0, 1 << 30)
     zfunc.train_step(program, state, data(0))
+
+
+def test_the_device_that_is_too_small_is_named(controls: Any) -> None:
+    program, batch = gpt("pretend", devices=3, micro_batches=4, tied=False)
+    controls.set_capacity(1, torch.accelerator.memory_allocated(1) + 1000)
+    what = r"init: needs [\d,]+ bytes of device:1 memory, 1,000 are free.*fewer segments on it \(`cut` of the order"
+    with pytest.raises(OutOfMemory, match=what):
+        zfunc.init(program)
+    controls.set_capacity(1, 1 << 30)
+    state = zfunc.init(program)
+    controls.set_capacity(1, torch.accelerator.memory_allocated(1) + 1000)
+    with pytest.raises(
+        OutOfMemory, match=r"train_step: needs [\d,]+ bytes of device:1 memory.*at (for|back)ward\["
+    ):
+        zfunc.train_step(program, state, batch)
 
 
 def test_what_is_on_the_host_is_pinned(device: str) -> None:

@@ -82,6 +82,7 @@ struct EventState {
   std::condition_variable changed;
   uint64_t recorded = 0, done = 0;
   Clock::time_point at{};  // when the last version was done
+  c10::DeviceIndex device = -1;
 
   uint64_t next_version() {
     std::lock_guard lock(mutex);
@@ -128,6 +129,7 @@ class StreamQueue {
     return tasks_.empty() && !busy_;
   }
   void record(const Event& event) {
+    event->device = device;
     put([event, version = event->next_version()] { event->finish(version); }, false);
   }
   void wait_for(const Event& event) {

@@ -247,7 +247,7 @@ class Executor:
             )
 
     def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
-        """Put the streams behind the caller's; with a trace, the event of each device from which its times count."""
+        """Put the streams behind the caller's; with a trace, an event of each device from which its times count."""
         if not on_accelerator(self.devices[0]):
             return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]

@@ -235,7 +235,9 @@ def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
 def _computing(plan: Plan, device: int) -> str:
     """The lane that computes on a device."""
     ops = plan.graph.ops
-    computing = (x.name for x in plan.lanes for i in x.ops if (ops[i].kind, ops[i].device) == ("compute", device))
+    computing = (
+        x.name for x in plan.lanes for i in x.ops if (ops[i].kind, ops[i].device) == ("compute", device)
+    )
     return next(computing, plan.lanes[0].name)
 
 
@@ -279,9 +281,11 @@ def memory_shortage(
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     apart = {place: available_bytes(x) - unplanned_bytes(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
-        if needed.get(memory, 0) > available:
+        if memory in needed and needed[memory] > available:
             op = "" if apart and memory == "host" else peaks[memory if apart else "device"].op
-            fewer = " fewer segments on it (`cut` of the order)," if len(apart) > 1 and op else ""
+            fewer = (
+                " fewer segments on it (`cut` of the order)," if len(apart) > 1 and memory in apart else ""
+            )
             return (
                 f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
                 f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use{fewer} more "

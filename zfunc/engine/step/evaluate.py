@@ -116,9 +116,9 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
 
     The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
     as `zfunc.models.gpt.Head`, which then returns logits). Of several devices, that of the last segment has the
-    output. An output that shares memory with a parameter is copied. Random numbers that a segment still draws depend
-    on the state alone. With `ema` the weights are their moving average. With `defer` or `ema` and several ranks, all
-    of them have to call this after a step. Raises DonatedStateError for a used state.
+    output. An output that shares memory with a parameter is copied. Random numbers that a segment still draws
+    depend on the state alone. With `ema` the weights are their moving average. With `defer` or `ema` and several
+    ranks, all of them have to call this after a step. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
