@@ -38,11 +38,37 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "Sha
 
 
 def make_order(order: str | Order) -> Order:
-    """The order of passes on several devices of this name in `ORDERS`; an object is returned as it is."""
+    """The order of passes on several devices of this name in `ORDERS`; an object is returned as it is.
+
+    A name may be followed by the segments of each stage, of RoundPipe forward and backward.
+
+    >>> make_order("OneFOneB:5,4"), make_order("RoundPipe:2,2/1,2,2").backward
+    (OneFOneB(cut=(5, 4)), (1, 2, 2))
+    """
     if not isinstance(order, str):
         return order
-    one_of(tuple(ORDERS))("order", order)
-    return ORDERS[order]()
+    name, _, cuts = order.partition(":")
+    one_of(tuple(ORDERS))("order", name)
+    kind: Any = ORDERS[name]
+    names = [f.name for f in attrs.fields(kind) if f.name != "stages"]
+    parts = cuts.split("/") if cuts else []
+    if len(parts) > len(names) or not all(x.isdecimal() for part in parts for x in part.split(",")):
+        expected = "/".join([",".join("54444")] * len(names))
+        raise ValueError(f"order: got {order!r}, expected such as '{name}:{expected}', or the name alone")
+    given = {x: [*map(int, part.split(","))] for x, part in zip(names, parts, strict=False)}
+    return kind(**given)
+
+
+def order_name(order: str | Order) -> str:
+    """An order as text, which `make_order` takes if it is one of `ORDERS`.
+
+    >>> order_name(OneFOneB((5, 4)))
+    'OneFOneB:5,4'
+    """
+    if isinstance(order, str) or type(order) not in ORDERS.values():
+        return order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__)
+    cuts = [",".join(map(str, x)) for x in attrs.astuple(order) if isinstance(x, tuple) and x]
+    return ":".join([type(order).__name__, *(["/".join(cuts)] if cuts else [])])
 
 
 def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Schedule:

@@ -13,7 +13,8 @@ from .stages import Passes, cut_in_stages, of_segments
 class LoopedBFS:
     """`stages` stages on each device, dealt in turn; all micro-batches pass one before the next.
 
-    Weights that are fetched for a stage serve all micro-batches. `cut` are the segments of each stage.
+    Weights that are fetched for a stage serve all micro-batches. `cut` are the segments of each stage, and then
+    tells how many there are.
     """
 
     stages: int = 2
@@ -22,8 +23,9 @@ class LoopedBFS:
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
         """The passes of each device."""
         order: list[Passes] = []
+        stages = len(self.cut) // devices or self.stages
         for d in range(devices):
-            own = range(d, self.stages * devices, devices)
+            own = range(d, stages * devices, devices)
             ways = (F, own), (B, own[::-1])
-            order.append([(way, m, k) for way, stages in ways for k in stages for m in range(micro_batches)])
-        return of_segments(order, cut_in_stages(segments, self.stages * devices, self.cut))
+            order.append([(way, m, k) for way, mine in ways for k in mine for m in range(micro_batches)])
+        return of_segments(order, cut_in_stages(segments, stages * devices, self.cut))

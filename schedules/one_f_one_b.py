@@ -34,7 +34,7 @@ class Interleaved1F1B:
     """1F1B with `stages` stages on each device, dealt in turn: less waiting for the first micro-batch, more copies.
 
     Micro-batches pass the stages of a device in rounds of as many as there are devices, so their number is a
-    multiple of that, or smaller. `cut` are the segments of each stage.
+    multiple of that, or smaller. `cut` are the segments of each stage, and then tells how many there are.
     """
 
     stages: int = 2
@@ -42,15 +42,14 @@ class Interleaved1F1B:
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
         """The passes of each device."""
-        each, size, order = range(self.stages), min(devices, micro_batches), list[Passes]()
+        stages = len(self.cut) // devices or self.stages
+        each, size, order = range(stages), min(devices, micro_batches), list[Passes]()
         rounds = [range(m, min(m + size, micro_batches)) for m in range(0, micro_batches, size)]
         for d in range(devices):
             forwards = [(F, m, k * devices + d) for own in rounds for k in each for m in own]
             backwards = [(B, m, k * devices + d) for own in rounds for k in each[::-1] for m in own]
-            order.append(
-                _in_turn(forwards, backwards, ahead=(self.stages - 1) * size + 2 * (devices - 1 - d))
-            )
-        return of_segments(order, cut_in_stages(segments, self.stages * devices, self.cut))
+            order.append(_in_turn(forwards, backwards, ahead=(stages - 1) * size + 2 * (devices - 1 - d)))
+        return of_segments(order, cut_in_stages(segments, stages * devices, self.cut))
 
 
 def _in_turn(forwards: Passes, backwards: Passes, *, ahead: int) -> Passes:

@@ -5,7 +5,7 @@ segments, as `zfunc.core.pipeline` takes it.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from zfunc.core.pipeline import B, F
 from zfunc.errors import PlanError
@@ -31,6 +31,23 @@ def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) ->
         )
     ends = [sum(lengths[:k]) if lengths else k * num_segments // count for k in range(count + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
+
+
+def cut_by_cost(costs: Sequence[float], count: int) -> list[int]:
+    """The segments of each of `count` stages whose largest costs as little as can be; then the squares of all.
+
+    >>> cut_by_cost([0, 1, 1, 1, 1, 1, 2], 3)
+    [3, 2, 2]
+    """
+    sums = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # of as many segments
+    for k in range(1, count + 1):
+        longer: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(k, len(costs) - count + k + 1):
+            ways = ((n, sums[end] - sums[n], x) for n, x in best.items() if n < end)
+            longer[end] = min((max(x[0], own), x[1] + own**2, [*x[2], end - n]) for n, own, x in ways)
+        best = longer
+    return best[len(costs)][2]
 
 
 def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:

@@ -269,7 +269,7 @@ def test_what_a_machine_has_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     program, _ = fitted()
     monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
     monkeypatch.setattr(room, "available_bytes", lambda device: 500)
-    on = room.local_hardware(evolve(program, device=torch.device("cuda", 0)))
+    on = room.local_hardware(evolve(program, devices=(torch.device("cuda", 0),)))
     assert (on.memory, on.unified) == ({"host": 1000, "device": 500}, False)
     assert room.local_hardware(program).memory == {"host": 1000}
     monkeypatch.setattr(room, "local_ranks", lambda: 4)

@@ -16,7 +16,7 @@ from zfunc.core.graph import KINDS, Graph, Op
 from zfunc.core.hardware import Measured
 from zfunc.core.plan import build
 from zfunc.core.settings import StepSettings
-from zfunc.core.simulator import simulate
+from zfunc.core.simulator import Speeds, simulate
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import gpt_costs
 from zfunc.optim.adamw import AdamW
@@ -46,6 +46,7 @@ GB = {  # of each card, as it is sold
         "gb200": 186,
         "gb300": 288,
         "h100-96gb": 96,
+        "rtx3090x4": 24,
         "rtx4090x8": 24,
     },
 }
@@ -152,6 +153,23 @@ def test_the_ranks_of_a_node_share_its_host() -> None:
     assert one.rates["d2h"] == two.rates["d2h"]
     assert one.memory["device"] == two.memory["device"]
     assert 8 * one.shared["host memory"]["d2h"] == pytest.approx(eight.shared["host memory"]["d2h"])
+
+
+def test_devices_of_one_rank_share_what_their_neighbours_use() -> None:
+    """An uplink to the host that two of four cards share takes one copy at its speed, the host's memory as well."""
+    uplink = {"shared.uplink.d2h": 1.0, "shared.uplink.devices": 2}
+    on = replace_figures(load_profile("rtx3090x4"), uplink).hardware("bf16", devices=4)
+    assert on.neighbours == {"uplink": 2}
+    assert "host memory" in on.shared
+    assert Speeds(on).of({("d2h", 0): 1, ("d2h", 1): 1, ("d2h", 2): 1}) == {
+        ("d2h", 0): 0.5,
+        ("d2h", 1): 0.5,
+        ("d2h", 2): 1.0,
+    }
+    node = load_profile("rtx4090x8")
+    assert node.hardware("bf16", 4, 2).rates["host"] == node.hardware("bf16", 4).rates["host"]
+    with pytest.raises(ValueError, match="rtx4090x8: devices: got 16, expected at most the 8 of a node"):
+        node.hardware("bf16", devices=16)
 
 
 def test_collectives_go_inside_the_node_or_between_nodes() -> None:

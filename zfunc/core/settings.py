@@ -593,8 +593,10 @@ class StepSettings:
         known = {p.name: p for own in parameters for p in own}
         chosen = {p.name for p in known.values() if p.numel <= most}
         for part in parts:
+            if part.isdecimal():  # no segment of that name, as a list of modules has
+                continue
             named = {name for name in known if f"{name}.".startswith(f"{part}.")}
-            if not named and not part.isdecimal():
+            if not named:
                 names = [*dict.fromkeys(n.rpartition(".")[0] or n for n in known), *known]
                 raise ValueError(
                     f"persistent_params: got {part!r}, expected a number of elements, or the names of segments or "

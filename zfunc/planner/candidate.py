@@ -22,7 +22,7 @@ from attrs import evolve, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
-from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Tier
+from zfunc.core.graph import KINDS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory, persistent_bytes
 from zfunc.core.plan import Plan
@@ -115,15 +115,17 @@ class PlannedStep:
 
     @cached_property
     def work(self) -> dict[Kind, float]:
-        """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
+        """The seconds of all operations of each kind, on the one of several devices that has most: no schedule is
+        faster than the most of them."""
 
-        def of(graph: Graph) -> dict[Kind, float]:
-            seconds = dict.fromkeys(KINDS, 0.0)
+        def of(graph: Graph) -> dict[tuple[Kind, int], float]:
+            seconds = {(kind, 0): 0.0 for kind in KINDS}
             for op, alone in zip(graph, seconds_alone(graph, self.hardware), strict=True):
-                seconds[op.kind] += alone
+                seconds[op.kind, op.device] = seconds.get((op.kind, op.device), 0.0) + alone
             return seconds
 
-        return self._sum(of)
+        of_each = self._sum(of)
+        return {kind: max(x for (k, _), x in of_each.items() if k == kind) for kind in KINDS}
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """The sum that `measure` takes over the operations of all micro-batches."""
@@ -172,7 +174,7 @@ class PlannedStep:
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of each tier's peak by buffer, the largest first."""
         if (few := self.repetition) is not None:
-            parts = {x: few.total(lambda step, tier=x: step.held[tier]) for x in TIERS}
+            parts = {x: few.total(lambda step, tier=x: step.held[tier]) for x in self.peaks}
             return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
         return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
 
@@ -226,6 +228,8 @@ class PlannedStep:
             start, grown, most = few.small.seconds, few.large.seconds - few.small.seconds, few.longest()
             least.append(start + few.more * grown)
             same = [x.op for x in few.small.peaks.values()] == [x.op for x in few.large.peaks.values()]
+            if self.settings.devices > 1:  # where a device keeps more, its peak may move to another operation
+                same &= all(x == few.large.peaks[at] for at, x in few.small.peaks.items() if "device" in at)
             if same and abs(most - grown) <= 2 * CLOSE * most:
                 return few, start + few.more * (grown + most) / 2
         return None, min(least, default=0.0)
@@ -233,7 +237,12 @@ class PlannedStep:
     @cached_property
     def _few(self) -> list[Repetition]:
         """Steps of a few micro-batches, and of a group more, with the groups that are left."""
-        total, group = self.settings.micro_batches, self.settings.group_size
+        settings = self.settings
+        # Of a pipeline as many as there are devices: by then all are busy, and each has what waits for backward.
+        total, group = (
+            settings.micro_batches,
+            settings.group_size if settings.devices == 1 else settings.devices,
+        )
 
         def of(few: int) -> Repetition:
             counts = few * group + total % group, (few + 1) * group + total % group

@@ -93,7 +93,7 @@ class CostModel:
         """One rank's share of the machine."""
         if isinstance(self.machine, Hardware):
             return self.machine
-        return self.machine.hardware(settings.precision, self.segments.world)
+        return self.machine.hardware(settings.precision, self.segments.world, settings.devices)
 
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings; kept, for who asks again. Raises ValueError for settings that cannot work."""

@@ -127,7 +127,8 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
         larger = [x for x in map(load_profile, profile_names()) if x.grouped == model.machine.grouped]
         for profile in sorted(larger, key=lambda x: (x.device_bytes, x.name)):
             with suppress(ValueError):  # a precision or a network that it does not have
-                hardware = profile.hardware(step.settings.precision, step.spec.world)
+                given = step.settings
+                hardware = profile.hardware(given.precision, step.spec.world, given.devices)
                 if not profile.unified and not hardware.lacking(step.memory):
                     new = evolve(step, hardware=hardware)
                     yield Suggestion({"hardware": profile.name}, new, effect({}, new, step))

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from textwrap import wrap
-from typing import Any
+from typing import Any, cast
 
 from attrs import asdict, evolve, frozen
 
 from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
+from zfunc.core.pipeline import B, F
 from zfunc.core.plan import Plan
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK
@@ -19,7 +20,7 @@ from zfunc.core.timeline import Timeline, bound_seconds, bounds_in_words, critic
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile
 from zfunc.planner.suggestions import Suggestion
-from zfunc.schedules import make_schedule
+from zfunc.schedules import make_schedule, order_name
 from zfunc.units import format_bytes, format_seconds
 from zfunc.viz.notebook import MOST_DRAWN, timeline_html
 from zfunc.viz.timeline_svg import svg
@@ -117,6 +118,11 @@ class Planned:
         return self.step.seconds
 
     @property
+    def devices(self) -> int:
+        """The devices of a rank."""
+        return self.step.settings.devices
+
+    @property
     def tflops(self) -> float:
         """The model's products, attention among them, on each GPU in 1e12 FLOP/s: forward, and twice as much for
         backward.
@@ -126,7 +132,7 @@ class Planned:
         forward = sum(cost.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
         layout = self.step.spec.layout
         times = 2 + layout.num_trainable / layout.num_parameters
-        return times * forward / self.step.seconds / 1e12 if self.step.seconds else 0.0
+        return times * forward / self.devices / self.step.seconds / 1e12 if self.step.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -135,21 +141,32 @@ class Planned:
 
     @property
     def memory(self) -> dict[Tier, int]:
-        """Peak bytes of one rank on each tier; "host" is without pinned memory."""
+        """Peak bytes of one rank on each tier, and on each of several devices; "host" is without pinned memory."""
         return self.step.memory
 
     @property
-    def bus_bytes(self) -> dict[Kind, int]:
-        """Bytes that a step of one rank moves over each bus and the network, and from and to the disk.
+    def bus_bytes(self) -> dict[str, int]:
+        """Bytes that a step of one rank moves over each bus and the network, and from and to the disk; over the bus
+        from the second of several devices as "d2h:1".
 
         For "host": that its updates read and write in host memory.
         """
 
-        def moved(step: PlannedStep) -> dict[Kind, int]:
-            ops = step.plan.graph.ops
-            return {bus: sum(op.nbytes for op in ops if op.kind == bus) for bus in BUSES}
+        def moved(step: PlannedStep) -> dict[str, int]:
+            nbytes = dict.fromkeys(map(str, BUSES), 0)
+            for op in step.plan.graph.ops:
+                if op.kind in BUSES:
+                    nbytes[op.resource] = nbytes.get(op.resource, 0) + op.nbytes
+            return nbytes
 
         return self.step.total(moved)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time of all devices in which they do not compute, 0 to 1."""
+        busy = self.step.total(_compute_seconds)
+        whole = self.devices * self.step_seconds
+        return 1 - sum(busy.values()) / whole if whole else 0.0
 
     @cached_property
     def disk(self) -> DiskTraffic | None:
@@ -250,7 +267,7 @@ def report(
     parts = [
         [f"hardware   {p.hardware.name}{of}", *wrapped(f"plan       {', '.join(_plan(p))}", 11)],
         [*_memory(p)],
-        [*_time(p), *_disk(p)],
+        [*_time(p), *_devices(p), *_disk(p)],
         ["found by search:", *(f"  {reason}" for reason in p.reasons)] if p.reasons else [],
         found,
         [*_suggestions(p, written)],
@@ -306,6 +323,7 @@ def _plan(p: Planned) -> Iterator[str]:
         (f"rows in {settings.tiles} tiles", settings.tiles != 1),
         (f"their keys on the {settings.keys_on}", settings.keys_on != "device"),
         ("updates deferred", spec.deferred),
+        (f"{settings.devices} devices in the order {order_name(settings.order)}", settings.devices > 1),
     ):
         if unusual:
             yield said
@@ -317,8 +335,8 @@ def _memory(p: Planned) -> Iterator[str]:
     # Out of the host's capacity come pinned memory, and that of a unified device.
     with_host: dict[Tier, bool] = {"pinned": True, "device": p.hardware.unified}
     shared = sum(p.memory[tier] for tier, there in with_host.items() if there)
-    for tier in TIERS:
-        capacity, nbytes = p.hardware.memory.get(tier), p.memory[tier]
+    for tier in sorted(p.memory, key=lambda place: TIERS.index(cast("Tier", place.partition(":")[0]))):
+        capacity, nbytes = p.hardware.memory.get(cast("Tier", tier.partition(":")[0])), p.memory[tier]
         known, share = format_bytes(capacity) if capacity else "not known", ""
         if with_host.get(tier) and (tier == "device" or "host" in p.hardware.memory):
             known = "with host"
@@ -327,7 +345,7 @@ def _memory(p: Planned) -> Iterator[str]:
         large = [(name, n) for name, n in p.held[tier].items() if n > SMALL * nbytes]
         parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in large[:LARGEST])
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
-        yield f"  {tier:7}{format_bytes(nbytes):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
+        yield f"  {tier:8}{format_bytes(nbytes):>12}{known:>14}{share:>8}  {parts}{at}".rstrip()
     if (lent := p.release) is not None:
         out = f"{format_bytes(lent.bytes_out)} to the host in {format_seconds(lent.seconds_out)}"
         back = f"{format_bytes(lent.bytes_back)} back in {format_seconds(lent.seconds_back)}"
@@ -337,12 +355,53 @@ def _memory(p: Planned) -> Iterator[str]:
 
 
 def _time(p: Planned) -> Iterator[str]:
-    each = " on each GPU" if p.world > 1 else ""
+    each = " on each GPU" if p.world * p.devices > 1 else ""
     speed = f"{p.tokens_per_second:,.0f} tokens/s, {p.tflops:,.3g} TFLOP/s{each}"
     yield f"a step takes {format_seconds(p.step_seconds)}: {speed}"
     yield f"  bound by {p.bound}"
-    lanes = sorted(p.lanes.items(), key=lambda item: -item[1])
+    lanes = sorted(
+        ((lane, share) for lane, share in p.lanes.items() if p.devices == 1 or lane in ("host", "network")),
+        key=lambda item: -item[1],
+    )
     yield f"  busy     {', '.join(f'{lane} {share:.0%}' for lane, share in lanes)}"
+
+
+def _devices(p: Planned) -> Iterator[str]:
+    """The devices of a pipeline, how long each computes, and what it moves."""
+    if p.devices == 1:
+        return
+    busy, moved, spec = p.step.total(_compute_seconds), p.bus_bytes, p.step.spec
+    yield f"the bubble: of the time of {p.devices} devices, {p.bubble:.0%} without compute"
+    for d in range(p.devices):
+        place = f":{d}" if d else ""
+        out, back = (moved.get(f"{bus}{place}", 0) / 1e9 for bus in ("d2h", "h2d"))
+        share = busy.get(d, 0.0) / p.step_seconds if p.step_seconds else 0.0
+        segments = _ranges(spec.segments_on(d, F, B))
+        yield (
+            f"  {f'device{place}':9} computes {share:>4.0%}   d2h {out:8,.1f} GB   h2d {back:8,.1f} GB   "
+            f"segments {segments}"
+        )
+
+
+def _ranges(segments: Sequence[int]) -> str:
+    """Ascending numbers as ranges.
+
+    >>> _ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    starts = [s for s in segments if s - 1 not in segments]
+    ends = [s for s in segments if s + 1 not in segments]
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True))
+
+
+def _compute_seconds(step: PlannedStep) -> dict[int, float]:
+    """The seconds in which each device computes."""
+    busy: dict[int, float] = {}
+    for e in step.timeline.events:
+        if e.kind == "compute":
+            device = step.graph.ops[step.graph.position[e.op]].device
+            busy[device] = busy.get(device, 0.0) + e.seconds
+    return busy
 
 
 def _disk(p: Planned) -> Iterator[str]:

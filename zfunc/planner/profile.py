@@ -66,6 +66,9 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 SHARED = "shared."  # begins the name of a resource's table: the shares that kinds of operations take of it
+NEIGHBOURS = (
+    "devices"  # in such a table: how many devices share it, one after the other; without it all of a node
+)
 # A figure outside has the wrong unit: GB/s instead of B/s, microseconds instead of seconds.
 BOUNDS: dict[str, tuple[float, float]] = {
     "count": (1, 1e6),
@@ -104,8 +107,9 @@ class Profile:
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
     device is the host; `grouped` is the Hardware's. Tables "shared.RESOURCE" are what kinds of operations compete
-    for (see `Hardware`); where there is none and the device is not the host, copies compete with the host's work
-    for host memory. Drives that read and write at once are shared in proportion, unless there is a "shared.disk".
+    for (see `Hardware`), on all devices or on so many `devices`, one after the other. Unless one is shared by all,
+    or the device is the host, copies compete with the host's work for host memory, too. Drives that read and write
+    at once are shared in proportion, unless there is a "shared.disk".
     `measured` are operations timed on the machine.
 
     Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.
@@ -125,7 +129,7 @@ class Profile:
     def __attrs_post_init__(self) -> None:
         self._check_names("", (x for x in self.figures if not x.startswith(SHARED)), tuple(TABLES))
         for table in {**TABLES, **self.figures}:
-            needed, optional = TABLES.get(table, ((), KINDS))
+            needed, optional = TABLES.get(table, ((), (*KINDS, NEIGHBOURS)))
             found = self.figures.get(table, {})
             self._check_names(table, found, (*needed, *optional))
             for key in (*needed, *found):
@@ -162,8 +166,8 @@ class Profile:
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
-    def hardware(self, precision: str, world: int = 1) -> Hardware:
-        """One rank's share of the machine, of `world` ranks that compute in `precision`.
+    def hardware(self, precision: str, world: int = 1, devices: int = 1) -> Hardware:
+        """One rank's share of the machine, of `world` ranks that compute in `precision` on so many devices each.
 
         The ranks of a node share its cores, host memory, bandwidth and disk evenly. Collectives run at the rate
         inside the node while all ranks are in one; between nodes at that of all ports of a node together, as
@@ -171,14 +175,17 @@ class Profile:
         NCCL that the profile has, each takes the one that NCCL's own model (src/graph/tuning.cc) finds fastest
         for its bytes.
 
-        Raises ValueError for a precision or a network whose figures are unknown, and for a `world` below 1.
+        Raises ValueError for a precision or a network whose figures are unknown, for a `world` below 1, and for a
+        rank with more devices than a node has.
         """
+        if devices > (of_node := int(self.value("count", "devices"))):
+            self._refuse("devices", str(devices), f"at most the {of_node} of a node: use more ranks")
         if precision not in self.precisions:
             has = f"one it has: use {', '.join(self.precisions)}, or calibrate with it"
             raise ValueError(f"{self.name}: got precision {precision!r}, expected {has}")
         if world < 1:
             raise ValueError(f"{self.name}: got a world of {world}, expected at least 1 rank: give a count")
-        local = min(world, int(self.value("count", "devices")))  # ranks that share a node
+        local = min(world, of_node // devices)  # ranks that share a node
         seconds = self.figures["seconds"]
         rates: dict[Kind, float] = {
             kind: NONE_SENT
@@ -213,6 +220,7 @@ class Profile:
             unified=self.unified,
             grouped=self.grouped,
             shared=shared,
+            neighbours={x: int(of[NEIGHBOURS].value) for x, of in self._resources if NEIGHBOURS in of},
             collectives=collectives[1:],
             measured=self.measured,
         )
@@ -240,13 +248,16 @@ class Profile:
             trees = start + nodes * rank + math.floor(math.log2(nodes)) * level
             yield trees, rate * self.value("reached", PAT[0])
 
+    @property
+    def _resources(self) -> list[tuple[str, Mapping[str, Figure]]]:
+        return [(x.removeprefix(SHARED), of) for x, of in self.figures.items() if x.startswith(SHARED)]
+
     def _shared(self, rates: Mapping[Kind, float]) -> dict[str, dict[Kind, float]]:
-        own = {x.removeprefix(SHARED): of for x, of in self.figures.items() if x.startswith(SHARED)}
         shared: dict[str, dict[Kind, float]] = {"disk": {"read": 1.0, "write": 1.0}}
-        if not own and not self.unified:
+        if all(NEIGHBOURS in of for _, of in self._resources) and not self.unified:
             crossing: tuple[Kind, ...] = ("host", "d2h", "h2d", "read", "write")
             shared["host memory"] = {kind: min(1.0, rates[kind] / rates["host"]) for kind in crossing}
-        for resource, of in own.items():
+        for resource, of in self._resources:
             shared[resource] = {kind: of[kind].value for kind in KINDS if kind in of}
         return shared
 
@@ -267,7 +278,8 @@ class Profile:
                 self._refuse(f"{table}.{name}".lstrip("."), "an unknown name", expected)
 
     def _check(self, table: str, key: str, figure: Figure) -> None:
-        place, unit = f"{table}.{key}", table.partition(".")[0]
+        place = f"{table}.{key}"
+        unit = "count" if table.startswith(SHARED) and key == NEIGHBOURS else table.partition(".")[0]
         low, high = BOUNDS[unit]
         if not low <= figure.value <= high:
             expected = f"between {low:g} and {high:g} ({unit}): write it in that unit"

@@ -249,6 +249,8 @@ def shares_that_fit(best: PlannedStep, name: str) -> tuple[float, ...]:
     if capacity is None:
         return (1.0, 0.5, 0.0)
     tiers = (*tiers, "device") if unified else tiers
+    if best.settings.devices > 1:  # which have their parts of what stays
+        return (1.0, 0.0)
     plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
 
     def kept(ratio: float) -> int:
