@@ -196,7 +196,12 @@ WAYS: dict[str, Settings] = {
         **{"stage": 3, "accumulate": "horizontal", "bucket_size": 500, "persistent_params": 20},
     },
     "two devices": {"devices": 2},
-    "two devices, all forwards first": {"devices": 2, "order": "GPipe", "bucket_size": 500},
+    "two devices, all forwards first": {
+        "devices": 2,
+        "order": "GPipe",
+        "bucket_size": 500,
+        "accumulate": "vertical",
+    },
     "two devices, from the host": {
         "devices": 2,
         "params_on": "host",

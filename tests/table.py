@@ -299,6 +299,7 @@ SPECS: dict[str, StepSpec] = {
         chain(*[(8, 8)] * 5),
         devices=3,
         micro_batches=4,
+        group_size=4,
         barrier=True,
         resident={0, 3},
         update_workspace=30,

@@ -41,7 +41,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 5_990,
+    "core": 6_020,
     "schedules and ground": 1_120,
     "runtime": 3_110,
     "optim": 2_970,
@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 2_970,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 35_950,
+    "tests": 35_960,
 }
 
 

@@ -238,7 +238,9 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bo
         yield emit.recv_grad_act(m, s)
         emit.at.device = here
     if spec.sums_on_device:
-        emit.at.rings["sum_slot"].take([b for b in layout.buckets_of(s) if not spec.keeps_gradient(b)])
+        summed = [b for b in layout.buckets_of(s) if not spec.keeps_gradient(b)]
+        emit.at.rings["sum_slot"].take(summed)
+        emit.at.rings["sum_slot"].kept |= {*summed}
     for b, d, group in layout.contributions(s):
         if spec.settings.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
@@ -282,6 +284,8 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
         if not added:  # ahead of the gradient, so a norm need not wait for that
             yield emit.squares_to_host(b)
         yield emit.to_host(m, b, d)
+        if summed:
+            emit.at.rings["sum_slot"].kept -= {b}
         if added:
             yield emit.accumulate(m, b, d, first=(m == 0 or summed) and (d == 0 or apart))
         if spec.grads_at(b) == "disk":

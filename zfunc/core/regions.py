@@ -423,9 +423,11 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
     leaving = [b for b in spec.offloaded if not spec.keeps_gradient(b)]  # gradients
-    sums = shards(FP32, leaving if spec.sums_on_device else ())
+    pulled = [s for s in here(range(spec.num_segments), B) if s >= layout.first_trainable]
+    added = [layout.buckets_of(s) for s in pulled]
+    sums = shards(FP32, (b for b in leaving if spec.sums_on_device and any(b in own for own in added)))
     sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
-    yield Ring.reused(sum_slots, sums, together, settings.grad_slots)
+    yield Ring.reused(sum_slots, sums, added, max(settings.grad_slots, spec.open_sums(device)))
     states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)

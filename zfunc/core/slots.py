@@ -52,6 +52,7 @@ class Ring:
     _by_use: list[list[Region]] = field(init=False, factory=list[list[Region]])  # of each class, oldest first
     _class_of: dict[int, list[Region]] = field(init=False, factory=dict[int, list[Region]])
     _held: dict[int, Region] = field(init=False, factory=dict[int, Region])
+    kept: set[int] = field(init=False, factory=set[int])  # items whose slot no other is given
 
     def __attrs_post_init__(self) -> None:
         for items, count, room in self.classes:
@@ -123,8 +124,9 @@ class Ring:
 
     def give(self, item: int) -> Region:
         """Give an item a slot: the one that it has, if it stays there."""
-        slots = self._class_of[item]
-        slot = self._held.get(item, slots[0]) if self.stays else slots[0]
+        slots, kept = self._class_of[item], [self._held[x].index for x in self.kept]
+        slot = next((x for x in slots if x.index not in kept), slots[0])
+        slot = self._held.get(item, slot) if self.stays else slot
         for other in [x for x, held in self._held.items() if held is slot]:
             del self._held[other]
         slots.remove(slot)

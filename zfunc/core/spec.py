@@ -1,5 +1,6 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the settings."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -409,7 +410,30 @@ class StepSpec:
     @property
     def sums_on_device(self) -> bool:
         """Whether the gradients of all micro-batches are added up on the device before they leave it."""
-        return 1 < self.settings.micro_batches <= self.settings.group_size and self.settings.devices == 1
+        return 1 < self.settings.micro_batches <= self.settings.group_size and self._one_sum_at_a_time
+
+    @cached_property
+    def _one_sum_at_a_time(self) -> bool:
+        """Whether no device adds to two sums of a bucket, nor two devices to one."""
+        pulled: dict[int, set[int]] = {}
+        for (way, _, s), d in self._devices.items():
+            if way == B:
+                pulled.setdefault(s, set()).add(d)
+        if any(len(devices) > 1 for devices in pulled.values()):
+            return False
+        of = [[group[-1] for group in bucket.deliveries] for bucket in self.layout.buckets]
+        return not pulled or all(len({min(pulled[s]) for s in own}) == len(own) for own in of)
+
+    def open_sums(self, device: int) -> int:
+        """The most segments of which a device has passed some micro-batches back and not all, at any time."""
+        most, counts = 0, Counter[int]()
+        for x in self.passes if self.order is not None else ():
+            if (x.way, x.device, x.ended) == (B, device, True):
+                counts[x.s] += 1
+                most = max(most, len(counts))
+                if counts[x.s] == self.settings.micro_batches:
+                    del counts[x.s]
+        return most
 
     def sums_apart(self, b: int) -> bool:
         """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
