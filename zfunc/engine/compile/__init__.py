@@ -3,7 +3,7 @@
     segment                 nn.Module -> pure function; the segments of a model, checked together
     purity                  refuses segments with hidden state, and values that change
     vjp                     forward and backward of a segment, traced or by torch.func.vjp
-    recompute               what backward recomputes: their joint graph, cut in two
+    recompute               what backward recomputes: their joint graph, cut in two; pieces of any graph
     halves                  a block as two segments, cut at the sum after attention
     tiles                   a segment whose rows of tokens pass in tiles
     tile_cut                their forward, cut at attention; what cannot pass in tiles

@@ -4,7 +4,7 @@
     recompute="none"        `keep_as_autograd`: backward is given all results of forward that it reads
     recompute="min-cut"     `min_cut`: backward is given the tensors that the min-cut partitioner chooses
 
-A cut copies nodes; the bits are those of the joint graph.
+A cut copies nodes; the bits are those of the joint graph. Halves of blocks and tiles are cut by `piece_of`.
 """
 
 from collections import defaultdict
