@@ -14,6 +14,7 @@ Orders of the passes on several devices, for the setting `order`, are in `ORDERS
     one_f_one_b     a forward and a backward in turn; interleaved, with several stages on each device
     looped_bfs      a stage of each device after another, all micro-batches through each
     round_pipe      stages dealt to the devices in turn, forward and backward cut differently
+    csv_file        an order in a file of torch.distributed.pipelining, read and written
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ from zfunc.core.settings import BY_DEVICE, Schedule, schedule_for
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath
+from .csv_file import FromCSV
 from .gpipe import GPipe
 from .looped_bfs import LoopedBFS
 from .one_f_one_b import Interleaved1F1B, OneFOneB
@@ -38,7 +40,8 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "Sha
 
 
 def make_order(order: str | Order) -> Order:
-    """The order of passes on several devices of this name in `ORDERS`; an object is returned as it is.
+    """The order of passes on several devices of this name in `ORDERS`, or in this CSV file; an object is returned
+    as it is.
 
     A name may be followed by the segments of each stage, of RoundPipe forward and backward.
 
@@ -47,6 +50,8 @@ def make_order(order: str | Order) -> Order:
     """
     if not isinstance(order, str):
         return order
+    if order.endswith(".csv"):
+        return FromCSV(order)
     name, _, cuts = order.partition(":")
     one_of(tuple(ORDERS))("order", name)
     kind: Any = ORDERS[name]

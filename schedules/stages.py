@@ -7,7 +7,7 @@ segments, as `zfunc.core.pipeline` takes it.
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from zfunc.core.pipeline import B, F
+from zfunc.core.pipeline import F
 from zfunc.errors import PlanError
 
 Passes = Sequence[tuple[str, int, int]]
@@ -52,5 +52,5 @@ def cut_by_cost(costs: Sequence[float], count: int) -> list[int]:
 
 def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:
     """The passes of segments on each device, for those of stages."""
-    ways = {F: stages, B: [own[::-1] for own in stages]}
-    return [[(way, m, s) for way, m, k in own for s in ways[way][k]] for own in order]
+    down = [own[::-1] for own in stages]
+    return [[(way, m, s) for way, m, k in own for s in (stages if way == F else down)[k]] for own in order]

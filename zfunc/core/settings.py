@@ -321,8 +321,9 @@ class StepSettings:
         partial(_callable, "(devices, segments, micro_batches) -> passes"),
         "step",
         "order of the passes on several devices, which places the segments",
-        "The name of a class in `zfunc.schedules.ORDERS`, an object of one, or a function "
-        "`(devices, segments, micro_batches)` that returns for each device its passes.",
+        "The name of a class in `zfunc.schedules.ORDERS`, an object of one, a CSV file of "
+        "torch.distributed.pipelining, or a function `(devices, segments, micro_batches)` that returns for each "
+        "device its passes.",
     )
     stage: int = _setting(
         2,

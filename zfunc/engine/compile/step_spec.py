@@ -55,7 +55,7 @@ def make_spec(
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for own in segments for p in own)
     parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
-    layout = lay_out(parameters, settings, world)
+    layout, order = lay_out(parameters, settings, world), make_order(settings.order)
     largest = max(b.numel for b in layout.buckets) // world
     averaging = 2 * 4 * min(largest, EMA_PIECE)  # bytes that `updates.average_` takes on an accelerator
     return StepSpec(
@@ -63,7 +63,7 @@ def make_spec(
         constant_bytes=constant_bytes,
         buffer_bytes=buffer_bytes or (0,) * len(segments),
         world=world,
-        order=make_order(settings.order) if settings.devices > 1 else None,
+        order=order if settings.devices > 1 else None,
         update_workspace=max(optimizer.device_workspace(largest), averaging) if on_gpu else 0,
         **in_buckets(layout, settings),
     )

@@ -1,0 +1,58 @@
+"""Orders in the CSV files of torch.distributed.pipelining: a row for each device, a cell for each pass.
+
+A cell is the stage, the way and the micro-batch, such as 2F0. Sends, receives and what shards or reduces are left
+out, as they follow from the passes.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from attrs import field, frozen
+
+from zfunc.core.pipeline import F
+from zfunc.errors import PlanError
+
+from .stages import Passes, cut_in_stages, of_segments
+
+PASS = r"(\d+)([FBIW])(\d+)"
+DERIVED = r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)"
+CELL = re.compile(rf"|{PASS}|\({PASS}(;{PASS})*\)OVERLAP_F_B|{DERIVED}")
+
+
+@frozen
+class FromCSV:
+    """The order in a file, as `_dump_csv` of a torch schedule writes it.
+
+    `cut` are the segments of each stage; without it they are as equal as can be.
+    """
+
+    path: str = field(converter=os.fspath)
+    cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
+
+    def __call__(self, _devices: int, segments: int, _micro_batches: int) -> list[Passes]:
+        """The passes of each device."""
+        with Path(self.path).open(newline="") as file:
+            order = [[x for cell in row for x in self._passes(cell.strip())] for row in csv.reader(file)]
+        stages = 1 + max((k for own in order for _, _, k in own), default=0)
+        return of_segments(order, cut_in_stages(segments, stages, self.cut))
+
+    def _passes(self, cell: str) -> Passes:
+        if not CELL.fullmatch(cell):
+            raise PlanError(
+                f"order: got the cell {cell!r} in {self.path}, expected a stage, F, B, I or W, and a micro-batch, "
+                "such as 2F0, or what torch.distributed.pipelining writes beside these"
+            )
+        return [(way, int(m), int(k)) for k, way, m in re.findall(PASS, cell)]
+
+
+def write_csv(path: str | os.PathLike[str], order: Sequence[Passes], stages: Sequence[range] = ()) -> None:
+    """Write the passes of each device. A stage is a segment, or one of `stages`, whose segments pass together."""
+    stages = stages or [range(s, s + 1) for s in range(1 + max(s for own in order for _, _, s in own))]
+    begin = {F: {own[0]: k for k, own in enumerate(stages)}}
+    last = {own[-1]: k for k, own in enumerate(stages)}
+    with Path(path).open("w", newline="") as file:
+        rows = ([(begin.get(way, last).get(s), way, m) for way, m, s in own] for own in order)
+        csv.writer(file).writerows([f"{k}{way}{m}" for k, way, m in row if k is not None] for row in rows)
