@@ -137,10 +137,12 @@ LONG: tuple[
     {"hardware": "h100", "seq_length": 500_000, "tiles": 32},
     {"hardware": "h100", "seq_length": 1 << 20, "tiles": 64},
     {"hardware": "h100", "tiles": "auto", "max": "length"},
+    {"hardware": "h100", "tiles": "auto", "max": "length", "keys_on": "host"},
     {"hardware": "h200", "seq_length": 1 << 21, "tiles": 128},
     {"hardware": "h200", "seq_length": 4_000_000, "tiles": 250},
     {"hardware": "h200", "seq_length": 4_000_000, "tiles": 250, "activations_on": "disk"},
     {"hardware": "h200", "tiles": "auto", "max": "length", "activations_on": "disk"},
+    {"hardware": "h200", "tiles": "auto", "max": "length", "activations_on": "disk", "keys_on": "host"},
 )
 TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -311,7 +313,7 @@ def long_rows() -> str:
         answer = plan_model(PlanSettings(hf_config=LLAMA_3_8B, **given))
         now, settings = answer.planned, answer.planned.step.settings
         yield now.hardware.name.partition(" ")[0] + " (the most)" * ("max" in flags)
-        yield from (f"{now.tokens:,}", f"{settings.tiles:,}", settings.activations_on)
+        yield from (f"{now.tokens:,}", f"{settings.tiles:,}", settings.activations_on, settings.keys_on)
         yield f"{now.memory['device'] / 2**30:.1f} of {now.hardware.memory['device'] / 2**30:.1f}"
         yield f"{(now.memory['pinned'] + now.memory['host']) / 1e9:,.0f}"
         yield f"{now.memory['disk'] / 1e9:,.0f}"
@@ -320,7 +322,8 @@ def long_rows() -> str:
         kind, share = next(iter(shares(now).items()))
         yield f"{kind} {100 * share:.0f} %" if now.fits else "does not fit"
 
-    heads = ["card", "tokens", "tiles", "activations on", "device, GiB", "pinned + host, GB", "disk, GB"]
+    heads = ["card", "tokens", "tiles", "activations on", "keys on"]
+    heads += ["device, GiB", "pinned + host, GB", "disk, GB"]
     heads += ["step, s", "steps/s", "tokens/s", "TFLOP/s", "bound by"]
     return table(heads, ([*row(flags)] for flags in LONG), "---:")
 

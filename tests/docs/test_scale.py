@@ -46,7 +46,8 @@ def test_long_rows_of_the_script_are_on_the_page() -> None:
     for flags in scale.LONG:
         if "seq_length" in flags:
             start = f"| {flags['hardware'].upper()} | {flags['seq_length']:,} | {flags['tiles']} |"
-            assert f"{start} {flags.get('activations_on', 'host')} |" in PAGE
+            places = flags.get("activations_on", "host"), flags.get("keys_on", "device")
+            assert f"{start} {' | '.join(places)} |" in PAGE
 
 
 def test_ports_of_a_node_carry_a_collective_together_and_never_faster_than_inside() -> None:

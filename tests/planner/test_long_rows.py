@@ -81,6 +81,14 @@ def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
     assert all(model.hardware(there.settings).seconds(op) >= op.copied_bytes / 1e6 for op in passes)
 
 
+def test_a_step_with_all_of_a_row_on_the_host_needs_three_activations_a_token_and_its_target() -> None:
+    """To the byte, at equal tiles: the input of the loss, the gradient, the slot of what backward needs."""
+    there: Any = {"keys_on": "host", "activations_on": "host"}
+    models = {n: CostModel(costs_of(gpt_segments(GPT), n), ROUND) for n in (TOKENS // 2, TOKENS)}
+    half, whole = (x.step(StepSettings(tiles=n // 128, **there)).memory["device"] for n, x in models.items())
+    assert whole - half == (TOKENS // 2) * (3 * 2 * HIDDEN + 8)
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_activations_on_the_host_free_layers_x_tokens_x_hidden_x_2_bytes_of_the_device(count: int) -> None:
     """To the byte. The host has the tokens, too; the device has as many slots for any number of layers."""

@@ -98,12 +98,14 @@ class OpBuilder:
         after = (at("next_module_buffers", s),) if stateful else ()
         read = spec.buffer_bytes[s] if stateful and not residuals else 0
         made = (at("loss", m), *at.some("aux", m)) if last else (at.received("act", F, m, s + 1),)
+        # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
+        room = at.room(s - 1) if last and spec.settings.tiles != 1 else at.room(s)
         return Op(
             "forward",
             (m, s),
             "compute",
             (*self._weights(s), at("act", m, s), *((at("targets", m),) if last else ()), *before),
-            (*made, *residuals, *at.room(s), *after, *at.keys(s)),
+            (*made, *residuals, *room, *after, *at.keys(s)),
             flops=cost.flops,
             nbytes=cost.moved_bytes,
             attention_flops=cost.attention_flops,
