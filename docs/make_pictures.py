@@ -1,4 +1,4 @@
-"""Write the pictures of README.md, docs/recipes.md and docs/one_bucket.md: `python docs/make_pictures.py`.
+"""Write the pictures of README.md, docs/recipes.md, pipelines.md and one_bucket.md: `python docs/make_pictures.py`.
 
 All of them are simulated on hardware in round numbers. Timelines are drawn by `zfunc.viz`; the pictures of one
 operation show where a bucket's bytes are while it runs.
@@ -19,6 +19,7 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import zero_offload
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event, Timeline
@@ -29,6 +30,7 @@ from zfunc.viz.timeline_svg import svg
 FOLDER = Path(__file__).parent
 BAR = re.compile(r'(<rect class="v\d+")([^>]*><title>)([^<\n]+)(.*?</rect>)(<text class="op")?', re.DOTALL)
 
+PASSES = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}  # milliseconds
 
 # --- timelines -------------------------------------------------------------------------------------------
 
@@ -46,6 +48,28 @@ def schedule_pictures() -> Iterator[tuple[str, str]]:
         name, plan = type(schedule).__name__, schedule(graph)
         title = f"{name}: one ZeRO-Offload step of four segments on two ranks"
         yield f"{name.lower()}.svg", svg(simulate(plan), plan=plan, title=title)
+
+
+def pipeline_pictures() -> Iterator[tuple[str, str]]:
+    """Eight micro-batches through eight equal segments on four devices, in each published order: passes alone, and
+    copies take no time."""
+    width = 1024
+    layout = make_layout([[Parameter(f"block{s}.weight", (width,))] for s in range(8)], bucket_size=width)
+    cost, places = (
+        SegmentCost(10**9, 1, backward_flops=2 * 10**9),
+        {"params_on": "host", "activations_on": "host"},
+    )
+    settings = StepSettings(devices=4, micro_batches=8, clip_norm=1.0, **places)
+    hardware = evolve(ROUND, handoff=0.0, shared={})
+    for name, order in schedules.ORDERS.items():
+        spec = StepSpec(layout, (cost,) * 8, settings, order=order())
+        graph = Graph(tuple(zero_offload(spec)))
+        seconds = [1e-3 * PASSES.get(op.verb, 0) for op in graph]
+        events = simulate(schedules.Overlapped()(graph), hardware, seconds).events
+        passes = Timeline(tuple(x for x in events if x.end > x.start), "simulated")
+        busy = sum(x.end - x.start for x in passes.events) / (4 * passes.seconds)
+        title = f"{name}: {format_seconds(passes.seconds)}, of which devices idle {1 - busy:.1%}"
+        yield f"pipeline-{name}.svg", svg(passes, title=title)
 
 
 def bucket_timelines() -> Iterator[tuple[str, str]]:
@@ -258,6 +282,7 @@ def _besides(op: Op) -> str:
 def pictures() -> Iterator[tuple[str, str]]:
     """Every picture, by file name."""
     yield from schedule_pictures()
+    yield from pipeline_pictures()
     yield from bucket_timelines()
     yield "bucket-rest.svg", operation_picture(None)
     yield from ((f"bucket-{op.verb}.svg", operation_picture(op)) for op in step.walk(PLAIN))

@@ -114,6 +114,13 @@ PRINTS: dict[str, list[str]] = {
         r"^same bits as without generating: True$",
         r"^ReleaseCost\(bytes_out=\d+, bytes_back=\d+, ",
     ],
+    "12_pipeline.py": [
+        r"^order: got passes with the weights embed.tok.weight on the devices \[0, 3\], expected one: ",
+        r"^same losses as on one device: True$",
+        r"^simulated: .* on 13 lanes$",
+        r"^compute:3 ",
+        r"^order: got devices that wait for each other .*device 1 has B\[7,1\] next, which follows B\[6,1\]",
+    ],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have
