@@ -15,6 +15,8 @@ Orders of the passes on several devices, for the setting `order`, are in `ORDERS
     looped_bfs      a stage of each device after another, all micro-batches through each
     round_pipe      stages dealt to the devices in turn, forward and backward cut differently
     csv_file        an order in a file of torch.distributed.pipelining, read and written
+    zero_bubble     1F1B whose gradients of weights fill the waiting
+    dual_pipe_v     two stages on each device, down and up a V, micro-batches from both sides
 """
 
 from typing import Any
@@ -28,14 +30,17 @@ from zfunc.options import one_of
 
 from .critical_path import CriticalPath
 from .csv_file import FromCSV
+from .dual_pipe_v import DualPipeV
 from .gpipe import GPipe
 from .looped_bfs import LoopedBFS
 from .one_f_one_b import Interleaved1F1B, OneFOneB
 from .plain import Interleaved, Overlapped, Serial, SharedCores
 from .round_pipe import RoundPipe
 from .search import Search
+from .zero_bubble import ZeroBubble
 
-ORDERS = {x.__name__: x for x in (GPipe, OneFOneB, Interleaved1F1B, LoopedBFS, RoundPipe)}
+_ORDERS = GPipe, OneFOneB, Interleaved1F1B, LoopedBFS, ZeroBubble, DualPipeV, RoundPipe
+ORDERS = {x.__name__: x for x in _ORDERS}
 __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores"]
 
 

@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 from zfunc.core.pipeline import B, F
 
-from .stages import Passes, cut_in_stages, of_segments
+from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 
 @frozen
@@ -43,11 +43,9 @@ class Interleaved1F1B:
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
         """The passes of each device."""
         stages = len(self.cut) // devices or self.stages
-        each, size, order = range(stages), min(devices, micro_batches), list[Passes]()
-        rounds = [range(m, min(m + size, micro_batches)) for m in range(0, micro_batches, size)]
+        size, order = min(devices, micro_batches), list[Passes]()
         for d in range(devices):
-            forwards = [(F, m, k * devices + d) for own in rounds for k in each for m in own]
-            backwards = [(B, m, k * devices + d) for own in rounds for k in each[::-1] for m in own]
+            forwards, backwards = (in_rounds(way, d, devices, stages, micro_batches) for way in (F, B))
             order.append(_in_turn(forwards, backwards, ahead=(stages - 1) * size + 2 * (devices - 1 - d)))
         return of_segments(order, cut_in_stages(segments, stages * devices, self.cut))
 

@@ -50,6 +50,18 @@ def cut_by_cost(costs: Sequence[float], count: int) -> list[int]:
     return best[len(costs)][2]
 
 
+def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -> Passes:
+    """The passes of device `d` one way, of `stages` dealt in turn: in rounds of as many micro-batches as there are
+    devices.
+
+    >>> in_rounds("B", 0, 2, 2, 3)
+    [('B', 0, 2), ('B', 1, 2), ('B', 0, 0), ('B', 1, 0), ('B', 2, 2), ('B', 2, 0)]
+    """
+    own = range(d, stages * devices, devices)[:: 1 if way == F else -1]
+    rounds = (range(m, min(m + devices, micro_batches)) for m in range(0, micro_batches, devices))
+    return [(way, m, k) for together in rounds for k in own for m in together]
+
+
 def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:
     """The passes of segments on each device, for those of stages."""
     down = [own[::-1] for own in stages]

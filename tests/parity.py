@@ -217,6 +217,11 @@ WAYS: dict[str, Settings] = {
             "offload_ratio": 0.7,
         },
     },
+    "two devices, backward split": {"devices": 2, "order": "ZeroBubble", "bucket_size": 500},
+    "two devices, backward split, from the host": {
+        **{"devices": 2, "order": "ZeroBubble", "params_on": "host", "activations_on": "host", "defer": True},
+    },
+    "down a V and up": {"devices": 2, "order": "DualPipeV", "offload_ratio": 0.5, "bucket_size": 400},
     "dealt to three devices": {
         **{
             "devices": 3,

@@ -85,7 +85,10 @@ def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
     how["joints"] = _joints.setdefault((function, how["wrt_input"], how["last"]), {})
     key = (
         function,
-        *(how.get(x, False) for x in ("recompute", "wrt_input", "last", "moving", "compiled", "tiles")),
+        *(
+            how.get(x, False)
+            for x in ("recompute", "wrt_input", "last", "moving", "compiled", "tiles", "split")
+        ),
     )
     if key not in _passes:
         _passes[key] = vjp.make_vjp(function, **how)

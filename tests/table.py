@@ -23,7 +23,7 @@ from zfunc.core.optimizer_state import updates_each_parameter, updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PartCost, SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -96,6 +96,9 @@ def spec(
         SegmentCost(
             *(1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s),
             *(2500 * (s + 1), 3 + s, 5 + s, 300 + 24 * s),
+            input_part=PartCost(1500 * (s + 1), workspace=50 + 8 * s, launches=3 + s),
+            weight_part=PartCost(1000 * (s + 1), workspace=20 + 4 * s, launches=2),
+            pending_bytes=100 + 8 * s,
         )
         for s in range(len(segments))
     ]
@@ -323,6 +326,24 @@ SPECS: dict[str, StepSpec] = {
         update_on="device",
         recompute=[False] * 4,
         buffer_bytes=(8, 0, 16, 32),
+    ),
+    "two devices, backward split": spec(
+        chain(*[(8, 8)] * 4), devices=2, order="ZeroBubble", micro_batches=3, barrier=True, resident={0, 3}
+    ),
+    "two devices, backward split, from the host": spec(
+        TIED_THREE,
+        devices=2,
+        order="ZeroBubble",
+        micro_batches=3,
+        params_on="host",
+        activations_on="host,disk,device",
+        recompute=[True, False] * 2,
+        world=2,
+        stage=3,
+        save=True,
+    ),
+    "down a V and up": spec(
+        FROZEN, devices=2, order="DualPipeV", micro_batches=4, update_on="device", buffer_bytes=(8, 0, 16, 32)
     ),
     "dealt to three devices": spec(
         TIED,

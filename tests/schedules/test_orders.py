@@ -1,30 +1,34 @@
 """The orders of several devices: published makespans, what any order promises, and what is refused."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch.distributed.pipelining.schedules as of_torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from table import TIED, chain, spec
 from zfunc.schedules import (
     ORDERS,
+    DualPipeV,
     GPipe,
     Interleaved1F1B,
     LoopedBFS,
     OneFOneB,
     Overlapped,
+    ZeroBubble,
     make_order,
 )
 
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND
-from zfunc.core.pipeline import Order
+from zfunc.core.pipeline import B, F, I, Order, W
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PartCost, SegmentCost, StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.errors import PlanError
 
@@ -34,7 +38,7 @@ def timeline(of: StepSpec, flops: float, hop: float = 0.0) -> Timeline:
     graph = Graph(tuple(zero_offload(of)))
 
     def seconds(op: Op) -> float:
-        if op.verb in ("forward", "backward"):
+        if op.verb in ("forward", "backward", "backward_input", "backward_weight"):
             return op.flops / flops
         return hop if op.verb in ("recv_act", "recv_grad_act") else 0.0
 
@@ -70,11 +74,12 @@ def test_any_order_has_every_pass_once_after_those_it_needs(
     data: st.DataObject, name: str, devices: int, micro_batches: int
 ) -> None:
     """On however many segments and micro-batches: `StepSpec` checks the passes, `build` the order of operations."""
-    least = devices * (2 if name in ("Interleaved1F1B", "LoopedBFS") else 1)
+    least = devices * (2 if name in ("Interleaved1F1B", "LoopedBFS", "DualPipeV") else 1)
     count = data.draw(st.integers(least, 3 * devices))
     more = {"params_on": "host", "activations_on": "host"}
     of = pipeline(make_order(name), devices, [LAYER] * count, micro_batches, **more)
-    assert len(of.passes) == 2 * 2 * count * micro_batches
+    made = Counter(x.way for x in of.passes if x.ended)
+    assert made[F] == made[B] + made[I] == made[B] + made[W] == count * micro_batches
     Overlapped()(Graph(tuple(zero_offload(of))))
 
 
@@ -95,6 +100,55 @@ def test_the_bubble_of_plain_pipelines_is_the_textbooks(devices: int, micro_batc
     assert inputs == [micro_batches, min(micro_batches, devices)]
 
 
+def passes_of_torch(
+    kind: type, devices: int, stages: int, micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """The passes of each rank of a schedule of torch's; a forward and a backward that it overlaps in this order."""
+    ways = {of_torch.FORWARD: F, of_torch.FULL_BACKWARD: B}
+    ways |= {of_torch.BACKWARD_INPUT: I, of_torch.BACKWARD_WEIGHT: W}
+    own = object.__new__(kind)  # its list needs no stages of real modules
+    own.pp_group_size, own.n_local_stages, own._n_microbatches = devices, stages, micro_batches
+    own._num_stages = own.num_stages = stages * devices
+    own.microbatches_per_round = micro_batches // max(1, micro_batches // devices)
+    ranks = ([x for x in own._calculate_single_rank_operations(d) if x is not None] for d in range(devices))
+    flat = ([y for x in rank for y in (x.sub_actions or (x,))] for rank in ranks)
+    return [[(ways[x.computation_type], x.microbatch_index, x.stage_index) for x in rank] for rank in flat]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_split_orders_are_those_of_torch(devices: int) -> None:
+    """Interleaved or not. Where torch refuses micro-batches that its rounds or stages do not divide, ours go on."""
+    for n in (1, devices, 2 * devices, 2 * devices + 1, 5 * devices):
+        for stages in (1, 2, 3):
+            if n % max(1, n // devices) == 0:
+                theirs = passes_of_torch(of_torch.ScheduleInterleavedZeroBubble, devices, stages, n)
+                assert ZeroBubble(stages)(devices, stages * devices, n) == theirs
+        if n >= 2 * devices:
+            assert DualPipeV()(devices, 2 * devices, n) == passes_of_torch(
+                of_torch.ScheduleDualPipeV, devices, 2, n
+            )
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_bubbles_that_gradients_of_weights_fill(devices: int) -> None:
+    """Where forward and both halves of backward take a second each: 1F1B waits (devices - 1)(F + B), ZB-H1
+    (devices - 1)(F + I - W), as its paper says, and DualPipeV, which overlaps nothing here, half of that."""
+    micro_batches = 4 * devices
+
+    def bubble(order: Order, stages: int) -> float:
+        """Of so many stages on each device, which take a second together."""
+        flops = 12 // stages
+        cost = SegmentCost(
+            flops, backward_flops=2 * flops, input_part=PartCost(flops), weight_part=PartCost(flops)
+        )
+        of = pipeline(order, devices, [cost] * devices * stages, micro_batches)
+        return timeline(of, 12).seconds - 3 * micro_batches
+
+    assert bubble(OneFOneB(), 1) == pytest.approx(3 * (devices - 1))
+    assert bubble(ZeroBubble(), 1) == pytest.approx(devices - 1)
+    assert bubble(DualPipeV(), 2) == pytest.approx((devices - 1) / 2)
+
+
 def backwards_descend(devices: int, segments: int, micro_batches: int) -> Any:
     order = GPipe()(devices, segments, micro_batches)
     return [[*own[: len(own) // 2], *reversed(own[len(own) // 2 :])] for own in order]
@@ -103,6 +157,20 @@ def backwards_descend(devices: int, segments: int, micro_batches: int) -> Any:
 def crossed(devices: int, segments: int, micro_batches: int) -> Any:
     first, second = OneFOneB()(2, 2, 1)
     return [first[::-1], second]
+
+
+def split(*own: str) -> Order:
+    """Two segments on the first device, whose micro-batches pass the second so backward."""
+    passes = [
+        (F, 0, 0),
+        (F, 1, 0),
+        (F, 0, 1),
+        (F, 1, 1),
+        *((x[0], int(x[1]), 1) for x in own),
+        (B, 0, 0),
+        (B, 1, 0),
+    ]
+    return lambda *_: [passes, []]
 
 
 def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
@@ -125,6 +193,10 @@ def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
         (GPipe((2, 1)), "got stages of 2, 1 segments, expected 2 of 1 or more with 2 in all"),
         (LoopedBFS(), "got 4 stages for 2 segments, expected at most 2"),
         (each_way_apart, "got B[0,1] on device 1 and its forward on device 0"),
+        (split("I0", "B1"), "got W[0,1] 0 times, expected it once"),
+        (split("B0", "I0", "W0", "B1"), "got B[0,1] 1 times, expected it not at all"),
+        (split("W0", "I0", "B1"), "device 0 has W[0,1] next, which follows I[0,1]"),
+        (split("I0", "B1", "W0"), "device 0 has B[1,1] next, which follows W[0,1]"),
     ],
 )
 def test_an_order_that_is_none_is_refused(order: Order, says: str) -> None:
@@ -140,3 +212,9 @@ def test_a_weight_of_two_devices_is_refused_where_it_lives_on_one() -> None:
         PlanError, match=re.escape("weights embed on the devices [0, 1], expected one: pass params_on")
     ):
         spec(TIED, devices=2, order=GPipe())
+
+
+@pytest.mark.parametrize("given", [{"tiles": 2}, {"compile_segments": True}])
+def test_what_has_no_halves_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=f"got a backward in two halves with {next(iter(given))}="):
+        spec(chain((8, 8), (8, 8)), devices=2, order=ZeroBubble(), **given)

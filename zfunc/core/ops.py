@@ -7,14 +7,14 @@ Those that only copy are rows of `zfunc.core.moves`, and are made like the other
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from attrs import define, field
+from attrs import asdict, define, evolve, field
 
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
 from zfunc.core.pipeline import B, F
 from zfunc.core.regions import BF16, FP32, Regions
-from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.core.spec import ALLOCATION, PartCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 
 
@@ -116,27 +116,42 @@ class OpBuilder:
 
     def backward(self, m: int, s: int) -> Op:
         """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
+        cost = self.spec.costs[s]
+        whole = PartCost(
+            cost.backward_flops,
+            cost.backward_moved_bytes,
+            cost.backward_attention_flops,
+            cost.backward_workspace,
+            cost.backward_launches,
+            cost.backward_copied_bytes,
+        )
+        return self._pull("backward", m, s, whole, self._grads(m, s))
+
+    def backward_input(self, m: int, s: int) -> Op:
+        """Backward of segment `s` for its input alone, and what that for its weights needs."""
+        return self._pull("backward_input", m, s, self.spec.costs[s].input_part, (self.at("pending", m, s),))
+
+    def backward_weight(self, m: int, s: int) -> Op:
+        """The gradients of the weights of segment `s`, of what `backward_input` has kept: the input, weights and
+        residuals are free by then."""
+        cost, pending = self.spec.costs[s].weight_part, (self.at("pending", m, s),)
+        return Op("backward_weight", (m, s), "compute", pending, self._grads(m, s), **asdict(cost))
+
+    def _grads(self, m: int, s: int) -> tuple[Region, ...]:
+        return (self.at("grads", m, s),) if self.spec.layout.buckets_of(s) else ()
+
+    def _pull(self, verb: str, m: int, s: int, cost: PartCost, made: tuple[Region, ...]) -> Op:
+        """A backward that makes the gradient of its input and what else is `made`."""
         at, last = self.at, s == self.spec.num_segments - 1
-        cost, layout = self.spec.costs[s], self.spec.layout
         above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
-        below = (at.received("grad_act", B, m, s),) if s > layout.first_trainable else ()
-        grads = (at("grads", m, s),) if layout.buckets_of(s) else ()
+        below = (at.received("grad_act", B, m, s),) if s > self.spec.layout.first_trainable else ()
         taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
         stashed = self.spec.activations_at(s) != "device"
         kept = (at.slot("act_slot", s),) if stashed else at.left_by_forward(m, s)
-        return Op(
-            "backward",
-            (m, s),
-            "compute",
-            (*self._weights(s), *kept, *above),
-            (*below, *grads, *taken, *at.keys(s)),
-            flops=cost.backward_flops,
-            nbytes=cost.backward_moved_bytes,
-            attention_flops=cost.backward_attention_flops,
-            workspace=cost.backward_workspace + (ALLOCATION if last else 0),  # the cotangent of the loss
-            launches=cost.backward_launches,
-            copied_bytes=cost.backward_copied_bytes,
-        )
+        # A last one makes the cotangent of the loss.
+        cost = evolve(cost, workspace=cost.workspace + (ALLOCATION if last else 0))
+        reads = *self._weights(s), *kept, *above
+        return Op(verb, (m, s), "compute", reads, (*below, *made, *taken, *at.keys(s)), **asdict(cost))
 
     def keep_buffers(self) -> Op:
         """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all

@@ -2,21 +2,22 @@
 
 An order of several devices is a function `(devices, segments, micro_batches)` that returns for each device its
 passes `(way, micro-batch, segment)` in order, "F" for forward and "B" for backward. So it places the segments, too.
-Published ones are in `zfunc.schedules`.
+A backward may be split: "I" makes the gradient of the input, which the segment below waits for, and "W" later those
+of the weights (zero bubble, 2401.10241). Published orders are in `zfunc.schedules`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zfunc.errors import PlanError
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
-F, B = "F", "B"
+F, B, I, W = "F", "B", "I", "W"  # noqa: E741
 
 
 class Pass(NamedTuple):
-    """One micro-batch through one segment, forward or backward, on a device."""
+    """One micro-batch through one segment on a device: forward, backward, or a half of that."""
 
     way: str
     m: int
@@ -52,7 +53,7 @@ def passes_on_several(
     order: Order,
     devices: int,
     micro_batches: int,
-    first_trained: int,
+    trained: Sequence[int],
     work: Sequence[Mapping[str, int]],
     hops: Sequence[int],
 ) -> Iterator[Pass]:
@@ -62,26 +63,29 @@ def passes_on_several(
     `work` is that of a pass through each segment, by its way, and `hops` that of sending its input to another
     device, in any unit: lanes that all devices share, and those of what a device is sent, have this order.
 
-    Micro-batches pass a segment in ascending order, each way, so that sums do not depend on the order. Raises
-    PlanError for an order that has a pass twice or not at all, or in which devices wait for each other.
+    Micro-batches pass a segment in ascending order, each way, and a device makes the gradients of one from the last
+    segment down, so that sums do not depend on the order. `trained` are the segments with gradients of weights.
+    Raises PlanError for an order that has a pass twice or not at all, or in which devices wait for each other.
     """
     num_segments = len(work)
     lists = [
-        [Pass(way, m, s, d) for way, m, s in own if way != B or s >= first_trained]
+        [Pass(made, m, s, d) for way, m, s in own if (made := _made_as(way, s, trained))]
         for d, own in enumerate(order(devices, num_segments, micro_batches))
     ]
     if len(lists) != devices:
         raise PlanError(f"order: got passes for {len(lists)} devices, expected {devices}: a list for each")
-    trained = range(first_trained, num_segments)
-    expected = [(F, m, s) for s in range(num_segments) for m in range(micro_batches)]
-    expected += [(B, m, s) for s in trained for m in range(micro_batches)]
     times = Counter(x[:3] for own in lists for x in own)
-    for x in (*expected, *(times.keys() - {*expected})):
+    split = {(m, s) for way, m, s in times if way in (I, W)}
+    pairs = [(m, s) for s in range(num_segments) for m in range(micro_batches)]
+    backward = [(way, *x) for x in pairs if x[1] >= trained[0] for way in ((I, W) if x in split else B)]
+    expected = dict.fromkeys([*((F, *x) for x in pairs), *backward])
+    for x in (*expected, *(times.keys() - expected.keys())):
         if (wanted := int(x in expected)) != times[x]:
             raise PlanError(
                 f"order: got {Pass(*x)} {times[x]} times, expected it {'once' if wanted else 'not at all'}: there "
                 f"are {num_segments} segments and {micro_batches} micro-batches"
             )
+    before = {x: [y for y in _before(x, split, own) if y in expected] for own in lists for x in own}
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
     def arrives(x: Pass, before: tuple[str, int, int]) -> int:
@@ -94,19 +98,13 @@ def passes_on_several(
     free, left = [0] * devices, [own[::-1] for own in lists]
     while any(left):
         ready = [
-            (max(free[own[-1].device], 0, *(arrives(own[-1], x) for x in before)), own[-1])
+            (max(free[own[-1].device], 0, *(arrives(own[-1], x) for x in before[own[-1]])), own[-1])
             for own in left
-            if own and ends.keys() >= {*(before := _before(own[-1], num_segments))}
+            if own and ends.keys() >= {*before[own[-1]]}
         ]
         if not ready:
-            stuck = [
-                (own[-1], next(x for x in _before(own[-1], num_segments) if x not in ends))
-                for own in left
-                if own
-            ]
-            why = "; ".join(
-                f"device {x.device} has {x} next, which follows {Pass(*before)}" for x, before in stuck
-            )
+            stuck = [(own[-1], next(x for x in before[own[-1]] if x not in ends)) for own in left if own]
+            why = "; ".join(f"device {x.device} has {x} next, which follows {Pass(*y)}" for x, y in stuck)
             raise PlanError(
                 f"order: got devices that wait for each other or for themselves ({why}), expected an order in "
                 "which each pass comes after those that it depends on, and micro-batches ascend"
@@ -119,10 +117,27 @@ def passes_on_several(
     yield from (x for _, _, x in sorted(found, key=lambda at: at[:2]))
 
 
-def _before(x: Pass, num_segments: int) -> list[tuple[str, int, int]]:
-    """The passes that one follows."""
-    before = [(x.way, x.m - 1, x.s)] if x.m else []
+def _made_as(way: str, s: int, trained: Sequence[int]) -> str:
+    """The way of a pass as it is made, "" for one that is not: the first trained segment makes no gradient of its
+    input, those below it none at all, and one without trained weights none of these."""
+    if s in trained[1:]:
+        return way
+    made: dict[str, str] = {B: "", I: "", W: ""}
+    if s >= trained[0]:
+        made = {I: "", W: B} if s == trained[0] else {I: B, W: ""}
+    return made.get(way, way)
+
+
+def _before(x: Pass, split: Collection[tuple[int, int]], own: Iterable[Pass]) -> list[tuple[str, int, int]]:
+    """The passes that one of a device's `own` follows, as far as there are such."""
+
+    def of(way: str, m: int, s: int) -> tuple[str, int, int]:
+        """The backward of a micro-batch, or this half of it."""
+        return (way if (m, s) in split else B), m, s
+
     if x.way == F:
-        return [*before, *([(F, x.m, x.s - 1)] if x.s else [])]
-    above = [(B, x.m, x.s + 1)] if x.s < num_segments - 1 else []
-    return [*before, (F, x.m, x.s), *above]
+        return [(F, x.m - 1, x.s), (F, x.m, x.s - 1)]
+    higher = [y[:3] for y in own if x.way != I and y.way in (B, W) and y.m == x.m and y.s > x.s]
+    if x.way == W:
+        return [of(W, x.m - 1, x.s), (I, x.m, x.s), *higher]
+    return [of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), of(I, x.m, x.s + 1), *higher]

@@ -9,7 +9,7 @@ from functools import wraps
 
 from zfunc.core.graph import Op
 from zfunc.core.ops import OpBuilder
-from zfunc.core.pipeline import B, F
+from zfunc.core.pipeline import B, F, I, W
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
 
@@ -93,7 +93,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
     ahead = spec.updates_ahead if spec.matrix_buckets else spec.state_room - 1
     for op in passes:
         # What the next operation of the passes reads; backward comes after all of forward, so after all updates.
-        if op.verb == "backward":
+        if op.verb in ("backward", "backward_input"):
             read = last
         elif op.verb in ("page_in_weights", "fetch", "gather") and op.index[-1] <= last:
             read = max(read, op.index[-1])
@@ -149,14 +149,14 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
         if not ended:
             if (way, s) == (F, 0):
                 yield from _load(spec, emit, spec.loaded_before(m))
-            if here.get(device) != s:
+            if way != W and here.get(device) != s:
                 yield from _fetch(spec, emit, s)
                 here[device] = s
             yield from _begin(spec, emit, way, m, s)
         elif way == F:
             yield from _end_forward(spec, emit, m, s)
         else:
-            yield from _end_backward(spec, emit, m, s, update=update)
+            yield from _end_backward(spec, emit, way, m, s, update=update)
     yield from _end_updates(spec, emit)
 
 
@@ -173,14 +173,14 @@ def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iter
 
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
     """A pass of segment `s`, with what has left the device back there."""
-    if way == F:
-        yield emit.forward(m, s)
+    if way in (F, W):
+        yield emit.forward(m, s) if way == F else emit.backward_weight(m, s)
         return
     if spec.activations_at(s) == "disk":
         yield emit.unspill_act(m, s)
     if spec.activations_at(s) != "device":
         yield emit.unstash(m, s)
-    yield emit.backward(m, s)
+    yield emit.backward(m, s) if way == B else emit.backward_input(m, s)
 
 
 def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:
@@ -226,17 +226,20 @@ def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         yield emit.page_in_weights(b)
 
 
-def _end_backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
-    """The gradients of a segment; each bucket is delivered as soon as it is complete.
+def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, update: bool) -> Iterator[Op]:
+    """The gradients of a segment, or of its input or its weights alone; each bucket is delivered as soon as it is
+    complete.
 
     At most one bucket is incomplete at a time, so a single slot is enough.
     """
     layout, here = spec.layout, emit.at.device
-    if s > layout.first_trainable and (there := spec.device_of(B, m, s - 1)) != here:
+    if way != W and s > layout.first_trainable and (there := spec.device_of(B, m, s - 1)) != here:
         yield emit.send_grad_act(m, s)
         emit.at.device = there
         yield emit.recv_grad_act(m, s)
         emit.at.device = here
+    if way == I:
+        return
     if spec.sums_on_device:
         summed = [b for b in layout.buckets_of(s) if not spec.keeps_gradient(b)]
         emit.at.rings["sum_slot"].take(summed)

@@ -69,6 +69,7 @@ REGIONS: dict[str, Row] = {
     "sent_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # they, made on another device
     "sent_grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),
     "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
+    "pending": Row(lambda spec, s: spec.costs[s].pending_bytes),  # kept by one half of backward for the other
     "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
     # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
     "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),

@@ -12,7 +12,7 @@ from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
-from zfunc.core.pipeline import B, F, Order, Pass, passes_on_one, passes_on_several
+from zfunc.core.pipeline import B, F, I, Order, Pass, W, passes_on_one, passes_on_several
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.errors import PlanError
 from zfunc.values import of_type
@@ -33,6 +33,18 @@ def _each(name: str, given: Any) -> tuple[Any, ...]:
 
 
 @frozen
+class PartCost:
+    """The cost of a half of a segment's backward, as an operation has it."""
+
+    flops: int = 0
+    nbytes: int = 0
+    attention_flops: int = 0
+    workspace: int = 0
+    launches: int = 0
+    copied_bytes: int = 0
+
+
+@frozen
 class SegmentCost:
     """The cost of one segment for one micro-batch, in FLOPs and bytes.
 
@@ -42,7 +54,8 @@ class SegmentCost:
     of forward: the input, the residuals, and what of the output is one, if `keeps_output`. A workspace is the peak
     that a pass allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in
     a pass. `key_bytes` is the host memory of either pass for keys of a row, `copied_bytes` what a pass copies
-    between there and the device.
+    between there and the device. `input_part` and
+    `weight_part` are those of a backward that is split, between which `pending_bytes` are kept.
     """
 
     flops: int = 0
@@ -62,6 +75,9 @@ class SegmentCost:
     key_bytes: int = 0
     copied_bytes: int = 0
     backward_copied_bytes: int = 0
+    input_part: PartCost = PartCost()
+    weight_part: PartCost = PartCost()
+    pending_bytes: int = 0
 
 
 @frozen
@@ -163,21 +179,36 @@ class StepSpec:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes of all micro-batches through the segments, in serial order."""
-        settings, count, first = self.settings, self.num_segments, self.layout.first_trainable
+        settings, count, layout = self.settings, self.num_segments, self.layout
         if self.order is None:
-            return tuple(passes_on_one(self.micro_batch_groups, count, first))
-        work = [{F: x.flops or 1, B: x.backward_flops or 3} for x in self.costs]  # before they are known
+            return tuple(passes_on_one(self.micro_batch_groups, count, layout.first_trainable))
+        work = [  # before they are known: 1, 3, 2 and 1
+            {
+                F: x.flops or 1,
+                B: x.backward_flops or 3,
+                I: x.input_part.flops or 2,
+                W: x.weight_part.flops or 1,
+            }
+            for x in self.costs
+        ]
         hops = [x.input_bytes * HOP for x in self.costs]
+        trained = [s for s in range(count) if layout.buckets_of(s)]
         return tuple(
-            passes_on_several(self.order, settings.devices, settings.micro_batches, first, work, hops)
+            passes_on_several(self.order, settings.devices, settings.micro_batches, trained, work, hops)
         )
 
     @cached_property
+    def split(self) -> frozenset[int]:
+        """The segments whose backward is split for some micro-batch."""
+        return frozenset(x.s for x in self.passes if x.way == W) if self.order is not None else frozenset()
+
+    @cached_property
     def _devices(self) -> dict[tuple[str, int, int], int]:
-        return {x[:3]: x.device for x in self.passes} if self.order is not None else {}
+        passes = [x for x in self.passes if x.way != W] if self.order is not None else []
+        return {(F if x.way == F else B, x.m, x.s): x.device for x in passes}
 
     def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes a pass (F or B)."""
+        """The number of the device that makes a pass (F or B, which stands for its halves)."""
         return self._devices.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
@@ -212,10 +243,20 @@ class StepSpec:
         return min(self._homes.get(b, (0,)))
 
     def _check_places(self) -> None:
-        """Raise PlanError for an order of devices that does not fit where things are."""
+        """Raise PlanError for an order of devices that does not fit where things are, or other settings."""
+        if self.split and (self.settings.tiles != 1 or self.settings.compile_segments):
+            name = "tiles" if self.settings.tiles != 1 else "compile_segments"
+            raise PlanError(
+                f"order: got a backward in two halves with {name}={getattr(self.settings, name)!r}, whose backward "
+                f"is one: pass order='OneFOneB', or leave {name} out"
+            )
         for x in self.passes:
             m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
-            if x.way == B and x.device != forward and self.activations_at(s) == "device":
+            if x.way == W and x.device != (above := self.device_of(B, m, s)):
+                raise PlanError(
+                    f"order: got {x} on device {x.device} and {Pass(I, m, s)} on device {above}, expected one"
+                )
+            if x.way in (B, I) and x.device != forward and self.activations_at(s) == "device":
                 raise PlanError(
                     f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
                     "activations: expected one device, or activations_on='host' for all but the last segment"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
-from zfunc.core.spec import ALLOCATION, SegmentCost
+from zfunc.core.spec import ALLOCATION, PartCost, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
@@ -101,6 +101,11 @@ class AllocationTracker(TorchDispatchMode):
     def moved_bytes(self) -> int:
         """The bytes that all kernels read and wrote, those of live results included."""
         return self._traffic.ended(self._sizes)
+
+    def part(self, kept: int = 0) -> PartCost:
+        """What was counted, as the cost of a part of a pass, of which so many bytes are kept."""
+        workspace = max(0, self.peak - kept)
+        return PartCost(self.flops, self.moved_bytes, self.attention_flops, workspace, self.launches)
 
     def _move(self, func: Any, given: Any, out: Any) -> None:
         reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (given, out))
@@ -265,15 +270,16 @@ def trace(
     device: torch.device,
     guess: Callable[[SegmentWeights, tuple[Any, ...]], Any] = lambda *_: None,
     pulled: bool = True,
+    split: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     of_accelerator: bool = False,
     compiled: bool = False,
     fake: FakeTensors | None = None,
     keys_on_host: bool = False,
 ) -> Trace:
-    """Trace the passes of one segment, backward if it is `pulled`, on tensors of which only shape, strides and
-    dtype matter. `guess(weights, inputs)` is the output, by which the passes are prepared: what happens once is no
-    cost.
+    """Trace the passes of one segment, backward if it is `pulled`, and its halves if it is `split`, on tensors of
+    which only shape, strides and dtype matter. `guess(weights, inputs)` is the output, by which the passes are
+    prepared: what happens once is no cost.
 
     `buffers` are those that forward changes, which backward gets as forward read them. `of_accelerator` is whether
     a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
@@ -304,6 +310,19 @@ def trace(
                 results = passes.backward(weights, inputs, residuals, cotangents)
                 backward_moved_bytes = second.moved_bytes
                 del results
+        halves: dict[str, Any] = {}
+        if split:
+            third, fourth = (
+                AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(2)
+            )
+            with third:
+                below, (run, pending) = passes.backward_input(weights, inputs, residuals, cotangents)
+                pending_bytes = _storage_bytes(pending)
+                halves = {"pending_bytes": pending_bytes, "input_part": third.part(pending_bytes)}
+            with fourth:
+                results = run(*pending)
+                halves["weight_part"] = fourth.part()
+            del below, pending, results
         kept = max(0, live - output_bytes) if passes.keeps else 0
         read = nbytes(buffers)
         cost = SegmentCost(
@@ -323,6 +342,7 @@ def trace(
             key_bytes=max(x.nbytes for x in hosts),
             copied_bytes=hosts[0].copied_bytes,
             backward_copied_bytes=hosts[1].copied_bytes,
+            **halves,
         )
         return Trace(out, output_bytes, cost, first.random or second.random)
 

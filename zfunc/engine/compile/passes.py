@@ -37,7 +37,8 @@ def segment_calls(
     pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
     for s, segment in enumerate(segments):
-        function, options = checked(segment, s == last), (modes[s], s > layout.first_trainable, s == last)
+        function = checked(segment, s == last)
+        options = modes[s], s > layout.first_trainable, s == last, s in spec.split
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
             make = partial(
@@ -50,6 +51,7 @@ def segment_calls(
                 name=segment.name,
                 joints=None if joints is None else joints.setdefault(segment.name, {}),
                 tiles=settings.tiles,
+                split=options[3],
                 summed=_own(segment.module, "summed_targets"),
                 evaluate=segment.evaluation,
             )

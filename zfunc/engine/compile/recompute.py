@@ -4,7 +4,8 @@
     recompute="none"        `keep_as_autograd`: backward is given all results of forward that it reads
     recompute="min-cut"     `min_cut`: backward is given the tensors that the min-cut partitioner chooses
 
-A cut copies nodes; the bits are those of the joint graph. Halves of blocks and tiles are cut by `piece_of`.
+A cut copies nodes; the bits are those of the joint graph. Halves of blocks and tiles are cut by `piece_of`, and
+those of a backward by `split_backward`.
 """
 
 from collections import defaultdict
@@ -20,6 +21,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from zfunc.engine.compile.tensor_memory import dense_strides, storage_of
 from zfunc.runtime.rng import is_draw_node, number_draws
@@ -198,6 +200,46 @@ def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
         if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.numel():
             raise ValueError(f"backward reads {x}, whose size is not known before it runs")
     return forward, backward
+
+
+def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[GraphModule, GraphModule]:
+    """Two graphs of one whose first `trained` results are gradients of weights: `given -> (*others, *pending)` and
+    `pending -> gradients of weights`. The first `weights` of what is given, the second does not need.
+
+    The second has the products of matrices, and what only they need. A gradient made without one, as that of a
+    norm's weight, is small, while what it is made of is not: it is made at once.
+    """
+    *nodes, output = backward.graph.nodes
+    results, needs = list(output.args[0]), needs_of(backward.graph)
+    gradients, others = results[:trained], results[trained:]
+    given, needed = [x for x in nodes if x.op == "placeholder"], needed_for(results, needs)
+    # 1. What reads weights, or memory that is written in place, comes between the same operations as before.
+    held = {m for x in given[:weights] for m in memory_of(x)}
+    held = {x for x in nodes if memory_of(x) & held} | of_written_memory(backward.graph)
+    early = [x for x in nodes if x in needed and not held.isdisjoint((x, *x.all_input_nodes))]
+    first = needed_for([*others, *early], needs)
+    early += [x for x in gradients if not any(map(_multiplies, needed_for([x], needs) - first))]
+    first = {*given, *needed_for([*others, *early], needs)}
+    # 2. Of several results of a kernel the first graph has all that is needed: only tensors go on.
+    first |= {
+        x
+        for x in needed
+        if any(y in first and isinstance(y.meta.get("val"), tuple | list) for y in x.all_input_nodes)
+    }
+    second = [x for x in nodes if x in needed and x not in first]
+    reads = [y for x in second for y in x.all_input_nodes]
+    pending = [*dict.fromkeys(x for x in (*reads, *gradients) if x in first)]
+    own = [x for x in nodes if x in first and x not in given]
+    return (
+        part_of_graph(backward, given, own, [*others, *pending]),
+        part_of_graph(backward, pending, second, gradients),
+    )
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether a node multiplies matrices."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or packet is torch.ops.aten._grouped_mm
 
 
 def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:

@@ -135,7 +135,13 @@ def traced_spec(
     first = program.layout.first_trainable
     results = (program.spec.grad_bytes[s] + (size if s > first else 0) for s, size in enumerate(inputs))
     costs = tuple(  # what backward returns are regions of their own
-        evolve(x, input_bytes=size, backward_workspace=max(0, x.backward_workspace - returned))
+        evolve(
+            x,
+            input_bytes=size,
+            backward_workspace=max(0, x.backward_workspace - returned),
+            input_part=evolve(x.input_part, workspace=max(0, x.input_part.workspace - size)),
+            weight_part=evolve(x.weight_part, workspace=max(0, x.weight_part.workspace - returned + size)),
+        )
         for x, size, returned in zip((t.cost for t in traces), inputs, results, strict=True)
     )
     aux = aux_names(traces[-1].out)
@@ -235,6 +241,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
             device=device,
             guess=output,
             pulled=s >= program.layout.first_trainable,
+            split=s in program.spec.split,
             buffers=call.buffers,
             of_accelerator=of_accelerator,
             compiled=bool(program.settings.compile_segments),

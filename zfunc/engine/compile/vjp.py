@@ -30,6 +30,7 @@ from zfunc.engine.compile.recompute import (
     of_written_memory,
     repeat_forward,
     sized_min_cut,
+    split_backward,
 )
 from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
 from zfunc.engine.compile.tiles import Tiled, TiledLoss
@@ -41,6 +42,7 @@ MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
 Joints = dict[Any, JointGraph]  # by what a trace depends on
+Pending = tuple[Callable[..., Values], list[Tensor]]
 log = logging.getLogger("zfunc")
 # A graph's code cannot name the overload `from`.
 for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
@@ -75,6 +77,13 @@ def differentiated(y: Any) -> list[Tensor]:
 Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
 
 
+def _unsplit(*_: Any) -> Any:
+    raise ValueError(
+        "got a backward that cannot be traced, which the log explains, expected one that is split in two halves: "
+        "pass order='OneFOneB', or another whose passes are all F or B"
+    )
+
+
 @frozen
 class SegmentVJP:
     """Forward and backward of a segment.
@@ -83,6 +92,8 @@ class SegmentVJP:
       buffers that it changes, `y` is `(y, Detached buffers)`.
     - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
       those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
+    - `backward_input`, of what backward gets, returns the gradients of the input and `(run, pending)`, of which
+      `run(*pending)` are those of the weights; both are those of `backward`.
     - `keeps` is False if residuals are always None, because backward recomputes.
     - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
     """
@@ -91,6 +102,7 @@ class SegmentVJP:
     backward: Callable[..., Grads]
     keeps: bool
     prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
+    backward_input: Callable[..., tuple[list[Tensor], Pending]] = _unsplit
 
 
 def make_vjp(
@@ -106,6 +118,7 @@ def make_vjp(
     tiles: int = 1,
     evaluate: Callable[..., Any] | None = None,
     summed: Callable[..., Any] | None = None,
+    split: bool = False,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
@@ -119,7 +132,7 @@ def make_vjp(
 
     With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
     dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
-    loss is a sum over tokens.
+    loss is a sum over tokens. With `split` backward has a half for the input, and one for the weights.
     """
     if tiles > 1 and last and summed:
         of_tile = make_vjp(
@@ -134,7 +147,7 @@ def make_vjp(
         passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
         return _moving(passes) if moving else passes
     pull = pull_of(function, wrt_input, last)
-    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled)
+    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
@@ -255,21 +268,22 @@ class _Traced:
 
     joint_of: Callable[..., JointGraph]
     compiled: Compiled
+    split: bool
     fallback: SegmentVJP
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
-    known: dict[Any, tuple[JointGraph, Any, Any] | None] = field(factory=dict)  # None: the trace failed
+    known: dict[Any, tuple[JointGraph, Any, Any, Any] | None] = field(factory=dict)  # None: the trace failed
 
     @property
     def passes(self) -> SegmentVJP:
-        return SegmentVJP(self._forward, self._backward, self.keeps, self._prepare)
+        return SegmentVJP(self._forward, self._backward, self.keeps, self._prepare, self._backward_input)
 
     def _forward(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
             return self.fallback.forward(weights, inputs)
-        joint, run, _ = found
+        joint, run, *_ = found
         with torch.enable_grad():  # grad mode as in the trace
             flat, num = run(*leaves), len(joint.results)
         residuals = list(flat[num:]) if self.keeps else None
@@ -281,12 +295,28 @@ class _Traced:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
             return self.fallback.backward(weights, inputs, residuals, cotangents)
-        joint, _, run = found
+        joint, _, run, _ = found
+        grads = self._pull(run, joint, residuals if self.keeps else leaves, cotangents)
+        num = len(weights.trained)
+        return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
+
+    def _backward_input(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Pending]:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None or not self.split:
+            return self.fallback.backward_input(weights, inputs, residuals, cotangents)
+        joint, _, _, (run, run_later) = found
+        made = self._pull(run, joint, residuals if self.keeps else leaves, cotangents)
+        num = len(joint.gradients) - len(weights.trained)
+        return made[:num], (partial(_named, run_later, tuple(weights.trained)), made[num:])
+
+    def _pull(
+        self, run: Callable[..., Any], joint: JointGraph, given: list[Any], cotangents: Sequence[Tensor]
+    ) -> list[Any]:
         laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
-            grads = run(*(residuals if self.keeps else leaves), *laid_out)
-        num = len(weights.trained)
-        return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
+            return list(run(*given, *laid_out))
 
     def _prepare(self, weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
         if self._graphs(weights, inputs, y)[1] is None:
@@ -309,7 +339,7 @@ class _Traced:
 
     def _trace(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any
-    ) -> tuple[JointGraph, Any, Any] | None:
+    ) -> tuple[JointGraph, Any, Any, Any] | None:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
@@ -317,12 +347,21 @@ class _Traced:
             except _OtherOutputError as error:
                 joint = self.joint_of(leaves, spec, error.args[0])
             forward, backward = self.cut(joint)
-            return joint, _runnable(forward, self.compiled), _runnable(backward, self.compiled)
+            fixed = 0 if self.keeps else len(weights.trained) + len(weights.fixed)
+            halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
+            forward, backward, *halves = (_runnable(x, self.compiled) for x in (forward, backward, *halves))
+            return joint, forward, backward, halves
         except (torch.OutOfMemoryError, _NoGradientError):
             raise
         except Exception as error:
             log.warning("%s, because it cannot be traced: %s", self.note, str(error).partition("\n")[0])
             return None
+
+
+def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) -> Values:
+    """The gradients of weights by name."""
+    with torch.enable_grad():
+        return dict(zip(names, run(*pending), strict=True))
 
 
 # --- memory that moves between the passes -------------------------------------------------------------------
@@ -357,17 +396,21 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
             residuals = _apart_from(held, [_without_leaves(x, leaves) for x in residuals])
         return _apart_from(held, y), residuals
 
-    def backward(
-        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
-    ) -> Grads:
-        leaves = _leaves(weights, inputs)
-        if isinstance(residuals, list):
-            residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
-        grads = passes.backward(weights, inputs, residuals, cotangents)
-        # The gradient of an unused parameter is a residual, of zeros.
-        return _apart_from([*leaves, *tree_leaves(residuals)], grads)
+    def apart(pull: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(
+            weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        ) -> Any:
+            leaves = _leaves(weights, inputs)
+            if isinstance(residuals, list):
+                residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
+            # The gradient of an unused parameter is a residual, of zeros.
+            made = pull(weights, inputs, residuals, cotangents)
+            return _apart_from([*leaves, *tree_leaves(residuals)], made)
 
-    return evolve(passes, forward=forward, backward=backward)
+        return backward
+
+    halves = apart(passes.backward_input)
+    return evolve(passes, forward=forward, backward=apart(passes.backward), backward_input=halves)
 
 
 def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:

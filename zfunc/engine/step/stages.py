@@ -5,7 +5,7 @@ gets no others. It returns nothing: it writes the regions that its operation wri
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -82,21 +82,22 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
 
 def backward(op: Op, mem: Memory, step: StepContext) -> None:
     """Backward of one segment, with the seed of its forward, and the buffers that it read."""
-    m, s = op.index
-    call = step.calls[s]
-    x, (residuals, before) = _left_by_forward(op, mem)
-    with step.randomness(m, s), keys_in(_host_of(op, mem)):
-        grads, below = call.passes.backward(
-            _weights(op, mem, call, before),
-            _with_targets(x, op, mem),
-            residuals,
-            _cotangents(op, mem, step),
-        )
-    if op.touches("grads"):
-        mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
-    for buffer in ("grad_act", "sent_grad_act"):
-        if (passed := Region(buffer, op.index)) in op.writes:
-            mem[passed] = below
+    grads, below = _pull(op, mem, step)
+    _write_grads(op, mem, step, grads)
+    _write_below(op, mem, below)
+
+
+def backward_input(op: Op, mem: Memory, step: StepContext) -> None:
+    """Backward of one segment for its input, and what the gradients of its weights are made of."""
+    below, mem[op.write("pending")] = _pull(op, mem, step)
+    _write_below(op, mem, below)
+
+
+def backward_weight(op: Op, mem: Memory, step: StepContext) -> None:
+    """The gradients of one segment's weights, with the seed of its forward."""
+    run, pending = mem[op.read("pending")]
+    with step.randomness(*op.index):
+        _write_grads(op, mem, step, run(*pending))
 
 
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
@@ -261,8 +262,9 @@ STAGES: dict[str, Stage] = {
     **UPDATE_STAGES,
     **CLIPPING_STAGES,
     **named_like_verbs(
-        load, gather, forward, backward, pack, add, reduce_scatter, square_sum_, accumulate, hold, join_sums
+        load, gather, forward, backward, backward_input, backward_weight, pack, add, reduce_scatter
     ),
+    **named_like_verbs(square_sum_, accumulate, hold, join_sums),
     **named_like_verbs(keep_buffers, write, write_buffers, publish),
 }
 
@@ -303,6 +305,27 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
         seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]
     return mem[op.read("grad_act")]
+
+
+def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
+    """What the segment's function named like the operation returns, with the seed of its forward."""
+    call = step.calls[op.index[1]]
+    x, (residuals, before) = _left_by_forward(op, mem)
+    weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
+    with step.randomness(*op.index), keys_in(_host_of(op, mem)):
+        return getattr(call.passes, op.verb)(weights, inputs, residuals, _cotangents(op, mem, step))
+
+
+def _write_grads(op: Op, mem: Memory, step: StepContext, grads: Mapping[str, Tensor]) -> None:
+    if op.touches("grads"):
+        names = step.calls[op.index[1]].trained
+        mem[op.write("grads")] = {names[short]: grad for short, grad in grads.items()}
+
+
+def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
+    for buffer in ("grad_act", "sent_grad_act"):
+        if (passed := Region(buffer, op.index)) in op.writes:
+            mem[passed] = below
 
 
 def _write_squares(bucket: Bucket, shard: slice, squares: Tensor, sum_of: Callable[[slice], Tensor]) -> None:

@@ -1,0 +1,34 @@
+"""Zero bubble: 1F1B with a split backward, whose gradients of weights fill the waiting (Qi et al., 2401.10241)."""
+
+from collections.abc import Sequence
+
+from attrs import field, frozen
+
+from zfunc.core.pipeline import F, I, W
+
+from .stages import Passes, cut_in_stages, in_rounds, of_segments
+
+
+@frozen
+class ZeroBubble:
+    """ZB-H1, the paper's schedule with the memory of 1F1B; with more `stages` on each device its interleaved form.
+
+    A device is as many forwards ahead as devices follow, half as many as in 1F1B where backward is one, and as many
+    gradients of weights behind as devices precede it. `cut` are the segments of each stage.
+    """
+
+    stages: int = 1
+    cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
+
+    def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
+        """The passes of each device."""
+        stages, order = len(self.cut) // devices or self.stages, list[Passes]()
+        for d in range(devices):
+            forwards, inputs = (in_rounds(way, d, devices, stages, micro_batches) for way in (F, I))
+            weights = [(W, m, k) for _, m, k in inputs]
+            ahead = (stages - 1) * min(devices, micro_batches) + devices - 1 - d
+            own = [*forwards[:ahead]]
+            for i, x in enumerate(inputs):
+                own += [*forwards[ahead + i : ahead + i + 1], x, *weights[max(0, i - d) : max(0, i - d + 1)]]
+            order.append([*own, *weights[max(0, len(inputs) - d) :]])
+        return of_segments(order, cut_in_stages(segments, stages * devices, self.cut))
