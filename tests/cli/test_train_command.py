@@ -103,6 +103,35 @@ def test_without_out_each_run_has_its_own_folder(capsys: Out) -> None:
     assert capsys.readouterr().out.count("precision: fp32\n") == 2, "no reason for what was not chosen"
 
 
+def test_a_pipeline_goes_on_on_another_number_of_devices(capsys: Out) -> None:
+    """As one device does; too few micro-batches are said, with the bubble."""
+    host = ["--params-on", "host", "--activations-on", "host", "--micro-batches", "4"]
+    train(
+        *host,
+        "--devices",
+        3,
+        "--order",
+        "RoundPipe",
+        "--steps",
+        2,
+        "--out",
+        "run",
+        "--schedule",
+        "Overlapped",
+    )
+    assert "device:2" in capsys.readouterr().out
+    assert main(["report", "run"]) == 0
+    train(*host, "--devices", 2, "--steps", 4, "--resume", "run", "--out", "on")
+    train(*host, "--steps", 2, "--out", "one")
+    train(*host, "--steps", 4, "--resume", "one", "--out", "one-on")
+    assert losses("run") + losses("on") == losses("one") + losses("one-on")
+    assert "compute:2" in Path("run", "timeline.svg").read_text()
+    capsys.readouterr()
+    train("--params-on", "host", "--devices", 2, "--steps", 1, "--out", "few")
+    said = "".join(capsys.readouterr())
+    assert "devices: 2 for micro_batches=1: each idles for 50% of a step" in said
+
+
 def test_tokens_of_a_bin(capsys: Out) -> None:
     (np.arange(4000) ** 2 % 500).astype("<u2").tofile("train.bin")
     assert train("--data", "train.bin", "--vocab-size", 500, "--steps", 3, "--out", "run") == 0
