@@ -36,11 +36,11 @@ import zfunc
 import zfunc.optim
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
-from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
 from zfunc.core.verifier import verify
 from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.specialize import specialize
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.optim.groups import GroupedOptimizer
@@ -84,7 +84,8 @@ def test_it_is_planned_as_it_is_compiled(row: Row, tmp_path: Path) -> None:
     settings = {"bucket_size": 300, **row.given(tmp_path)}
     p = zfunc.plan(segments, data(0), hardware=on, **settings)
     program = zfunc.compile(segments, example=data(0), device="cpu", **settings)
-    assert p.memory == {tier: peak.nbytes for tier, peak in peak_memory(program.plan).items()}
+    peaks = specialize(program, data(0), commit=program.spec.swaps).memory  # as all steps of a plan
+    assert p.memory == {tier: peak.nbytes for tier, peak in peaks.items()}
     if row.numbers in ("momentum of one's own", "groups"):  # whose state has one format, and several
         assert any("moments" in x.changes for x in p.suggestions) == (row.numbers == "groups")
     if row.numbers == "Adafactor, 16 bits":  # whose state of 8 bits is that of 16
