@@ -48,7 +48,7 @@ BUDGETS = {
     "checkpoint": 3_010,
     "engine": 8_330,
     "viz": 1_000,
-    "planner": 2_920,
+    "planner": 2_930,
     "models": 2_970,
     "train": 4_110,
     "cli": 2_210,

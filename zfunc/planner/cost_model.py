@@ -17,10 +17,12 @@ from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
+from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep, step_of
 from zfunc.planner.profile import Profile
+from zfunc.schedules import order_name
 
 
 def precision_for(machine: Profile | Hardware, precision: str) -> str:
@@ -103,8 +105,13 @@ class CostModel:
 
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""
-        by_mode = {x: self._traced(evolve(settings, recompute=x)) for x in settings.recompute.split(",")}
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
+        if spec.split:
+            raise PlanError(
+                f"order: got {order_name(settings.order)!r}, whose backward is split, expected one of whole "
+                "backwards: zfunc.compile has the costs of halves, a plan has not"
+            )
+        by_mode = {x: self._traced(evolve(settings, recompute=x)) for x in settings.recompute.split(",")}
         count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
         return evolve(
