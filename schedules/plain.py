@@ -50,7 +50,12 @@ class SharedCores:
 
     def __call__(self, graph: Graph) -> Plan:
         """Put what waits on the lane of its kind, and everything else on one."""
-        return build(graph, _by(lambda op: op.kind if op.kind in WAITING else "cores", graph))
+
+        def lane(op: Op) -> str:
+            _, at, stage = op.resource.partition("@")  # another rank has other cores
+            return (op.kind if op.kind in WAITING else "cores") + at + stage
+
+        return build(graph, _by(lane, graph))
 
 
 @frozen

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import trained
-from attrs import frozen
+from attrs import evolve, frozen
 from small_models import IN_FP32, SHORTER, rows_of
 from table import Scattered
 from threaded_ranks import on_every, programs_of
@@ -234,6 +234,14 @@ WAYS: dict[str, Settings] = {
     "dealt to two devices, all on the disk": {
         **{**ALL_ON_DISK, "devices": 2, "order": "RoundPipe", "activations_on": "disk", "commit_every": 2},
     },
+    "two stages": {"pp": 2},
+    "two stages, all forwards first": {"pp": 2, "order": "GPipe", "bucket_size": 500},
+    "two stages, from the host": {
+        **{"pp": 2, "params_on": "host", "activations_on": "host", "weight_slots": 1, "defer": True},
+    },
+    "three stages, half updated there": {
+        **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "offload_ratio": 0.7},
+    },
     "state on the disk": {"state_on": "disk"},
     "state on the disk, deferred": {"state_on": "disk", "defer": True, "commit_every": 2},
     "half of the state on the disk": {
@@ -298,6 +306,8 @@ class Row:
             return False  # a batch of no rows of tokens, or attention with dropout
         if "devices" in given and "params_on" not in given and self.model in TIED:
             return False  # a weight of both devices
+        if "pp" in given and (self.model in (*TIED, "norms") or given["pp"] * self.world > 4):
+            return False  # a weight of two stages, or buffers
         if "state_on" in given and self.model == "norms":
             return False  # a swap space has no modules' buffers
         return self.world * given.get("micro_batches", 1) <= 6
@@ -355,7 +365,8 @@ def programs(
         rank, world = (0, 1) if alike else (rank, row.world)
         return rows_of(tuple(x[: count * world] for x in whole(i)), rank, world)
 
-    return programs_of(row.world, lambda: trained.compiled(made, **given)[0], batch(0, 0)), batch
+    make, pp = lambda: trained.compiled(made, **given)[0], given.get("pp", 1)
+    return programs_of(row.world, make, batch(0, 0), pp), batch
 
 
 def varied(row: Row, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -366,7 +377,8 @@ def varied(row: Row, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     }
     recompute = ("all", "min-cut", "none")[: 1 if "tiles" in given else 3 if stays else 2]
     # Several ranks have to issue their collectives in one order.
-    schedule = SCHEDULES[n % (len(SCHEDULES) if row.world == 1 else len(SCHEDULES) - 2)]
+    alone = row.world == given.get("pp", 1) == 1
+    schedule = SCHEDULES[n % (len(SCHEDULES) if alone else len(SCHEDULES) - 2)]
     step = {"jitter": Jitter(n, 3e-4), "debug": True} if n % 2 else {}
     return {**given, "schedule": schedule, "recompute": recompute[n % len(recompute)]}, step
 
@@ -429,12 +441,21 @@ def results(row: Row, given: Mapping[str, Any], *, alike: bool = False, **step: 
     def train(program: Program) -> Result:
         return result(program, batch, *steps(program, batch, begun(program), **step))
 
-    return on_every(every, train)
+    return first_stage(on_every(every, train), given)
+
+
+def first_stage(of_all: list[Result], given: Mapping[str, Any]) -> list[Result]:
+    """Of every rank of the first stage, which has found the same as the others; each has its own moments."""
+    world = len(of_all) // given.get("pp", 1)
+    for n, one in enumerate(of_all):
+        assert one.same(of_all[n % world]), f"rank {n}"
+    others = [{k: x for one in of_all[n::world] for k, x in one.values.items()} for n in range(world)]
+    return [evolve(one, values=values) for one, values in zip(of_all, others, strict=False)]
 
 
 @cache
 def plain(numbers: str, job: str, *, alike: bool = False, device: str = "cpu") -> list[Result]:
-    """The plain way: all but the update on the device, one operation after the other."""
+    """Of every rank the plain way: all but the update on the device, one operation after the other."""
     row = Row(numbers, "one slot", job)
     given = {"schedule": "Serial", "defer": False, "device": device, **row.computed}
     return results(row, given, alike=alike)

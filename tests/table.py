@@ -88,7 +88,7 @@ def spec(
         segments,
         bucket_size=bucket_size,
         world=given.get("world", 1),
-        within_segments=settings.streams or settings.group_size > 1 or settings.devices > 1,
+        within_segments=settings.streams or settings.group_size > 1 or settings.stages > 1,
         persistent=persistent if settings.streams else (),
         in_fp32=in_fp32,
     )
@@ -103,7 +103,7 @@ def spec(
         for s in range(len(segments))
     ]
     resident = {*resident} & {*range(len(layout.buckets))}
-    if settings.devices > 1:
+    if settings.stages > 1:
         given["order"] = schedules.make_order(settings.order)
     return StepSpec(layout, costs, settings, target_bytes=16, resident=resident, **given)
 
@@ -352,6 +352,38 @@ SPECS: dict[str, StepSpec] = {
         micro_batches=4,
         params_on="host",
         activations_on="host",
+        save=True,
+    ),
+    "two stages": spec(chain(*[(8, 8)] * 3), pp=2, micro_batches=3, constant_bytes=40, save=True),
+    "two stages, stage 1": spec(
+        FROZEN,
+        pp=2,
+        micro_batches=2,
+        order="GPipe",
+        stage=1,
+        world=2,
+        barrier=True,
+        aux=["accuracy"],
+        norms=True,
+    ),
+    "three stages, some resident": spec(
+        chain(*[(8, 8)] * 5),
+        pp=3,
+        micro_batches=4,
+        barrier=True,
+        resident={0, 3},
+        update_workspace=30,
+        ema=0.5,
+    ),
+    "two stages, from the host": spec(
+        chain(*[(8, 8)] * 4),
+        pp=2,
+        order="Interleaved1F1B",
+        micro_batches=2,
+        params_on="host",
+        activations_on="host,disk,device",
+        world=2,
+        stage=3,
         save=True,
     ),
     "saving": spec(FROZEN, world=2, save=True),

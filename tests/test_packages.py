@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_100,
+    "core": 6_250,
     "schedules and ground": 1_300,
-    "runtime": 3_110,
+    "runtime": 3_290,
     "optim": 2_970,
     "checkpoint": 3_010,
-    "engine": 8_330,
+    "engine": 8_440,
     "viz": 1_000,
     "planner": 2_930,
     "models": 2_970,
     "train": 4_110,
     "cli": 2_210,
-    "tests": 36_200,
+    "tests": 36_300,
 }
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -14,6 +15,7 @@ from zfunc.engine.compile import compile as compiling
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.specialize import specialize
 from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.stage_ranks import StageRanks, as_message, from_message
 
 T = TypeVar("T")
 PATIENCE = 60.0  # seconds for the other ranks to come
@@ -25,13 +27,14 @@ class ThreadedRanks(RankGroup):
 
     barrier: Any = field(kw_only=True)
     table: list[Any] = field(kw_only=True)
+    messages: dict[Any, Any] = field(factory=dict, kw_only=True)  # by sender, receiver and tag
 
     @classmethod
     def all(cls, world: int) -> list["ThreadedRanks"]:
         """Every rank of a new world."""
-        barrier, table = threading.Barrier(world, timeout=PATIENCE), [None] * world
         members = tuple(range(world))
-        return [cls(None, r, world, members=members, barrier=barrier, table=table) for r in members]
+        met = {"barrier": threading.Barrier(world, timeout=PATIENCE), "table": [None] * world, "messages": {}}
+        return [cls(None, r, world, members=members, **met) for r in members]
 
     def exchange(self, value: Any) -> list[Any]:
         """What every rank has, by rank."""
@@ -66,11 +69,47 @@ class ThreadedRanks(RankGroup):
         return self.exchange(text)
 
 
-def programs_of(world: int, make: Callable[[], Program], rows: Any = None) -> list[Program]:
-    """Of every rank of a new world, traced for the rows of one if given: two threads must not trace at a time."""
+class ThreadedStage(StageRanks, ThreadedRanks):
+    """One of the ranks of a pipeline stage, whose messages are in memory that all have."""
+
+    @classmethod
+    def every(cls, jobs: Sequence[ThreadedRanks], pp: int) -> list["ThreadedStage"]:
+        """Of each rank of a job the one of its stage."""
+        world, found = len(jobs) // pp, list[ThreadedStage]()
+        for stage in range(pp):
+            barrier, table = threading.Barrier(world, timeout=PATIENCE), [None] * world
+            members = tuple(range(stage * world, (stage + 1) * world))
+            found += [
+                cls(None, r, world, members=members, barrier=barrier, table=table, stage=stage, whole=jobs[n])
+                for r, n in enumerate(members)
+            ]
+        return found
+
+    def _queue(self, sender: int, receiver: int, tag: int) -> Any:
+        return self.job.messages.setdefault((sender, receiver, tag), SimpleQueue())  # pyright: ignore
+
+    def send(self, stage: int, tag: int, tree: Any) -> None:
+        self._queue(self.job.rank, stage * self.world + self.rank, tag).put(as_message(tree))
+
+    def receive(self, stage: int, tag: int, device: torch.device) -> Any:
+        queue = self._queue(stage * self.world + self.rank, self.job.rank, tag)
+        return from_message(*queue.get(timeout=PATIENCE), device)
+
+    def from_stage(self, stage: int, values: Tensor) -> Tensor:
+        return self.job.exchange(values.clone())[stage * self.world]  # pyright: ignore
+
+
+def programs_of(world: int, make: Callable[[], Program], rows: Any = None, pp: int = 1) -> list[Program]:
+    """Of every rank of a new world of `pp` stages, traced for the rows of one if given: two threads must not trace
+    at a time."""
     programs: list[Program] = []
-    for ranks in ThreadedRanks.all(world):
-        with mock.patch.object(compiling, "_ranks", lambda _, ranks=ranks: ranks):
+    jobs = ThreadedRanks.all(world * pp)
+    stages = ThreadedStage.every(jobs, pp)
+    for ranks in jobs:
+        with (
+            mock.patch.object(compiling, "_ranks", lambda _, ranks=ranks: ranks),
+            mock.patch.object(compiling.StageRanks, "of_stage", lambda job, _: stages[job.rank]),
+        ):
             programs.append(make())
     if rows is not None:
         for program in programs:

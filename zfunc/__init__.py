@@ -31,6 +31,7 @@ from zfunc.core.display import PICTURES
 if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save as Save
+    from zfunc.core.pipeline import Mesh as Mesh
     from zfunc.engine.compile.compile import compile as compile
     from zfunc.engine.compile.halves import cut_blocks as cut_blocks
     from zfunc.engine.compile.segment import Segment as Segment

@@ -312,11 +312,11 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
             * (
                 spec.layout.numel
                 if spec.settings.stage == 1
-                else spec.settings.devices * spec.settings.grad_slots * spec.slot_numel
+                else spec.settings.stages * spec.settings.grad_slots * spec.slot_numel
             ),
         ),
-        ("host_slot", landed * spec.settings.host_slots * shard),
-        ("param_slot", width * spec.settings.host_slots * shard),
+        ("host_slot", landed * spec.settings.host_slots * shard * spec.settings.pp),
+        ("param_slot", width * spec.settings.host_slots * shard * spec.settings.pp),
     ):
         assert sum(r.nbytes for r in regions if r.buffer == buffer) <= most
 
@@ -325,8 +325,8 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
 def test_slots_of_one_size_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
     packs = [op for op in recipe(spec) if op.verb == "pack"]
     written = [op.write("grad_slot") for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
-    for kind in {(r.nbytes, r.dtype, r.device) for r in written}:
-        used = [r.index for r in written if (r.nbytes, r.dtype, r.device) == kind]
+    for kind in {(r.nbytes, r.dtype, r.place) for r in written}:
+        used = [r.index for r in written if (r.nbytes, r.dtype, r.place) == kind]
         slots = sorted({*used})
         assert used == [slots[n % len(slots)] for n in range(len(used))]
 
@@ -502,7 +502,7 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
     assert len(more) <= len(fewer)
     of_host = {
         (b, device)
-        for device in range(spec.settings.devices)
+        for device in range(spec.settings.stages)
         for s in spec.segments_on(device, "F", "B")
         for b in spec.layout.weights_of(s)
         if spec.params_at(b) != "device"

@@ -2,12 +2,14 @@
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attrs import Attribute, evolve, fields, fields_dict, frozen
 from small_models import Loss
+from threaded_ranks import programs_of
 
 import zfunc
 from zfunc.cli import catalogue
@@ -44,6 +46,7 @@ OTHERS: dict[str, Any] = {
     "norms": True,
     "accumulate": "vertical",
     "devices": 2,
+    "pp": 2,
     "order": "GPipe",
     "stage": 1,
     "ema": 0.9,
@@ -77,12 +80,13 @@ every_flag = pytest.mark.parametrize("flag", FLAGS)
 
 
 def _segments(settings: StepSettings | None, given: dict[str, Any]) -> list[zfunc.Segment]:
-    devices = given.get("devices", 1 if settings is None else settings.devices)
-    return TWO if devices == 2 else ONE
+    return TWO if 2 in (given.get(name, getattr(settings, name, 1)) for name in ("devices", "pp")) else ONE
 
 
 def compiled(settings: StepSettings | None = None, **given: Any) -> Any:
-    return zfunc.compile(_segments(settings, given), settings, device="cpu", **given)
+    stages = 2 if given.get("pp", getattr(settings, "pp", 1)) == 2 else 1
+    make = partial(zfunc.compile, _segments(settings, given), settings, device="cpu", **given)
+    return programs_of(1, make, pp=stages)[0]
 
 
 def planned(settings: StepSettings | None = None, **given: Any) -> Any:

@@ -81,9 +81,10 @@ def test_no_way_of_training_changes_a_bit(row: Row, tmp_path: Path) -> None:
 
 
 MODELS = ("odd sizes", "tied GPT", "frozen below", "GPT with dropout", "pairs")
+ON_ONE = [way for way, given in WAYS.items() if "pp" not in given]
 SOURCES = [
     next(row for model in (MODELS[n % 5], *MODELS[:2]) if (row := Row(numbers, way, model)).possible)
-    for n, way in enumerate(WAYS)
+    for n, way in enumerate(ON_ONE)
     for numbers in [[*NUMBERS][(n + 8) % len(NUMBERS)]]
 ]
 
@@ -93,7 +94,7 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
     """Saved between two steps, inside one, by two ranks that have loaded it, and by the commit of
     a swap space. Without a barrier the update follows right after: with delays anywhere it waits for the write."""
     (program,), batch = programs(row, given := row.given(tmp_path / "swap"))
-    after = [*WAYS, *WAYS][[*WAYS].index(row.way) + 5 :]
+    after = [*ON_ONE, *ON_ONE][ON_ONE.index(row.way) + 5 :]
     other = next(x for x in (evolve(row, way=way) for way in after) if x.possible)
     state, told = steps(program, batch, begun(program), 2)
     between = zfunc.save(tmp_path / "between", program, state)

@@ -395,10 +395,17 @@ class Snapshot:
     position: TrainingPosition
     optimizer: Mapping[str, Any]
     buffers: Sequence[TensorInfo] = ()  # of modules, by full name
+    homes: Mapping[int, int] = field(
+        factory=dict[int, int]
+    )  # of pipelines over ranks: the stage of each bucket
+    pp: int = 1
 
     def slices(self, rank: int, world: int) -> list[Slice]:
         """The slices that one rank writes, of frozen parameters too; rank 0 also writes the modules' buffers."""
-        slices = [*slices_of(self.layout, self.kinds, rank, world)]
+        world //= self.pp
+        stage, own = divmod(rank, world)
+        kinds = {b: kind for b, kind in self.kinds.items() if self.homes.get(b, stage) == stage}
+        slices = [*slices_of(self.layout, kinds, own, world)]
         for number, x in enumerate(self.buffers if rank == 0 else (), len(self.kinds)):
             if x.numel:
                 stored = evolve(x, name=f"{x.name}/{BUFFER}")

@@ -188,7 +188,7 @@ def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
 
     They raise CheckpointError, except for a rank with an error of another class, which raises that.
     """
-    result, mine = None, None
+    ranks, result, mine = ranks.job, None, None
     try:
         result = function()
     except Exception as error:

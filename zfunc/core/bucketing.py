@@ -23,7 +23,7 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
         parameters,
         bucket_size=size,
         world=world,
-        within_segments=settings.streams or settings.group_size > 1 or settings.devices > 1,
+        within_segments=settings.streams or settings.group_size > 1 or settings.stages > 1,
         persistent=settings.persistent(parameters),
         in_fp32=settings.in_fp32(parameters),
     )

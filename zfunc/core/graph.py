@@ -34,6 +34,7 @@ Role = Literal[
 ]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
+EVERY = -1  # the number of the ranks of what all of them have
 OF_DEVICE: tuple[Kind, ...] = ("compute", "d2h", "h2d")  # each device has its own
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -66,7 +67,8 @@ class Region:
     - "state": memory of the training state, of `dtype`, allocated with it;
     - "value": an input or output of a step: the batch, a norm, a decision.
 
-    `device` is the number of the device, of several, that has it; off the devices 0.
+    `device` is the number of the device, of several of a process, that has it; off the devices 0. `rank` is that of
+    the pipeline stage that has it, of several on ranks of their own, or EVERY.
 
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's
@@ -85,6 +87,7 @@ class Region:
     dtype: Dtype | None = field(default=None, eq=False)
     role: Role | None = field(default=None, eq=False)
     device: int = field(default=0, eq=False)
+    rank: int = field(default=0, eq=False)
 
     # One function, because a plan has hundreds of thousands of regions.
     def __attrs_post_init__(self) -> None:
@@ -106,8 +109,10 @@ class Region:
 
     @property
     def place(self) -> Tier:
-        """Its tier; of several devices that of the second is "device:1"."""
-        return cast("Tier", f"{self.tier}:{self.device}") if self.device else self.tier
+        """Its tier; of several devices that of the second is "device:1", of several stages "host@1" as well."""
+        if not (self.device or self.rank):
+            return self.tier
+        return cast("Tier", f"{self.tier}@{self.rank}" if self.rank else f"{self.tier}:{self.device}")
 
     @property
     def kept(self) -> bool:
@@ -151,7 +156,7 @@ class Op:
     name: str = field(init=False, eq=False, repr=False)
     """Verb and index, unique in a graph: `update[3]`."""
     device: int = field(init=False, eq=False, repr=False)
-    """The number of the device that it occupies: its regions there tell; 0 where it has none."""
+    """The number of the device or pipeline stage that it occupies: its regions tell; 0 where it has none."""
 
     @name.default  # pyright: ignore
     def _name(self) -> str:
@@ -159,9 +164,11 @@ class Op:
 
     @device.default  # pyright: ignore
     def _device(self) -> int:
+        regions = (*self.reads, *self.writes)
+        if any(getattr(r, "rank", 0) for r in regions):
+            return self._stage()
         if self.kind not in OF_DEVICE:
             return 0
-        regions = (*self.reads, *self.writes)
         found = {
             r.device for r in regions if getattr(r, "tier", None) == "device"
         }  # `Graph` checks what they are
@@ -173,6 +180,24 @@ class Op:
             )
         return found.pop() if found else 0
 
+    def _stage(self) -> int:
+        """The stage that executes it, or 0 where each does. Over the network it may write another's memory."""
+        if self.joint:
+            return 0
+        read, written = ({r.rank for r in regions} - {EVERY} for regions in (self.reads, self.writes))
+        found = read if read and self.kind == "network" else read | written
+        if len(found) > 1:
+            raise PlanError(
+                f"{self.name}: got regions of the ranks of several stages, {', '.join(map(str, sorted(found)))}, "
+                "expected those of one: send what another has in an operation of the kind 'network'"
+            )
+        return found.pop() if found else 0
+
+    @property
+    def joint(self) -> bool:
+        """Whether every rank executes it together, because it makes what each has."""
+        return any(r.rank == EVERY for r in self.writes)
+
     def __attrs_post_init__(self) -> None:
         if self.kind not in KINDS:
             raise PlanError(
@@ -182,8 +207,9 @@ class Op:
 
     @property
     def resource(self) -> str:
-        """What it occupies: its kind; of several devices that of the second is "compute:1"."""
-        return f"{self.kind}:{self.device}" if self.device else self.kind
+        """What it occupies: its kind; of several devices that of the second is "compute:1", of stages "host@1"."""
+        mark = "@" if any(r.rank for r in self.regions) else ":"
+        return f"{self.kind}{mark}{self.device}" if self.device else self.kind
 
     def __str__(self) -> str:
         return self.name

@@ -105,12 +105,15 @@ def _staged_bytes(x: Item) -> int:
 
 
 def _made_and_sent(buffer: str) -> dict[Tier, Place]:
-    """The places of what a device makes and another reads: both, and pinned memory between them."""
+    """The places of what a device makes and another reads: both, and pinned memory between them, or a network."""
 
     def on_device(x: Item) -> tuple[Region, ...]:
         return (x.at(buffer if x.to == "device" else f"sent_{buffer}", x.m, x.b),)
 
-    return {"device": Place(otherwise=on_device), "pinned": Place((f"{buffer}_hop",))}
+    return {
+        "device": Place(otherwise=on_device),
+        "pinned": Place((f"{buffer}_hop",), lambda x: (x.at(f"{buffer}_wire", x.m, x.b),)),
+    }
 
 
 def _stashed_bytes(x: Item) -> int:
@@ -176,6 +179,8 @@ THINGS: dict[str, Thing] = {
     ),
 }
 
+BETWEEN_DEVICES = ("input", "gradient of input")
+
 MOVES: dict[str, Move] = {
     "page_in_weights": Move("weights", "disk", "pinned", numbered=True),
     "fetch": Move("weights", "pinned", "device", numbered=True),
@@ -195,7 +200,7 @@ MOVES: dict[str, Move] = {
     "direction_to_device": Move("direction", "pinned", "device"),
     "direction_to_host": Move("direction", "device", "pinned"),
     "to_device": Move("new parameters", "pinned", "device", decided=True),
-    # From a device to another.
+    # From a device to another: through pinned memory, or from rank to rank over the network.
     "send_act": Move("input", "device", "pinned"),
     "recv_act": Move("input", "pinned", "device"),
     "send_grad_act": Move("gradient of input", "device", "pinned"),
@@ -215,10 +220,11 @@ def move(at: Regions, number: int, verb: str, *index: int) -> Op:
     leaves = thing.places[row.source].of(x, arrives=False)
     arrives = thing.places[row.to].of(x, arrives=True)
     nbytes = thing.nbytes(x)
+    over_network = at.spec.over_ranks and row.thing in BETWEEN_DEVICES
     return Op(
         verb,
         (number, *index) if row.numbered else index,
-        LANES[row.source, row.to],
+        "network" if over_network else LANES[row.source, row.to],
         (*((at("decision"), *arrives) if row.decided else ()), *leaves),
         arrives,
         nbytes=whole_blocks(nbytes) if "disk" in (row.source, row.to) else nbytes,

@@ -44,7 +44,7 @@ class OpBuilder:
     def __getattr__(self, name: str) -> Callable[..., Op]:
         """The constructor of an operation that only copies, of the row of this name."""
         if name in MOVES:
-            return lambda *index: move(self.at, self.number(name, *index), name, *index)
+            return lambda *index: self._between_ranks(move(self.at, self.number(name, *index), name, *index))
         if name.startswith("_"):  # a protocol of Python asks for it
             raise AttributeError(name)
         verbs = [*VERBS, *MOVES]
@@ -203,6 +203,17 @@ class OpBuilder:
         """The decision, for a collective that comes after it. With a barrier all but the last ones come before."""
         return (self.at("decision"),) if self._decided and not self.spec.barrier else ()
 
+    def _between_ranks(self, op: Op) -> Op:
+        """A copy; one over the network is before the decision or after it, as collectives are."""
+        if not self.spec.over_ranks or op.kind != "network" or self.spec.barrier:
+            return op
+        if self._decided:
+            return evolve(op, reads=(*op.reads, self.at("decision")))
+        if op.verb != "recv_grad_act":  # every loss comes after a forward's
+            return op
+        self._sent.append(self.at("sent", *op.index))
+        return evolve(op, writes=(*op.writes, self._sent[-1]))
+
     def square_sum(self, b: int, *, waits: bool) -> Op:
         """Sum the squares of a complete bucket on the device: of its gradient, or of the sum that waits."""
         grad = self.at.waiting(b) if waits else self.at.gradient(b)
@@ -237,7 +248,7 @@ class OpBuilder:
     def global_norm(self) -> Op:
         """The norm of the whole gradient, from the squares of all buckets, and those of all parameters."""
         squares = tuple(self.at("host_squares", b.index) for b in self.spec.layout.buckets)
-        kind = "network" if self.spec.world > 1 else "host"
+        kind = "network" if self.spec.several_ranks else "host"
         norms = self.at("norm"), *self.at.some("norms")
         return Op("global_norm", (), kind, squares, norms, nbytes=sum(r.nbytes for r in norms))
 
@@ -255,7 +266,7 @@ class OpBuilder:
 
     def decide(self) -> Op:
         """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
-        several = self.spec.world > 1
+        several = self.spec.several_ranks
         losses = (self.at("mean_loss"), *self.at.some("mean_aux")) if several else self._losses()
         norm = (self.at("norm"),) if self.spec.barrier else ()
         self._decided = True
@@ -454,7 +465,7 @@ class OpBuilder:
         """
         layout = self.spec.layout
         written = tuple(self.at.written(b.index) for b in layout.all_buckets)
-        kind = "network" if self.spec.world > 1 else "write"
+        kind = "network" if self.spec.several_ranks else "write"
         after = (self.at("norm"), self.at("decision")) if last else ()
         buffers = (self.at("written_buffers"),) if self.spec.stateful else ()
         reads = (self.at("checkpoint"), *written, *buffers, *after)

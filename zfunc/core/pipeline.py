@@ -10,10 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from attrs import frozen
+
 from zfunc.errors import PlanError
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
 F, B, I, W = "F", "B", "I", "W"  # noqa: E741
+
+
+@frozen
+class Mesh:
+    """How ranks share the work: `pp` pipeline stages, each on as many ranks, which are data parallel.
+
+    `zfunc.compile` takes one as `parallel`; its fields are settings.
+    """
+
+    pp: int = 1
 
 
 class Pass(NamedTuple):

@@ -13,10 +13,10 @@ from itertools import pairwise
 from operator import index
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.display import counted, in_notebook
-from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.graph import EVERY, Graph, Op, Region
 from zfunc.errors import PlanError
 
 # The work of an operation, as a plan prints it.
@@ -185,6 +185,30 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
         # 3. What is known when it ends: all that was known before it, what it waited for, and itself.
         clocks[op] = last[lane] = _tick(last[lane], lane, position, waits[op], clocks)
     return Plan(graph, order.lanes, tuple(waits))
+
+
+def project(plan: Plan, stage: int | None) -> Plan:
+    """What a rank of this pipeline stage executes of a plan of all: its own operations, in their order, and those
+    that all execute together, with its own regions of these. None is the plan itself.
+
+    All waits between its operations are derived anew, because what implied one may be another rank's. A receive
+    waits for its send by itself, so where the whole plan has no deadlock, the ranks have none.
+    """
+    if stage is None:
+        return plan
+    here = {r: evolve(r, rank=0) for r in plan.graph.regions}
+
+    def own(regions: tuple[Region, ...], *, joint: bool) -> list[Region]:
+        return [here[r] for r in regions if not joint or r.rank in (stage, EVERY)]
+
+    ops, number = list[Op](), dict[int, int]()
+    for i, op in enumerate(plan.graph):
+        if op.joint or op.device == stage:
+            number[i] = len(ops)
+            ops.append(evolve(op, reads=own(op.reads, joint=op.joint), writes=own(op.writes, joint=op.joint)))
+    lanes = {lane.name: [number[i] for i in lane.ops if i in number] for lane in plan.lanes}
+    used = {name: own for name, own in lanes.items() if own}
+    return build(Graph(tuple(ops)), used or dict(list(lanes.items())[:1]))
 
 
 def lane_errors(plan: Plan) -> Iterator[str]:
@@ -363,9 +387,10 @@ def parse(text: str) -> Plan:
         name, nbytes, tier, *rest = words
         kept, dtype = rest[:1] == ["kept"], rest[1:] or [None]
         lifetime = "operation" if not kept else "program" if rest[1:] else "value"
+        tier, _, rank = tier.partition("@")
         tier, _, device = tier.partition(":")
         own = int(nbytes), _any(tier), lifetime, _any(*dtype)
-        regions[name] = Region(*_split(name), *own, device=int(device or 0))
+        regions[name] = Region(*_split(name), *own, device=int(device or 0), rank=int(rank or 0))
 
     def op(words: list[str]) -> None:
         colon, arrow = words.index(":"), words.index("->")

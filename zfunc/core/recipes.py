@@ -128,10 +128,12 @@ def checkpoint(spec: StepSpec) -> Iterator[Op]:
 def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Write the state before this step, in the order in which it is updated."""
     for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
+        emit.at.device = spec.home(bucket.index)
         if bucket.index in spec.paged:
             yield emit.page_in(bucket.index)
         yield emit.write(bucket.index)
     for bucket in spec.layout.frozen_buckets:
+        emit.at.device = spec.home(bucket.index)
         yield from _read_weights(spec, emit, bucket.index)
         yield emit.write(bucket.index)
     if spec.stateful:
@@ -196,7 +198,7 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
         emit.at.device = there
         yield emit.recv_act(m, s + 1)
     if (m, s) == (spec.settings.micro_batches - 1, last):
-        if spec.world > 1:
+        if spec.several_ranks:
             yield emit.mean_loss()
         if not spec.barrier:
             yield emit.decide()

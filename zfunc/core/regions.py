@@ -9,9 +9,9 @@ from attrs import define, evolve, field, frozen
 
 from zfunc.core.dtypes import DTYPES, Dtype, Precision
 from zfunc.core.extents import whole_blocks
-from zfunc.core.graph import Lifetime, Region, Role, Tier
+from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, measuring_room
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, measuring_room
 from zfunc.core.pipeline import B, F
 from zfunc.core.slots import Ring
 from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
@@ -68,6 +68,10 @@ REGIONS: dict[str, Row] = {
     "grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # the gradient of that
     "sent_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # they, made on another device
     "sent_grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),
+    "act_wire": Row(
+        lambda spec, s: spec.costs[s].input_bytes, "pinned"
+    ),  # they, on their way to another rank
+    "grad_act_wire": Row(lambda spec, s: spec.costs[s].input_bytes, "pinned"),
     "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
     "pending": Row(lambda spec, s: spec.costs[s].pending_bytes),  # kept by one half of backward for the other
     "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
@@ -148,10 +152,24 @@ class Regions:
     def _row(self, buffer: str, index: tuple[int, ...]) -> Region:
         row = REGIONS[buffer]
         nbytes = row.nbytes(self.spec, index[-1] if index else 0)
-        device = self.device if row.tier == "device" else 0
+        number = self.device
         if row.role == "module_buffers":
-            device = self.spec.device_of(F, 0, index[-1])
-        return Region(buffer, index, nbytes, row.tier, row.lifetime, row.dtype, row.role, device)
+            number = self.spec.device_of(F, 0, index[-1])
+        elif row.lifetime == "value" and row.tier != "device":
+            number = EVERY
+        elif buffer in ("act_wire", "grad_act_wire"):  # of the rank that receives it
+            m, s = index
+            number = (
+                self.spec.device_of(F, m, s) if buffer == "act_wire" else self.spec.device_of(B, m, s - 1)
+            )
+        own = row.tier, row.lifetime, row.dtype, row.role
+        return Region(buffer, index, nbytes, *own, **self.whose(row.tier, number))
+
+    def whose(self, tier: Tier, number: int) -> dict[str, Any]:
+        """Whose a region is: of this device, or, where each is another rank's, of this rank, on any tier."""
+        if self.spec.over_ranks:
+            return {"rank": number}
+        return {"device": number} if tier == "device" else {}
 
     @property
     def constants(self) -> tuple[Region, ...]:
@@ -171,8 +189,8 @@ class Regions:
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
         tier: Tier = "pinned" if spec.params_at(b) != "device" else "device"
-        device = spec.home(b) if tier == "device" else 0
-        return Region(buffer, (b,), spec.weight_bytes(b), tier, "state", spec.dtype(b), "params", device)
+        own = tier, "state", spec.dtype(b), "params"
+        return Region(buffer, (b,), spec.weight_bytes(b), *own, **self.whose(tier, spec.home(b)))
 
     @_once
     def home(self, b: int) -> Region:
@@ -184,7 +202,8 @@ class Regions:
         """A gradient that waits on the disk for its update."""
         lifetime = "state" if self.spec.deferred else "program"
         nbytes = whole_blocks(self.delivered_bytes(b))
-        return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8")
+        home = self.whose("disk", self.spec.home(b))
+        return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8", **home)
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
         """The residuals that forward of a segment keeps beside its output, unless backward recomputes them."""
@@ -204,8 +223,8 @@ class Regions:
         else:
             nbytes = max(measured[index[0]] for measured in work.values())
         buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
-        device = self.device if on_device else 0
-        return Region(buffer, index, nbytes, tier, "program", "fp64", "measures", device)
+        here = self.whose(tier, self.device)
+        return Region(buffer, index, nbytes, tier, "program", "fp64", "measures", **here)
 
     @property
     def rings(self) -> dict[str, Ring]:
@@ -232,8 +251,9 @@ class Regions:
 
     @_once
     def _whole_sum(self, b: int) -> Region:
-        nbytes, home = self.spec.layout.buckets[b].numel * self.spec.element_bytes(b), self.spec.home(b)
-        return Region("grad_slot", (b,), nbytes, "device", "program", self.spec.dtype(b), "grad", home)
+        nbytes = self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
+        home = self.whose("device", self.spec.home(b))
+        return Region("grad_slot", (b,), nbytes, "device", "program", self.spec.dtype(b), "grad", **home)
 
     def delivered(self, b: int) -> Region:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
@@ -288,12 +308,13 @@ class Regions:
         dtype = "fp32" if added else self.spec.dtype(b)
         nbytes = self.shard_bytes(b, DTYPES[dtype].nbytes)
         tier: Tier = "host" if added and not self.spec.updated_on_device(b) else "pinned"
-        buffer, device = "grad_sum" if added else "host_grad", 0
+        buffer = "grad_sum" if added else "host_grad"
         if self.spec.keeps_gradient(b):
-            tier, buffer, device = "device", "device_sum" if added else "device_grad", self.spec.home(b)
+            tier, buffer = "device", "device_sum" if added else "device_grad"
         # It waits for the next step, or in this one.
         lifetime = "state" if self.spec.deferred and b not in self.spec.resident else "program"
-        return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard", device)
+        home = self.whose(tier, self.spec.home(b))
+        return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard", **home)
 
     def staged_bytes(self, b: int) -> dict[str, int]:
         """Bytes of what the slot on the device has of bucket `b` while it is updated there: its state, parameters
@@ -307,7 +328,14 @@ class Regions:
         return parts
 
     def state(self) -> Iterator[Region]:
-        """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
+        """The regions of a State, which are those of lifetime "state" in any recipe's operations; of a rank with a
+        pipeline stage those of that."""
+        if (stage := self.spec.stage) is None:
+            yield from self._state()
+        else:
+            yield from (evolve(r, rank=0) for r in self._state() if r.rank == stage)
+
+    def _state(self) -> Iterator[Region]:
         layout = self.spec.layout
         yield from (self("module_buffers", s) for s in self.spec.stateful)
         for bucket in layout.frozen_buckets:
@@ -317,7 +345,8 @@ class Regions:
                 yield self("extent", bucket.index)
             elif bucket.index in self.spec.frozen_masters:
                 nbytes = self.shard_bytes(bucket.index, FP32)
-                yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state")
+                home = self.whose("host", self.spec.home(bucket.index))
+                yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state", **home)
         for b in range(len(layout.buckets)):
             if not self.spec.keeps_high_half(b) and self.spec.params_at(b) != "disk":
                 yield self.params(b)
@@ -343,23 +372,22 @@ class Regions:
         numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.sends_high_half(b) else ""
         staged = b in self.spec.staged
         tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
-        home = 0
         if b in self.spec.resident:
             tiers = dict.fromkeys(tiers, "device")
-            home = self.spec.home(b)
-        return tuple(
-            Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state", home)
-            for x in kinds
-        )
+
+        def region(x: StateBuffer) -> Region:
+            home = self.whose(tiers[x.name], self.spec.home(b))
+            return Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state", **home)
+
+        return tuple(map(region, kinds))
 
     @_once
     def ema(self, b: int) -> Region:
         """The moving average of the weights of a bucket, where its state is."""
         nbytes, there = EMA.nbytes(self.spec.shard_numel(b)), b in self.spec.resident
         where: Tier = "device" if there else "host"
-        return Region(
-            EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema", self.spec.home(b) if there else 0
-        )
+        home = self.whose(where, self.spec.home(b))
+        return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema", **home)
 
     def high_half(self, b: int) -> Region:
         """The half of a split master that the device gets as it is."""
@@ -387,7 +415,8 @@ class Regions:
             if b in self.spec.paged or self.spec.params_at(b) == "disk"
             else 0
         )
-        return Region("written", (b,), nbytes + paged, "disk", "value")
+        home = self.whose("disk", self.spec.home(b))
+        return Region("written", (b,), nbytes + paged, "disk", "value", **home)
 
 
 def _rings(at: Regions, device: int) -> Iterator[Ring]:
@@ -396,9 +425,9 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
 
     def slots(buffer: str, tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Region:
-        there = device if tier == "device" else 0
+        own = at.whose(tier, device)
         lifetime = "operation" if dtype is None else "program"
-        return Region(buffer, (there,) if there else (), 0, tier, lifetime, dtype, role, there)
+        return Region(buffer, tuple(filter(None, own.values())), 0, tier, lifetime, dtype, role, **own)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
         return [s for s in segments if s in spec.segments_on(device, *ways)]
@@ -423,13 +452,14 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
-    leaving = [b for b in spec.offloaded if not spec.keeps_gradient(b)]  # gradients
+    offloaded = [b for b in spec.offloaded if not spec.over_ranks or spec.home(b) == device]
+    leaving = [b for b in offloaded if not spec.keeps_gradient(b)]  # gradients
     pulled = [s for s in here(range(spec.num_segments), B) if s >= layout.first_trainable]
     added = [layout.buckets_of(s) for s in pulled]
     sums = shards(FP32, (b for b in leaving if spec.sums_on_device and any(b in own for own in added)))
     sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
     yield Ring.reused(sum_slots, sums, added, max(settings.grad_slots, spec.open_sums(device)))
-    states = {b: spec.extents[b].nbytes for b in (spec.offloaded if spec.swaps else ())}
+    states = {b: spec.extents[b].nbytes for b in (offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
     updated_here = [b for b in range(len(layout.buckets)) if spec.home(b) == device]
@@ -438,7 +468,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     }
     update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
     yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
-    spilled = {b: at.spilled(b).nbytes for b in spec.offloaded if spec.grads_at(b) == "disk"}
+    spilled = {b: at.spilled(b).nbytes for b in offloaded if spec.grads_at(b) == "disk"}
     grad_pages = slots("grad_page", "pinned", usual, "grad_shard")  # on its way to the disk, or back
     yield Ring.reused(grad_pages, spilled, [[b] for b in spilled], settings.host_slots, delivered)
 
@@ -458,7 +488,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
     homes = {b: spec.home(b) for b in landing}  # a device does not wait for what another sends
     yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered, homes)
-    sent = shards(None, (b for b in spec.offloaded if b not in spec.staged and spec.params_at(b) == "device"))
+    sent = shards(None, (b for b in offloaded if b not in spec.staged and spec.params_at(b) == "device"))
     param_slots = slots("param_slot", "pinned", usual, "copy")  # new ones, before their copy to the device
     yield Ring.passing(param_slots, sent, [*sent], settings.host_slots, dtypes)
 
@@ -487,11 +517,15 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     yield Ring.passing(act_slots, {s: stashed[s] for s in here(segments, B)}, order, ahead)
     rooms = dict.fromkeys(here(segments, F), 1)
     yield Ring.passing(slots("act_room", "device", None), rooms, order, ahead)
-    on_disk = {s: whole_blocks(nbytes) for s, nbytes in stashed.items() if spec.activations_at(s) == "disk"}
+    off_device = here(segments, F, B) if spec.over_ranks else segments
+    on_disk = {s: whole_blocks(stashed[s]) for s in off_device if spec.activations_at(s) == "disk"}
     act_pages = slots("act_page", "pinned", "uint8", "act")  # on its way to the disk, or back
     yield Ring.passing(act_pages, on_disk, order, settings.host_slots)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
     for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
-        sent = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in spec.hops(way)}
+        sent = {
+            s: round_up(spec.costs[s].input_bytes, ALLOCATION)
+            for s in ([] if spec.over_ranks else spec.hops(way))
+        }
         yield Ring.reused(slots(buffer, "pinned", "uint8", "act"), sent, [[*sent]], 1)

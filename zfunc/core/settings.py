@@ -316,6 +316,14 @@ class StepSettings:
         "devices of this process; each makes the passes of some segments",
         "A pipeline, in the order of `order`, with the bits of one device at the same `micro_batches`.",
     )
+    pp: int = _setting(
+        1,
+        partial(_count, most=MOST_DEVICES),
+        "step",
+        "pipeline stages, each on ranks of its own; these are data parallel",
+        "A pipeline, in the order of `order`, with the bits of one stage at the same `micro_batches`. The ranks of "
+        "a stage follow one another, and the n-th of each get the same rows.",
+    )
     order: str | Order = _setting(
         "OneFOneB",
         partial(_callable, "(devices, segments, micro_batches) -> passes"),
@@ -679,7 +687,12 @@ class StepSettings:
     @property
     def in_flight(self) -> int:
         """The number of micro-batches of which a segment may keep something for backward."""
-        return self.group_size if self.devices == 1 else self.micro_batches
+        return self.group_size if self.stages == 1 else self.micro_batches
+
+    @property
+    def stages(self) -> int:
+        """The number of devices that micro-batches pass, of this process or of ranks."""
+        return max(self.devices, self.pp)
 
     @property
     def group_size(self) -> int:
@@ -735,6 +748,10 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
         s.recompute != "all",
         "'all': backward makes a tile's forward again",
     )
+    for name in ("state_on", "params_on", "grads_on"):
+        given, why = getattr(s, name) == DISK, "1: a swap space of several stages is not supported"
+        yield "pp", s.pp != 1, name, given, why
+    yield "pp", s.pp != 1, "devices", s.devices != 1, "1 of one of the two: a stage has one device"
     for name, given in (("params_on", off_device), ("accumulate", s.group_size > 1)):
         yield "stage", s.stage == 1, name, given, "2 or 3: pass one of them, or leave stage out"
     for name, given, or_else in (

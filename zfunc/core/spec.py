@@ -97,6 +97,7 @@ class StepSpec:
     - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds. It
       is of a State that was loaded, and no step reads them.
     - `order`: the passes on several devices.
+    - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
 
     Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
     state or an unknown bucket.
@@ -117,6 +118,7 @@ class StepSpec:
     update_workspace: int = 0
     frozen_masters: frozenset[int] = frozenset()
     order: Order | None = None
+    stage: int | None = None
 
     def __repr__(self) -> str:
         return brief(self)
@@ -194,7 +196,7 @@ class StepSpec:
         hops = [x.input_bytes * HOP for x in self.costs]
         trained = [s for s in range(count) if layout.buckets_of(s)]
         return tuple(
-            passes_on_several(self.order, settings.devices, settings.micro_batches, trained, work, hops)
+            passes_on_several(self.order, settings.stages, settings.micro_batches, trained, work, hops)
         )
 
     @cached_property
@@ -242,6 +244,20 @@ class StepSpec:
         """The device that has what of bucket `b` lives on one."""
         return min(self._homes.get(b, (0,)))
 
+    def owns(self, b: int) -> bool:
+        """Whether the State of this rank has a part of bucket `b`."""
+        return self.stage is None or self.home(b) == self.stage
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether ranks train together: those of a stage, or of several."""
+        return self.world > 1 or self.over_ranks
+
+    @property
+    def over_ranks(self) -> bool:
+        """Whether each device is that of another rank."""
+        return self.settings.pp > 1
+
     def _check_places(self) -> None:
         """Raise PlanError for an order of devices that does not fit where things are, or other settings."""
         if self.split and (self.settings.tiles != 1 or self.settings.compile_segments):
@@ -256,10 +272,12 @@ class StepSpec:
                 raise PlanError(
                     f"order: got {x} on device {x.device} and {Pass(I, m, s)} on device {above}, expected one"
                 )
-            if x.way in (B, I) and x.device != forward and self.activations_at(s) == "device":
+            apart = x.way in (B, I) and x.device != forward
+            if apart and (self.over_ranks or self.activations_at(s) == "device"):
+                way_on = "in one process activations_on='host' for all but the last segment"
                 raise PlanError(
                     f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
-                    "activations: expected one device, or activations_on='host' for all but the last segment"
+                    f"activations: expected one device, or {way_on}"
                 )
             if self.device_of(F, m, s) != self.device_of(F, 0, s) and s in self.stateful:
                 raise PlanError(
@@ -268,17 +286,18 @@ class StepSpec:
         for b, devices in self._homes.items():
             if len(devices) > 1 and not self.moves_weights(b):
                 names = [span.name for span in self.layout.all_buckets[b].spans]
+                way_on = "pass params_on='host', with update_on='host', or"
+                if self.over_ranks:
+                    way_on = "pass devices= in one process with params_on='host', or untie them, or"
                 raise PlanError(
                     f"order: got passes with the weights {', '.join(names[:3])} on the devices {sorted(devices)}, "
-                    "expected one: pass params_on='host', with update_on='host', or an order that has those "
-                    "segments on one"
+                    f"expected one: {way_on} an order that has those segments on one"
                 )
 
     def moves_weights(self, b: int) -> bool:
         """Whether several devices may use bucket `b`: each fetches it, and its update is the host's."""
-        return self.params_at(b) != "device" and not (
-            b < len(self.layout.buckets) and self.updated_on_device(b)
-        )
+        on_device = b < len(self.layout.buckets) and self.updated_on_device(b)
+        return self.params_at(b) != "device" and not on_device and not self.over_ranks
 
     @property
     def num_segments(self) -> int:

@@ -11,6 +11,7 @@
     direct_io           files read and written past the page cache; how fast a drive is
     torch_dtypes        torch's names for `core.dtypes`
     collectives         the ranks that train together, their collectives, and noticing that one failed
+    stage_ranks         the ranks of a pipeline stage, and what they send to those of others
     failure_detection   which ranks are missing, once a collective has failed
     launch              joins the ranks that torchrun started, in a store that no earlier process can reach
 

@@ -71,6 +71,8 @@ class RankGroup:
     store: Any = None  # torch.distributed.Store of the group
     process: int = field(factory=os.getpid)
     queued: deque[tuple[str, float, Any]] = field(factory=deque)  # what, since when, torch.distributed.Work
+    stage: int | None = None  # of a pipeline over ranks (`zfunc.runtime.stage_ranks`)
+    whole: "RankGroup | None" = None  # the ranks of all its stages
     _watching: threading.Lock = field(factory=threading.Lock)
 
     @classmethod
@@ -87,6 +89,16 @@ class RankGroup:
             dist.distributed_c10d._set_pg_timeout(timeout(), group)
             store.set_timeout(timeout())
         return cls(group, dist.get_rank(group), len(members), members=members, store=store)
+
+    @property
+    def job(self) -> "RankGroup":
+        """All ranks that train together."""
+        return self.whole or self
+
+    @property
+    def several(self) -> bool:
+        """Whether other ranks train with this one."""
+        return self.job.world > 1
 
     @property
     def detector(self) -> FailureDetector:

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zfunc.core.pipeline import Mesh
+from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import StepSettings, settings_with, takes_settings, tile_counts
 from zfunc.engine.compile.fit_to_memory import (
@@ -41,6 +44,7 @@ from zfunc.runtime.accelerator import (
 )
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
+from zfunc.runtime.stage_ranks import StageRanks
 from zfunc.runtime.thread_budget import default_threads
 from zfunc.schedules import make_schedule
 from zfunc.values import number, of_type
@@ -58,6 +62,7 @@ def compile(
     example: Batch | Mapping[str, Any] | None = None,
     stages: dict[str, Stage] | None = None,
     patience: float = 600.0,
+    parallel: Mesh | None = None,
     **changes: Any,
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
@@ -71,6 +76,7 @@ def compile(
     - `recipe`: the operations of a step in serial order: `zfunc.core.recipes.zero_offload`, or your own. New
       operations need a function each in `stages`.
     - `stages`: stage functions by verb, in addition to the built-in ones or instead of them.
+    - `parallel`: `zfunc.Mesh(pp=2)` says how the ranks share the work; `pp=2` alone says the same.
     - `patience`: seconds that a lane waits for another before the step fails.
 
     The settings of the step, as `settings` or by name; names take precedence:
@@ -84,7 +90,10 @@ def compile(
     example = None if example is None else unpacked(example, segments[-1])
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
-    ranks, device = _ranks(group), pick_device(device)
+    of_type("parallel", parallel, Mesh | None, "a zfunc.Mesh or None: pass zfunc.Mesh(pp=2)")
+    if parallel is not None:
+        changes = {**attrs.asdict(parallel), **changes}
+    device = pick_device(device)
     refuse_global_modes("compile", device)
     on_gpu = on_accelerator(device)
 
@@ -93,6 +102,7 @@ def compile(
         changes["precision"] = best_precision(device)  # bf16, unless it would be emulated
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
     settings.check_folders()
+    ranks = _of_stage(_ranks(group), settings.pp)
     automatic = [*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])]
     if automatic and example is None:
         raise ValueError(
@@ -103,7 +113,10 @@ def compile(
         make = partial(compile, segments, **same, example=example, patience=patience)
         shares = fastest_shares(with_moments(optimizer, settings), settings, device, ranks)
         places = settings.placed(
-            ranks.world, disk=bool(settings.swap), update_on=shares, tiles=tile_counts(row_tokens(example))
+            ranks.world,
+            disk=bool(settings.swap) and settings.pp == 1,
+            update_on=shares,
+            tiles=tile_counts(row_tokens(example)),
         )
         ways = [partial(make, way) for way in places]
         return first_that_fits(ways, example, settings.automatic)
@@ -117,10 +130,16 @@ def compile(
         optimizer,
         settings,
         world=ranks.world,
+        stage=ranks.stage,
         on_gpu=on_gpu,
         constant_bytes=sum(s.constant_bytes for s in segments),
         buffer_bytes=[s.buffer_bytes for s in segments],
     )
+    if spec.stateful and spec.over_ranks:
+        raise ValueError(
+            f"pp: got {settings.pp} with buffers that forward changes in segment "
+            f"{segments[spec.stateful[0]].name!r} (running statistics), expected 1: pass devices= in one process"
+        )
     if spec.stateful and spec.swaps:
         raise ValueError(
             f"state_on: got {settings.state_on!r} with buffers that forward changes in segment "
@@ -133,7 +152,7 @@ def compile(
     if recipe is not None:
         check_recipe(recipe, spec, functions)
     recipe = recipe or recipe_of(spec)
-    plan = make_plan(spec, schedule, recipe)
+    plan = project(make_plan(spec, schedule, recipe), spec.stage)
 
     # 4. Program: the passes of the segments, the lanes that run them, and the plan again for the shapes of a batch.
     if settings.deterministic:
@@ -174,3 +193,13 @@ def _ranks(group: Any) -> RankGroup:
                 'init_process_group("cpu:gloo,cuda:nccl")'
             ) from error
     return ranks
+
+
+def _of_stage(ranks: RankGroup, pp: int) -> RankGroup:
+    """The ranks of this one's stage, of so many."""
+    if ranks.world % pp:
+        raise ValueError(
+            f"pp: got {pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}, expected a number that "
+            "divides them: start as many with torchrun, or pass devices= for a pipeline in one process"
+        )
+    return ranks if pp == 1 else StageRanks.of_stage(ranks, pp)

@@ -19,6 +19,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.plan import project
 from zfunc.core.settings import UPDATE_SHARES, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan, needed_bytes
@@ -55,7 +56,8 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
     limit = next(iter(_room(program).values()))  # of the device, or the first of several that are alike
 
     def needed(spec: StepSpec) -> int:
-        found = needed_bytes(program, peak_memory(make_plan(spec, program.schedule, program.recipe)))
+        plan = project(make_plan(spec, program.schedule, program.recipe), spec.stage)
+        found = needed_bytes(program, peak_memory(plan))
         return max(found[x] for x in program.memories or found)
 
     def fits(ratio: float) -> bool:

@@ -61,7 +61,7 @@ def segment_calls(
             pair = make(compiled=True) if compiled else eager, eager, evaluate
             pairs.append((segment, options, pair))
         names = segment.by_short
-        used = [n for n in range(len(devices)) if s in spec.segments_on(n, F, B)]
+        used = [n for n in range(len(devices)) if spec.over_ranks or s in spec.segments_on(n, F, B)]
         calls.append(
             CompiledSegment(
                 segment.name,

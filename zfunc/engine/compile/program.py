@@ -21,7 +21,7 @@ from zfunc.core.display import brief, html_table, in_notebook
 from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
-from zfunc.core.plan import Plan
+from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
@@ -104,10 +104,12 @@ class Program:
 
 @frozen(eq=False)
 class ShapedProgram:
-    """A program for the shapes of one batch: the plan with real sizes, prepared for the executor."""
+    """A program for the shapes of one batch: the plan with real sizes, prepared for the executor; and the `whole`
+    one, which it is this rank's part of."""
 
     spec: StepSpec
     plan: Plan
+    whole: Plan
     prepared: PreparedPlan
     memory: dict[Tier, Peak]
     random: frozenset[int]  # segments that draw random numbers
@@ -149,13 +151,18 @@ def check_owner(program: Any, state: Any, action: str) -> None:
 
 
 def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
-    """Emit the recipe, plan it with the schedule, and verify the plan. Raises PlanError for a wrong one."""
+    """Emit the recipe, plan it with the schedule, and verify the plan, which is of all pipeline stages. Raises
+    PlanError for a wrong one."""
     plan = plan_with(schedule, Graph(recipe(spec)))
     ops = plan.graph.ops
-    networks = [lane.name for lane in plan.lanes if any(ops[i].kind == "network" for i in lane.ops)]
-    if spec.world > 1 and len(networks) > 1:
+    networks: dict[tuple[bool, int], dict[str, None]] = {}  # of each stage, and of all together
+    for lane in plan.lanes:
+        for op in (ops[i] for i in lane.ops if ops[i].kind == "network"):
+            networks.setdefault((op.joint, op.device), {})[lane.name] = None
+    most = max(networks.values(), key=len, default={})
+    if spec.several_ranks and len(most) > 1:
         raise PlanError(
-            f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks have to issue "
+            f"got collectives on the lanes {', '.join(most)}, expected them on one: ranks have to issue "
             "them in one order. Put every operation of kind 'network' on one lane"
         )
     return plan
@@ -166,7 +173,7 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
     return evolve(
         program,
         schedule=schedule,
-        plan=make_plan(program.spec, schedule, program.recipe),
+        plan=project(make_plan(program.spec, schedule, program.recipe), program.spec.stage),
         cache=ProgramCache(costs=program.cache.costs, facts=program.cache.facts),
     )
 
@@ -187,7 +194,8 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
     if not (staging or program.cache.released):
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
-        regions = dict.fromkeys(r for recipe in recipes for r in Graph(recipe(spec)).regions)
+        of_all = (r for recipe in recipes for r in Graph(recipe(spec)).regions)
+        regions = dict.fromkeys(evolve(r, rank=0) for r in of_all if spec.stage in (None, r.rank))
         staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
     if program.cache.released:
         staging.update(allocate(program.cache.released))

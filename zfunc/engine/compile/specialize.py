@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.memory_model import peak_memory
+from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.cost_trace import Trace, nbytes, trace
@@ -87,9 +88,10 @@ def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
 
 
 def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
-    plan = make_plan(spec, program.schedule, recipe)
+    whole = make_plan(spec, program.schedule, recipe)
+    plan = project(whole, spec.stage)
     prepared = prepare_plan(plan, program.stages, *program.devices)
-    return ShapedProgram(spec, plan, prepared, peak_memory(plan), random)
+    return ShapedProgram(spec, plan, whole, prepared, peak_memory(plan), random)
 
 
 def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:

@@ -39,10 +39,13 @@ def make_spec(
     *,
     world: int,
     on_gpu: bool,
+    stage: int | None = None,
     constant_bytes: int = 0,
     buffer_bytes: Sequence[int] | None = None,
 ) -> StepSpec:
     """The spec of one rank of `world`, for segments by their parameters; costs are 0 until a batch is known.
+
+    In a pipeline over ranks it is one of `stage`, which are `world`.
 
     `constant_bytes` are the device memory of what the segments read and never train, beside parameters;
     `buffer_bytes` that of what the forward of each segment changes.
@@ -63,7 +66,8 @@ def make_spec(
         constant_bytes=constant_bytes,
         buffer_bytes=buffer_bytes or (0,) * len(segments),
         world=world,
-        order=order if settings.devices > 1 else None,
+        stage=stage,
+        order=order if settings.stages > 1 else None,
         update_workspace=max(optimizer.device_workspace(largest), averaging) if on_gpu else 0,
         **in_buckets(layout, settings),
     )

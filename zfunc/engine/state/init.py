@@ -78,7 +78,8 @@ def _initialized(
             copy_buffers(module_buffers(program, buffers, s), first)
         values = _own_values(segment, fold_seed(seed, "init", place), params)
         for name in sorted(values, key=lambda x: layout.bucket_of(spans[x]).index):  # one bucket at a time
-            put_weights(buffers, layout, spans[name], values[name], program.ranks)
+            if program.spec.owns(layout.bucket_of(spans[name]).index):
+                put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
     begin_averages(buffers, layout)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED

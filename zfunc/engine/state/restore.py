@@ -49,7 +49,8 @@ def fill_state(
     # 1. What this rank keeps, and whether it was saved as it is kept.
     manifest, world = checkpoint.manifest, ranks.world
     trained = {x.name for x in manifest.parameters if x.trainable}
-    kinds = stored_kinds(layout, {}, ema=buffers.ema(0) is not None)
+    kinds = stored_kinds(layout, {}, ema=any(buffers.ema(b.index) is not None for b in layout.buckets))
+    kinds = {b: kind for b, kind in kinds.items() if buffers.homes.get(b, ranks.stage) == ranks.stage}
     state = [*slices_of(layout, kinds, ranks.rank, world)]
     averages = [x for x in state if x.kind == EMA.name]
     own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
@@ -119,6 +120,8 @@ def rounded_buckets(manifest: Manifest, spec: StepSpec) -> frozenset[int]:
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
     """The frozen parameters that this rank keeps: its slice of a bucket, or all of it."""
     for bucket in layout.frozen_buckets:
+        if buffers.homes.get(bucket.index, ranks.stage) != ranks.stage:
+            continue
         params = buffers.weights.get(bucket.index)  # None: each has its slice on the disk
         whole = params is not None and params.flat.numel() == bucket.numel
         rank, world = (0, 1) if whole else (ranks.rank, ranks.world)

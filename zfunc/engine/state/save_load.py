@@ -109,12 +109,14 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         kinds=stored_kinds(program.layout, frozen, ema=program.spec.settings.ema is not None),
         position=state.position,
         optimizer=optimizer_settings(program, state.step),
+        homes=state.buffers.homes,
+        pp=program.settings.pp,
         buffers=[
             TensorInfo(name, SAFETENSORS_TYPES[t.dtype], t.shape)
             for name, t in _named(program, "buffers").items()
         ],
     )
-    return begin_writing(snapshot, save, program.ranks, state.buffers.frozen_master)
+    return begin_writing(snapshot, save, program.ranks.job, state.buffers.frozen_master)
 
 
 def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> State:
@@ -267,13 +269,13 @@ def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
 def _log_begun(own: list[str], ranks: RankGroup) -> None:
     """Name parameters that begin anew; `own` are those of which this rank has a slice."""
     begun = [*dict.fromkeys(name for text in ranks.texts(json.dumps(own)) for name in json.loads(text))]
-    if begun and not ranks.rank:
+    if begun and not ranks.job.rank:
         more = f" and {len(begun) - 3} more" if begun[3:] else ""
         log.warning("load: the moments of %s%s begin at 0", ", ".join(map(repr, begun[:3])), more)
 
 
 def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, program: Program) -> None:
-    if program.ranks.rank:
+    if program.ranks.job.rank:
         return
     current = optimizer_settings(program, step)
     pairs = ((k, _shown(saved[k]), _shown(v)) for k, v in current.items() if k in saved)

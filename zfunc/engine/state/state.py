@@ -135,6 +135,9 @@ class Buffers:
     owner: Ownership = field(factory=Ownership)
     compared: bool = False  # whether the weights have been compared with the other ranks'
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
+    homes: Mapping[int, int] = field(
+        factory=dict[int, int]
+    )  # of pipelines over ranks: the stage of each bucket
     masters: frozenset[int] = frozenset()  # frozen buckets whose fp32 values are kept too
     released: tuple[Region, ...] = ()  # what is not on the device now, or is not known to be there
     parked: dict[Region, Tensor] = field(factory=dict[Region, Tensor], repr=False)  # its copies on the host
@@ -280,9 +283,10 @@ def allocate(
     memory = allocate_regions((r for r in regions if r.buffer != "extent"), devices, folders)
     on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
-    buffers = Buffers({}, on_disk=on_disk, masters=spec.frozen_masters)
+    homes = {} if spec.stage is None else {x.index: spec.home(x.index) for x in layout.all_buckets}
+    buffers = Buffers({}, on_disk=on_disk, masters=spec.frozen_masters, homes=homes)
     buffers.place(memory, layout)
-    for bucket in layout.buckets:
+    for bucket in (x for x in layout.buckets if spec.owns(x.index)):
         if bucket.index not in buffers.weights and spec.params_at(bucket.index) != "disk":
             high = memory[Region(HIGH_HALF, (bucket.index,))]
             buffers.weights[bucket.index] = Flat.of(high, bucket)

@@ -27,6 +27,20 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: b
     With `ema` they are the weights' moving average. Those of a frozen bucket are its parameters, or what these were
     rounded from if that is kept. Read only: on one rank the result may be the master itself.
     """
+    home = buffers.homes.get(bucket.index)
+    if home is None:
+        return _bucket_weights(buffers, bucket, ranks, ema=ema)
+    own = _bucket_weights(buffers, bucket, ranks, ema=ema) if home == ranks.stage else None
+    return _of_home(ranks, home, bucket, own, torch.float32)
+
+
+def _of_home(ranks: RankGroup, home: int, bucket: Bucket, own: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A bucket's parameters from the stage that has them, on the host: a collective of all stages."""
+    own = torch.empty(bucket.numel, dtype=dtype, device="cpu") if own is None else own
+    return ranks.from_stage(home, own)  # pyright: ignore  # StageRanks
+
+
+def _bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: bool) -> Tensor:
     state, average = buffers.state(bucket.index), buffers.ema(bucket.index) if ema else None
     if average is not None:
         shard = average.cpu()
@@ -98,7 +112,7 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) -> None:
     """Send the fp32 weights of these buckets from the state to where parameters live, on every rank: a collective
     for each bucket of which a rank has more than its slice."""
-    for bucket in buckets:
+    for bucket in (x for x in buckets if buffers.homes.get(x.index, ranks.stage) == ranks.stage):
         on_disk = bucket.index not in buffers.weights
         state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
         params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat
@@ -131,14 +145,26 @@ def gathered(
 ) -> dict[str, Tensor]:
     """The parameters of a bucket by full name: where they live, or on the device if each rank has a slice, which
     is a collective then."""
+    home = buffers.homes.get(bucket.index)
+    if home is not None:
+        own = _gathered(buffers, spec, bucket, device, ranks) if home == ranks.stage else None
+        flat = _of_home(ranks, home, bucket, own and own.flat, TORCH_DTYPES[spec.dtype(bucket.index)])
+        return Flat.of(flat.to(device), bucket).views
+    whole = _gathered(buffers, spec, bucket, device, ranks)
+    return whole.views or Flat.of(whole.flat, bucket).views
+
+
+def _gathered(
+    buffers: Buffers, spec: StepSpec, bucket: Bucket, device: torch.device, ranks: RankGroup
+) -> Flat:
     params = buffers.parameters(bucket.index)
     if not spec.sharded(bucket.index):
-        return params.views or Flat.of(params.flat, bucket).views
+        return params
     flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
     own = ranks.own_slice(bucket, flat)
     own.copy_(params.flat)
     ranks.all_gather(flat, own)
-    return Flat.of(flat, bucket).views
+    return Flat.of(flat, bucket)
 
 
 def segment_weights(
@@ -153,8 +179,8 @@ def segment_weights(
         bucket = spec.layout.all_buckets[b]
         if ema and b < len(spec.layout.buckets):
             average = bucket_weights(buffers, bucket, ranks, ema=True)
-            views = Flat.of(average.to(device, buffers.parameters(b).flat.dtype), bucket).views
-        elif spec.params_at(b) != "device" and not spec.sharded(b):
+            views = Flat.of(average.to(device, TORCH_DTYPES[spec.dtype(b)]), bucket).views
+        elif spec.params_at(b) != "device" and not spec.sharded(b) and not spec.over_ranks:
             views = Flat.of(buffers.parameters(b).flat.to(device), bucket).views
         else:
             views = gathered(buffers, spec, bucket, device, ranks)

@@ -18,7 +18,10 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     buckets and slices changes no bit of a norm.
     """
     _wait_for_copies(step)
-    rows = torch.cat([mem[r].view(-1, SUM_PARTS) for r in op.reads])  # of buckets, or of parameters
+    found = {r.index[0]: mem[r] for r in op.reads}  # of this stage's buckets, if there are others
+    sizes = [len(x.spans) if step.settings.norms else 1 for x in step.layout.buckets]
+    none = [torch.zeros(n * SUM_PARTS, dtype=torch.float64, device="cpu") for n in sizes]
+    rows = torch.cat([found.get(b, x).view(-1, SUM_PARTS) for b, x in enumerate(none)])  # of each parameter
     if not op.touches("norms"):
         rows = rows.sum(0, keepdim=True)
     sums = torch.tensor(step.ranks.sums(rows.flatten().tolist()), dtype=torch.float64, device="cpu")
@@ -31,7 +34,8 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
     """The mean loss over all micro-batches and ranks, and those of the auxiliary outputs: one collective."""
     _wait_for_copies(step)
-    loss, *aux = (total / step.ranks.world for total in step.ranks.sums(_means(op, mem)))
+    own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.aux))  # another stage has the losses
+    loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
     mem[op.write("mean_loss")] = loss
     if op.touches("mean_aux"):
         mem[op.write("mean_aux")] = torch.tensor(aux, dtype=torch.float64)
@@ -77,7 +81,7 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 def _wait_for_copies(step: StepContext) -> None:
     """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
-    if step.ranks.world > 1 and on_accelerator(step.devices[0]):
+    if step.ranks.several and on_accelerator(step.devices[0]):
         stream = torch.accelerator.current_stream(step.devices[0])
         synchronize(stream, step.patience, "copies to the host", step.ranks.watch)
 

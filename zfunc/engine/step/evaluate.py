@@ -72,7 +72,8 @@ def _weights(
         check_state(program, state, "weights")
         with on_compute_stream(program):
             if dtype is None:
-                views = dict(gathered(buffers, spec, bucket, program.devices[spec.home(bucket.index)], ranks))
+                n = 0 if spec.over_ranks else spec.home(bucket.index)
+                views = dict(gathered(buffers, spec, bucket, program.devices[n], ranks))
             else:
                 views = Flat.of(bucket_weights(buffers, bucket, ranks), bucket).views
         while views:  # whoever takes a tensor is the only one that holds it
@@ -151,7 +152,7 @@ def outputs(
         )
     for s, (segment, call, extra) in enumerate(zip(program.segments, program.calls, more, strict=True)):
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
-        n = program.spec.device_of(F, 0, s)
+        n = 0 if program.spec.over_ranks else program.spec.device_of(F, 0, s)
         device = program.devices[n]
         # Not around the yield, where they would leak.
         with (

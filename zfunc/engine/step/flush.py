@@ -78,6 +78,7 @@ def step_on(
         devices=program.devices,
         randomness=randomness,
         ranks=ranks,
+        device_of=shaped.spec.device_of,
         updated=owner.updated,
         averaged=owner.averaged,
         patience=program.executor.patience,

@@ -16,6 +16,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
+from zfunc.core.pipeline import B, F
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.state.memory import Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
@@ -65,6 +66,9 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:
     """What a pass made and the next reads on another device: to pinned memory, and from there to new tensors."""
+    if op.kind == "network":
+        _between_ranks(op, mem, step)
+        return
     (source,), (target,) = op.reads, op.writes
     if target.tier == "pinned":
         mem[target].put(mem[source])
@@ -75,6 +79,20 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
         return there.copy_(t, non_blocking=True)
 
     mem[target] = tree_map_only(Tensor, arrived, mem[source].tree)
+
+
+def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
+    """The same over the network: a message to the other stage, or from it, with a tag of its own in the step."""
+    (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
+    row = MOVES[op.verb]
+    way = F if row.thing == "input" else B
+    stages = [step.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
+    tag = 2 * (m * len(step.calls) + s) + (way == B)
+    if row.to == "device":
+        mem[target] = step.ranks.receive(stages[0], tag, step.devices[0])  # pyright: ignore  # StageRanks
+    else:
+        step.ranks.send(stages[1], tag, mem[source])  # pyright: ignore
+        mem[target] = None
 
 
 def own_slice(op: Op, mem: Memory, step: StepContext) -> None:

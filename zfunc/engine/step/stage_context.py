@@ -55,6 +55,7 @@ class StepContext:
     devices: tuple[torch.device, ...]
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
+    device_of: Callable[[str, int, int], int]  # (way, micro-batch, segment) -> device or stage
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device

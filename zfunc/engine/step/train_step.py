@@ -103,8 +103,8 @@ def _train_step(
     commit = commits(program, state.step) or committed is not None
     shaped = specialize(program, batch, save=save is not None, commit=commit)
     # Those of all ranks are checked: they refuse together.
-    check_faults((f for f in options.faults if f.step == number), shaped.plan)
-    watch, faults = ranks.watch if ranks.world > 1 else None, faults_at(options.faults, ranks.rank, number)
+    check_faults((f for f in options.faults if f.step == number), shaped.whole)
+    watch, faults = ranks.watch if ranks.several else None, faults_at(options.faults, ranks.rank, number)
     options = evolve(options, faults=faults, watch=watch)
     allocated = allocated_for(program, shaped)
     shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
@@ -196,19 +196,20 @@ def _check_ranks_agree(
     memory for the step, which it says in `shortage`, all raise OutOfMemory.
     """
     ranks = program.ranks
-    if ranks.world == 1 or shortage:
+    if not ranks.several or shortage:
         ranks.agree("train_step", shortage=shortage)
         return
     facts, weights = _step_facts(program, shaped, state, batch), ""
     if not state.buffers.compared:
         common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.sharded(b))
         checksum = _checksum(program, common)
-        weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
+        if not program.spec.over_ranks or not ranks.same(checksum):  # those of a stage
+            weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
     ranks.agree(
         "train_step",
         "what the next step does",
-        "\n".join([*facts, shaped.plan.digest, weights]),
-        lambda: "\n".join([*facts, shaped.plan.text(), weights]),
+        "\n".join([*facts, shaped.whole.digest, weights]),
+        lambda: "\n".join([*facts, shaped.whole.text(), weights]),
     )
     state.buffers.compared = True
 
