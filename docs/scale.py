@@ -144,6 +144,29 @@ LONG: tuple[
     {"hardware": "h200", "tiles": "auto", "max": "length", "activations_on": "disk"},
     {"hardware": "h200", "tiles": "auto", "max": "length", "activations_on": "disk", "keys_on": "host"},
 )
+# Products with sums in fp16, and attention at the rate that it has.
+FP16_SUMS = ("flops_per_s.fp16=3.303e14", "reached.fp16=0.65", "reached.attention=0.335")
+PIPELINE: dict[str, Any] = {  # flags of zfunc plan: 256 rows of LLAMA_3_8B, as the published runs have
+    **{
+        "hardware": "rtx4090x8",
+        "precision": "fp16",
+        "with_": FP16_SUMS,
+        "seq_length": 2048,
+        "batch_size": 256,
+    },
+    **{"devices": 8, "micro_batches": 64, "update_on": "device"},
+}
+INTERLEAVED = "Interleaved1F1B:3,2,2,2,2,2,2,2,2,2,2,2,2,3,3,1"
+STREAMS = {"params_on": "host", "activations_on": "host", "update_on": "host"}
+PIPELINES: tuple[dict[str, Any], ...] = (
+    {"order": "OneFOneB"},
+    {"order": "OneFOneB:5,4,4,4,4,5,5,3"},
+    {"order": INTERLEAVED},
+    {"order": INTERLEAVED, "micro_batches": 32},
+    {"order": INTERLEAVED, "recompute": "all,all,all,min-cut"},
+    {"order": "RoundPipe", **STREAMS, "micro_batches": 32},
+    {"devices": 1, "micro_batches": 32, **STREAMS},
+)
 TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
     "a rank's own port alone": {"network": "one port"},
@@ -328,6 +351,25 @@ def long_rows() -> str:
     return table(heads, ([*row(flags)] for flags in LONG), "---:")
 
 
+def pipelines() -> str:
+    """Llama-3-8B on eight RTX 4090, and on one of them."""
+
+    def row(flags: dict[str, Any]) -> Iterator[str]:
+        now = plan_model(PlanSettings(hf_config=LLAMA_3_8B, **{**PIPELINE, **flags})).planned
+        settings, moved = now.step.settings, now.bus_bytes
+        yield f"`{settings.order}`" if now.devices > 1 else "one device"
+        yield from (f"{now.devices}", f"{settings.micro_batches}", settings.recompute, settings.params_on)
+        places = [x for x in now.memory if x.startswith("device")]
+        yield f"{max(now.memory[x] for x in places) / 2**30:.1f}"
+        yield f"{max(x for bus, x in moved.items() if bus.startswith('d2h')) / 1e9:,.0f}"
+        yield from (f"{now.step_seconds:.1f}", f"{100 * now.bubble:.0f} %", f"{now.tokens_per_second:,.0f}")
+        yield "yes" if now.fits else "no"
+
+    heads = ["order", "devices", "micro-batches", "recompute", "parameters on", "largest device, GiB"]
+    heads += ["most from a device, GB", "step, s", "bubble", "tokens/s", "fits"]
+    return table(heads, ([*row(flags)] for flags in PIPELINES), "---:")
+
+
 def updates() -> str:
     """Seconds of a step with its updates on the host, on the device, and where "auto" has them."""
 
@@ -419,6 +461,7 @@ def main() -> None:
     print(strong_scaling(), "\n")
     print(larger_than_the_device(), "\n")
     print(long_rows(), "\n")
+    print(pipelines(), "\n", flush=True)
     print(updates(), "\n")
     print(
         gains(ZERO_3, [(case, n) for case in (H100, H200) for n in FEW[1:]], "*tokens/s a GPU, stage 2*"),

@@ -6,6 +6,7 @@
     traced_costs         those of any segments, traced; refuses a training that does not fit this machine
     kept_costs           those of a Hugging Face model, kept on the disk
     candidate            one choice of settings, simulated; many micro-batches from a few
+    pipelines            orders of several devices that are worth a simulation
     search               the fastest settings that fit, and which are tried
     suggestions          what would help, each simulated
     planned              its result: figures, what is asked of the drives, and the report as text or HTML

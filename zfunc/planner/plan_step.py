@@ -16,13 +16,14 @@ from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
 from zfunc.engine.compile.step_spec import choose_optimizer
+from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, step_of
 from zfunc.planner.cost_model import CostModel, precision_for
 from zfunc.planner.planned import Planned
 from zfunc.planner.profile import Profile, load_profile, profile_names
-from zfunc.planner.search import SPACE, Space, search
+from zfunc.planner.search import SPACE, Space, moved, search
 from zfunc.planner.suggestions import WORTH_SAYING, Suggestion, effect, suggest
 from zfunc.schedules import __all__ as SCHEDULES
 from zfunc.values import of_type
@@ -90,9 +91,13 @@ def plan(
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
     given, searched_all = settings, settings.schedule == AUTO
-    space, result = _space(settings, model.segments.tile_counts), None
+    space, result = _space(settings, model.segments.tile_counts, model.segments.rows), None
     size = settings.bucket_size or default_bucket_size(model.segments.world)
     settings = evolve(search_start(settings).scheduled(on_cpu=model.machine.unified), bucket_size=size)
+    if space is not None and "micro_batches" in space:
+        settings = evolve(settings, micro_batches=space["micro_batches"][-1])
+    if space is not None and settings.devices > 1:
+        settings = _possible(model, settings, space)
     if space is not None:
         result = search(model.step, settings, space)
         settings = result.step.settings
@@ -113,6 +118,16 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
         tuple(suggestions),
         *((result.reasons, result.tried) if result else ()),
     )
+
+
+def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSettings:
+    """The settings, with weights that several devices use on the host if that may be."""
+    try:
+        model.step(settings)
+    except PlanError:
+        host = moved(settings, model.segments.world, params_on="host")
+        return host if host is not None and "params_on" in space else settings
+    return settings
 
 
 def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
@@ -169,12 +184,18 @@ def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
     return low
 
 
-def _space(settings: StepSettings, tile_counts: Sequence[int]) -> Space | None:
+def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Space | None:
     """The settings that a search varies: all for `schedule` "auto", else those that are "auto"; None if none is."""
-    space = {**SPACE, "tiles": tuple(tile_counts)}
+    space: dict[str, tuple[Any, ...]] = {**SPACE, "tiles": tuple(tile_counts)}
+    ordered: dict[str, tuple[Any, ...]] = {"order": ()} if settings.order == AUTO else {}
+    if ordered and settings.micro_batches == 1:
+        parts = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = (min(parts, key=lambda n: abs(n - times * settings.devices)) for times in (1, 2, 4, 8))
+        ordered["micro_batches"] = tuple(dict.fromkeys(near))
+    space |= ordered
     if settings.schedule == AUTO:
         return space
-    names = {*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])}
+    names = {*ordered, *settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])}
     names |= {"disk_ratio"} if settings.state_on == AUTO else set()
     return {name: values for name, values in space.items() if name in names} or None
 

@@ -25,8 +25,10 @@ from zfunc.core.bucketing import lay_out
 from zfunc.core.display import brief
 from zfunc.core.graph import Kind, Tier
 from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings, in_equal_shares
+from zfunc.errors import PlanError
 from zfunc.options import AUTO
 from zfunc.planner.candidate import DRIVES, PlannedStep, gains_and_costs, shortage_text, step_of
+from zfunc.planner.pipelines import best_orders, shifted
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
 ROUNDS = 8  # over all settings; the last mostly changes nothing
@@ -300,7 +302,25 @@ def _values(
     return values
 
 
+# --- orders of several devices -------------------------------------------------------------------------------
+
+
+def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+    """Orders with stages cut by cost, and more or fewer micro-batches; then one segment on another device."""
+    if best.settings.devices > 1 and "order" in space:
+        found = best_orders(best, space.get("micro_batches", ()))
+        yield from ({"order": order, "micro_batches": m} for order, m in found)
+        if (
+            first and "params_on" in space
+        ):  # where the weights of a segment are may decide which orders there are
+            yield from ({"order": x, "micro_batches": m, "params_on": "device"} for x, m in found)
+        if not first:
+            yield from ({"order": order} for order in shifted(best))
+
+
 COORDINATES: tuple[Coordinate, ...] = (
+    _orders,
+    _values("micro_batches", lambda x: x.settings.devices == 1),
     _values("schedule"),
     _places,
     _tiers,
@@ -439,8 +459,9 @@ class _Walk:
             settings = moved(
                 self.best.settings, self.best.spec.world, **{name: getattr(self.first.settings, name)}
             )
-            if settings is not None:
-                yield name, self.seen.get(settings) or self._simulated(self.planned(settings))
+            with suppress(PlanError):  # an order that needs what has changed
+                if settings is not None:
+                    yield name, self.seen.get(settings) or self._simulated(self.planned(settings))
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:

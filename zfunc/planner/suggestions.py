@@ -6,7 +6,7 @@ Where no single one is enough, the one that helps most is made, and so on, and w
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from attrs import field, frozen
 
@@ -15,6 +15,7 @@ from zfunc.core.graph import Tier
 from zfunc.core.optimizer_state import STATE_FORMATS, format_with
 from zfunc.core.settings import DISK, TIERS_OF, StepSettings
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
+from zfunc.planner.pipelines import shifted
 from zfunc.planner.search import (
     VALUES,
     beside,
@@ -36,6 +37,7 @@ FOLDERS = "needs folders for it: swap"
 SAVING: dict[Tier, tuple[str, ...]] = {
     "device": (
         *(
+            "order",
             "update_slots",
             "grads_on",
             "update_on",
@@ -135,6 +137,8 @@ class _Advisor:
                 return sorted({*self.tile_counts, now})
             case "offload_ratio" | "disk_ratio":
                 return sorted({*(shares_that_fit(self.step, name) if self.step.fits else (1.0,)), now})
+            case "order":
+                return [now, *shifted(self.step)]
             case "bucket_size":
                 return sorted({*VALUES[name], now}, reverse=True)
             case "moments":  # without those that have the buffers of others, as Adafactor's of 8 bits have
@@ -239,8 +243,11 @@ class _Advisor:
     def _smaller(self, step: PlannedStep) -> dict[str, Sequence[Any]]:
         """The settings that save what `step` lacks, with the values that do so, the least change first."""
         unified, off_host = step.hardware.unified, lacks_host(step)
-        off_device = "device" in step.lacking and not unified
-        tiers: Collection[Tier] = ("device", "host") if unified else step.lacking
+        tiers = {
+            cast("Tier", place.partition(":")[0]) for place in step.lacking
+        }  # of several devices, of any
+        off_device = "device" in tiers and not unified
+        tiers = ("device", "host") if unified else sorted(tiers)
         found: dict[str, Sequence[Any]] = {}
         for name in dict.fromkeys(x for tier in tiers for x in SAVING[tier]):
             values = self.below(name)

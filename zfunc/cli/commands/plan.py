@@ -18,9 +18,10 @@ from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.core.display import counted
 from zfunc.core.hardware import ROUND
+from zfunc.core.pipeline import B, F
 from zfunc.core.settings import BY_DEVICE, StepSettings
 from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
-from zfunc.planner.candidate import garbage_collection_paused
+from zfunc.planner.candidate import garbage_collection_paused, shortage_text
 from zfunc.planner.profile import Profile
 from zfunc.train.settings import CHOSEN, STEP, check_rows, check_together, step_flags, step_settings
 
@@ -39,9 +40,10 @@ MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 23  # that are tried: for each rank and m
 LENGTH_UNIT, TILED_UNIT = 128, 1024  # tokens; where a number of tiles is chosen
 # Settings that a search's answer always has; others where they are not the default.
 ALWAYS_TYPED = ("schedule", "bucket_size", "grad_slots", "host_slots")
+PIPELINED = ("devices", "order", "micro_batches")
 FIGURES = (
     *("fits", "step_seconds", "tflops", "tokens_per_second", "memory", "bus_bytes", "lanes", "bound"),
-    *("lacking", "world", "reasons"),
+    *("lacking", "world", "devices", "bubble", "reasons"),
 )
 
 _output = partial(option, group="output")
@@ -70,7 +72,17 @@ class PlanSettings(PlannedStepFlags):
         alone="layers",
         common=True,
     )
-    world: int = option(1, "ranks that train together, one on a device", count, group="hardware", common=True)
+    world: int = option(
+        1, "ranks that train together, each on its `devices`", count, group="hardware", common=True
+    )
+    gpus: int | None = option(
+        None,
+        "GPUs in all: they are divided into `world` ranks of so many `devices` each as is fastest (default: what "
+        "those say)",
+        count,
+        group="hardware",
+        common=True,
+    )
     out: Path | None = _output(
         None,
         "file to write the answer to: .html with a picture of the step, or .txt (default: print it)",
@@ -109,12 +121,21 @@ def run_plan(settings: PlanSettings) -> int:
 @frozen(eq=False)
 class PlannedModel:
     """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits, and
-    `limit` says what else than memory bounds it, if anything does."""
+    `limit` says what else than memory bounds it, if anything does. With `gpus`, `layouts` are those that were
+    planned."""
 
     settings: PlanSettings
     planned: "Planned"
     model: "SimulatedModel"
     limit: str = ""
+    layouts: "tuple[PlannedModel, ...]" = ()
+
+    @property
+    def layout(self) -> str:
+        """The ranks and devices, and how fast they are or what they lack."""
+        p = self.planned
+        speed = f"{p.tokens_per_second:,.0f} tokens/s" if p.fits else shortage_text(p.lacking)
+        return f"{counted(p.world, 'rank')} of {counted(p.devices, 'device')}: {speed}"
 
 
 def plan_model(settings: PlanSettings) -> PlannedModel:
@@ -127,6 +148,8 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
     hardware = settings.profile
     assert hardware is not None
+    if settings.gpus is not None:
+        return _fastest_layout(settings, settings.gpus, int(hardware.value("count", "devices")))
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
     begin = settings if settings.max != "length" else evolve(settings, seq_length=1)
     model, limit = simulated_model(begin), ""
@@ -139,6 +162,22 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     if settings.max and step.tiles == AUTO:  # as many as the most fits in
         step = evolve(step, tiles=costs.segments.tile_counts[-1])
     return PlannedModel(settings, plan_settings(costs, step), model, limit)
+
+
+def _fastest_layout(settings: PlanSettings, gpus: int, of_node: int) -> PlannedModel:
+    """The plan of the fastest division of the GPUs into ranks of several devices that fits, if one does."""
+    planned: list[PlannedModel] = []
+    refused: list[ValueError] = []
+    for devices in (n for n in range(1, min(gpus, of_node) + 1) if gpus % n == 0):
+        try:
+            given = evolve(settings, gpus=None, world=gpus // devices, devices=devices)
+            planned.append(plan_model(given))
+        except ValueError as error:  # too few sequences for its ranks, or segments for its devices
+            refused.append(error)
+    if not planned:
+        raise refused[0]
+    best = min(planned, key=lambda x: (sum(x.planned.lacking.values()), x.planned.step_seconds))
+    return evolve(best, layouts=tuple(planned))
 
 
 def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -> "CostModel":
@@ -189,6 +228,7 @@ def as_json(answer: PlannedModel) -> str:
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},
+        "segments": [p.step.spec.segments_on(d, F, B) for d in range(p.devices)],
         "release": p.release and asdict(p.release),
         "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
         "advice": [_typed(suggestion) for suggestion in p.suggestions],
@@ -196,6 +236,7 @@ def as_json(answer: PlannedModel) -> str:
         **{name: getattr(answer.model, name) for name in ("parameters", "trained", "num_layers")},
         **{name: getattr(answer.settings, name) for name in ("batch_size", "seq_length")},
         "limit": answer.limit,
+        "layouts": [x.layout for x in answer.layouts],
         "hardware": p.hardware.name,
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
     }
@@ -215,9 +256,10 @@ def plan_text(answer: PlannedModel) -> str:
     lines.append(
         f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {counted(p.world, 'rank')}"
     )
-    found = _found(p) if flags.schedule == AUTO else []
+    found = _found(p) if AUTO in (flags.schedule, flags.order) else []
     if not p.fits and model.trained == model.parameters and (flags.hf or flags.hf_config):
         found.append("or train adapters alone (--lora 16): weights in 16 bits, no optimizer state of them")
+    lines += [f"  {x.layout}" for x in answer.layouts]
     told = report(p, chosen_precision=flags.precision == AUTO, found=found, written=_typed)
     return "\n".join([*lines, told])
 
@@ -236,7 +278,7 @@ def _found(p: "Planned") -> list[str]:
     chosen = {
         name: settings.schedule_name if name == "schedule" else getattr(settings, name)
         for name, default in ((f.name, f.default) for f in fields(StepSettings))
-        if name in ALWAYS_TYPED or (name in SPACE and getattr(settings, name) != default)
+        if name in ALWAYS_TYPED or (name in {*SPACE, *PIPELINED} and getattr(settings, name) != default)
     }
     orders = hasattr(p.settings["schedule"], "hardware") and p.hardware != ROUND
     note = " (which orders for round numbers, not for this hardware)" if orders else ""
