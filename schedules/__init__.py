@@ -77,7 +77,8 @@ def order_name(order: str | Order) -> str:
     """
     if isinstance(order, str) or type(order) not in ORDERS.values():
         return order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__)
-    cuts = [",".join(map(str, x)) for x in attrs.astuple(order) if isinstance(x, tuple) and x]
+    values: list[Any] = [x for x in attrs.astuple(order) if isinstance(x, tuple)]
+    cuts = [",".join(map(str, x)) for x in values if x]
     return ":".join([type(order).__name__, *(["/".join(cuts)] if cuts else [])])
 
 
