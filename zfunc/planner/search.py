@@ -217,7 +217,7 @@ def _shares(name: str) -> Coordinate:
         given = space.get(name, ())
         if AUTO in given:
             fitting = shares_that_fit(best, name) if first or (best.fits and may_gain(best)) else ()
-            given = fitting if first else fitting[-2:-1]
+            given = fitting if first else fitting[-2:]
         yield from ({name: share} for share in given)
 
     return shares
