@@ -427,7 +427,8 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     def slots(buffer: str, tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Region:
         own = at.whose(tier, device)
         lifetime = "operation" if dtype is None else "program"
-        return Region(buffer, tuple(filter(None, own.values())), 0, tier, lifetime, dtype, role, **own)
+        index = tuple(n for n in own.values() if n)
+        return Region(buffer, index, 0, tier, lifetime, dtype, role, **own)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
         return [s for s in segments if s in spec.segments_on(device, *ways)]

@@ -24,7 +24,7 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.failure_detection import FailureDetector, Symptom
 
 _broadcast: Any = dist.broadcast
-_new_group: Any = dist.new_group
+_new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
 class StageRanks(RankGroup):
