@@ -50,9 +50,9 @@ BUDGETS = {
     "viz": 1_000,
     "planner": 3_100,
     "models": 2_970,
-    "train": 4_110,
+    "train": 4_120,
     "cli": 2_250,
-    "tests": 36_430,
+    "tests": 36_450,
 }
 
 

@@ -427,6 +427,26 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same() -> No
     assert summary("killed")["sample"] == summary("whole")["sample"]
 
 
+@pytest.mark.slow
+def test_two_stages_of_two_ranks_have_the_bits_of_two_ranks_and_each_resumes_the_other() -> None:
+    given = (*JOB, "--micro-batches", 2, "--num-layers", 2, "--save-every", 5, "--resume", "auto")
+    ways = {"staged": (4, ("--pp", 2, "--order", "DualPipeV")), "plain": (2, ())}
+    for way, last in (("staged", 10), ("plain", 10), ("staged", 16), ("plain", 16)):
+        out = {"staged": "plain", "plain": "staged"}[way] if last == 16 else way
+        count, more = ways[way]
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count)
+        run = start(*given, *more, "--lr-schedule", "constant", "--steps", last, "--out", out, launch=launch)
+        said = run.communicate(timeout=100)
+        assert run.returncode == 0, said
+    assert measured("staged") == measured("plain")
+    assert summary("staged")["sample"] == summary("plain")["sample"]
+
+
+def test_stages_without_ranks_are_refused(capsys: Out) -> None:
+    assert train("--pp", 2) == 2
+    assert "--pp: got 2 stages for 1 rank, expected a number" in capsys.readouterr().err
+
+
 def rank_of(launcher: int, rank: int) -> int:
     """The process of a rank that a launcher has started."""
     for task in Path(f"/proc/{launcher}/task").iterdir():

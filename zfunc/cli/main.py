@@ -106,7 +106,7 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
     if "config" in given:
         from zfunc.train.deepspeed.mapping import with_config
 
-        given = with_config(given, world_size())
+        given = with_config(given, max(1, world_size() // given.get("pp", 1)))
     if command.settings is TrainSettings:
         given = {**_length(given), **given}
     return command.settings(**given)

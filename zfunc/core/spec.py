@@ -291,7 +291,8 @@ class StepSpec:
                     way_on = "pass devices= in one process with params_on='host', or untie them, or"
                 raise PlanError(
                     f"order: got passes with the weights {', '.join(names[:3])} on the devices {sorted(devices)}, "
-                    f"expected one: {way_on} an order that has those segments on one"
+                    f"expected one: {way_on} an order that has those segments on one, "
+                    "as DualPipeV the first and last"
                 )
 
     def moves_weights(self, b: int) -> bool:

@@ -21,7 +21,7 @@ from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import schedule_for
-from zfunc.engine.compile.compile import compile
+from zfunc.engine.compile.compile import compile, ranks_of_stage
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.segment import Segment
 from zfunc.errors import OutOfMemory
@@ -73,8 +73,8 @@ class TrainingJob:
 
     @property
     def ranks(self) -> RankGroup:
-        """The ranks that train together."""
-        return self.program.ranks
+        """The ranks that train together, of all pipeline stages."""
+        return self.program.ranks.job
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -112,7 +112,7 @@ class TrainingJob:
 
     def batch(self, position: int) -> Batch:
         """This rank's rows of the batch at `position`, in sequences since the start."""
-        return rank_batch(self.settings, self.corpus, position, self.ranks)
+        return rank_batch(self.settings, self.corpus, position, self.program.ranks)
 
 
 def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
@@ -120,8 +120,8 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
 
     Raises ValueError or FileNotFoundError for settings and data that do not work together or on this machine.
     """
-    ranks = RankGroup.of()
-    say = partial(log.log, logging.DEBUG if ranks.rank else logging.INFO)
+    ranks = ranks_of_stage(RankGroup.of(), settings.pp)  # the n-th of each stage has the same rows
+    say = partial(log.log, logging.DEBUG if ranks.job.rank else logging.INFO)
     # What is trained, and on what
     settings = resolve_settings(settings)
     model = pretrained_model(settings)
@@ -219,7 +219,11 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
     """The settings with the device, precision, schedule and bucket size for this machine."""
     device = pick_device(settings.device)
     precision = best_precision(device) if settings.precision == AUTO else settings.precision
-    default = default_bucket_size(RankGroup.of().world) if on_accelerator(device) else CPU_BUCKET_SIZE
+    default = (
+        default_bucket_size(RankGroup.of().world // settings.pp)
+        if on_accelerator(device)
+        else CPU_BUCKET_SIZE
+    )
     schedule = schedule_for(settings.schedule, on_cpu=not on_accelerator(device))
     return evolve(
         settings,

@@ -102,7 +102,7 @@ def compile(
         changes["precision"] = best_precision(device)  # bf16, unless it would be emulated
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
     settings.check_folders()
-    ranks = _of_stage(_ranks(group), settings.pp)
+    ranks = ranks_of_stage(_ranks(group), settings.pp)
     automatic = [*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])]
     if automatic and example is None:
         raise ValueError(
@@ -195,7 +195,7 @@ def _ranks(group: Any) -> RankGroup:
     return ranks
 
 
-def _of_stage(ranks: RankGroup, pp: int) -> RankGroup:
+def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
     """The ranks of this one's stage, of so many."""
     if ranks.world % pp:
         raise ValueError(
