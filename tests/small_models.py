@@ -149,7 +149,8 @@ class NormedLoss(Loss):
 
 
 def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
-    """Hand-made segments that pass on a tuple with whole numbers and a view of a weight; three share one weight."""
+    """Hand-made segments that pass on a tuple with whole numbers, a view of a weight and an expanded tensor; three
+    share one weight."""
     w, v = Parameter("a.w", (8, 8)), Parameter("c.v", (8, 8))
 
     def initial(name: str) -> Callable[[int], dict[str, Tensor]]:
@@ -176,20 +177,19 @@ def _first(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tanh(x @ p["w"]), (x[:, 0] > 0).long()
 
 
-def _second(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _second(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     x, sign = xs
-    return torch.tanh(x @ p["w"] + p["table"][sign].to(x.dtype)), sign, p["table"].t()
+    y = torch.tanh(x @ p["w"] + p["table"][sign].to(x.dtype))
+    return y, sign, p["table"].t(), x.mean(dim=1, keepdim=True).expand_as(x)
 
 
 def _third(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (torch.tanh(xs[0] @ p["v"]), *xs[1:])
 
 
-def _last(
-    p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    x, sign, table = xs
-    errors = ((x + table[:, sign].t().to(x.dtype)) @ p["w"]).sum(-1).float() - targets.float()
+def _last(p: dict[str, Tensor], xs: tuple[Tensor, ...], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    x, sign, table, mean = xs
+    errors = ((x + mean + table[:, sign].t().to(x.dtype)) @ p["w"]).sum(-1).float() - targets.float()
     return errors.square().mean(), {"worst": errors.abs().max(), "positive": sign.sum()}
 
 

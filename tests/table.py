@@ -147,6 +147,7 @@ FROZEN: Segments = [
     [Parameter("adapter", (8, 2)), Parameter("base", (64,), trainable=False)],
     [Parameter("out", (20,))],
 ]
+FROZEN_BETWEEN: Segments = [[Parameter(f"{s}.w", (8, 16), trainable=s not in (4, 6))] for s in range(8)]
 TWO_FORMATS: Segments = [
     [EMBED, Parameter("a", (70,), group=1, state_format="16bit")],
     [Parameter("b", (8, 8), state_format="16bit"), Parameter("c", (8,), group=2)],
@@ -341,6 +342,9 @@ SPECS: dict[str, StepSpec] = {
         world=2,
         stage=3,
         save=True,
+    ),
+    "two devices, backward split, sums on the device": spec(
+        FROZEN_BETWEEN, devices=2, order="ZeroBubble", micro_batches=4, group_size=4, params_on="host"
     ),
     "down a V and up": spec(
         FROZEN, devices=2, order="DualPipeV", micro_batches=4, update_on="device", buffer_bytes=(8, 0, 16, 32)

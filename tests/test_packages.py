@@ -41,7 +41,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_250,
+    "core": 6_260,
     "schedules and ground": 1_300,
     "runtime": 3_290,
     "optim": 2_970,
@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 2_970,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_450,
+    "tests": 36_460,
 }
 
 

@@ -97,7 +97,7 @@ def passes_on_several(
                 f"order: got {Pass(*x)} {times[x]} times, expected it {'once' if wanted else 'not at all'}: there "
                 f"are {num_segments} segments and {micro_batches} micro-batches"
             )
-    before = {x: [y for y in _before(x, split, own) if y in expected] for own in lists for x in own}
+    before = {x: [y for y in _before(x, split, own, trained) if y in expected] for own in lists for x in own}
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
     def arrives(x: Pass, before: tuple[str, int, int]) -> int:
@@ -140,7 +140,9 @@ def _made_as(way: str, s: int, trained: Sequence[int]) -> str:
     return made.get(way, way)
 
 
-def _before(x: Pass, split: Collection[tuple[int, int]], own: Iterable[Pass]) -> list[tuple[str, int, int]]:
+def _before(
+    x: Pass, split: Collection[tuple[int, int]], own: Iterable[Pass], trained: Collection[int]
+) -> list[tuple[str, int, int]]:
     """The passes that one of a device's `own` follows, as far as there are such."""
 
     def of(way: str, m: int, s: int) -> tuple[str, int, int]:
@@ -149,7 +151,9 @@ def _before(x: Pass, split: Collection[tuple[int, int]], own: Iterable[Pass]) ->
 
     if x.way == F:
         return [(F, x.m - 1, x.s), (F, x.m, x.s - 1)]
-    higher = [y[:3] for y in own if x.way != I and y.way in (B, W) and y.m == x.m and y.s > x.s]
+    higher = [
+        y[:3] for y in own if x.way != I and y.way in (B, W) and y.m == x.m and y.s > x.s and x.s in trained
+    ]
     if x.way == W:
         return [of(W, x.m - 1, x.s), (I, x.m, x.s), *higher]
     return [of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), of(I, x.m, x.s + 1), *higher]

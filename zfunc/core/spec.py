@@ -489,7 +489,7 @@ class StepSpec:
         """The most segments of which a device has passed some micro-batches back and not all, at any time."""
         most, counts = 0, Counter[int]()
         for x in self.passes if self.order is not None else ():
-            if (x.way, x.device, x.ended) == (B, device, True):
+            if x.way in (B, W) and x.device == device and x.ended:
                 counts[x.s] += 1
                 most = max(most, len(counts))
                 if counts[x.s] == self.settings.micro_batches:

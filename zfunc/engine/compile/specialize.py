@@ -19,7 +19,7 @@ from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
 from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.compile.tensor_memory import layouts
-from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights
+from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, differentiated
 from zfunc.engine.state.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
@@ -133,7 +133,9 @@ def traced_spec(
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
         traces, random = _trace_all(program, micro, of_accelerator)
-    inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
+    # Of an output or its gradient, whose tensors never share memory.
+    passed = [max(t.output_bytes, nbytes(differentiated(t.out))) for t in traces[:-1]]
+    inputs = [nbytes(micro[0]), *passed]
     first = program.layout.first_trainable
     results = (program.spec.grad_bytes[s] + (size if s > first else 0) for s, size in enumerate(inputs))
     costs = tuple(  # what backward returns are regions of their own

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
@@ -18,7 +17,7 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
 from zfunc.core.pipeline import B, F
 from zfunc.core.spec import GRADIENT, PARAMS
-from zfunc.engine.state.memory import Flat, StateOnDisk
+from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
 from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -73,12 +72,9 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
     if target.tier == "pinned":
         mem[target].put(mem[source])
         return
-
-    def arrived(t: Tensor) -> Tensor:
-        there = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=step.devices[op.device])
-        return there.copy_(t, non_blocking=True)
-
-    mem[target] = tree_map_only(Tensor, arrived, mem[source].tree)
+    arrived = ActivationSlot(torch.empty(op.nbytes, dtype=torch.uint8, device=step.devices[op.device]))
+    arrived.put(mem[source].tree)
+    mem[target] = arrived.tree
 
 
 def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
