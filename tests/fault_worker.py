@@ -51,15 +51,15 @@ class Scenario:
     ends_as_python: bool = False
 
 
-def compiled() -> tuple[Any, Any]:
+def compiled(**more: Any) -> tuple[Any, Any]:
     segments, data = MODELS["odd sizes"]()
     options: dict[str, Any] = {"precision": "fp32", "bucket_size": 200, "schedule": "Overlapped"}
-    return zfunc.compile(segments, device="cpu", **options), data
+    return zfunc.compile(segments, device="cpu", **options, **more), data
 
 
-def train(rank: int, out: Path, given: Faults) -> None:
+def train(rank: int, out: Path, given: Faults, **more: Any) -> None:
     """Three steps."""
-    program, data = compiled()
+    program, data = compiled(**more)
     state = zfunc.init(program, seed=1)
     for i in range(3):
         begun = time.monotonic()
@@ -173,6 +173,8 @@ SCENARIOS = {
     ),
     "terminated": Scenario(train, world=2, faults=f"rank=0,{STEP},do=terminate"),
     "hung": Scenario(train, faults=f"rank=1,{STEP},do=hang", asked=SHORT, hung=(1,), ends_as_python=True),
+    # Rank 0 waits for gradients, rank 2 for what rank 1 would have made of its output.
+    "stage killed": Scenario(partial(train, pp=3), faults="rank=1,step=2,op=forward[0,2],do=kill"),
     "raised": Scenario(train, faults=f"rank=1,{STEP},do=raise"),
     "killed with the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="rank 0"),
     "killed without the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="elsewhere"),

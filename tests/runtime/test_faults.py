@@ -56,6 +56,12 @@ MISSING: dict[str, tuple[list[Any], dict[int, str]]] = {  # how each rank ends, 
         [ERROR, ERROR, ERROR, KILLED],
         dict.fromkeys((0, 1, 2), "expected all 4 ranks: rank 3 is gone. See what"),
     ),
+    "stage killed": (
+        [ERROR, KILLED, ERROR],
+        dict.fromkeys(
+            (0, 2), "(send to|receive from|all_reduce).*expected all 3 ranks: rank 1 is gone. See what"
+        ),
+    ),
     "terminated": ([TERMINATED, ERROR], {1: "expected all 2 ranks: rank 0 is gone. See what"}),
     "killed without the store": (
         [KILLED, ERROR, ERROR],

@@ -6,12 +6,15 @@ A tensor passes from a stage to another as a message with a tag of its own. A se
 what it sends is a copy, kept until it has arrived.
 """
 
+import atexit
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,10 +23,11 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
-from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.collectives import SETTLE, RankGroup
 from zfunc.runtime.failure_detection import FailureDetector, Symptom
 
 _broadcast: Any = dist.broadcast
+_waiting: WeakSet[threading.Thread] = WeakSet()  # those that wait for messages
 _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
@@ -118,7 +122,9 @@ class _Message:
             assert part is not None  # kept until here
             self._ended.set()
 
-        threading.Thread(target=wait, name=f"zfunc {what}", daemon=True).start()
+        thread = threading.Thread(target=wait, name=f"zfunc {what}", daemon=True)
+        thread.start()
+        _waiting.add(thread)
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
@@ -128,6 +134,14 @@ class _Message:
             raise RuntimeError("the message has not come yet")
         if self._error is not None:
             raise self._error
+
+
+@atexit.register
+def _join() -> None:
+    """Wait for messages under way. A thread that comes back from gloo while Python ends would abort the process."""
+    until = time.monotonic() + SETTLE
+    for thread in [*_waiting]:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class _Place(NamedTuple):

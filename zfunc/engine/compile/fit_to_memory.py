@@ -202,12 +202,13 @@ def log_offload(program: Program) -> Program:
     if program.settings.defer and not (spec.deferred and spec.offloaded):
         reason = "without clipping or fp16 no update waits" if spec.offloaded else "nothing is on the host"
         log.info("defer: %s: there is nothing to defer", reason)
-    devices, micro_batches = program.settings.devices, program.settings.micro_batches
+    devices, micro_batches = program.settings.stages, program.settings.micro_batches
     if micro_batches < devices:
         log.warning(
-            "devices: %d for micro_batches=%d: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
+            "%s: %d for micro_batches=%d: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
             "micro_batches=%d would make that %.0f%%",
-            *(devices, micro_batches, 100 * (devices - 1) / (micro_batches + devices - 1)),
+            *("pp" if spec.over_ranks else "devices", devices, micro_batches),
+            100 * (devices - 1) / (micro_batches + devices - 1),
             *(4 * devices, 100 * (devices - 1) / (5 * devices - 1)),
         )
     return program

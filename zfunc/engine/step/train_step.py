@@ -104,7 +104,7 @@ def _train_step(
     shaped = specialize(program, batch, save=save is not None, commit=commit)
     # Those of all ranks are checked: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.whole)
-    watch, faults = ranks.watch if ranks.several else None, faults_at(options.faults, ranks.rank, number)
+    watch, faults = ranks.watch if ranks.several else None, faults_at(options.faults, ranks.job.rank, number)
     options = evolve(options, faults=faults, watch=watch)
     allocated = allocated_for(program, shaped)
     shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
