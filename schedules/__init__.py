@@ -70,16 +70,17 @@ def make_order(order: str | Order) -> Order:
 
 
 def order_name(order: str | Order) -> str:
-    """An order as text, which `make_order` takes if it is one of `ORDERS`.
+    """An order as text: as `make_order` takes it, if it takes such an order.
 
-    >>> order_name(OneFOneB((5, 4)))
-    'OneFOneB:5,4'
+    >>> order_name(OneFOneB((5, 4))), order_name(ZeroBubble(2))
+    ('OneFOneB:5,4', 'ZeroBubble(stages=2, cut=())')
     """
     if isinstance(order, str) or type(order) not in ORDERS.values():
         return order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__)
     values: list[Any] = [x for x in attrs.astuple(order) if isinstance(x, tuple)]
     cuts = [",".join(map(str, x)) for x in values if x]
-    return ":".join([type(order).__name__, *(["/".join(cuts)] if cuts else [])])
+    name = ":".join([type(order).__name__, *(["/".join(cuts)] if cuts else [])])
+    return name if make_order(name) == order else str(order)
 
 
 def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Schedule:

@@ -1,10 +1,12 @@
 """Looped BFS: breadth first through the stages of each device (Lamy-Poirier, 2211.05953)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from attrs import field, frozen
 
 from zfunc.core.pipeline import B, F
+from zfunc.values import whole
 
 from .stages import Passes, cut_in_stages, of_segments
 
@@ -17,7 +19,7 @@ class LoopedBFS:
     tells how many there are.
     """
 
-    stages: int = 2
+    stages: int = field(default=2, converter=partial(whole, "LoopedBFS: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:

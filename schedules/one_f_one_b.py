@@ -2,10 +2,12 @@
 interleaved form with several stages on each device (Megatron, 2104.04473)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from attrs import field, frozen
 
 from zfunc.core.pipeline import B, F
+from zfunc.values import whole
 
 from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
@@ -37,7 +39,7 @@ class Interleaved1F1B:
     multiple of that, or smaller. `cut` are the segments of each stage, and then tells how many there are.
     """
 
-    stages: int = 2
+    stages: int = field(default=2, converter=partial(whole, "Interleaved1F1B: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:

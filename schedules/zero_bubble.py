@@ -1,10 +1,12 @@
 """Zero bubble: 1F1B with a split backward, whose gradients of weights fill the waiting (Qi et al., 2401.10241)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from attrs import field, frozen
 
 from zfunc.core.pipeline import F, I, W
+from zfunc.values import whole
 
 from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
@@ -17,7 +19,7 @@ class ZeroBubble:
     gradients of weights behind as devices precede it. `cut` are the segments of each stage.
     """
 
-    stages: int = 1
+    stages: int = field(default=1, converter=partial(whole, "ZeroBubble: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:

@@ -41,8 +41,8 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_260,
-    "schedules and ground": 1_300,
+    "core": 6_270,
+    "schedules and ground": 1_310,
     "runtime": 3_300,
     "optim": 2_970,
     "checkpoint": 3_010,
@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 2_970,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_470,
+    "tests": 36_490,
 }
 
 

@@ -11,7 +11,7 @@ from small_models import Loss, regression
 from torch import nn
 
 import zfunc
-from zfunc import errors
+from zfunc import errors, schedules
 
 ODD = (
     *(None, True, False, -2, -1, 0, 1, 0.5, 1.5, math.nan, math.inf, "", "1", [1], {}, 1j),
@@ -100,6 +100,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Takes]]] = {
             "patience": positive,
         },
     ),
+    **{
+        kind.__name__: (kind, {"stages": count(1)})
+        for kind in (schedules.LoopedBFS, schedules.Interleaved1F1B, schedules.ZeroBubble)
+    },
+    "Mesh": (zfunc.Mesh, {"pp": count(1)}),
     "AdamW": (
         zfunc.AdamW,
         {

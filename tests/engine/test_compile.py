@@ -33,6 +33,15 @@ def drops_the_last(graph: Any) -> Plan:
     return evolve(plan, lanes=(evolve(lane, ops=lane.ops[:-1]),))
 
 
+CALLS = count()
+
+
+def each_time_another(*given: int) -> Any:
+    return schedules.GPipe()(*given)[:: -1 if next(CALLS) % 2 else 1]
+
+
+X = torch.zeros(4, 8)
+SEVERAL = {"devices": 2, "micro_batches": 2, "example": (X, X[:, 0])}
 # Numbers of the wrong type or out of range are in test_values.py.
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": "Overlaped"}, ValueError, "schedule: got 'Overlaped'.*did you mean 'Overlapped'"),
@@ -46,6 +55,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"optimizer": "adamw"}, TypeError, r"got a str, expected the methods .* zfunc.AdamW\("),
     ({"schedule": drops_the_last}, PlanError, "got it on the lanes 0 times"),
     ({"schedule": lambda _: compiled(micro_batches=2).plan}, PlanError, "a plan of another graph"),
+    ({**SEVERAL, "order": each_time_another}, PlanError, "order: got other passes than when"),
     ({"precision": "fp61"}, ValueError, "precision: got 'fp61'.*did you mean 'fp16'"),
     ({"device": "cuad"}, ValueError, "device: got 'cuad'.*did you mean 'cuda'"),
     ({"device": "meta"}, ValueError, "device: got 'meta', expected 'cpu'"),

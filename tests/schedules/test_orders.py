@@ -181,6 +181,8 @@ def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
 @pytest.mark.parametrize(
     ("order", "says"),
     [
+        (lambda *_: None, "got None, expected a list for each device of its passes"),
+        (lambda *_: [[(F, 0)], []], "got [[('F', 0)], []], expected a list for each device of its passes"),
         (lambda *_: [[]], "got passes for 1 devices, expected 2"),
         (lambda *n: [own[1:] for own in GPipe()(*n)], "got F[0,0] 0 times, expected it once"),
         (lambda *n: [own + own[:1] for own in GPipe()(*n)], "got F[0,0] 2 times, expected it once"),

@@ -8,11 +8,13 @@ of the weights (zero bubble, 2401.10241). Published orders are in `zfunc.schedul
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc.errors import PlanError
+from zfunc.values import whole
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
 F, B, I, W = "F", "B", "I", "W"  # noqa: E741
@@ -25,7 +27,7 @@ class Mesh:
     `zfunc.compile` takes one as `parallel`; its fields are settings.
     """
 
-    pp: int = 1
+    pp: int = field(default=1, converter=partial(whole, "Mesh: pp", least=1))
 
 
 class Pass(NamedTuple):
@@ -80,9 +82,17 @@ def passes_on_several(
     Raises PlanError for an order that has a pass twice or not at all, or in which devices wait for each other.
     """
     num_segments = len(work)
+    given = order(devices, num_segments, micro_batches)
+    try:
+        listed = [[(way, m, s) for way, m, s in own] for own in given]
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"order: got {str(given)[:80]}, expected a list for each device of its passes (way, micro-batch, "
+            "segment): return such as [[('F', 0, 0), ('B', 0, 0)], [('F', 0, 1), ('B', 0, 1)]]"
+        ) from None
     lists = [
         [Pass(made, m, s, d) for way, m, s in own if (made := _made_as(way, s, trained))]
-        for d, own in enumerate(order(devices, num_segments, micro_batches))
+        for d, own in enumerate(listed)
     ]
     if len(lists) != devices:
         raise PlanError(f"order: got passes for {len(lists)} devices, expected {devices}: a list for each")

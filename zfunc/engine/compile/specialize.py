@@ -22,6 +22,7 @@ from zfunc.engine.compile.tensor_memory import layouts
 from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, differentiated
 from zfunc.engine.state.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.step.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
+from zfunc.errors import PlanError
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 
@@ -151,7 +152,13 @@ def traced_spec(
     aux = aux_names(traces[-1].out)
     for before, _ in program.cache.costs.values():
         check_aux_names(program.segments[-1].name, aux, before.aux)
-    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux), random
+    spec = evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux)
+    if spec.order is not None and {*spec.passes} != {*program.spec.passes}:
+        raise PlanError(
+            "order: got other passes than when the program was compiled, expected the same in every call: draw "
+            "what is random once, before"
+        )
+    return spec, random
 
 
 def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[list[Trace], frozenset[int]]:
