@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 from attrs import evolve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from table import SPECS, Scattered, every_plan, graph_of, graphs
+from table import RECIPES, SCHEDULES, SPECS, Scattered, every_plan, graph_of, graphs, plan_of
 from test_graph import conflicting_pairs
 from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Lane, Plan, PlanError, build
+from zfunc.core.plan import Lane, Plan, PlanError, build, project
 from zfunc.core.verifier import races, verify
 from zfunc.engine.compile.program import make_plan
 
@@ -108,6 +109,45 @@ def test_verify_agrees_with_reachability(graph: Graph, random: Random, kept: flo
             verify(plan)
     else:
         assert verify(plan) is plan
+
+
+STAGED = [
+    (recipe, name, schedule)
+    for recipe, name, schedule in product(RECIPES, SPECS, SCHEDULES)
+    if SPECS[name].over_ranks
+]
+
+
+@pytest.mark.parametrize("row", STAGED, ids=str)
+def test_stages_execute_the_plan_of_all_and_keep_its_order(row: tuple[str, str, str]) -> None:
+    """Each operation is that of one stage, or of all; two of a stage that conflict keep their order."""
+    plan, stages = plan_of(*row), SPECS[row[1]].settings.pp
+    parts = [project(plan, stage) for stage in range(stages)]
+    for op in plan.graph:
+        expected = {*range(stages)} if op.joint else {op.device}
+        assert {n for n, part in enumerate(parts) if op.name in part.graph.position} == expected
+    for stage, part in enumerate(parts):
+        assert list(races(part)) == []
+        before, at = finished_before(part), part.graph.position
+        assert before is not None
+        for a, b in conflicting_pairs(plan.graph):
+            first, second = plan.graph.ops[a], plan.graph.ops[b]
+            if {first.device, second.device} == {stage} and not (first.joint or second.joint):
+                assert at[first.name] in before[at[second.name]]
+        for lane in plan.lanes:
+            own = [at[plan.graph.ops[i].name] for i in lane.ops if plan.graph.ops[i].name in at]
+            assert own in ([], *([*x.ops] for x in part.lanes))
+
+
+@pytest.mark.parametrize("row", [x for x in STAGED if x[2] == "SharedCores"], ids=str)
+def test_without_any_one_message_a_step_is_refused(row: tuple[str, str, str]) -> None:
+    graph = graph_of(*row[:2])
+    messages = [op for op in graph if op.kind == "network" and op.verb.startswith(("send_", "recv_"))]
+    assert len(messages) >= 4 or row[0] in ("checkpoint", "flush")
+    for op in messages:
+        fewer = Graph(tuple(x for x in graph if x is not op))
+        with pytest.raises(PlanError, match="which no operation before it writes"):
+            verify(SCHEDULES[row[2]](fewer))
 
 
 # --- what the messages say -------------------------------------------------------------------------------

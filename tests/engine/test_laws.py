@@ -27,6 +27,7 @@ from parity import (
     Result,
     Row,
     begun,
+    first_stage,
     is_matrix,
     own_format,  # noqa: F401
     programs,
@@ -129,6 +130,44 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
         (again,), _ = programs(way, {**way.given(tmp_path / f"swap {n}"), **own_swap})
         state, rest = steps(again, batch, zfunc.load(path, again))
         assert result(again, batch, state, [*before, *rest]).same(expected), (path, way)
+
+
+ON_STAGES = {1: "one slot", 2: "two stages", 3: "three stages, half updated there"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "numbers"),
+    [
+        (2, 1, "fp32 in 2, clipped, 8 bits"),
+        (2, 2, "bf16 in 3, clipped"),
+        (2, 3, "bf16 in 2, 16 bits"),
+        (3, 2, "fp32 in 2, clipped, 8 bits"),
+        (3, 1, "bf16 in 3, clipped"),
+        (1, 2, "bf16 in 2, 16 bits"),
+        (1, 3, "a split master"),
+    ],
+)
+def test_a_checkpoint_of_stages_goes_on_with_any_number_of_them(
+    before: int, after: int, numbers: str, tmp_path: Path
+) -> None:
+    """With the moments of every stage."""
+    rows = [Row(numbers, ON_STAGES[pp], "odd sizes") for pp in (before, after)]
+    assert all(row.possible for row in rows)
+    (first, batch), (then, _) = (programs(row, row.given(tmp_path)) for row in rows)
+
+    def begin(program: Program) -> list[Any]:
+        state, told = steps(program, batch, begun(program), 2)
+        zfunc.save(tmp_path / "saved", program, state)
+        return told
+
+    told = on_every(first, begin)[0]
+
+    def go_on(program: Program) -> Result:
+        state, rest = steps(program, batch, zfunc.load(tmp_path / "saved", program))
+        return result(program, batch, state, [*told, *rest])
+
+    (got,), (expected,) = first_stage(on_every(then, go_on), {"pp": after}), plain_way(numbers, "odd sizes")
+    assert got.same(expected)
 
 
 SAME_ROWS = [
