@@ -97,7 +97,7 @@ def save_folder(
     Every rank has to call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
     """
     check_state(program, state, "hf.save")
-    ranks, shapes = program.ranks, _shapes(program)
+    ranks, shapes = program.ranks.job, _shapes(program)
     ranks.agree("hf.save")
     trained = {span.name for span in program.layout.spans}
     exact = (
