@@ -216,6 +216,14 @@ def test_a_weight_of_two_devices_is_refused_where_it_lives_on_one() -> None:
         spec(TIED, devices=2, order=GPipe())
 
 
+def test_stage_1_adds_gradients_of_a_tied_weight_in_the_order_of_one_device() -> None:
+    spec(TIED, devices=2, stage=1, micro_batches=2, order=lambda _, *n: [*GPipe()(1, *n), []])
+    with pytest.raises(
+        PlanError, match=re.escape("got B[1,2] before B[0,0] with stage=1 and the weights embed")
+    ):
+        spec(TIED, devices=2, stage=1, micro_batches=2, order=lambda _, *n: [*LoopedBFS(3)(1, *n), []])
+
+
 @pytest.mark.parametrize("given", [{"tiles": 2}, {"compile_segments": True}])
 def test_what_has_no_halves_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=f"got a backward in two halves with {next(iter(given))}="):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
@@ -10,7 +11,7 @@ from attrs import field, frozen, validators
 from zfunc.core.display import brief
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
-from zfunc.core.layout import Layout, UpdateWork, round_up
+from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
 from zfunc.core.pipeline import B, F, I, Order, Pass, W, passes_on_one, passes_on_several
 from zfunc.core.settings import StepSettings, in_equal_shares
@@ -281,7 +282,8 @@ class StepSpec:
                 )
             if self.device_of(F, m, s) != self.device_of(F, 0, s) and s in self.stateful:
                 raise PlanError(
-                    f"order: got segment {s}, whose forward changes buffers, on several devices, expected one"
+                    f"order: got segment {s}, whose forward changes buffers, on several devices, expected "
+                    "one: pass an order that keeps a segment on a device, such as 'OneFOneB'"
                 )
         for b, devices in self._homes.items():
             if len(devices) > 1 and not self.moves_weights(b):
@@ -293,6 +295,22 @@ class StepSpec:
                     f"order: got passes with the weights {', '.join(names[:3])} on the devices {sorted(devices)}, "
                     f"expected one: {way_on} an order that has those segments on one, "
                     "as DualPipeV the first and last"
+                )
+
+        for bucket in self.layout.buckets if self.settings.stage == 1 else ():
+            self._check_sum(bucket)
+
+    def _check_sum(self, bucket: Bucket) -> None:
+        """Raise PlanError where stage 1 would add gradients of a tied weight in another order than one device."""
+        tied = {s for group in bucket.deliveries for s in group} if len(bucket.deliveries) > 1 else set[int]()
+        own = [x for x in self.passes if x.ended and x.way in (B, W) and x.s in tied]
+        for x, y in pairwise(own):
+            if (x.m, -x.s) > (y.m, -y.s):
+                raise PlanError(
+                    f"order: got {x} before {y} with stage=1 and the weights "
+                    f"{', '.join(span.name for span in bucket.spans[:3])}, which it adds up in this order, "
+                    "expected one micro-batch after the other through all of their segments: pass stage=2, or "
+                    "another order"
                 )
 
     def moves_weights(self, b: int) -> bool:
