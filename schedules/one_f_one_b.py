@@ -54,9 +54,5 @@ class Interleaved1F1B:
 
 def _in_turn(forwards: Passes, backwards: Passes, *, ahead: int) -> Passes:
     """The first `ahead` forwards, then one and a backward in turn, then the backwards that are left."""
-    pairs = zip(forwards[ahead:], backwards, strict=False)
-    return [
-        *forwards[:ahead],
-        *(x for pair in pairs for x in pair),
-        *backwards[max(0, len(forwards) - ahead) :],
-    ]
+    pairs, left = zip(forwards[ahead:], backwards, strict=False), max(0, len(forwards) - ahead)
+    return [*forwards[:ahead], *(x for pair in pairs for x in pair), *backwards[left:]]
