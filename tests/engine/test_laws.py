@@ -299,7 +299,7 @@ def test_weights_are_what_the_device_computes_with_or_the_masters(row: Row, tmp_
 ALONE = [
     x
     for x in rows(every=8)
-    if x.values[0].world == 1
+    if x.values[0].world == x.values[0].settings.get("pp", 1) == 1
     and "own" not in x.values[0].numbers
     and not {"ema", "moments"} <= {*x.values[0].settings}
 ]
