@@ -24,13 +24,15 @@ ACTIVATION_SLOTS = 2
 
 @frozen
 class Row:
-    """The common fields of a buffer's regions. Their bytes follow from the spec and the last index."""
+    """The common fields of a buffer's regions. Their bytes follow from the spec and the last index. They are on the
+    device or rank whose operations are made, unless `of` finds it from the spec and the index."""
 
     nbytes: Callable[[StepSpec, int], int]
     tier: Tier = "device"
     lifetime: Lifetime = "operation"
     dtype: Dtype | None = None
     role: Role | None = None
+    of: Callable[[StepSpec, tuple[int, ...]], int] | None = None
 
 
 def _none(_spec: StepSpec, _i: int) -> int:
@@ -39,6 +41,18 @@ def _none(_spec: StepSpec, _i: int) -> int:
 
 def _number(_spec: StepSpec, _i: int) -> int:
     return FP64
+
+
+def _input_bytes(spec: StepSpec, s: int) -> int:
+    return spec.costs[s].input_bytes
+
+
+def _buffer_bytes(spec: StepSpec, s: int) -> int:
+    return spec.buffer_bytes[s]
+
+
+def _forward_of(spec: StepSpec, index: tuple[int, ...]) -> int:
+    return spec.device_of(F, 0, index[-1])
 
 
 def _square_bytes(spec: StepSpec, b: int) -> int:
@@ -64,14 +78,13 @@ REGIONS: dict[str, Row] = {
     "loss": Row(lambda _, __: ALLOCATION, role="loss"),
     "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
     # of a micro-batch and a segment
-    "act": Row(lambda spec, s: spec.costs[s].input_bytes),  # its input, which the segment before it made
-    "grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # the gradient of that
-    "sent_act": Row(lambda spec, s: spec.costs[s].input_bytes),  # they, made on another device
-    "sent_grad_act": Row(lambda spec, s: spec.costs[s].input_bytes),
-    "act_wire": Row(
-        lambda spec, s: spec.costs[s].input_bytes, "pinned"
-    ),  # they, on their way to another rank
-    "grad_act_wire": Row(lambda spec, s: spec.costs[s].input_bytes, "pinned"),
+    "act": Row(_input_bytes),  # its input, which the segment before it made
+    "grad_act": Row(_input_bytes),  # the gradient of that
+    "sent_act": Row(_input_bytes),  # they, made on another device
+    "sent_grad_act": Row(_input_bytes),
+    # they, on their way to another rank, which has them
+    "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(F, *i)),
+    "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(B, i[0], i[1] - 1)),
     "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
     "pending": Row(lambda spec, s: spec.costs[s].pending_bytes),  # kept by one half of backward for the other
     "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
@@ -83,10 +96,8 @@ REGIONS: dict[str, Row] = {
         lambda spec, _: max(x.key_bytes for x in spec.costs), "pinned", "program", "uint8", "act"
     ),
     # of a segment: the buffers that forward changes, as the step before left them, and as this one does
-    "module_buffers": Row(lambda spec, s: spec.buffer_bytes[s], "device", "state", "uint8", "module_buffers"),
-    "next_module_buffers": Row(
-        lambda spec, s: spec.buffer_bytes[s], "device", "program", "uint8", "module_buffers"
-    ),
+    "module_buffers": Row(_buffer_bytes, "device", "state", "uint8", "module_buffers", _forward_of),
+    "next_module_buffers": Row(_buffer_bytes, "device", "program", "uint8", "module_buffers", _forward_of),
     # of a bucket
     "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
     "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
@@ -152,16 +163,10 @@ class Regions:
     def _row(self, buffer: str, index: tuple[int, ...]) -> Region:
         row = REGIONS[buffer]
         nbytes = row.nbytes(self.spec, index[-1] if index else 0)
-        number = self.device
-        if row.role == "module_buffers":
-            number = self.spec.device_of(F, 0, index[-1])
-        elif row.lifetime == "value" and row.tier != "device":
-            number = EVERY
-        elif buffer in ("act_wire", "grad_act_wire"):  # of the rank that receives it
-            m, s = index
-            number = (
-                self.spec.device_of(F, m, s) if buffer == "act_wire" else self.spec.device_of(B, m, s - 1)
-            )
+        if row.of is not None:
+            number = row.of(self.spec, index)
+        else:
+            number = EVERY if row.lifetime == "value" and row.tier != "device" else self.device
         own = row.tier, row.lifetime, row.dtype, row.role
         return Region(buffer, index, nbytes, *own, **self.whose(row.tier, number))
 
@@ -431,7 +436,8 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         return Region(buffer, index, 0, tier, lifetime, dtype, role, **own)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
-        return [s for s in segments if s in spec.segments_on(device, *ways)]
+        there = spec.segments_on(device, *ways)
+        return [s for s in segments if s in there]
 
     def shards(element_bytes: int | None, buckets: Iterable[int]) -> dict[int, int]:
         return {b: at.shard_bytes(b, element_bytes) for b in buckets}
@@ -477,7 +483,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     backward = reversed(range(layout.first_trainable, spec.num_segments))
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    packed = {b for s, (b, _, _) in parts if s in here([s], B)}
+    packed = {b for s, (b, _, _) in parts if s in pulled}
     whole = {
         b.index: b.numel * spec.element_bytes(b.index)
         for b in layout.buckets

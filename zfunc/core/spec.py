@@ -55,8 +55,8 @@ class SegmentCost:
     of forward: the input, the residuals, and what of the output is one, if `keeps_output`. A workspace is the peak
     that a pass allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in
     a pass. `key_bytes` is the host memory of either pass for keys of a row, `copied_bytes` what a pass copies
-    between there and the device. `input_part` and
-    `weight_part` are those of a backward that is split, between which `pending_bytes` are kept.
+    between there and the device. `input_part` and `weight_part` are those of a backward that is split, between
+    which `pending_bytes` are kept.
     """
 
     flops: int = 0
@@ -218,19 +218,20 @@ class StepSpec:
         """The segments of which a device makes passes these ways, in ascending order."""
         if self.order is None:
             return [*range(self.num_segments)]
-        return sorted({s for (way, _, s), d in self._devices.items() if d == device and way in ways})
+        return sorted(set[int]().union(*(self._made_on.get((device, way), ()) for way in ways)))
 
     @cached_property
-    def _hops(self) -> dict[str, list[int]]:
-        hops: dict[str, list[int]] = {F: [], B: []}
-        for (way, m, s), d in self._devices.items():
-            if s and self._devices.get((way, m, s - 1), d) != d and s not in hops[way]:
-                hops[way].append(s)
-        return {way: sorted(own) for way, own in hops.items()}
+    def _made_on(self) -> dict[tuple[int, str], set[int]]:
+        """The segments whose passes each device makes, each way."""
+        made: dict[tuple[int, str], set[int]] = {}
+        for (way, _, s), d in self._devices.items():
+            made.setdefault((d, way), set()).add(s)
+        return made
 
     def hops(self, way: str) -> list[int]:
         """The segments whose input, or its gradient, goes from a device to another."""
-        return self._hops[way]
+        of = self._devices
+        return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 
     @cached_property
     def _homes(self) -> dict[int, set[int]]:
