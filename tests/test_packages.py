@@ -41,7 +41,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_280,
+    "core": 6_290,
     "schedules and ground": 1_310,
     "runtime": 3_300,
     "optim": 2_970,
