@@ -96,7 +96,7 @@ class ThreadedStage(StageRanks, ThreadedRanks):
         return from_message(*queue.get(timeout=PATIENCE), device)
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
-        return self.job.exchange(values.clone())[stage * self.world]  # pyright: ignore
+        return self.job.exchange(values.to("cpu", copy=True))[stage * self.world]  # pyright: ignore
 
 
 def programs_of(world: int, make: Callable[[], Program], rows: Any = None, pp: int = 1) -> list[Program]:
