@@ -34,7 +34,7 @@ from zfunc.core.plan import Plan, parse
 from zfunc.core.recipes import zero_offload
 from zfunc.core.settings import PLACES
 from zfunc.core.simulator import simulate
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.options import as_flag
 from zfunc.planner import candidate
@@ -65,7 +65,12 @@ def make_job(num_ops: int) -> StepSpec:
     num_segments = max(1, round(num_ops / OPS_A_SEGMENT))
     segments = [[Parameter(f"{s}.weight", (1024, 1024))] for s in range(num_segments)]
     layout = make_layout(segments, bucket_size=1024 * 1024, world=2)
-    cost = SegmentCost(10**9, 10**6, 10**6, 10**5, 10**5, 3 * 10**9)
+    cost = SegmentCost(
+        PassCost(10**9, workspace=10**5),
+        PassCost(3 * 10**9, workspace=10**5),
+        input_bytes=10**6,
+        residual_bytes=10**6,
+    )
     return StepSpec(layout, (cost,) * num_segments, world=2)
 
 

@@ -21,7 +21,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.recipes import zero_offload
 from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.legend import colour_of
@@ -41,7 +41,7 @@ def schedule_pictures() -> Iterator[tuple[str, str]]:
     block = 12 * width * width
     blocks = [[Parameter(f"block{s}.weight", (12, width, width))] for s in range(4)]
     forward = 2 * block * tokens
-    cost = SegmentCost(forward, input_bytes=2 * width * tokens, backward_flops=3 * forward)
+    cost = SegmentCost(PassCost(forward), PassCost(3 * forward), input_bytes=2 * width * tokens)
     layout = make_layout(blocks, bucket_size=block, world=2)
     graph = Graph(tuple(zero_offload(StepSpec(layout, (cost,) * 4, world=2))))
     for schedule in (schedules.Serial(), schedules.Overlapped(), schedules.Interleaved()):
@@ -55,10 +55,8 @@ def pipeline_pictures() -> Iterator[tuple[str, str]]:
     copies take no time."""
     width = 1024
     layout = make_layout([[Parameter(f"block{s}.weight", (width,))] for s in range(8)], bucket_size=width)
-    cost, places = (
-        SegmentCost(10**9, 1, backward_flops=2 * 10**9),
-        {"params_on": "host", "activations_on": "host"},
-    )
+    cost = SegmentCost(PassCost(10**9), PassCost(2 * 10**9), input_bytes=1)
+    places = {"params_on": "host", "activations_on": "host"}
     settings = StepSettings(devices=4, micro_batches=8, clip_norm=1.0, **places)
     hardware = evolve(ROUND, handoff=0.0, shared={})
     for name, order in schedules.ORDERS.items():

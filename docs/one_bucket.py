@@ -19,7 +19,7 @@ from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.timeline import Event
 from zfunc.core.verifier import verify
 from zfunc.units import format_seconds
@@ -65,7 +65,7 @@ def make_step(world: int = 1, tokens: int = TOKENS, state_format: str = "fp32", 
         for n in range(BLOCKS)
     ]
     forward = 2 * BLOCK * tokens
-    cost = SegmentCost(forward, input_bytes=2 * WIDTH * tokens, backward_flops=3 * forward)
+    cost = SegmentCost(PassCost(forward), PassCost(3 * forward), input_bytes=2 * WIDTH * tokens)
     layout = make_layout(blocks, bucket_size=BLOCK, world=world)
     settings = {"clip_norm": 1.0, **settings}
     return StepSpec(layout, (cost,) * BLOCKS, StepSettings(**settings), world=world)

@@ -18,7 +18,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import lower_bound, simulate
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
@@ -111,7 +111,7 @@ print(f"\nno schedule is faster than {lower_bound(serial.graph, slow) * 1e3:.1f}
 
 size = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (size,))] for s in range(4)], bucket_size=size, world=2)
-cost = SegmentCost(flops=2 * size * 4096, backward_flops=6 * size * 4096)
+cost = SegmentCost(PassCost(2 * size * 4096), PassCost(6 * size * 4096))
 ranks = Graph(zero_offload(StepSpec(layout, (cost,) * 4, world=2)))
 for schedule in (schedules.Overlapped(), schedules.Interleaved()):
     print(f"\n{schedule}\n{text(simulate(schedule(ranks)))}")

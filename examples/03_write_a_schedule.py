@@ -16,7 +16,7 @@ from zfunc.core.ops import OpBuilder
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.viz.timeline_text import text
 
@@ -27,7 +27,7 @@ from zfunc.viz.timeline_text import text
 
 SIZE = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], bucket_size=SIZE)
-cost = SegmentCost(flops=2 * SIZE * 4096, backward_flops=6 * SIZE * 4096)
+cost = SegmentCost(PassCost(2 * SIZE * 4096), PassCost(6 * SIZE * 4096))
 spec = StepSpec(layout, costs=(cost,) * 4)
 
 # `OpBuilder` makes the operations, each with what it reads and writes. `update` of bucket 3 reads the decision on

@@ -23,7 +23,7 @@ from zfunc.core.optimizer_state import updates_each_parameter, updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import PartCost, SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -94,10 +94,11 @@ def spec(
     )
     costs = [
         SegmentCost(
-            *(1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s),
-            *(2500 * (s + 1), 3 + s, 5 + s, 300 + 24 * s),
-            input_part=PartCost(1500 * (s + 1), workspace=50 + 8 * s, launches=3 + s),
-            weight_part=PartCost(1000 * (s + 1), workspace=20 + 4 * s, launches=2),
+            PassCost(1000 * (s + 1), 0, 40 + 4 * s, 3 + s),
+            PassCost(2500 * (s + 1), 0, 90 + 12 * s, 5 + s),
+            PassCost(1500 * (s + 1), 0, 50 + 8 * s, 3 + s),
+            PassCost(1000 * (s + 1), 0, 20 + 4 * s, 2),
+            *(64 + 8 * s, 200 + 16 * s, 300 + 24 * s),
             pending_bytes=100 + 8 * s,
         )
         for s in range(len(segments))

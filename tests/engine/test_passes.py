@@ -323,7 +323,7 @@ def test_backward_holds_what_forward_widens_in_16_bits_until_it_reads_it() -> No
     pair = make_vjp(norms, recompute="all", wrt_input=True)
     x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     cost = trace(pair, SegmentWeights({}, {}), (x,), device=torch.device("meta"), guess=lambda *_: x).cost
-    assert cost.backward_workspace < 16 * x.nbytes  # 22 with all of them
+    assert cost.backward.workspace < 16 * x.nbytes  # 22 with all of them
 
 
 # --- a whole step ---------------------------------------------------------------------------------------

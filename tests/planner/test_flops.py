@@ -32,7 +32,7 @@ def costs_of(segments: Any, batch: Any, *, on_gpu: bool = True, **more: Any) -> 
     costs = traced_costs(segments, batch, AdamW()).traced(
         StepSettings(recompute="none"), on_gpu=on_gpu, **more
     )
-    return sum(c.flops for c in costs.costs), sum(c.backward_flops for c in costs.costs)
+    return sum(c.forward.flops for c in costs.costs), sum(c.backward.flops for c in costs.costs)
 
 
 def tokens(seq: int) -> Any:
@@ -97,11 +97,11 @@ def test_experts_are_grouped_where_the_device_has_such_kernels() -> None:
     grouped, every = (
         bare.traced(StepSettings(recompute="none"), on_gpu=True, grouped=x).costs for x in (True, False)
     )
-    few, all_of = (sum(c.flops for c in costs) for costs in (grouped, every))
+    few, all_of = (sum(c.forward.flops for c in costs) for costs in (grouped, every))
     weights = [in_products("Mixtral", model, grouped=x) for x in (True, False)]
     assert all_of - few == 2 * ROWS * 16 * (weights[1] - weights[0])
     assert costs_of(segments, tokens(16), on_gpu=False)[0] == all_of
-    assert max(c.backward_workspace for c in grouped) < max(c.backward_workspace for c in every)
+    assert max(c.backward.workspace for c in grouped) < max(c.backward.workspace for c in every)
 
 
 def test_grouped_queries_and_documents_of_a_row() -> None:
@@ -113,12 +113,12 @@ def test_grouped_queries_and_documents_of_a_row() -> None:
         costs.traced(StepSettings(recompute="none"), on_gpu=True, grouped=grouped).costs
         for grouped in (True, False)
     )
-    assert whole[1].flops == without[1].flops
+    assert whole[1].forward.flops == without[1].forward.flops
     assert whole[1].residual_bytes < without[1].residual_bytes
     packed = costs_of(segments, ({"input_ids": x, "position_ids": x}, y))
     one = next(attended("Llama", meta_model("Llama"), 16))[0]
-    assert packed[0] - sum(c.flops for c in whole) == 3 * 2 * one
-    assert packed[1] - sum(c.backward_flops for c in whole) == 3 * 5 * one
+    assert packed[0] - sum(c.forward.flops for c in whole) == 3 * 2 * one
+    assert packed[1] - sum(c.backward.flops for c in whole) == 3 * 5 * one
 
 
 # ---- no operation is forgotten -----------------------------------------------------------------------

@@ -54,10 +54,10 @@ def test_a_few_tiles_stand_for_all(
 def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile() -> None:
     costs, once = costs_of(gpt_segments(GPT)), 2 * TOKENS**2 * HIDDEN
     found = [costs.traced(StepSettings(tiles=n), on_gpu=True).costs[1] for n in (4, 8, 16)]
-    assert {x.attention_flops for x in found} == {once}
-    assert {x.backward_attention_flops for x in found} == {once + 5 * once // 2}  # forward of a tile again
+    assert {x.forward.attention_flops for x in found} == {once}
+    assert {x.backward.attention_flops for x in found} == {once + 5 * once // 2}  # forward of a tile again
     for four, eight, sixteen in zip(
-        *((x.forward_workspace, x.backward_workspace) for x in found), strict=True
+        *((x.forward.workspace, x.backward.workspace) for x in found), strict=True
     ):
         assert four - eight == pytest.approx(2 * (eight - sixteen), rel=0.05)  # peaks of several moments
 
@@ -71,10 +71,10 @@ def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
     assert there.held["pinned"]["host_keys"] == 3 * row
     assert "host_keys" not in here.held["pinned"]
     cost, before, pairs = there.spec.costs[1], here.spec.costs[1], (count + 1) / 2  # of a tile with all parts
-    assert cost.copied_bytes == row * (1 + pairs)  # put once
+    assert cost.forward.copied_bytes == row * (1 + pairs)  # put once
     # Put for all tiles and again, and the final sums; again forward; sums come and go.
-    assert cost.backward_copied_bytes == row * (2 + 2 + pairs + (1 + 2 * 2) * pairs)
-    freed = before.backward_workspace - cost.backward_workspace
+    assert cost.backward.copied_bytes == row * (2 + 2 + pairs + (1 + 2 * 2) * pairs)
+    freed = before.backward.workspace - cost.backward.workspace
     assert 3 * row * (1 - 3 / count) <= freed <= 3 * row  # but two slots and the final sums
     passes = [op for op in there.plan.graph if op.copied_bytes]
     assert len(passes) == 2 * LAYERS

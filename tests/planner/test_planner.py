@@ -97,7 +97,7 @@ def test_what_is_said_is_of_the_simulated_step() -> None:
 def test_tflops_count_forward_and_twice_as_much_for_backward() -> None:
     """Of the model alone: recomputing does not make it larger."""
     again, once = planned(recompute="all"), planned(recompute="none")
-    forward = sum(cost.flops for cost in again.step.spec.costs)
+    forward = sum(cost.forward.flops for cost in again.step.spec.costs)
     assert again.tflops == pytest.approx(3 * forward / again.step_seconds / 1e12)
     assert again.tflops * again.step_seconds == pytest.approx(once.tflops * once.step_seconds)
     parts = planned(recompute="all", micro_batches=2)

@@ -11,7 +11,7 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.timeline import bound_seconds, critical_path_of
 from zfunc.planner.candidate import FEW, step_of
 from zfunc.planner.candidate import MANY as TIMES
@@ -76,7 +76,12 @@ def many(settings: StepSettings, **fields: Any) -> StepSpec:
         for s in range(fields.pop("segments", 3))
     ]
     input_bytes = fields.pop("input_bytes", 1 << 16)
-    cost = SegmentCost(10**11, input_bytes, 1 << 18, 1 << 14, 1 << 15, 3 * 10**11)
+    cost = SegmentCost(
+        PassCost(10**11, workspace=1 << 14),
+        PassCost(3 * 10**11, workspace=1 << 15),
+        input_bytes=input_bytes,
+        residual_bytes=1 << 18,
+    )
     layout = make_layout(parameters, bucket_size=1 << 18, world=fields.get("world", 1))
     order = make_order(settings.order) if settings.devices > 1 else None
     return StepSpec(

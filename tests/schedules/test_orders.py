@@ -28,7 +28,7 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.pipeline import B, F, I, Order, W
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.core.spec import PartCost, SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.errors import PlanError
 
@@ -52,8 +52,10 @@ def pipeline(
     return evolve(spec(chain(*[(8, 8)] * len(costs)), **more), costs=costs)
 
 
-LAYER = SegmentCost(1_850_370_313, 32_000, backward_flops=5_971_029_688)  # of Llama 3 8B, in 10 picoseconds
-HEAD = SegmentCost(3_722_550_000, 32_000, backward_flops=7_450_100_000)
+LAYER, HEAD = (  # of Llama 3 8B, in 10 picoseconds
+    SegmentCost(PassCost(forward), PassCost(backward), input_bytes=32_000)
+    for forward, backward in ((1_850_370_313, 5_971_029_688), (3_722_550_000, 7_450_100_000))
+)
 PUBLISHED = {  # milliseconds, of 8 devices, 16 micro-batches and hops of 3.2
     GPipe((*[4] * 7, 5)): 9028.112,
     OneFOneB((*[4] * 7, 5)): 9028.112,
@@ -87,7 +89,7 @@ def test_any_order_has_every_pass_once_after_those_it_needs(
 @pytest.mark.parametrize("micro_batches", [4, 9])
 def test_the_bubble_of_plain_pipelines_is_the_textbooks(devices: int, micro_batches: int) -> None:
     """(devices - 1) / (micro-batches + devices - 1) of equal stages; 1F1B keeps no more inputs than stages."""
-    cost, inputs = SegmentCost(10**9, 64, backward_flops=3 * 10**9), list[int]()
+    cost, inputs = SegmentCost(PassCost(10**9), PassCost(3 * 10**9), input_bytes=64), list[int]()
     for order in (GPipe(), OneFOneB()):
         of = pipeline(order, devices, [cost] * devices, micro_batches)
         seconds = timeline(of, 1e9).seconds
@@ -138,9 +140,7 @@ def test_bubbles_that_gradients_of_weights_fill(devices: int) -> None:
     def bubble(order: Order, stages: int) -> float:
         """Of so many stages on each device, which take a second together."""
         flops = 12 // stages
-        cost = SegmentCost(
-            flops, backward_flops=2 * flops, input_part=PartCost(flops), weight_part=PartCost(flops)
-        )
+        cost = SegmentCost(*(PassCost(x) for x in (flops, 2 * flops, flops, flops)))
         of = pipeline(order, devices, [cost] * devices * stages, micro_batches)
         return timeline(of, 12).seconds - 3 * micro_batches
 

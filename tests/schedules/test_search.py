@@ -20,7 +20,7 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import Recipe, deferred, zero_offload
 from zfunc.core.settings import PLACES, TIERS_OF, UPDATE_SHARES, StepSettings, in_equal_shares
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, step_of
 from zfunc.planner.plan_step import most_that_fit
 from zfunc.planner.search import SPACE as EVERYTHING
@@ -48,7 +48,9 @@ def model(
         for s in range(num_layers)
     ]
     layout = make_layout(parameters, bucket_size=1 << 18, world=world)
-    cost = SegmentCost(10**9, 1 << 16, 0, 1 << 14, 1 << 15, 3 * 10**9)
+    cost = SegmentCost(
+        PassCost(10**9, workspace=1 << 14), PassCost(3 * 10**9, workspace=1 << 15), input_bytes=1 << 16
+    )
     return StepSpec(layout, [cost] * num_layers, evolve(START, **settings), world, target_bytes=512)
 
 
@@ -421,8 +423,8 @@ def recomputing(settings: StepSettings) -> StepSpec:
             cost,
             input_bytes=cost.input_bytes // parts,
             residual_bytes=KEPT[mode][0] // parts,
-            flops=cost.flops // parts,
-            backward_flops=int(KEPT[mode][1] * cost.flops) // parts,
+            forward=evolve(cost.forward, flops=cost.forward.flops // parts),
+            backward=evolve(cost.backward, flops=int(KEPT[mode][1] * cost.forward.flops) // parts),
         )
         for cost, mode in zip(step.costs, modes, strict=True)
     ]
@@ -435,8 +437,14 @@ def planning(on: Hardware, activations: int = 0) -> tuple[PlannedStep, Callable[
     def spec_of(settings: StepSettings) -> StepSpec:
         spec, nbytes = recomputing(settings), activations // settings.micro_batches
         if nbytes:
-            larger = {"input_bytes": nbytes, "stash_bytes": nbytes, "backward_workspace": nbytes}
-            spec = evolve(spec, costs=[evolve(cost, **larger) for cost in spec.costs])
+            larger = {"input_bytes": nbytes, "stash_bytes": nbytes}
+            backward = (evolve(cost.backward, workspace=nbytes) for cost in spec.costs)
+            spec = evolve(
+                spec,
+                costs=[
+                    evolve(cost, **larger, backward=x) for cost, x in zip(spec.costs, backward, strict=True)
+                ],
+            )
         return spec
 
     plan = steps(spec_of, on)

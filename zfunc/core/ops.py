@@ -14,7 +14,7 @@ from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
 from zfunc.core.pipeline import B, F
 from zfunc.core.regions import BF16, FP32, Regions
-from zfunc.core.spec import ALLOCATION, PartCost, StepSpec
+from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 
 
@@ -90,7 +90,7 @@ class OpBuilder:
         Buffers that it changes are those that the micro-batch before left; what it read of them is a residual.
         """
         at, spec, last = self.at, self.spec, s == self.spec.num_segments - 1
-        cost, residuals = spec.costs[s], at.residuals(m, s)
+        residuals = at.residuals(m, s)
         if spec.activations_at(s) != "device":
             at.rings["act_room"].give(s)
         stateful = s in spec.stateful
@@ -100,47 +100,33 @@ class OpBuilder:
         made = (at("loss", m), *at.some("aux", m)) if last else (at.received("act", F, m, s + 1),)
         # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
         room = at.room(s - 1) if last and spec.settings.tiles != 1 else at.room(s)
-        return Op(
-            "forward",
-            (m, s),
-            "compute",
-            (*self._weights(s), at("act", m, s), *((at("targets", m),) if last else ()), *before),
-            (*made, *residuals, *room, *after, *at.keys(s)),
-            flops=cost.flops,
-            nbytes=cost.moved_bytes,
-            attention_flops=cost.attention_flops,
-            workspace=read + cost.forward_workspace,
-            launches=cost.forward_launches,
-            copied_bytes=cost.copied_bytes,
-        )
+        reads = *self._weights(s), at("act", m, s), *((at("targets", m),) if last else ()), *before
+        return self._pass("forward", m, s, reads, (*made, *residuals, *room, *after, *at.keys(s)), read)
+
+    def _pass(
+        self, verb: str, m: int, s: int, reads: tuple[Region, ...], writes: tuple[Region, ...], more: int = 0
+    ) -> Op:
+        """A pass, whose workspace is so many bytes more than that of its cost."""
+        cost = asdict(getattr(self.spec.costs[s], verb))
+        return Op(verb, (m, s), "compute", reads, writes, **cost | {"workspace": cost["workspace"] + more})
 
     def backward(self, m: int, s: int) -> Op:
         """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
-        cost = self.spec.costs[s]
-        whole = PartCost(
-            cost.backward_flops,
-            cost.backward_moved_bytes,
-            cost.backward_attention_flops,
-            cost.backward_workspace,
-            cost.backward_launches,
-            cost.backward_copied_bytes,
-        )
-        return self._pull("backward", m, s, whole, self._grads(m, s))
+        return self._pull("backward", m, s, self._grads(m, s))
 
     def backward_input(self, m: int, s: int) -> Op:
         """Backward of segment `s` for its input alone, and what that for its weights needs."""
-        return self._pull("backward_input", m, s, self.spec.costs[s].input_part, (self.at("pending", m, s),))
+        return self._pull("backward_input", m, s, (self.at("pending", m, s),))
 
     def backward_weight(self, m: int, s: int) -> Op:
         """The gradients of the weights of segment `s`, of what `backward_input` has kept: the input, weights and
         residuals are free by then."""
-        cost, pending = self.spec.costs[s].weight_part, (self.at("pending", m, s),)
-        return Op("backward_weight", (m, s), "compute", pending, self._grads(m, s), **asdict(cost))
+        return self._pass("backward_weight", m, s, (self.at("pending", m, s),), self._grads(m, s))
 
     def _grads(self, m: int, s: int) -> tuple[Region, ...]:
         return (self.at("grads", m, s),) if self.spec.layout.buckets_of(s) else ()
 
-    def _pull(self, verb: str, m: int, s: int, cost: PartCost, made: tuple[Region, ...]) -> Op:
+    def _pull(self, verb: str, m: int, s: int, made: tuple[Region, ...]) -> Op:
         """A backward that makes the gradient of its input and what else is `made`."""
         at, last = self.at, s == self.spec.num_segments - 1
         above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
@@ -148,10 +134,9 @@ class OpBuilder:
         taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
         stashed = self.spec.activations_at(s) != "device"
         kept = (at.slot("act_slot", s),) if stashed else at.left_by_forward(m, s)
-        # A last one makes the cotangent of the loss.
-        cost = evolve(cost, workspace=cost.workspace + (ALLOCATION if last else 0))
+        cotangent = ALLOCATION if last else 0  # of the loss
         reads = *self._weights(s), *kept, *above
-        return Op(verb, (m, s), "compute", reads, (*below, *made, *taken, *at.keys(s)), **asdict(cost))
+        return self._pass(verb, m, s, reads, (*below, *made, *taken, *at.keys(s)), cotangent)
 
     def keep_buffers(self) -> Op:
         """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all

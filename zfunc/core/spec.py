@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
-from attrs import field, frozen, validators
+from attrs import evolve, field, frozen, validators
 
 from zfunc.core.display import brief
 from zfunc.core.dtypes import DTYPES, Precision
@@ -34,50 +34,44 @@ def _each(name: str, given: Any) -> tuple[Any, ...]:
 
 
 @frozen
-class PartCost:
-    """The cost of a half of a segment's backward, as an operation has it."""
+class PassCost:
+    """The cost of a pass through a segment: the figures of its operation (`zfunc.core.graph.Op`).
+
+    `nbytes` is what its kernels read and write, `workspace` the most that it allocates beside its inputs and
+    outputs.
+    """
 
     flops: int = 0
     nbytes: int = 0
-    attention_flops: int = 0
     workspace: int = 0
     launches: int = 0
+    attention_flops: int = 0
     copied_bytes: int = 0
+
+    def beside(self, nbytes: int) -> "PassCost":
+        """The cost where so many bytes of the workspace are regions of their own."""
+        return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
 @frozen
 class SegmentCost:
-    """The cost of one segment for one micro-batch, in FLOPs and bytes.
+    """The costs of one segment for one micro-batch, by the verbs of its passes, and bytes.
 
-    `flops` is that of forward, `backward_flops` that of backward and its recomputation, `attention_flops` what of
-    it is fused attention. `moved_bytes` is what the kernels of a pass read and write. `residual_bytes` is kept
-    between them beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs
-    of forward: the input, the residuals, and what of the output is one, if `keeps_output`. A workspace is the peak
-    that a pass allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in
-    a pass. `key_bytes` is the host memory of either pass for keys of a row, `copied_bytes` what a pass copies
-    between there and the device. `input_part` and `weight_part` are those of a backward that is split, between
-    which `pending_bytes` are kept.
+    That of `backward` has its recomputation; halves are of a backward that is split, between which `pending_bytes`
+    are kept. `residual_bytes` is kept after forward beside the output, 0 if backward recomputes from the input;
+    `stash_bytes` is what backward needs of forward: the input, the residuals, and what of the output is one, if
+    `keeps_output`. `key_bytes` is the host memory of any pass for keys of a row.
     """
 
-    flops: int = 0
+    forward: PassCost = PassCost()
+    backward: PassCost = PassCost()
+    backward_input: PassCost = PassCost()
+    backward_weight: PassCost = PassCost()
     input_bytes: int = 0
     residual_bytes: int = 0
-    forward_workspace: int = 0
-    backward_workspace: int = 0
-    backward_flops: int = 0
-    forward_launches: int = 0
-    backward_launches: int = 0
     stash_bytes: int = 0
     keeps_output: bool = False
-    attention_flops: int = 0
-    backward_attention_flops: int = 0
-    moved_bytes: int = 0
-    backward_moved_bytes: int = 0
     key_bytes: int = 0
-    copied_bytes: int = 0
-    backward_copied_bytes: int = 0
-    input_part: PartCost = PartCost()
-    weight_part: PartCost = PartCost()
     pending_bytes: int = 0
 
 
@@ -185,13 +179,9 @@ class StepSpec:
         settings, count, layout = self.settings, self.num_segments, self.layout
         if self.order is None:
             return tuple(passes_on_one(self.micro_batch_groups, count, layout.first_trainable))
-        work = [  # before they are known: 1, 3, 2 and 1
-            {
-                F: x.flops or 1,
-                B: x.backward_flops or 3,
-                I: x.input_part.flops or 2,
-                W: x.weight_part.flops or 1,
-            }
+        unknown = {"forward": (F, 1), "backward": (B, 3), "backward_input": (I, 2), "backward_weight": (W, 1)}
+        work = [
+            {way: getattr(x, verb).flops or least for verb, (way, least) in unknown.items()}
             for x in self.costs
         ]
         hops = [x.input_bytes * HOP for x in self.costs]

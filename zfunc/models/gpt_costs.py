@@ -11,14 +11,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from attrs import define, field, frozen
 
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
 from zfunc.core.settings import StepSettings, tile_counts
-from zfunc.core.spec import ALLOCATION, SegmentCost, StepSpec
+from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.step_spec import passes_key
 from zfunc.models.gpt_config import GPTConfig
@@ -172,8 +171,8 @@ class _Passes:
         backward = [*(_needed(forward, read) if repeats else ()), *backward]
         residual_bytes = sum(t.held for t in kept)
         return SegmentCost(
-            **_figures("forward", forward, kept | {y}, y.held + residual_bytes, compiled),
-            **_figures("backward", backward, results, returned, compiled),
+            _cost(forward, kept | {y}, y.held + residual_bytes, compiled),
+            _cost(backward, results, returned, compiled),
             input_bytes=inputs.held,
             residual_bytes=residual_bytes,
             stash_bytes=sum(t.held for t in {inputs, *(t for t in residuals if not (moving and t.given))}),
@@ -243,10 +242,8 @@ def _needed(forward: list[_Operation], needed: set[_Tensor]) -> list[_Operation]
     return kept[::-1]
 
 
-def _figures(
-    way: str, operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool
-) -> dict[str, Any]:
-    """The figures of a pass, which allocates `known` bytes and its workspace; all but `results` is freed early."""
+def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:
+    """The cost of a pass, which allocates `known` bytes and its workspace; all but `results` is freed early."""
     touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
     last = {t: n for n, tensors in enumerate(touched) for t in tensors}
     own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0
@@ -256,11 +253,10 @@ def _figures(
         live += sum(t.held for t in x.makes)
         peak = max(peak, live + x.kernel_bytes)
         live -= sum(t.held for t in touched[n] & own - results if last[t] == n)
-    prefix = "" if way == "forward" else "backward_"
-    return {
-        f"{prefix}flops": sum(x.flops for x in operations),
-        f"{prefix}attention_flops": sum(x.flops for x in operations if "attention" in x.words),
-        f"{prefix}moved_bytes": traffic.ended(results),
-        f"{way}_workspace": max(0, peak - known),
-        f"{way}_launches": 0 if compiled else sum(x.launched for x in operations),
-    }
+    return PassCost(
+        flops=sum(x.flops for x in operations),
+        nbytes=traffic.ended(results),
+        workspace=max(0, peak - known),
+        launches=0 if compiled else sum(x.launched for x in operations),
+        attention_flops=sum(x.flops for x in operations if "attention" in x.words),
+    )

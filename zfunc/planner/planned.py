@@ -129,7 +129,7 @@ class Planned:
 
         For frozen parameters backward counts once: they have no gradient. Recomputation is not counted.
         """
-        forward = sum(cost.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
+        forward = sum(cost.forward.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
         layout = self.step.spec.layout
         times = 2 + layout.num_trainable / layout.num_parameters
         return times * forward / self.devices / self.step.seconds / 1e12 if self.step.seconds else 0.0

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
-from zfunc.core.spec import ALLOCATION, PartCost, SegmentCost
+from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
@@ -65,14 +65,16 @@ class AllocationTracker(TorchDispatchMode):
     (`peak`).
 
     `random` records whether an operation drew random numbers. What kernels allocate themselves counts too: the
-    CPU's, or CUDA's where this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`.
+    CPU's, or CUDA's where this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`. What
+    is on the `host` instead is known there.
     """
 
     def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
         super().__init__()
         self.live = self.peak = self.flops = self.attention_flops = self.launches = 0
         self.random = False
-        self._traffic = Traffic(compiled)
+        self.host = HostMemory()
+        self._compiled, self._traffic = compiled, Traffic(compiled)
         self._of_accelerator = of_accelerator
         self._sizes: dict[int, int] = {}
 
@@ -97,15 +99,16 @@ class AllocationTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.live + own)
         return out
 
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes that all kernels read and wrote, those of live results included."""
-        return self._traffic.ended(self._sizes)
-
-    def part(self, kept: int = 0) -> PartCost:
-        """What was counted, as the cost of a part of a pass, of which so many bytes are kept."""
-        workspace = max(0, self.peak - kept)
-        return PartCost(self.flops, self.moved_bytes, self.attention_flops, workspace, self.launches)
+    def cost(self, kept: int = 0) -> PassCost:
+        """What was counted, as the cost of a pass whose results are alive, of which so many bytes are regions."""
+        return PassCost(
+            self.flops,
+            self._traffic.ended(self._sizes),
+            max(0, self.peak - kept),
+            0 if self._compiled else self.launches,  # how much is launched is not known then
+            self.attention_flops,
+            self.host.copied_bytes,
+        )
 
     def _move(self, func: Any, given: Any, out: Any) -> None:
         reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (given, out))
@@ -253,7 +256,7 @@ def is_launched(func: Any) -> bool:
 class Trace:
     """The costs of a segment for one micro-batch, and its output: `out`, on meta, of `output_bytes`.
 
-    Of the cost, the input's bytes and the part of `backward_workspace` that is a result are not known here.
+    Of the cost, the input's bytes and what of a backward's workspace is a result are not known here.
     """
 
     out: Any
@@ -285,18 +288,20 @@ def trace(
     a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
     `keys_on_host` rows in tiles have their keys there.
     """
-    hosts = HostMemory(), HostMemory()
-    first, second = (AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(2))
+    first, second, third, fourth = made = [
+        AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(4)
+    ]
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
         weights, inputs = SegmentWeights(*trees[:2]), trees[2]
         passes.prepare(weights, inputs, guess(weights, inputs))
 
-        with first, keys_in(hosts[0] if keys_on_host else None):
+        with first, keys_in(first.host if keys_on_host else None):
             y, residuals = passes.forward(weights, inputs)
             y = y[0] if buffers else y
-            peak, live, moved_bytes = first.peak, first.live, first.moved_bytes
             output_bytes = _storage_bytes(y)
+            kept = max(0, first.live - output_bytes) if passes.keeps else 0
+            costs: dict[str, Any] = {"forward": first.cost(output_bytes + kept)}
             out = empty_like_strided(y, "meta")
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
@@ -306,45 +311,28 @@ def trace(
             keeps_output = before - first.live < own_bytes
 
         if pulled:
-            with second, keys_in(hosts[1] if keys_on_host else None):
+            with second, keys_in(second.host if keys_on_host else None):
                 results = passes.backward(weights, inputs, residuals, cotangents)
-                backward_moved_bytes = second.moved_bytes
+                costs["backward"] = second.cost()
                 del results
-        halves: dict[str, Any] = {}
         if split:
-            third, fourth = (
-                AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(2)
-            )
             with third:
                 below, (run, pending) = passes.backward_input(weights, inputs, residuals, cotangents)
-                pending_bytes = _storage_bytes(pending)
-                halves = {"pending_bytes": pending_bytes, "input_part": third.part(pending_bytes)}
+                costs["pending_bytes"] = _storage_bytes(pending)
+                costs["backward_input"] = third.cost(costs["pending_bytes"])
             with fourth:
                 results = run(*pending)
-                halves["weight_part"] = fourth.part()
+                costs["backward_weight"] = fourth.cost()
             del below, pending, results
-        kept = max(0, live - output_bytes) if passes.keeps else 0
         read = nbytes(buffers)
         cost = SegmentCost(
-            flops=first.flops,
-            backward_flops=second.flops,
+            **costs,
             residual_bytes=kept + read,
             stash_bytes=_storage_bytes((inputs[0], residuals)) + read,
             keeps_output=passes.keeps and keeps_output,
-            forward_workspace=max(0, peak - output_bytes - kept),
-            backward_workspace=second.peak,
-            forward_launches=0 if compiled else first.launches,  # how much is launched is not known then
-            backward_launches=0 if compiled else second.launches,
-            attention_flops=first.attention_flops,
-            backward_attention_flops=second.attention_flops,
-            moved_bytes=moved_bytes,
-            backward_moved_bytes=backward_moved_bytes if pulled else 0,
-            key_bytes=max(x.nbytes for x in hosts),
-            copied_bytes=hosts[0].copied_bytes,
-            backward_copied_bytes=hosts[1].copied_bytes,
-            **halves,
+            key_bytes=max(x.host.nbytes for x in made),
         )
-        return Trace(out, output_bytes, cost, first.random or second.random)
+        return Trace(out, output_bytes, cost, any(x.random for x in made))
 
 
 def _moved(t: Tensor) -> tuple[int, int]:

@@ -138,16 +138,16 @@ def traced_spec(
     passed = [max(t.output_bytes, nbytes(differentiated(t.out))) for t in traces[:-1]]
     inputs = [nbytes(micro[0]), *passed]
     first = program.layout.first_trainable
-    results = (program.spec.grad_bytes[s] + (size if s > first else 0) for s, size in enumerate(inputs))
+    below = [size if s > first else 0 for s, size in enumerate(inputs)]  # gradients of these
     costs = tuple(  # what backward returns are regions of their own
         evolve(
-            x,
+            x.cost,
             input_bytes=size,
-            backward_workspace=max(0, x.backward_workspace - returned),
-            input_part=evolve(x.input_part, workspace=max(0, x.input_part.workspace - size)),
-            weight_part=evolve(x.weight_part, workspace=max(0, x.weight_part.workspace - returned + size)),
+            backward=x.cost.backward.beside(grads + passed),
+            backward_input=x.cost.backward_input.beside(passed),
+            backward_weight=x.cost.backward_weight.beside(grads),
         )
-        for x, size, returned in zip((t.cost for t in traces), inputs, results, strict=True)
+        for x, size, grads, passed in zip(traces, inputs, program.spec.grad_bytes, below, strict=True)
     )
     aux = aux_names(traces[-1].out)
     for before, _ in program.cache.costs.values():
