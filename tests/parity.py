@@ -239,6 +239,18 @@ WAYS: dict[str, Settings] = {
     "two stages, from the host": {
         **{"pp": 2, "params_on": "host", "activations_on": "host", "weight_slots": 1, "defer": True},
     },
+    "two stages, all on the disk": {
+        **{**ALL_ON_DISK, "pp": 2, "activations_on": "disk", "defer": True, "commit_every": 2},
+    },
+    "two stages, half of the state on the disk": {
+        **{"pp": 2, "order": "GPipe", "state_on": "disk", "disk_ratio": 0.5, "state_slots": 1},
+    },
+    "three stages, one without parameters": {
+        **{"pp": 3, "order": "OneFOneB:2,1,3", "state_on": "disk", "defer": True},
+    },
+    "three stages, state on the disk, from the host": {
+        **{"pp": 3, "state_on": "disk", "params_on": "host", "bucket_size": 300, "commit_every": 3},
+    },
     "three stages, half updated there": {
         **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "offload_ratio": 0.7},
     },
@@ -306,8 +318,10 @@ class Row:
             return False  # a batch of no rows of tokens, or attention with dropout
         if "devices" in given and "params_on" not in given and self.model in TIED:
             return False  # a weight of both devices
-        if "pp" in given and (self.model in (*TIED, "norms") or given["pp"] * self.world > 4):
-            return False  # a weight of two stages, or buffers
+        if "pp" in given and (self.model in TIED or given["pp"] * self.world > 4):
+            return False  # a weight of two stages
+        if ":" in given.get("order", "") and self.model != "odd sizes":
+            return False  # of another number of segments
         if "state_on" in given and self.model == "norms":
             return False  # a swap space has no modules' buffers
         return self.world * given.get("micro_batches", 1) <= 6
@@ -344,7 +358,7 @@ class Result:
 
     seen: str
     evaluated: float
-    values: dict[str, Tensor]  # weights, averages, moments: what there is, by name
+    values: dict[str, Tensor]  # weights, modules' buffers, averages, moments: what there is, by name
 
     def same(self, other: "Result") -> bool:
         """To the bit, in all that both have."""
@@ -409,7 +423,7 @@ def steps(
 
 def result(program: Program, batch: Callable[..., Any], state: State, told: list[Any]) -> Result:
     """All that can be known of a State."""
-    values = dict(zfunc.params(program, state))
+    values = {**zfunc.params(program, state), **zfunc.buffers(program, state)}
     if program.spec.settings.ema is not None:
         values |= {f"average of {k}": x for k, x in zfunc.params(program, state, ema=True).items()}
     if program.ranks.world == 1:

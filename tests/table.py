@@ -359,7 +359,9 @@ SPECS: dict[str, StepSpec] = {
         activations_on="host",
         save=True,
     ),
-    "two stages": spec(chain(*[(8, 8)] * 3), pp=2, micro_batches=3, constant_bytes=40, save=True),
+    "two stages": spec(
+        chain(*[(8, 8)] * 3), pp=2, micro_batches=3, constant_bytes=40, buffer_bytes=(8, 0, 24), save=True
+    ),
     "two stages, stage 1": spec(
         FROZEN,
         pp=2,
@@ -390,6 +392,17 @@ SPECS: dict[str, StepSpec] = {
         world=2,
         stage=3,
         save=True,
+    ),
+    "two stages, all on the disk": spec(
+        chain(*[(8, 8)] * 4),
+        **{"pp": 2, "micro_batches": 2, "world": 2, "stage": 3, "barrier": True, "activations_on": "disk"},
+        **{
+            "state_on": "disk",
+            "params_on": "disk",
+            "grads_on": "disk",
+            "paged": {0, 1, 2, 3},
+            "commit": True,
+        },
     ),
     "saving": spec(FROZEN, world=2, save=True),
     "saving, barrier": spec(

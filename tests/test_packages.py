@@ -45,14 +45,14 @@ BUDGETS = {
     "schedules and ground": 1_310,
     "runtime": 3_300,
     "optim": 2_970,
-    "checkpoint": 3_010,
-    "engine": 8_440,
+    "checkpoint": 3_020,
+    "engine": 8_480,
     "viz": 1_000,
     "planner": 3_100,
     "models": 2_970,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_590,
+    "tests": 36_640,
 }
 
 

@@ -132,42 +132,66 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
         assert result(again, batch, state, [*before, *rest]).same(expected), (path, way)
 
 
-ON_STAGES = {1: "one slot", 2: "two stages", 3: "three stages, half updated there"}
+STAGED = [
+    ("two stages", "one slot", "fp32 in 2, clipped, 8 bits"),
+    ("two stages", "two stages, all forwards first", "bf16 in 3, clipped"),
+    ("two stages", "three stages, half updated there", "bf16 in 2, 16 bits"),
+    ("three stages, half updated there", "two stages", "fp32 in 2, clipped, 8 bits"),
+    ("three stages, half updated there", "one slot", "bf16 in 3, clipped"),
+    ("one slot", "two stages", "bf16 in 2, 16 bits"),
+    ("one slot", "three stages, half updated there", "a split master"),
+    ("two stages, all on the disk", "three stages, one without parameters", "bf16 in 3, clipped"),
+    ("two stages, all on the disk", "state on the disk", "a split master"),
+    ("two stages, half of the state on the disk", "one slot", "fp32 in 2, clipped, 8 bits"),
+    ("three stages, one without parameters", "two stages, all on the disk", "bf16 in 2, 16 bits"),
+    ("three stages, state on the disk, from the host", "two stages", "groups"),
+    ("all on the disk", "three stages, one without parameters", "bf16 in 3, clipped"),
+]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "numbers"),
+    ("before", "after", "numbers", "model"),
     [
-        (2, 1, "fp32 in 2, clipped, 8 bits"),
-        (2, 2, "bf16 in 3, clipped"),
-        (2, 3, "bf16 in 2, 16 bits"),
-        (3, 2, "fp32 in 2, clipped, 8 bits"),
-        (3, 1, "bf16 in 3, clipped"),
-        (1, 2, "bf16 in 2, 16 bits"),
-        (1, 3, "a split master"),
+        *((*x, "odd sizes") for x in STAGED),
+        *(
+            (before, after, "fp32 in 2, clipped, 8 bits", "norms")
+            for before, after in (("two stages", "one slot"), ("one slot", "two stages"), ("two stages",) * 2)
+        ),
     ],
 )
 def test_a_checkpoint_of_stages_goes_on_with_any_number_of_them(
-    before: int, after: int, numbers: str, tmp_path: Path
+    before: str, after: str, numbers: str, model: str, tmp_path: Path
 ) -> None:
-    """With the moments of every stage."""
-    rows = [Row(numbers, ON_STAGES[pp], "odd sizes") for pp in (before, after)]
+    """With the moments of every stage, and modules' buffers; of a swap space's commit too, and in itself."""
+    rows = [Row(numbers, way, model) for way in (before, after)]
+    given = [row.given(tmp_path / f"swap {n}") for n, row in enumerate(rows)]
     assert all(row.possible for row in rows)
-    (first, batch), (then, _) = (programs(row, row.given(tmp_path)) for row in rows)
+    (first, batch), (then, _) = map(programs, rows, given)
 
     def begin(program: Program) -> list[Any]:
         state, told = steps(program, batch, begun(program), 2)
         zfunc.save(tmp_path / "saved", program, state)
+        if "swap" in given[0]:
+            zfunc.save(given[0]["swap"][0], program, state)
+            close_swap(program)
         return told
 
-    told = on_every(first, begin)[0]
+    def go_on(program: Program, path: Path) -> Result:
+        state, rest = steps(program, batch, zfunc.load(path, program))
+        made = result(program, batch, state, [*told, *rest])
+        close_swap(program)
+        return made
 
-    def go_on(program: Program) -> Result:
-        state, rest = steps(program, batch, zfunc.load(tmp_path / "saved", program))
-        return result(program, batch, state, [*told, *rest])
-
-    (got,), (expected,) = first_stage(on_every(then, go_on), {"pp": after}), plain_way(numbers, "odd sizes")
-    assert got.same(expected)
+    told, (expected,) = on_every(first, begin)[0], plain_way(numbers, model)
+    ways = [(tmp_path / "saved", then, given[1])]
+    for n, path in enumerate(given[0].get("swap", ())):
+        ways.append((path, then, rows[1].given(tmp_path / f"swap {n + 2}")))
+    if "swap" in given[0]:
+        ways.append((given[0]["swap"][0], first, given[0]))
+    for n, (path, every, settings) in enumerate(ways):
+        own = programs(rows[1], settings)[0] if n and every is then else every
+        (got,) = first_stage(on_every(own, go_on, [path] * len(own)), settings)
+        assert got.same(expected), (path, settings)
 
 
 SAME_ROWS = [

@@ -395,19 +395,18 @@ class Snapshot:
     position: TrainingPosition
     optimizer: Mapping[str, Any]
     buffers: Sequence[TensorInfo] = ()  # of modules, by full name
-    homes: Mapping[int, int] = field(
-        factory=dict[int, int]
-    )  # of pipelines over ranks: the stage of each bucket
+    # Of pipelines over ranks: the stage of each bucket, then of each of these buffers.
+    homes: Mapping[int, int] = field(factory=dict[int, int])
     pp: int = 1
 
     def slices(self, rank: int, world: int) -> list[Slice]:
-        """The slices that one rank writes, of frozen parameters too; rank 0 also writes the modules' buffers."""
+        """The slices that one rank writes, of frozen parameters too; the first one also writes modules' buffers."""
         world //= self.pp
         stage, own = divmod(rank, world)
         kinds = {b: kind for b, kind in self.kinds.items() if self.homes.get(b, stage) == stage}
         slices = [*slices_of(self.layout, kinds, own, world)]
-        for number, x in enumerate(self.buffers if rank == 0 else (), len(self.kinds)):
-            if x.numel:
+        for number, x in enumerate(self.buffers if own == 0 else (), len(self.kinds)):
+            if x.numel and self.homes.get(number, stage) == stage:
                 stored = evolve(x, name=f"{x.name}/{BUFFER}")
                 slices.append(Slice(x.name, number, BUFFER, 0, x.numel, 0, stored))
         return slices

@@ -47,7 +47,7 @@ class SwapIdentity:
     """The meaning of the bytes in a swap space: a layout, whose frozen parameters are stored in `precision`.
 
     `state_formats` are those of each bucket, where they are not all the common one; `in_fp32` the numbers of those
-    whose parameters are fp32 in any precision.
+    whose parameters are fp32 in any precision; `pp` that of pipeline stages, each on as many ranks, of several.
     """
 
     state_format: _Format
@@ -58,6 +58,7 @@ class SwapIdentity:
     frozen: _Spans
     state_formats: tuple[_Format, ...] | None = None
     in_fp32: tuple[Count, ...] | None = None
+    pp: Count | None = None
 
     def layout(self) -> Layout:
         """The layout that `swap_identity` was given, as far as slices need it."""
@@ -84,15 +85,18 @@ class CommitMetadata:
     extra: Mapping[str, Any]
 
 
-def swap_identity(layout: Layout, precision: Dtype) -> dict[str, Any]:
+def swap_identity(layout: Layout, precision: Dtype, pp: int = 1) -> dict[str, Any]:
     """The `SwapIdentity` of a layout in JSON's own types."""
     formats = tuple(x.state_format for x in layout.buckets)
     edges = [tuple((x.start, x.stop) for x in of) for of in (layout.buckets, layout.frozen_buckets)]
     spans = [tuple((x.name, x.shape, x.start, x.stop) for x in of) for of in (layout.spans, layout.frozen)]
     several = formats if len(set(formats)) > 1 else None
     fp32 = tuple(x.index for x in layout.all_buckets if x.in_fp32) or None
+    stages = pp if pp > 1 else None
     return to_plain(
-        SwapIdentity(layout.state_format, precision, edges[0], edges[1], spans[0], spans[1], several, fp32)
+        SwapIdentity(
+            *(layout.state_format, precision, edges[0], edges[1], spans[0], spans[1]), several, fp32, stages
+        )
     )
 
 
@@ -150,10 +154,14 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     layout = identity.layout()
     firsts = [*accumulate((len(x.folders) for x in headers), initial=0)]  # shards, by rank
     buckets = [x.index for x in layout.frozen_buckets]
-    in_fp32 = {b for b in buckets if MASTER in _parts(headers[0], b)}  # beside rounded ones
+    in_fp32 = {b for b in buckets if any(MASTER in _parts(x, b) for x in headers)}  # beside rounded ones
     frozen: dict[int, Dtype] = dict.fromkeys(buckets, identity.precision)
     frozen |= dict.fromkeys((b for b in buckets if b in in_fp32 or layout.all_buckets[b].in_fp32), "fp32")
-    snapshot = Snapshot(layout, stored_kinds(layout, frozen), said.position, said.optimizer)
+    if len(headers) % (pp := identity.pp or 1):
+        disk.reject(where, f"{pp} stages of {len(headers)} ranks", "a number that divides them")
+    homes = {b: x.rank * pp // x.world for x in headers for b in x.extents} if pp > 1 else {}
+    kinds = stored_kinds(layout, frozen)
+    snapshot = Snapshot(layout, kinds, said.position, said.optimizer, homes=homes, pp=pp)
 
     def places(rank: int, x: Slice) -> Iterator[StateSlice]:
         """A slice where stripes of its buffer meet."""

@@ -471,7 +471,7 @@ class OpBuilder:
         """
         layout = self.spec.layout
         extents = tuple(self.at("extent", b.index) for b in layout.all_buckets)
-        kind = "network" if self.spec.world > 1 else "write"
+        kind = "network" if self.spec.several_ranks else "write"
         norm = () if self.spec.deferred else (self.at("norm"),)
         reads = (self.at("position"), self.at("decision"), *norm, *extents)
         return Op("commit", (), kind, reads, (self.at("committed"),))

@@ -51,6 +51,10 @@ def _buffer_bytes(spec: StepSpec, s: int) -> int:
     return spec.buffer_bytes[s]
 
 
+def _home_of(spec: StepSpec, index: tuple[int, ...]) -> int:
+    return spec.home(index[-1])
+
+
 def _forward_of(spec: StepSpec, index: tuple[int, ...]) -> int:
     return spec.device_of(F, 0, index[-1])
 
@@ -67,7 +71,7 @@ def _stashed_bytes(spec: StepSpec, s: int) -> int:
 
 def _extent_bytes(spec: StepSpec, b: int) -> int:
     extent = spec.extents[b]
-    records = spec.swap_records if b == spec.first_on_disk else 0  # which is in every plan
+    records = spec.swap_records if b in spec.first_on_disk else 0  # which is in every plan
     return extent.generations * extent.nbytes + records
 
 
@@ -101,7 +105,9 @@ REGIONS: dict[str, Row] = {
     # of a bucket
     "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
     "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
-    "extent": Row(_extent_bytes, "disk", "state", "uint8", "state"),  # its state, or frozen parameters
+    "extent": Row(
+        _extent_bytes, "disk", "state", "uint8", "state", _home_of
+    ),  # its state, or frozen parameters
     "sent": Row(_none, "host"),  # and of a delivery: it orders a collective before the decision
     # of the step
     "constants": Row(lambda spec, _: spec.constant_bytes, lifetime="value"),  # of the model
@@ -456,7 +462,8 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     weights_here = {b: nbytes for b, nbytes in weights.items() if any(b in own for own in used)}
     weight_slots = slots("weight_slot", "device", usual, "params")  # of a segment that uses them
     yield Ring.reused(weight_slots, weights_here, used, settings.weight_slots, dtypes)
-    pages = {b: whole_blocks(spec.weight_bytes(b)) for b in weights if spec.params_at(b) == "disk"}
+    paged = weights_here if spec.over_ranks else weights
+    pages = {b: whole_blocks(spec.weight_bytes(b)) for b in paged if spec.params_at(b) == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
     offloaded = [b for b in spec.offloaded if not spec.over_ranks or spec.home(b) == device]

@@ -748,9 +748,6 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
         s.recompute != "all",
         "'all': backward makes a tile's forward again",
     )
-    for name in ("state_on", "params_on", "grads_on"):
-        given, why = getattr(s, name) == DISK, "1: a swap space of several stages is not supported"
-        yield "pp", s.pp != 1, name, given, why
     yield "pp", s.pp != 1, "devices", s.devices != 1, "1 of one of the two: a stage has one device"
     for name, given in (("params_on", off_device), ("accumulate", s.group_size > 1)):
         yield "stage", s.stage == 1, name, given, "2 or 3: pass one of them, or leave stage out"

@@ -332,7 +332,7 @@ class StepSpec:
     @property
     def swaps(self) -> bool:
         """Whether the state, or frozen parameters, have a place on the disk."""
-        return self.first_on_disk is not None
+        return bool(self.first_on_disk)
 
     @property
     def uses_disk(self) -> bool:
@@ -341,8 +341,9 @@ class StepSpec:
 
     @property
     def swapped(self) -> dict[int, Extent]:
-        """The extents of a rank in its swap space, by bucket."""
-        return {b: self.extents[b] for b in (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))}
+        """The extents of this rank in its swap space, by bucket."""
+        buckets = (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))
+        return {b: self.extents[b] for b in buckets if self.owns(b)}
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
@@ -376,10 +377,11 @@ class StepSpec:
         return self.dtype(b) == "bf16" and any(x.name == HIGH_HALF for x in self.state_buffers(b))
 
     @cached_property
-    def first_on_disk(self) -> int | None:
-        """The first bucket of which a step reads the disk, or None."""
+    def first_on_disk(self) -> frozenset[int]:
+        """The first bucket, if any, of which a step reads the disk; over pipeline ranks, that of each stage."""
         frozen_ones = (x.index for x in self.layout.frozen_buckets if self.params_at(x.index) == "disk")
-        return min((*self.paged, *frozen_ones), default=None)
+        there = sorted((*self.paged, *frozen_ones), reverse=True)
+        return frozenset({self.home(b) if self.over_ranks else 0: b for b in there}.values())
 
     @cached_property
     def swap_records(self) -> int:

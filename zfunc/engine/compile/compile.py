@@ -114,7 +114,7 @@ def compile(
         shares = fastest_shares(with_moments(optimizer, settings), settings, device, ranks)
         places = settings.placed(
             ranks.world,
-            disk=bool(settings.swap) and settings.pp == 1,
+            disk=bool(settings.swap),
             update_on=shares,
             tiles=tile_counts(row_tokens(example)),
         )
@@ -135,11 +135,6 @@ def compile(
         constant_bytes=sum(s.constant_bytes for s in segments),
         buffer_bytes=[s.buffer_bytes for s in segments],
     )
-    if spec.stateful and spec.over_ranks:
-        raise ValueError(
-            f"pp: got {settings.pp} with buffers that forward changes in segment "
-            f"{segments[spec.stateful[0]].name!r} (running statistics), expected 1: pass devices= in one process"
-        )
     if spec.stateful and spec.swaps:
         raise ValueError(
             f"state_on: got {settings.state_on!r} with buffers that forward changes in segment "

@@ -127,6 +127,7 @@ class ProgramCache:
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
+    slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
     released: tuple[Region, ...] = ()  # what of it `release` has freed
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
@@ -200,30 +201,37 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
     if program.cache.released:
         staging.update(allocate(program.cache.released))
         program.cache.released = ()
-    if shaped is not None and (regions := _without_slots(program, shaped)):
+    if shaped is not None and _lacks_slots(program, shaped):
         for r in [r for r in staging if r.role == "act"]:  # before the new ones are allocated
             del staging[r]
-        staging.update(allocate_on_all(program, partial(allocate, regions)))
+        program.cache.slots.clear()
+        staging.update(allocate_on_all(program, partial(allocate, _slots(shaped.plan))))
+        program.cache.slots |= {r: r.nbytes for r in _slots(shaped.whole)}
     return staging
 
 
 def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
-    """The buffers of segment `s` that forward changes, by short name: views of a State's memory."""
-    like = program.calls[s].buffers
-    return buffer_views(buffers.memory[Region("module_buffers", (s,))], like) if like else {}
+    """The buffers of segment `s` that forward changes, by short name: views of a State's memory, unless another
+    rank has them."""
+    flat = buffers.memory.get(Region("module_buffers", (s,)))
+    return {} if flat is None else buffer_views(flat, program.calls[s].buffers)
 
 
-def _without_slots(program: Program, shaped: ShapedProgram) -> list[Region]:
-    """The regions of all activation slots if they have to be allocated, or anew; else none."""
-    slots, regions = program.cache.staging, [r for r in shaped.plan.graph.regions if r.role == "act"]
-    return [] if all(r in slots and slots[r].nbytes >= r.nbytes for r in regions) else regions
+def _slots(plan: Plan) -> list[Region]:
+    """The regions of all activation slots."""
+    return [r for r in plan.graph.regions if r.role == "act"]
+
+
+def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
+    """Whether activation slots have to be allocated, or anew: of some stage, which all of them know."""
+    return any(program.cache.slots.get(r, -1) < r.nbytes for r in _slots(shaped.whole))
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
     """The bytes of a step's peaks that are allocated before it: kept regions, but for too small slots."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
-    if new := _without_slots(program, shaped):
-        for r in new:
+    if _lacks_slots(program, shaped):
+        for r in _slots(shaped.plan):
             allocated[r.place] -= r.nbytes
         for r, slot in program.cache.staging.items():
             allocated[r.place] += slot.nbytes if r.role == "act" else 0  # freed before

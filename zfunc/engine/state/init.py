@@ -73,9 +73,8 @@ def _initialized(
     drawn: dict[int, int] = {}  # both halves of a block draw as it does whole
     for s, segment in enumerate(program.segments):
         place = drawn.setdefault(id(segment.initial), len(drawn))
-        if segment.buffers:
-            first = {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()}
-            copy_buffers(module_buffers(program, buffers, s), first)
+        if into := module_buffers(program, buffers, s):
+            copy_buffers(into, {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()})
         values = _own_values(segment, fold_seed(seed, "init", place), params)
         for name in sorted(values, key=lambda x: layout.bucket_of(spans[x]).index):  # one bucket at a time
             if program.spec.owns(layout.bucket_of(spans[name]).index):
@@ -113,7 +112,7 @@ def allocate_state(
     If its state is on the disk, it is in a new swap space, unless one is passed.
     """
     if swap is not None:
-        masters = masters_in(swap, program.spec)
+        masters = masters_in(swap, program.spec, program.ranks)
     spec = evolve(program.spec, frozen_masters=masters)
     peaks = peak_memory(program.plan)
     more = sum(

@@ -24,6 +24,7 @@ from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_n
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.layout import Parameter
+from zfunc.core.pipeline import F
 from zfunc.core.recipes import checkpoint
 from zfunc.engine.compile.program import (
     Program,
@@ -104,12 +105,18 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
     frozen: dict[int, Dtype] = {x.index: program.settings.dtype_of(x) for x in program.layout.frozen_buckets}
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")
+    homes = dict(state.buffers.homes)
+    if homes:
+        of_buffers = [
+            program.spec.device_of(F, 0, s) for s, x in enumerate(program.segments) for _ in x.buffers
+        ]
+        homes |= enumerate(of_buffers, len(program.layout.all_buckets))
     snapshot = Snapshot(
         layout=program.layout,
         kinds=stored_kinds(program.layout, frozen, ema=program.spec.settings.ema is not None),
         position=state.position,
         optimizer=optimizer_settings(program, state.step),
-        homes=state.buffers.homes,
+        homes=homes,
         pp=program.settings.pp,
         buffers=[
             TensorInfo(name, SAFETENSORS_TYPES[t.dtype], t.shape)
@@ -189,8 +196,8 @@ def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict:
     """Returns what `fill_state` does."""
     saved = checkpoint.manifest.buffers
     for s, segment in enumerate(program.segments):
-        into = module_buffers(program, buffers, s)
-        copy_buffers(into, segment.buffers)
+        if into := module_buffers(program, buffers, s):
+            copy_buffers(into, segment.buffers)
         fill_buffers(
             checkpoint, {x: t for short, t in into.items() if (x := f"{segment.name}.{short}") in saved}
         )

@@ -135,6 +135,7 @@ class Buffers:
     owner: Ownership = field(factory=Ownership)
     compared: bool = False  # whether the weights have been compared with the other ranks'
     on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
+    swap: SwapSpace | None = None  # with that, or of a rank that has no bucket
     homes: Mapping[int, int] = field(
         factory=dict[int, int]
     )  # of pipelines over ranks: the stage of each bucket
@@ -284,7 +285,7 @@ def allocate(
     on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
     homes = {} if spec.stage is None else {x.index: spec.home(x.index) for x in layout.all_buckets}
-    buffers = Buffers({}, on_disk=on_disk, masters=spec.frozen_masters, homes=homes)
+    buffers = Buffers({}, on_disk=on_disk, swap=swap, masters=spec.frozen_masters, homes=homes)
     buffers.place(memory, layout)
     for bucket in (x for x in layout.buckets if spec.owns(x.index)):
         if bucket.index not in buffers.weights and spec.params_at(bucket.index) != "disk":

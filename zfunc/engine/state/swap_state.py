@@ -1,5 +1,6 @@
 """A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
 
+import json
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -69,8 +70,7 @@ def open_swap(program: Program) -> SwapSpace:
 
 def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None = None) -> None:
     """Make `state` the one that the disk has, if the program has a swap space. A collective."""
-    swap = next((x.swap for x in state.buffers.on_disk.values()), None)
-    if swap is None:
+    if (swap := state.buffers.swap) is None:
         return
     all_or_none(program.ranks, partial(_write_missing, program, state, swap))
     commit_on_all(program.ranks, swap, commit_metadata(program, state, extra or {}))
@@ -140,15 +140,17 @@ def close_swap(program: Program) -> None:
     program.cache.swap = None
 
 
-def masters_in(swap: SwapSpace, spec: StepSpec) -> frozenset[int]:
-    """The frozen buckets of which a swap space has fp32 values too."""
-    extents = {x.index: swap.header.extents[x.index] for x in spec.layout.frozen_buckets}
-    return frozenset(b for b, x in extents.items() if any(part.name == MASTER for part in x.parts))
+def masters_in(swap: SwapSpace, spec: StepSpec, ranks: RankGroup) -> frozenset[int]:
+    """The frozen buckets of which a swap space has fp32 values too, on any rank: a collective."""
+    frozen, extents = [x.index for x in spec.layout.frozen_buckets], swap.header.extents
+    own = [b for b in frozen if b in extents and any(part.name == MASTER for part in extents[b].parts)]
+    return frozenset(b for text in ranks.texts(json.dumps(own)) for b in json.loads(text))
 
 
 def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
     """The header of a rank's swap space for a State of this spec."""
-    identity, ranks = swap_identity(program.layout, program.settings.precision), program.ranks
+    settings, ranks = program.settings, program.ranks.job
+    identity = swap_identity(program.layout, settings.precision, settings.pp)
     return new_header(
         swap_folders(program),
         identity=identity,

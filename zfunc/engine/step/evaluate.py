@@ -10,11 +10,18 @@ from torch.utils._pytree import tree_map_only
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.pipeline import F
 from zfunc.engine.compile.passes import loss_and_aux
-from zfunc.engine.compile.program import Program, check_owner, module_buffers, on_compute_stream
+from zfunc.engine.compile.program import Program, check_owner, on_compute_stream
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes
-from zfunc.engine.state.weights import bucket_weights, gathered, parameter_weights, rounded, segment_weights
+from zfunc.engine.state.weights import (
+    bucket_weights,
+    gathered,
+    module_buffers_of,
+    parameter_weights,
+    rounded,
+    segment_weights,
+)
 from zfunc.engine.step.batches import Batch, unpacked
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.options import one_of
@@ -102,14 +109,22 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     """The buffers that forward changes, by full name: copies on the host, such as `zfunc.init` takes in `params`.
 
     They are running statistics and spectral norm's vectors; other buffers are constants. Of several ranks each has
-    those of the setting `sync_buffers`. Raises DonatedStateError for a used state.
+    those of the setting `sync_buffers`; of pipeline stages on ranks, which have to call this together, those of
+    all. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "buffers")
+    if program.spec.over_ranks:
+        program.ranks.agree("buffers")
     return {
         f"{segment.name}.{short}": t.to("cpu", copy=True)
         for s, segment in enumerate(program.segments)
-        for short, t in module_buffers(program, state.buffers, s).items()
+        for short, t in _module_buffers(program, state, s).items()
     }
+
+
+def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]:
+    like = program.calls[s].buffers
+    return module_buffers_of(state.buffers, program.spec, s, like, program.ranks)
 
 
 def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = False) -> Any:
@@ -165,7 +180,7 @@ def outputs(
             x, extra = tree_map_only(Tensor, lambda t, there=device: t.to(there), (x, extra))
             views = segment_weights(state.buffers, program.spec, s, device, program.ranks, ema=ema)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
-            kept = module_buffers(program, state.buffers, s)
+            kept = {x: t.to(device) for x, t in _module_buffers(program, state, s).items()}
             x = call.evaluate({**weights, **call.constants_on[n], **kept}, x, *extra)
             del views, weights  # before the next segment's are there
         record_use(device, x)

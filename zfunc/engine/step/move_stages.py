@@ -180,8 +180,8 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
         return  # the step will be refused, with its state
-    swap = next(mem[r] for r in op.reads if r.buffer == "extent").swap
-    metadata: Any = mem[op.read("position")](decision)
+    swap, record = mem[op.read("position")]
+    metadata: Any = record(decision)
     if metadata is not None:
         commit_on_all(step.ranks, swap, metadata)
     mem[op.write("committed")] = metadata

@@ -244,11 +244,12 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
 def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
     """Write the buffers that forward changes to the checkpoint."""
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
-    number = len(step.layout.all_buckets)
-    for r in op.operands("module_buffers"):
-        for t in buffer_views(mem[r], step.calls[r.index[0]].buffers).values():
-            checkpoint.write(number, {BUFFER: t.flatten()})
-            number += 1
+    number, own = len(step.layout.all_buckets), {r.index[0]: r for r in op.operands("module_buffers")}
+    for s, call in enumerate(step.calls):
+        views = buffer_views(mem[own[s]], call.buffers).values() if s in own else ()
+        for n, t in enumerate(views, number):
+            checkpoint.write(n, {BUFFER: t.flatten()})
+        number += len(call.buffers)
     mem[op.write("written_buffers")] = None
 
 

@@ -123,7 +123,7 @@ def _train_step(
             return None
         return commit_metadata(program, now, {} if committed is None else committed.extra)
 
-    own[Region("position")] = commit_record
+    own[Region("position")] = state.buffers.swap, commit_record
     own[Region("checkpoint")] = writer = None if save is None else begin_save(program, state, save)
 
     # 3. The run, and what has become of the State.
