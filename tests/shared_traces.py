@@ -43,11 +43,11 @@ def _shareable(segment: Segment) -> bool:
 
 
 def _shared_calls(
-    segments: Any, spec: StepSpec, devices: Any, _joints: Any = None
+    segments: Any, spec: StepSpec, devices: Any, _joints: Any = None, **how: Any
 ) -> tuple[CompiledSegment, ...]:
     settings = spec.settings
     way = settings.compile_segments, settings.deterministic, devices[0], accelerator._GROUPED.get()
-    return _calls([_with_earliest(x, way) for x in segments], spec, devices)
+    return _calls([_with_earliest(x, way) for x in segments], spec, devices, **how)
 
 
 def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:

@@ -13,7 +13,9 @@ from zfunc.optim.adamw import AdamW
 from zfunc.planner.traced_costs import traced_costs
 
 NONE, ALL = {"recompute": "none"}, {"recompute": "all"}
-MOVING = {"recompute": "min-cut", "activations_on": "host"}
+MOVED = {"activations_on": "host"}
+MOVING = {"recompute": "min-cut", **MOVED}
+SPLIT = {"devices": 2, "order": "DualPipeV", "micro_batches": 4}
 
 # rows; vocabulary, tokens, layers, width, heads; whether an accelerator computes, and the settings
 CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
@@ -24,6 +26,9 @@ CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
     "compiled": (4, (301, 24, 2, 48, 3), True, [{**ALL, "compile_segments": True}]),
     "ones": (1, (1, 1, 1, 1, 1), False, [ALL]),
     "logits in pieces": (4, (50257, 512, 1, 40, 2), False, [NONE, MOVING]),
+    "halves": (4, (301, 24, 2, 48, 3), False, [x | SPLIT for x in (NONE, ALL, MOVING, ALL | MOVED)]),
+    "halves, fp32": (4, (301, 24, 2, 48, 3), True, [x | SPLIT | {"precision": "fp32"} for x in (NONE, ALL)]),
+    "halves, logits in pieces": (8, (50257, 512, 2, 40, 2), True, [NONE | SPLIT, MOVING | SPLIT]),
 }
 
 

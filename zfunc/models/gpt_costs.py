@@ -71,18 +71,17 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
             return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
-        recompute, compiled, moving, *_ = passes_key(settings)
+        recompute, compiled, moving, *_ = passes_key(settings, spec.split)
 
         @cache  # blocks are alike
-        def cost(kind: str, returned: int) -> SegmentCost:
+        def cost(kind: str, grads: int, split: bool) -> SegmentCost:
             # The partitioner of min-cut makes what is written in place anew.
             passes = _Passes(kind, dict(sizes), in_place=recompute != "min-cut", on_gpu=on_gpu)
             repeats = recompute == "all" and kind != "head"
-            return passes.cost(returned, repeats=repeats, moving=moving, compiled=bool(compiled))
+            return passes.cost(grads, repeats=repeats, moving=moving, compiled=bool(compiled), split=split)
 
-        passed = _held(_product("eTH", sizes))  # the gradient of an input
         kinds = ["embed", *["block"] * config.num_layers, "head"]
-        costs = [cost(kind, spec.grad_bytes[s] + passed * (s > 0)) for s, kind in enumerate(kinds)]
+        costs = [cost(kind, spec.grad_bytes[s], s in spec.split) for s, kind in enumerate(kinds)]
         return StepCosts(costs, _held(8 * tokens))
 
     tokens, counts = rows * config.seq_length, tile_counts(config.seq_length)
@@ -155,24 +154,38 @@ class _Passes:
     on_gpu: bool
     tensors: dict[str, list[_Tensor]] = field(factory=dict[str, list[_Tensor]])
 
-    def cost(self, returned: int, *, repeats: bool, moving: bool, compiled: bool) -> SegmentCost:
-        """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there)."""
-        weights = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
-        given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {weights}"))
+    def cost(self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool) -> SegmentCost:
+        """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there), whose
+        backward returns so many bytes of gradients of weights."""
+        parameters = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
+        given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {parameters}"))
         self.tensors |= {x: [_Tensor(n, given=True)] for x, n in given.items()}
-        inputs, (of_forward, of_backward) = self.tensors[next(iter(given))][0], self._lines()
+        (inputs, *weights), (of_forward, of_backward) = [self.tensors[x][0] for x in given], self._lines()
         forward, (y,) = [*self._read(of_forward)], self.tensors["y"]
         self.tensors["d_y"] = [_Tensor(y.nbytes)]
         backward = [*self._read(of_backward)]
-        results = {self.tensors[f"d_{x}"][-1] for x in given if f"d_{x}" in self.tensors}
+        below, *made = (self.tensors.get(f"d_{x}", [])[-1:] for x in given)
+        below, made = {*below}, {t for one in made for t in one}
         own, read = {t for x in forward for t in x.makes}, {t for x in backward for t, _ in x.reads}
         residuals = {t for t in read if not repeats and (t in own or t.given)}
         kept = {t for t in residuals if not t.given}
         backward = [*(_needed(forward, read) if repeats else ()), *backward]
-        residual_bytes = sum(t.held for t in kept)
+        first, second, pending = _halves(backward, below, made, {*weights} if repeats else set())
+        copies = {
+            t: _Tensor(t.nbytes) for t in pending & residuals if moving
+        }  # of memory that is filled anew
+        first += [_Operation([(t, t.nbytes)], [(x, x.nbytes)], [x], 0, [], 0) for t, x in copies.items()]
+        pending = pending - {*copies} | {*copies.values()}
+        residual_bytes, passed, pending_bytes = (sum(t.held for t in x) for x in (kept, below, pending))
+        halves = (
+            _cost(first, below | pending, passed + pending_bytes, compiled),
+            _cost(second, made, grads, compiled),
+        )
         return SegmentCost(
             _cost(forward, kept | {y}, y.held + residual_bytes, compiled),
-            _cost(backward, results, returned, compiled),
+            _cost(backward, below | made, grads + passed, compiled),
+            *(halves if split else ()),
+            pending_bytes=pending_bytes if split else 0,
             input_bytes=inputs.held,
             residual_bytes=residual_bytes,
             stash_bytes=sum(t.held for t in {inputs, *(t for t in residuals if not (moving and t.given))}),
@@ -232,14 +245,30 @@ class _Passes:
         return [(t, min(t.nbytes, _product(size, self.sizes)) if size else t.nbytes)]
 
 
-def _needed(forward: list[_Operation], needed: set[_Tensor]) -> list[_Operation]:
-    """The operations of forward that backward repeats."""
+def _needed(operations: list[_Operation], needed: set[_Tensor]) -> list[_Operation]:
+    """The operations that make what is needed: of forward, those that backward repeats."""
     kept: list[_Operation] = []
-    for operation in reversed(forward):
-        if needed & {*operation.makes}:
+    for operation in reversed(operations):
+        if not needed.isdisjoint(t for t, _ in operation.writes):
             kept.append(operation)
             needed = needed | {t for t, _ in operation.reads}
     return kept[::-1]
+
+
+def _halves(
+    backward: list[_Operation], below: set[_Tensor], made: set[_Tensor], weights: set[_Tensor]
+) -> tuple[list[_Operation], list[_Operation], set[_Tensor]]:
+    """The halves of a backward as `recompute.split_backward` cuts it, which makes gradients of what is `below` and
+    of weights, and what the second takes over from the first. The second does not read these `weights`."""
+    held = weights | {t for x in backward if not x.makes for t, _ in x.writes}
+    touches = (x for x in backward if not held.isdisjoint(t for t, _ in (*x.reads, *x.writes)))
+    early = below | {t for x in touches for t, _ in x.writes}
+    first = {*_needed(backward, early)}
+    early |= {t for t in made if not any(x.flops for x in _needed(backward, {t}) if x not in first)}
+    first = _needed(backward, early)
+    second = [x for x in backward if x not in {*first}]
+    read = {t for x in second for t, _ in x.reads}
+    return first, second, (read | made) - {t for x in second for t in x.makes}
 
 
 def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:

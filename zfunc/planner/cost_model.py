@@ -17,12 +17,10 @@ from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
-from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep, step_of
 from zfunc.planner.profile import Profile
-from zfunc.schedules import order_name
 
 
 def precision_for(machine: Profile | Hardware, precision: str) -> str:
@@ -106,12 +104,8 @@ class CostModel:
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
-        if spec.split:
-            raise PlanError(
-                f"order: got {order_name(settings.order)!r}, whose backward is split, expected one of whole "
-                "backwards: zfunc.compile has the costs of halves, a plan has not"
-            )
-        by_mode = {x: self._traced(evolve(settings, recompute=x)) for x in settings.recompute.split(",")}
+        modes = settings.recompute.split(",")
+        by_mode = {x: self._traced(evolve(settings, recompute=x), spec.split) for x in modes}
         count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
         return evolve(
@@ -125,9 +119,9 @@ class CostModel:
     def _on_gpu(self, settings: StepSettings) -> bool:
         return not self.hardware(settings).unified
 
-    def _traced(self, settings: StepSettings) -> StepSpec:
-        """A spec with the costs of segments that all recompute the same."""
-        key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings)
+    def _traced(self, settings: StepSettings, split: frozenset[int]) -> StepSpec:
+        """A spec with the costs of segments that all recompute the same, those of halves of what is `split`."""
+        key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings, split)
         if key not in self._costs:
             on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
             self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)

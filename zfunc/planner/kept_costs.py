@@ -101,9 +101,8 @@ def kept_trace(asked: Sequence[Any], trace: Tracer) -> Tracer:
     """`trace`, where its costs of this batch and model, `asked` of it before, are not kept."""
 
     def costs(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
-        kinds = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings)
-        return kept(
-            [*asked, *kinds, on_gpu, grouped], lambda: trace(settings, spec, on_gpu, grouped), StepCosts
-        )
+        kinds = settings.precision, settings.fp32_params, settings.micro_batches
+        question = *asked, *kinds, *passes_key(settings, spec.split), on_gpu, grouped
+        return kept(question, lambda: trace(settings, spec, on_gpu, grouped), StepCosts)
 
     return costs

@@ -39,11 +39,11 @@ def traced_costs(
     """The costs of segments with one rank's batch `(inputs, targets)`, of which only shapes count."""
     programs: dict[tuple[Any, ...], Program] = {}
 
-    def program_of(settings: StepSettings, kernels: bool | None) -> Program:
+    def program_of(settings: StepSettings, kernels: bool | None, split: Collection[int]) -> Program:
         """The segments, checked, with the passes for what of the settings these depend on. All for the same kernels
         share what is traced, however they recompute."""
-        recompute, compiled, moving, tiles, _ = passes_key(settings)
-        if (key := (kernels, recompute, compiled, moving, tiles)) not in programs:
+        recompute, compiled, moving, tiles, _, split = passes_key(settings, split)
+        if (key := (kernels, recompute, compiled, moving, tiles, split)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")
             passes = StepSettings(
@@ -52,16 +52,15 @@ def traced_costs(
                 tiles=tiles,
                 activations_on="host" if moving else "device",
             )
-            calls = segment_calls(
-                base.segments, evolve(base.spec, settings=passes), base.devices, base.cache.joints
-            )
+            given = base.segments, evolve(base.spec, settings=passes), base.devices, base.cache.joints
+            calls = segment_calls(*given, split=split)
             programs[key] = evolve(base, calls=calls)
         return programs[key]
 
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kernels = grouped if on_gpu else None
         with modelled(kernels):
-            program = evolve(program_of(settings, kernels), spec=spec)
+            program = evolve(program_of(settings, kernels, spec.split), spec=spec)
             micro = split_batch(example, settings.micro_batches)[0]
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
         return StepCosts(found.costs, found.target_bytes, found.aux)

@@ -155,7 +155,7 @@ def compile(
     default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=segment_calls(segments, spec, devices),
+        calls=segment_calls(segments, spec, devices, split=spec.split),
         optimizer=optimizer,
         schedule=schedule,
         devices=devices,

@@ -4,7 +4,7 @@ Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy":
 reported, as means over micro-batches and ranks, and have no gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -27,9 +27,11 @@ def segment_calls(
     spec: StepSpec,
     devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
+    *,
+    split: Collection[int],
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their forward and backward; equal segments share these, to be traced or compiled once; with
-    the same `joints` also those that recompute otherwise."""
+    """The segments with their forward and backward, which may be `split`; equal segments share these, to be traced
+    or compiled once; with the same `joints` also those that recompute otherwise."""
     settings, layout, last = spec.settings, spec.layout, len(segments) - 1
     compiled = settings.compile_segments
     modes = settings.recompute_modes(len(segments))
@@ -38,7 +40,7 @@ def segment_calls(
     calls: list[CompiledSegment] = []
     for s, segment in enumerate(segments):
         function = checked(segment, s == last)
-        options = modes[s], s > layout.first_trainable, s == last, s in spec.split
+        options = modes[s], s > layout.first_trainable, s == last, s in split
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
             make = partial(

@@ -25,11 +25,14 @@ from zfunc.schedules import make_order
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
-def passes_key(settings: StepSettings) -> tuple[str, bool | str, bool, int, str]:
-    """The settings that forward and backward depend on; only residuals depend on whether these move, and only costs
-    on where keys are."""
-    moving = settings.recompute == "min-cut" and settings.moves
-    return settings.recompute, settings.compile_segments, moving, settings.tiles, settings.keys_on
+def passes_key(
+    settings: StepSettings, split: Collection[int]
+) -> tuple[str, bool | str, bool, int, str, tuple[int, ...]]:
+    """The settings that forward and backward depend on, and the segments whose backward is `split`; only residuals,
+    and what is kept between halves, depend on whether these move, and only costs on where keys are."""
+    moving = settings.moves and (settings.recompute == "min-cut" or bool(split))
+    of_settings = settings.recompute, settings.compile_segments, moving, settings.tiles, settings.keys_on
+    return *of_settings, tuple(sorted(split))
 
 
 def make_spec(
