@@ -251,6 +251,12 @@ WAYS: dict[str, Settings] = {
     "three stages, state on the disk, from the host": {
         **{"pp": 3, "state_on": "disk", "params_on": "host", "bucket_size": 300, "commit_every": 3},
     },
+    "two stages, down a V and up": {
+        "pp": 2,
+        "order": "DualPipeV",
+        "activations_on": "host",
+        "bucket_size": 400,
+    },
     "three stages, half updated there": {
         **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "offload_ratio": 0.7},
     },
@@ -314,12 +320,15 @@ class Row:
         given = self.settings
         if "optimizer" in given and self.model != "odd sizes":
             return False  # its rules are of those parameters
-        if "tiles" in given and self.model != "tied GPT":
-            return False  # a batch of no rows of tokens, or attention with dropout
-        if "devices" in given and "params_on" not in given and self.model in TIED:
-            return False  # a weight of both devices
-        if "pp" in given and (self.model in TIED or given["pp"] * self.world > 4):
-            return False  # a weight of two stages
+        if "tiles" in given and (
+            self.model != "tied GPT" or given.get("order") in ("ZeroBubble", "DualPipeV")
+        ):
+            return False  # a batch of no rows of tokens, or attention with dropout; a backward in two halves
+        apart = self.model in TIED and (self.model == "pairs" or given.get("order") != "DualPipeV")
+        if apart and ("pp" in given or ("devices" in given and "params_on" not in given)):
+            return False  # a weight of both devices, or of two stages
+        if given.get("pp", 1) * self.world > 4:
+            return False  # threads enough
         if ":" in given.get("order", "") and self.model != "odd sizes":
             return False  # of another number of segments
         if "state_on" in given and self.model == "norms":
