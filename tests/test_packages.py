@@ -52,7 +52,7 @@ BUDGETS = {
     "models": 3_000,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_650,
+    "tests": 36_700,
 }
 
 
