@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_300,
     "optim": 2_970,
     "checkpoint": 3_020,
-    "engine": 8_480,
+    "engine": 8_650,
     "viz": 1_000,
     "planner": 3_100,
-    "models": 3_000,
+    "models": 3_010,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_700,
+    "tests": 36_730,
 }
 
 

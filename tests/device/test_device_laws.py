@@ -32,7 +32,7 @@ from zfunc.cli.commands import doctor
 from zfunc.core.extents import whole_blocks
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile import vjp
+from zfunc.engine.compile import row_attention, vjp
 from zfunc.engine.compile.fit_to_memory import measured_rates
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
@@ -295,7 +295,13 @@ class InPieces(Head):
 
 
 def gpt(
-    device: str, layers: int = 8, *, head: type[Head] = Head, tied: bool = True, **settings: Any
+    device: str,
+    layers: int = 8,
+    *,
+    head: type[Head] = Head,
+    tied: bool = True,
+    packed: bool = False,
+    **settings: Any,
 ) -> tuple[Any, Any]:
     """A GPT of 100 million parameters; of 100,000 for the pretend device."""
     hidden, length = (1024, 512) if device == "cuda" else (64, 32)
@@ -324,7 +330,8 @@ def gpt(
         **settings,
     )
     tokens = torch.randint(0, 512, (8, length + 1), generator=torch.Generator().manual_seed(0))
-    return program, (tokens[:, :-1], tokens[:, 1:])
+    ids, places = tokens[:, :-1], torch.arange(length).repeat(8, 1) % (length - 12)
+    return program, ({"input_ids": ids, "position_ids": places} if packed else ids, tokens[:, 1:])
 
 
 def overlap(timeline: Timeline, one: str, other: str) -> float:
@@ -366,6 +373,8 @@ DEALT: list[dict[str, Any]] = [
         {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
+        *({"recompute": how, "packed": True} for how in ("none", "all", "min-cut")),
+        {"tiles": 4, "recompute": "all", "packed": True},
         {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
         {"tiles": 4, "recompute": "all"},
         {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0},
@@ -374,8 +383,11 @@ DEALT: list[dict[str, Any]] = [
         *({"devices": 3, "micro_batches": 4, "params_on": "host", **more} for more in DEALT),
     ],
 )
-def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
-    """To the byte on the pretend device, whose allocator counts exactly."""
+def test_peak_memory_is_as_planned(
+    device: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte on the pretend device, whose allocator counts exactly, and which attends documents by tiles."""
+    monkeypatch.setattr(row_attention, "TILE", 6)
     check_peak(device, *gpt(device, **settings))
 
 

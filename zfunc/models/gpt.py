@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.segment import Segment, segment
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss import linear_next_token_loss, summed_targets
-from zfunc.models.sequences import KVCache, document_mask
+from zfunc.models.sequences import KVCache, documents_of
 
 _INIT_STD = 0.02
 Passed = Tensor | tuple[Tensor, Tensor]
@@ -107,8 +108,14 @@ class Block(nn.Module):
         alone = cache is None or not cache.advanced(x.shape[1])  # else one token, which sees all before it
         if cache is not None:
             k, v = cache.extended(k, v)
-        mask = None if positions is None else document_mask(positions)
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate, is_causal=alone and mask is None)
+        seen = None if positions is None else documents_of(positions)
+        if seen is not None and not rate:
+            y = attend_row(q, k, v, seen.first)
+        else:
+            mask = None if seen is None else seen.mask(q)
+            y = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p=rate, is_causal=alone and mask is None
+            )
         return self.attn_out(y.transpose(1, 2).flatten(-2))
 
 

@@ -4,7 +4,7 @@ Tokens of several documents come with `position_ids`, which start at 0 in each, 
 """
 
 import torch
-from attrs import define
+from attrs import define, frozen
 from torch import Tensor
 
 
@@ -33,24 +33,29 @@ class KVCache:
         return keys, values
 
 
-def document_mask(position_ids: Tensor) -> Tensor:
-    """Who attends to whom, bool [batch, 1, seq, seq], of `position_ids` [batch, seq].
+@frozen(eq=False)
+class Seen:
+    """What tokens attend to: themselves and those before, from the `first` [batch, seq] of their documents on,
+    `window` tokens at most. Attention of rows takes it without a mask (zfunc/engine/compile/row_attention.py)."""
 
-    A token (a row) attends to those (columns) of its own document, up to itself.
+    first: Tensor | None = None
+    window: int | None = None
 
-    >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    """
-    at = torch.arange(position_ids.shape[-1], device=position_ids.device)
-    starts = at - position_ids  # where a token's document begins
-    own = starts[:, :, None] == starts[:, None, :]
-    return made_of((own & (at[:, None] >= at))[:, None], starts)
+    def mask(self, query: Tensor) -> Tensor:
+        """Who attends to whom, bool [batch or 1, 1, seq, seq], of queries [batch, heads, seq, head_size].
+
+        >>> documents_of(torch.tensor([[0, 1, 0]])).mask(torch.ones(1, 1, 3, 4))[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        """
+        at = torch.arange(query.shape[2], device=query.device)
+        seen = (at[:, None] >= at)[None]  # a row attends to columns
+        if self.window is not None:
+            seen = seen & (at[:, None] - self.window < at)
+        if self.first is not None:
+            seen = seen & (at >= self.first[..., None])
+        return seen[:, None]
 
 
-def made_of(mask: Tensor, first: Tensor | None, window: int | None = None) -> Tensor:
-    """A causal `mask`, with what it is made of: the `first` tokens [batch, seq] of documents, a `window` of tokens.
-
-    A segment in tiles reads this, and the mask is never made.
-    """
-    mask.made_of = first, window  # type: ignore[attr-defined]
-    return mask
+def documents_of(position_ids: Tensor) -> Seen:
+    """The documents of rows, by their `position_ids` [batch, seq]: a token attends to those of its own."""
+    return Seen(torch.arange(position_ids.shape[-1], device=position_ids.device) - position_ids)

@@ -8,6 +8,7 @@
     tiles                   a segment whose rows of tokens pass in tiles
     tile_cut                their forward, cut at attention; what cannot pass in tiles
     tile_attention          attention of a tile of queries over all keys so far
+    row_attention           attention of rows with documents or a window, as one operation
     tile_keys               keys and values of their rows, by parts
     tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data

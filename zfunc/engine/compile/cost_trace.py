@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
 from zfunc.core.traffic import Traffic
+from zfunc.engine.compile.row_attention import MADE_OF
 from zfunc.engine.compile.tensor_memory import COUNTED, FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentVJP, SegmentWeights, differentiated
@@ -79,6 +80,9 @@ class AllocationTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MADE_OF:
+            with self:
+                return MADE_OF[func](*args)
         out = func(*args, **(kwargs or {}))
         times = COUNTED.get()
         flops = times * flops_of(func, args, kwargs or {}, out)

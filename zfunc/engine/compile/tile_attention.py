@@ -20,6 +20,7 @@ from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
 Keys = DeviceKeys | HostKeys
+FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
 ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
 
@@ -43,7 +44,7 @@ class View:
         """The keys to look at: the tile's own first, of which every query sees one, then those before."""
         yield self.at, self.at + tile
         seen = 0 if self.window is None else max(0, self.at - self.window + 1) // tile * tile
-        yield from ((i, i + tile) for i in range(seen, self.at, tile))
+        yield from ((i, min(i + tile, self.at)) for i in range(seen, self.at, tile))
 
 
 @frozen(eq=False)
@@ -75,7 +76,7 @@ class Pair:
 
 def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
     """The attention of queries `q` [batch, heads, tile, features] over keys and values of a row."""
-    if _by_ranges(q, row, view):
+    if by_ranges(q, row, view):
         return _attend_ranges(q, row, view)
     out = lse = None
     for pair, _ in _pairs(q, row, view):
@@ -94,7 +95,7 @@ def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
 def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
     """The gradient of the queries of one tile. Those of keys and values are added to the sums of the row."""
     q, view = tile.q, tile.view
-    if _by_ranges(q, row, view):
+    if by_ranges(q, row, view):
         return _pull_ranges(cotangent, tile, row)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
@@ -118,6 +119,20 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
         if isinstance(row, HostKeys):
             row.host.count(k, v, *own, *own)
         yield Pair(q, k, v, view, part), own
+        COUNTED.reset(before)
+
+
+def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
+    """The numbers of the tiles. Of `fake` tensors a few, counted as all: but for the last tile, costs grow evenly
+    behind the first ones, which are `grown`."""
+    between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
+    if between > FEW and fake:
+        ends = {grown: between // 2, tiles - 2: between // 2}
+        middle = {(tiles - 1 + grown) // 2: 1} if between % 2 else {}
+        times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, tiles - 1: 1}.items()))
+    for i in reversed(times) if backward else times:
+        before = COUNTED.set(times[i])
+        yield i
         COUNTED.reset(before)
 
 
@@ -159,35 +174,52 @@ class _InTorch:
 
 def _scores(pair: Pair) -> Tensor:
     """fp32 [batch, key heads, group, tile, keys]; minus infinity where a query does not see a key."""
-    q, k, view = pair.q, pair.k, pair.view
-    grouped = q.unflatten(1, (k.shape[1], -1)).float()
-    scores = grouped @ k.float().transpose(2, 3)[:, :, None] * view.scale
-    rows = torch.arange(view.at, view.at + q.shape[2], device=q.device)[:, None]
-    columns = torch.arange(*pair.part, device=q.device)
+    grouped = pair.q.unflatten(1, (pair.k.shape[1], -1)).float()
+    scores = grouped @ pair.k.float().transpose(2, 3)[:, :, None] * pair.view.scale
+    return scores.masked_fill_(_hidden(pair)[:, None, None], -torch.inf)
+
+
+def _hidden(pair: Pair) -> Tensor:
+    """Bool [batch or 1, tile, keys]: the keys that a query does not see."""
+    view, device = pair.view, pair.q.device
+    rows = torch.arange(view.at, view.at + pair.q.shape[2], device=device)[:, None]
+    columns = torch.arange(*pair.part, device=device)
     hidden = (columns > rows)[None]
     if view.first is not None:
         hidden = hidden | (columns < view.first[..., None])
     if view.window is not None:
         hidden = hidden | (columns <= rows - view.window)
-    return scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    return hidden
 
 
 # --- fused kernels ----------------------------------------------------------------------------------------------
 
 
 class _OnCpu:
-    """The CPU's flash attention, of as many heads of keys as of queries."""
+    """The CPU's flash attention, of as many heads of keys as of queries; it gets a mask of a pair that hides more
+    than what is behind."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
-        run = aten._scaled_dot_product_flash_attention_for_cpu
-        return run(pair.q, *_repeated(pair), 0.0, pair.causal, scale=pair.view.scale)
+        run, mask = aten._scaled_dot_product_flash_attention_for_cpu, _mask(pair)
+        how = {"attn_mask": mask, "scale": pair.view.scale}
+        out, lse = run(pair.q, *_repeated(pair), 0.0, mask is None and pair.causal, **how)
+        if mask is not None:  # a query that sees no key of this part has 0 of the kernel
+            lse.masked_fill_(mask.isneginf().all(-1), -torch.inf)
+        return out, lse
 
     @staticmethod
     def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
-        run = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = of_all.out, of_all.lse
-        return run(cotangent, pair.q, *_repeated(pair), *found, 0.0, pair.causal, scale=pair.view.scale)
+        run, mask = aten._scaled_dot_product_flash_attention_for_cpu_backward, _mask(pair)
+        given = cotangent, pair.q, *_repeated(pair), of_all.out, of_all.lse
+        return run(*given, 0.0, mask is None and pair.causal, attn_mask=mask, scale=pair.view.scale)
+
+
+def _mask(pair: Pair) -> Tensor | None:
+    if not pair.view.hides:
+        return None
+    hidden = _hidden(pair)[:, None]
+    return pair.q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def _repeated(pair: Pair) -> tuple[Tensor, ...]:
@@ -248,10 +280,11 @@ def _kernel(pair: Pair, row: Keys) -> Any:
         newer = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         fast = newer and q.shape[-1] <= 128 and torch.backends.cuda.cudnn_sdp_enabled()
         return _OnCudnn if fast and not torch.are_deterministic_algorithms_enabled() else _OnCuda
-    return _OnCpu if runs_on_cpu(q.device) and not hides and q.shape[-1] == pair.v.shape[-1] else _InTorch
+    return _OnCpu if runs_on_cpu(q.device) and q.shape[-1] == pair.v.shape[-1] else _InTorch
 
 
-def _by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
+def by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
+    """Whether a kernel takes queries and keys of all documents at once."""
     whole = isinstance(row, DeviceKeys) and view.hides and not isinstance(q, FakeTensor)
     return whole and _fits(q, row.kept[1])
 

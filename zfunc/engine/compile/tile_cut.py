@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.engine.compile.recompute import GraphPiece, depending_on, needs_of, part_of_graph, piece_of
+from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
 from zfunc.runtime.rng import is_draw_node, seeded
@@ -30,6 +31,10 @@ from zfunc.runtime.rng import is_draw_node, seeded
 Values = dict[str, Tensor]
 Function = Callable[..., Any]
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
+ATTENTION = {  # and its arguments that may be positional
+    scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    attend_row: ("query", "key", "value", "first", "window", "scale"),
+}
 # Operations along dimensions, and which argument has these.
 _SO_FAR = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax")
 ALONG = dict.fromkeys((*_SO_FAR, "mean", "sum", "amax", "amin", "flip", "index"), 1) | {"roll": 2}
@@ -118,7 +123,7 @@ def cut_at_attention(
 
         return Half(make_vjp(run, recompute="none", wrt_input=True), piece.reads)
 
-    marks = [x for x in nodes if x.target is attention]
+    marks = [x for x in nodes if x.target in ATTENTION]
     if len(marks) > 1:
         raise ValueError(f"got {len(marks)} attentions in a segment, expected one: make each layer a segment")
     if not marks:
@@ -127,7 +132,7 @@ def cut_at_attention(
         )
     (mark,) = marks
     q, k, v = (mark.kwargs[x] for x in ("query", "key", "value"))
-    first, window = mark.kwargs["made_of"]
+    first, window = mark.kwargs.get("first"), mark.kwargs.get("window")
     scale = mark.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
     before = piece([*rows, *constants], [q, k, v, *([] if first is None else [first])])
     after = piece([*rows, mark, *constants], results)
@@ -150,32 +155,21 @@ class _Marked(TorchFunctionMode):
         self.rows = rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not scaled_dot_product_attention:
+        if func not in ATTENTION:
             return func(*args, **(kwargs or {}))
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        given["made_of"] = getattr(given.get("attn_mask"), "made_of", None)
-        y = attention(**given) if self.rows is None else _of_tile(self.rows, given)
+        given = {**dict(zip(ATTENTION[func], args, strict=False)), **(kwargs or {})}
+        y = func(**given) if self.rows is None else _of_tile(self.rows, func, given)
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         node_of = lambda t: tracer.unwrap_proxy(t).node  # noqa: E731
         node = node_of(y)  # the last of those that it is made of
-        node.target, node.args, node.kwargs = attention, (), tree_map_only(Tensor, node_of, given)
+        node.target, node.args, node.kwargs = func, (), tree_map_only(Tensor, node_of, given)
         return y
 
 
-def attention(made_of: Any, **given: Any) -> Tensor:
-    """Attention with a mask that says what it is made of (zfunc/models/sequences.py)."""
-    if made_of is not None:
-        given["attn_mask"].made_of = made_of
-    return scaled_dot_product_attention(**given)
-
-
-def _of_tile(rows: tuple[int, int], given: dict[str, Any]) -> Tensor:
+def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
     """The place of attention's result in a trace of such rows, where nothing runs. Raises ValueError for one that
     tiles cannot do."""
-    q, k, v, mask = *(given[x] for x in ("query", "key", "value")), given.get("attn_mask")
-    if mask is None and given.get("is_causal"):
-        given["made_of"] = None, None
+    q, k, v = (given[x] for x in ("query", "key", "value"))
     if given.get("dropout_p"):
         raise ValueError("got attention with dropout, expected it without: set its rate to 0, or use tiles=1")
     if shapes := [list(x.shape) for x in (q, k, v) if x.dim() != 4 or (x.shape[0], x.shape[2]) != rows]:
@@ -183,12 +177,12 @@ def _of_tile(rows: tuple[int, int], given: dict[str, Any]) -> Tensor:
             f"got attention of shape {shapes[0]}, expected [batch, heads, tokens, features] of the rows "
             f"{list(rows)}: give one head a dimension, or use tiles=1"
         )
-    if given["made_of"] is None:
+    masked = given.get("attn_mask") is not None
+    if masked or (func is scaled_dot_product_attention and not given.get("is_causal")):
         raise ValueError(
-            f"got attention with {'all tokens' if mask is None else 'a mask'}, expected a causal one, of "
+            f"got attention with {'a mask' if masked else 'all tokens'}, expected a causal one, of "
             "documents or a window at most: leave out the mask, or use tiles=1"
         )
-    given["attn_mask"] = None  # never made
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
 
 

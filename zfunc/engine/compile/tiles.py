@@ -21,14 +21,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zfunc.engine.compile.tensor_memory import COUNTED, layouts
-from zfunc.engine.compile.tile_attention import Attended, View, attend_tile, pull_tile
+from zfunc.engine.compile.tensor_memory import layouts
+from zfunc.engine.compile.tile_attention import Attended, View, attend_tile, pull_tile, tile_numbers
 from zfunc.engine.compile.tile_cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
 from zfunc.engine.compile.tile_keys import Part, keys_like
 from zfunc.runtime.rng import seeded_part
 
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
-FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 
 
 @define(eq=False)
@@ -205,25 +204,11 @@ class TiledLoss:
         leaves, spec = tree_flatten((x, *(self.summed(t) for t in targets)))
         shape = floats_of(x)[0].shape[:2]
         tile, fake = tile_of(shape[1], self.tiles), isinstance(floats_of(x)[0], FakeTensor)
-        for i in _numbers(self.tiles, 1, fake=fake, backward=backward):
+        for i in tile_numbers(self.tiles, 1, fake=fake, backward=backward):
             at = slice(i * tile, (i + 1) * tile)
             own = [t[:, at] if isinstance(t, Tensor) and t.shape[:2] == shape else t for t in leaves]
             with seeded_part(i, 0):
                 yield at, tree_unflatten(own, spec)
-
-
-def _numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """The numbers of the tiles. Of `fake` tensors a few, counted as all: but for the last tile, costs grow evenly
-    behind the first ones, which are `grown`."""
-    between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
-    if between > FEW and fake:
-        ends = {grown: between // 2, tiles - 2: between // 2}
-        middle = {(tiles - 1 + grown) // 2: 1} if between % 2 else {}
-        times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, tiles - 1: 1}.items()))
-    for i in reversed(times) if backward else times:
-        before = COUNTED.set(times[i])
-        yield i
-        COUNTED.reset(before)
 
 
 def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
@@ -280,10 +265,10 @@ class _Row:
         return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
-        """The numbers of the tiles; of fake tensors see `_numbers`: a window ends growth."""
+        """The numbers of the tiles; of fake tensors see `tile_numbers`: a window ends growth."""
         window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
-        return _numbers(self.tiles, grown, fake=fake, backward=backward)
+        return tile_numbers(self.tiles, grown, fake=fake, backward=backward)
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Memory for a row of what a tile has as `x` [batch, tile, ...]."""

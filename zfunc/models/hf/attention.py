@@ -14,9 +14,10 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
+from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
 from zfunc.models.hf.experts import run_experts
-from zfunc.models.sequences import KVCache, document_mask, made_of
+from zfunc.models.sequences import KVCache, Seen, documents_of
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
 NAME = "zfunc"  # registered with transformers
@@ -118,8 +119,8 @@ def make_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
     **_: Any,
-) -> Tensor | None:
-    """Who attends to whom: bool [batch or 1, 1, q_length, kv_length].
+) -> Tensor | Seen | None:
+    """Who attends to whom: bool [batch or 1, 1, q_length, kv_length], or what `attend` needs no mask for.
 
     It has the signature of transformers' interface. None where that is all positions, or in a causal model all
     those up to its own.
@@ -136,20 +137,19 @@ def make_mask(
     columns = torch.arange(kv_length, device=device) + kv_offset
     differs = attention_mask is not None or not allow_is_causal_skip  # from row to row
     batch = torch.arange(batch_size if differs else 1, device=device)
-    mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
-    mask = mask.expand(len(batch), 1, q_length, kv_length)
-    mask = mask if positions is None else mask & document_mask(positions)
-    if attention_mask is not None:
-        return mask & attention_mask[:, None, None].bool()
+    seen = None if positions is None else documents_of(positions)
     if differs or allow_is_bidirectional_skip is not None or q_offset or kv_offset:
-        return mask
-    first = None if positions is None else rows - positions
+        mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
+        mask = mask.expand(len(batch), 1, q_length, kv_length)
+        mask = mask if seen is None else mask & seen.mask(rows[None, None, :, None])
+        return mask if attention_mask is None else mask & attention_mask[:, None, None].bool()
+    first = None if seen is None else seen.first
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         chunks = (rows // local_size * local_size).expand(
             batch_size, q_length
         )  # each begins as a document does
         first, local_size = chunks if first is None else torch.maximum(first, chunks), None
-    return made_of(mask, first, local_size)
+    return Seen(first, local_size)
 
 
 def attend(
@@ -157,7 +157,7 @@ def attend(
     query: Tensor,  # [batch, heads, seq, head_size]
     key: Tensor,  # [batch, key_value_heads, seq, head_size]
     value: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | Seen | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -172,9 +172,14 @@ def attend(
     `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position that has no
     value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
+    by_hand = softcap is not None or s_aux is not None
+    if isinstance(mask, Seen):
+        if not by_hand and not dropout:
+            y = attend_row(query, key, value, mask.first, mask.window, scaling)
+            return y.transpose(1, 2).contiguous(), None
+        mask = mask.mask(query)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and mask is None and (ROW_TOKENS.get() or query.shape[-2]) > 1
-    by_hand = softcap is not None or s_aux is not None
     groups = query.shape[1] // key.shape[1]
     fused = key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
     grouped = groups > 1 and not by_hand and ((mask is None and fused) or ROW_TOKENS.get() is not None)
