@@ -30,7 +30,7 @@ from zfunc.viz.timeline_svg import svg
 FOLDER = Path(__file__).parent
 BAR = re.compile(r'(<rect class="v\d+")([^>]*><title>)([^<\n]+)(.*?</rect>)(<text class="op")?', re.DOTALL)
 
-PASSES = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}  # milliseconds
+PASSES = {"forward": 1, "recompute": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}  # ms
 
 # --- timelines -------------------------------------------------------------------------------------------
 
@@ -51,21 +51,23 @@ def schedule_pictures() -> Iterator[tuple[str, str]]:
 
 
 def pipeline_pictures() -> Iterator[tuple[str, str]]:
-    """Eight micro-batches through eight equal segments on four devices, in each published order: passes alone, and
-    copies take no time."""
+    """Eight micro-batches through eight equal segments on four devices, in each published order, and in one that
+    recomputes: passes alone, and copies take no time."""
     width = 1024
     layout = make_layout([[Parameter(f"block{s}.weight", (width,))] for s in range(8)], bucket_size=width)
     cost = SegmentCost(PassCost(10**9), PassCost(2 * 10**9), input_bytes=1)
     places = {"params_on": "host", "activations_on": "host"}
-    settings = StepSettings(devices=4, micro_batches=8, clip_norm=1.0, **places)
     hardware = evolve(ROUND, handoff=0.0, shared={})
-    for name, order in schedules.ORDERS.items():
+    for name, recompute in [*((x, "min-cut") for x in schedules.ORDERS), ("RoundPipe", "all")]:
+        order = schedules.ORDERS[name]
+        settings = StepSettings(devices=4, micro_batches=8, clip_norm=1.0, recompute=recompute, **places)
         spec = StepSpec(layout, (cost,) * 8, settings, order=order())
         graph = Graph(tuple(zero_offload(spec)))
         seconds = [1e-3 * PASSES.get(op.verb, 0) for op in graph]
         events = simulate(schedules.Overlapped()(graph), hardware, seconds).events
         passes = Timeline(tuple(x for x in events if x.end > x.start), "simulated")
         busy = sum(x.end - x.start for x in passes.events) / (4 * passes.seconds)
+        name += "-recomputed" if recompute == "all" else ""
         title = f"{name}: {format_seconds(passes.seconds)}, of which devices idle {1 - busy:.1%}"
         yield f"pipeline-{name}.svg", svg(passes, title=title)
 

@@ -17,7 +17,7 @@ from zfunc.errors import PlanError
 
 from .stages import Passes, cut_in_stages, of_segments
 
-PASS = r"(\d+)([FBIW])(\d+)"
+PASS = r"(\d+)([FBIWR])(\d+)"
 DERIVED = r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)"
 CELL = re.compile(rf"|{PASS}|\({PASS}(;{PASS})*\)OVERLAP_F_B|{DERIVED}")
 
@@ -42,8 +42,8 @@ class FromCSV:
     def _passes(self, cell: str) -> Passes:
         if not CELL.fullmatch(cell):
             raise PlanError(
-                f"order: got the cell {cell!r} in {self.path}, expected a stage, F, B, I or W, and a micro-batch, "
-                "such as 2F0, or what torch.distributed.pipelining writes beside these"
+                f"order: got the cell {cell!r} in {self.path}, expected a stage, F, B, I, W or R, and a micro-"
+                "batch, such as 2F0, or what torch.distributed.pipelining writes beside these"
             )
         return [(way, int(m), int(k)) for k, way, m in re.findall(PASS, cell)]
 

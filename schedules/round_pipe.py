@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
-from zfunc.core.pipeline import B, F
+from zfunc.core.pipeline import B, F, R
 
 from .stages import Passes, cut_in_stages
 
@@ -19,8 +19,8 @@ class RoundPipe:
 
     `forward` and `backward` are the segments of each stage, both from the first segment on; the last stage of
     forward and the first of backward begin alike, as the last segment goes both ways on one device. Without them
-    each segment is a stage, and the last both ways. Weights and activations come from the host:
-    params_on="host", activations_on="host".
+    each segment is a stage, and the last both ways. A stage is recomputed before its gradient arrives. Weights and
+    activations come from the host: params_on="host", activations_on="host".
     """
 
     forward: Sequence[int] = field(default=(), converter=tuple[int, ...])
@@ -37,7 +37,7 @@ class RoundPipe:
                 order[(n * dealt + k) % devices] += [(F, m, s) for m in own for s in stage]
             for k, stage in enumerate(reversed(back), len(there)):
                 # The last segment goes both ways at once.
-                ends = [(F, segments - 1)] if segments - 1 in stage else []
+                ends = [(F, segments - 1)] if segments - 1 in stage else [(R, s) for s in stage]
                 passes = [*ends, *((B, s) for s in reversed(stage))]
                 order[(n * dealt + k) % devices] += [(way, m, s) for m in own for way, s in passes]
         return order

@@ -1,13 +1,15 @@
 """Stages: runs of segments that a micro-batch passes together on one device, and their passes.
 
 An order of stages lists for each device its passes `(way, micro-batch, stage)`; `of_segments` makes it one of
-segments, as `zfunc.core.pipeline` takes it.
+segments, as `zfunc.core.pipeline` takes it. `RecomputeAhead` changes any order of these.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from zfunc.core.pipeline import F
+from attrs import frozen
+
+from zfunc.core.pipeline import B, F, I, Order, R
 from zfunc.errors import PlanError
 
 Passes = Sequence[tuple[str, int, int]]
@@ -66,3 +68,20 @@ def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes
     """The passes of segments on each device, for those of stages."""
     down = [own[::-1] for own in stages]
     return [[(way, m, s) for way, m, k in own for s in (stages if way == F else down)[k]] for own in order]
+
+
+@frozen
+class RecomputeAhead:
+    """An order in which each device recomputes a segment just before it passes that back: where it would wait for
+    the gradient.
+
+    >>> RecomputeAhead(lambda *_: [[("F", 0, 0), ("B", 0, 0)]])(1, 1, 1)
+    [[('F', 0, 0), ('R', 0, 0), ('B', 0, 0)]]
+    """
+
+    order: Order
+
+    def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
+        """The passes of each device."""
+        order = self.order(devices, segments, micro_batches)
+        return [[y for x in own for y in ((R, *x[1:]), x)[x[0] not in (B, I) :]] for own in order]

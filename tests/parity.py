@@ -19,6 +19,8 @@ from small_models import IN_FP32, SHORTER, rows_of
 from table import Scattered
 from threaded_ranks import on_every, programs_of
 from torch import Tensor
+from zfunc.schedules import OneFOneB, ZeroBubble
+from zfunc.schedules.stages import RecomputeAhead
 
 import zfunc
 from zfunc import schedules
@@ -219,7 +221,8 @@ WAYS: dict[str, Settings] = {
     },
     "two devices, backward split": {"devices": 2, "order": "ZeroBubble", "bucket_size": 500},
     "two devices, backward split, from the host": {
-        **{"devices": 2, "order": "ZeroBubble", "params_on": "host", "activations_on": "host", "defer": True},
+        **{"devices": 2, "params_on": "host", "activations_on": "host", "defer": True},
+        "order": RecomputeAhead(ZeroBubble()),
     },
     "down a V and up": {"devices": 2, "order": "DualPipeV", "offload_ratio": 0.5, "bucket_size": 400},
     "dealt to three devices": {
@@ -251,14 +254,9 @@ WAYS: dict[str, Settings] = {
     "three stages, state on the disk, from the host": {
         **{"pp": 3, "state_on": "disk", "params_on": "host", "bucket_size": 300, "commit_every": 3},
     },
-    "two stages, down a V and up": {
-        "pp": 2,
-        "order": "DualPipeV",
-        "activations_on": "host",
-        "bucket_size": 400,
-    },
     "three stages, half updated there": {
         **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "offload_ratio": 0.7},
+        "order": RecomputeAhead(OneFOneB()),
     },
     "state on the disk": {"state_on": "disk"},
     "state on the disk, deferred": {"state_on": "disk", "defer": True, "commit_every": 2},
@@ -320,17 +318,16 @@ class Row:
         given = self.settings
         if "optimizer" in given and self.model != "odd sizes":
             return False  # its rules are of those parameters
-        if "tiles" in given and (
-            self.model != "tied GPT" or given.get("order") in ("ZeroBubble", "DualPipeV")
-        ):
-            return False  # a batch of no rows of tokens, or attention with dropout; a backward in two halves
-        apart = self.model in TIED and (self.model == "pairs" or given.get("order") != "DualPipeV")
-        if apart and ("pp" in given or ("devices" in given and "params_on" not in given)):
-            return False  # a weight of both devices, or of two stages
-        if given.get("pp", 1) * self.world > 4:
-            return False  # threads enough
+        if "tiles" in given and (self.model != "tied GPT" or "split" in self.way or "V" in self.way):
+            return False  # halves of a backward, a batch of no rows of tokens, or attention with dropout
+        if "devices" in given and "params_on" not in given and self.model in TIED:
+            return False  # a weight of both devices
+        if "pp" in given and (self.model in TIED or given["pp"] * self.world > 4):
+            return False  # a weight of two stages
         if ":" in given.get("order", "") and self.model != "odd sizes":
             return False  # of another number of segments
+        if self.model == "norms" and "dealt" in self.way and given.get("micro_batches", 1) > given["devices"]:
+            return False  # buffers of a segment on several devices
         if "state_on" in given and self.model == "norms":
             return False  # a swap space has no modules' buffers
         return self.world * given.get("micro_batches", 1) <= 6

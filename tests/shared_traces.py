@@ -87,7 +87,7 @@ def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
         function,
         *(
             how.get(x, False)
-            for x in ("recompute", "wrt_input", "last", "moving", "compiled", "tiles", "split")
+            for x in ("recompute", "wrt_input", "last", "moving", "compiled", "tiles", "split", "ahead")
         ),
     )
     if key not in _passes:

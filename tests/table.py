@@ -13,6 +13,8 @@ import pytest
 from attrs import evolve, fields_dict, frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from zfunc.schedules import OneFOneB, ZeroBubble
+from zfunc.schedules.stages import RecomputeAhead
 
 import zfunc.optim  # noqa: F401 whose classes add their formats
 from zfunc import schedules
@@ -98,8 +100,10 @@ def spec(
             PassCost(2500 * (s + 1), 0, 90 + 12 * s, 5 + s),
             PassCost(1500 * (s + 1), 0, 50 + 8 * s, 3 + s),
             PassCost(1000 * (s + 1), 0, 20 + 4 * s, 2),
+            PassCost(900 * (s + 1), 0, 30 + 4 * s, 2 + s),
             *(64 + 8 * s, 200 + 16 * s, 300 + 24 * s),
             pending_bytes=100 + 8 * s,
+            recomputed_bytes=150 + 16 * s,
         )
         for s in range(len(segments))
     ]
@@ -335,7 +339,7 @@ SPECS: dict[str, StepSpec] = {
     "two devices, backward split, from the host": spec(
         TIED_THREE,
         devices=2,
-        order="ZeroBubble",
+        order=RecomputeAhead(ZeroBubble()),
         micro_batches=3,
         params_on="host",
         activations_on="host,disk,device",
@@ -376,6 +380,7 @@ SPECS: dict[str, StepSpec] = {
     "three stages, some resident": spec(
         chain(*[(8, 8)] * 5),
         pp=3,
+        order=RecomputeAhead(OneFOneB()),
         micro_batches=4,
         barrier=True,
         resident={0, 3},

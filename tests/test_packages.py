@@ -41,15 +41,15 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_290,
-    "schedules and ground": 1_310,
+    "core": 6_310,
+    "schedules and ground": 1_320,
     "runtime": 3_300,
     "optim": 2_970,
     "checkpoint": 3_020,
-    "engine": 8_650,
+    "engine": 8_700,
     "viz": 1_000,
     "planner": 3_100,
-    "models": 3_010,
+    "models": 3_030,
     "train": 4_120,
     "cli": 2_250,
     "tests": 36_730,

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from zfunc.schedules import DualPipeV
+from zfunc.schedules.stages import RecomputeAhead
 
 from zfunc.core.settings import StepSettings
 from zfunc.models.gpt import gpt_segments
@@ -16,6 +18,8 @@ NONE, ALL = {"recompute": "none"}, {"recompute": "all"}
 MOVED = {"activations_on": "host"}
 MOVING = {"recompute": "min-cut", **MOVED}
 SPLIT = {"devices": 2, "order": "DualPipeV", "micro_batches": 4}
+AHEAD = ALL | SPLIT | {"order": RecomputeAhead(DualPipeV())}
+DEALT = ALL | MOVED | {"params_on": "host", "devices": 2, "order": "RoundPipe", "micro_batches": 2}
 
 # rows; vocabulary, tokens, layers, width, heads; whether an accelerator computes, and the settings
 CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
@@ -28,6 +32,13 @@ CASES: dict[str, tuple[int, tuple[int, ...], bool, list[dict[str, Any]]]] = {
     "logits in pieces": (4, (50257, 512, 1, 40, 2), False, [NONE, MOVING]),
     "halves": (4, (301, 24, 2, 48, 3), False, [x | SPLIT for x in (NONE, ALL, MOVING, ALL | MOVED)]),
     "halves, fp32": (4, (301, 24, 2, 48, 3), True, [x | SPLIT | {"precision": "fp32"} for x in (NONE, ALL)]),
+    "recomputed ahead": (4, (301, 24, 2, 48, 3), False, [AHEAD, AHEAD | MOVED, DEALT]),
+    "recomputed ahead, fp32": (
+        4,
+        (301, 24, 2, 48, 3),
+        True,
+        [x | {"precision": "fp32"} for x in (AHEAD, DEALT)],
+    ),
     "halves, logits in pieces": (8, (50257, 512, 2, 40, 2), True, [NONE | SPLIT, MOVING | SPLIT]),
 }
 

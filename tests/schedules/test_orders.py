@@ -19,13 +19,15 @@ from zfunc.schedules import (
     LoopedBFS,
     OneFOneB,
     Overlapped,
+    RoundPipe,
     ZeroBubble,
     make_order,
 )
 
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND
-from zfunc.core.pipeline import B, F, I, Order, W
+from zfunc.core.pipeline import VERBS, B, F, I, Order, R, W
+from zfunc.core.plan import build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
@@ -34,15 +36,21 @@ from zfunc.errors import PlanError
 
 
 def timeline(of: StepSpec, flops: float, hop: float = 0.0) -> Timeline:
-    """A step whose passes take their FLOPs at this rate, what another device sends `hop`, and all else nothing."""
-    graph = Graph(tuple(zero_offload(of)))
+    """A step whose passes take their FLOPs at this rate, what another device sends `hop`, and all else nothing.
+
+    Copies of one verb wait for no others: the published simulator has no lanes for them.
+    """
+    graph, lanes = Graph(tuple(zero_offload(of))), dict[str, list[int]]()
+    for i, op in enumerate(graph):
+        lane = op.kind if op.kind == "compute" else op.verb
+        lanes.setdefault(f"{lane}:{op.device}", []).append(i)
 
     def seconds(op: Op) -> float:
-        if op.verb in ("forward", "backward", "backward_input", "backward_weight"):
+        if op.verb in VERBS.values():
             return op.flops / flops
         return hop if op.verb in ("recv_act", "recv_grad_act") else 0.0
 
-    return simulate(Overlapped()(graph), evolve(ROUND, handoff=0.0, shared={}), [*map(seconds, graph)])
+    return simulate(build(graph, lanes), evolve(ROUND, handoff=0.0, shared={}), [*map(seconds, graph)])
 
 
 def pipeline(
@@ -56,19 +64,26 @@ LAYER, HEAD = (  # of Llama 3 8B, in 10 picoseconds
     SegmentCost(PassCost(forward), PassCost(backward), input_bytes=32_000)
     for forward, backward in ((1_850_370_313, 5_971_029_688), (3_722_550_000, 7_450_100_000))
 )
+AHEAD = evolve(LAYER, backward=PassCost(4_120_659_375), recompute=PassCost(1_850_370_313))
 PUBLISHED = {  # milliseconds, of 8 devices, 16 micro-batches and hops of 3.2
     GPipe((*[4] * 7, 5)): 9028.112,
     OneFOneB((*[4] * 7, 5)): 9028.112,
     Interleaved1F1B(4, (*[1] * 31, 2)): 7539.218,
     LoopedBFS(4, (*[1] * 31, 2)): 7385.618,
+    RoundPipe((5, 5, 5, 5, 6, 6), (*[2] * 16, 1)): 6100.545,
 }
 
 
 @pytest.mark.parametrize("order", PUBLISHED, ids=lambda x: type(x).__name__)
 def test_published_makespans(order: Order) -> None:
     """Those of RoundPipe's simulator (github.com/ITcarrot/RoundPipe-artifact, pp-simulate/log)."""
-    of = pipeline(order, 8, [LAYER] * 32 + [HEAD], 16)
+    dealt = isinstance(order, RoundPipe)
+    places = {"params_on": "host", "activations_on": "host"} if dealt else {}
+    of = pipeline(order, 8, [AHEAD if dealt else LAYER] * 32 + [HEAD], 16, **places)
     assert round(timeline(of, 1e11, 3.2e-3).seconds * 1e3, 3) == PUBLISHED[order]
+    if dealt:  # and where backward recomputes
+        of = pipeline(order, 8, [LAYER] * 32 + [HEAD], 16, recompute=[False] * 33, **places)
+        assert round(timeline(of, 1e11, 3.2e-3).seconds * 1e3, 3) == 6315.592
 
 
 @given(st.data(), st.sampled_from(list(ORDERS)), st.integers(2, 4), st.integers(1, 7))
@@ -82,6 +97,7 @@ def test_any_order_has_every_pass_once_after_those_it_needs(
     of = pipeline(make_order(name), devices, [LAYER] * count, micro_batches, **more)
     made = Counter(x.way for x in of.passes if x.ended)
     assert made[F] == made[B] + made[I] == made[B] + made[W] == count * micro_batches
+    assert made[R] == (name == "RoundPipe") * (count - 1) * micro_batches
     Overlapped()(Graph(tuple(zero_offload(of))))
 
 
@@ -173,6 +189,17 @@ def split(*own: str) -> Order:
     return lambda *_: [passes, []]
 
 
+def first(*own: str) -> Order:
+    """Two segments on devices of their own: the passes of the first one."""
+    second = [(F, 0, 1), (F, 1, 1), (B, 0, 1), (B, 1, 1)]
+    return lambda *_: [[(x[0], int(x[1]), 0) for x in own], second]
+
+
+def recomputed_elsewhere(devices: int, segments: int, micro_batches: int) -> Any:
+    own, other = GPipe()(devices, segments, micro_batches)
+    return [own, [(R, m, 0) for m in range(micro_batches)] + [*other]]
+
+
 def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
     passes = [(m, s) for m in range(micro_batches) for s in range(segments)]
     return [[("F", m, s) for m, s in passes], [("B", m, segments - 1 - s) for m, s in passes]]
@@ -199,6 +226,10 @@ def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
         (split("B0", "I0", "W0", "B1"), "got B[0,1] 1 times, expected it not at all"),
         (split("W0", "I0", "B1"), "device 0 has W[0,1] next, which follows I[0,1]"),
         (split("I0", "B1", "W0"), "device 0 has B[1,1] next, which follows W[0,1]"),
+        (first("F0", "F1", "R0", "B0", "B1"), "got R[1,0] 0 times, expected it once"),
+        (first("F0", "F1", "R0", "B0", "B1", "R1"), "device 0 has B[1,0] next, which follows R[1,0]"),
+        (first("R0", "F0", "F1", "R1", "B0", "B1"), "device 0 has R[0,0] next, which follows F[0,0]"),
+        (recomputed_elsewhere, "got R[0,0] on device 1 and the rest of that backward on device 0"),
     ],
 )
 def test_an_order_that_is_none_is_refused(order: Order, says: str) -> None:

@@ -12,7 +12,7 @@ from attrs import asdict, define, evolve, field
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
-from zfunc.core.pipeline import B, F
+from zfunc.core.pipeline import B, F, R
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.errors import PlanError, did_you_mean
@@ -110,6 +110,17 @@ class OpBuilder:
         cost = asdict(getattr(self.spec.costs[s], verb))
         return Op(verb, (m, s), "compute", reads, writes, **cost | {"workspace": cost["workspace"] + more})
 
+    def recompute(self, m: int, s: int) -> Op:
+        """Make what backward of segment `s` needs of forward, ahead of its gradient; and keep what has come back to
+        a slot for both."""
+        reads = *self._weights(s), *self._left(m, s)
+        return self._pass("recompute", m, s, reads, (self.at("recomputed", m, s),))
+
+    def _left(self, m: int, s: int) -> tuple[Region, ...]:
+        """What forward of segment `s` has left for backward, where it is now."""
+        stashed = self.spec.activations_at(s) != "device"
+        return (self.at.slot("act_slot", s),) if stashed else self.at.left_by_forward(m, s)
+
     def backward(self, m: int, s: int) -> Op:
         """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
         return self._pull("backward", m, s, self._grads(m, s))
@@ -132,8 +143,9 @@ class OpBuilder:
         above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
         below = (at.received("grad_act", B, m, s),) if s > self.spec.layout.first_trainable else ()
         taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
-        stashed = self.spec.activations_at(s) != "device"
-        kept = (at.slot("act_slot", s),) if stashed else at.left_by_forward(m, s)
+        recomputed = (at("recomputed", m, s),) if (R, s) in self.spec.parts else ()
+        stays = not recomputed or self.spec.activations_at(s) == "device"
+        kept = *recomputed, *(self._left(m, s) if stays else ())
         cotangent = ALLOCATION if last else 0  # of the loss
         reads = *self._weights(s), *kept, *above
         return self._pass(verb, m, s, reads, (*below, *made, *taken, *at.keys(s)), cotangent)

@@ -3,7 +3,8 @@
 An order of several devices is a function `(devices, segments, micro_batches)` that returns for each device its
 passes `(way, micro-batch, segment)` in order, "F" for forward and "B" for backward. So it places the segments, too.
 A backward may be split: "I" makes the gradient of the input, which the segment below waits for, and "W" later those
-of the weights (zero bubble, 2401.10241). Published orders are in `zfunc.schedules`.
+of the weights (zero bubble, 2401.10241). "R" recomputes what backward needs of forward before its gradient arrives
+(RoundPipe). Published orders are in `zfunc.schedules`.
 """
 
 from collections import Counter
@@ -17,7 +18,8 @@ from zfunc.errors import PlanError
 from zfunc.values import whole
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
-F, B, I, W = "F", "B", "I", "W"  # noqa: E741
+F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
+VERBS = {F: "forward", R: "recompute", B: "backward", I: "backward_input", W: "backward_weight"}
 
 
 @frozen
@@ -31,7 +33,7 @@ class Mesh:
 
 
 class Pass(NamedTuple):
-    """One micro-batch through one segment on a device: forward, backward, or a half of that."""
+    """One micro-batch through one segment on a device: forward, backward, or a part of that."""
 
     way: str
     m: int
@@ -70,6 +72,7 @@ def passes_on_several(
     trained: Sequence[int],
     work: Sequence[Mapping[str, int]],
     hops: Sequence[int],
+    repeated: Collection[int] = (),
 ) -> Iterator[Pass]:
     """The beginnings and ends of the passes of an order, about as they come in time: a pass begins after those that
     it depends on have ended.
@@ -78,7 +81,8 @@ def passes_on_several(
     device, in any unit: lanes that all devices share, and those of what a device is sent, have this order.
 
     Micro-batches pass a segment in ascending order, each way, and a device makes the gradients of one from the last
-    segment down, so that sums do not depend on the order. `trained` are the segments with gradients of weights.
+    segment down, so that sums do not depend on the order. `trained` are the segments with gradients of weights,
+    `repeated` those whose forward may be recomputed ahead of backward: an R of any other is left out.
     Raises PlanError for an order that has a pass twice or not at all, or in which devices wait for each other.
     """
     num_segments = len(work)
@@ -91,7 +95,7 @@ def passes_on_several(
             "segment): return such as [[('F', 0, 0), ('B', 0, 0)], [('F', 0, 1), ('B', 0, 1)]]"
         ) from None
     lists = [
-        [Pass(made, m, s, d) for way, m, s in own if (made := _made_as(way, s, trained))]
+        [Pass(made, m, s, d) for way, m, s in own if (made := _made_as(way, s, trained, repeated))]
         for d, own in enumerate(listed)
     ]
     if len(lists) != devices:
@@ -100,7 +104,9 @@ def passes_on_several(
     split = {(m, s) for way, m, s in times if way in (I, W)}
     pairs = [(m, s) for s in range(num_segments) for m in range(micro_batches)]
     backward = [(way, *x) for x in pairs if x[1] >= trained[0] for way in ((I, W) if x in split else B)]
-    expected = dict.fromkeys([*((F, *x) for x in pairs), *backward])
+    ahead = {s for way, _, s in times if way == R}
+    first = [(way, *x) for x in pairs for way in ((F, R) if x[1] in ahead else F)]
+    expected = dict.fromkeys([*first, *backward])
     for x in (*expected, *(times.keys() - expected.keys())):
         if (wanted := int(x in expected)) != times[x]:
             raise PlanError(
@@ -139,9 +145,11 @@ def passes_on_several(
     yield from (x for _, _, x in sorted(found, key=lambda at: at[:2]))
 
 
-def _made_as(way: str, s: int, trained: Sequence[int]) -> str:
+def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
     """The way of a pass as it is made, "" for one that is not: the first trained segment makes no gradient of its
     input, those below it none at all, and one without trained weights none of these."""
+    if way == R:
+        return R if s >= trained[0] and s in repeated else ""
     if s in trained[1:]:
         return way
     made: dict[str, str] = {B: "", I: "", W: ""}
@@ -161,9 +169,12 @@ def _before(
 
     if x.way == F:
         return [(F, x.m - 1, x.s), (F, x.m, x.s - 1)]
+    if x.way == R:
+        return [(F, x.m, x.s)]
     higher = [
         y[:3] for y in own if x.way != I and y.way in (B, W) and y.m == x.m and y.s > x.s and x.s in trained
     ]
     if x.way == W:
         return [of(W, x.m - 1, x.s), (I, x.m, x.s), *higher]
-    return [of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), of(I, x.m, x.s + 1), *higher]
+    made = of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), (R, x.m, x.s), of(I, x.m, x.s + 1)
+    return [*made, *higher]

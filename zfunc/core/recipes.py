@@ -9,7 +9,7 @@ from functools import wraps
 
 from zfunc.core.graph import Op
 from zfunc.core.ops import OpBuilder
-from zfunc.core.pipeline import B, F, I, W
+from zfunc.core.pipeline import VERBS, B, F, I, R, W
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
 
@@ -157,7 +157,7 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
             yield from _begin(spec, emit, way, m, s)
         elif way == F:
             yield from _end_forward(spec, emit, m, s)
-        else:
+        elif way != R:
             yield from _end_backward(spec, emit, way, m, s, update=update)
     yield from _end_updates(spec, emit)
 
@@ -174,15 +174,13 @@ def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iter
 
 
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
-    """A pass of segment `s`, with what has left the device back there."""
-    if way in (F, W):
-        yield emit.forward(m, s) if way == F else emit.backward_weight(m, s)
-        return
-    if spec.activations_at(s) == "disk":
+    """A pass of segment `s`, the first of a backward with what has left the device back there."""
+    first = way == R if (R, s) in spec.parts else way in (B, I)
+    if first and spec.activations_at(s) == "disk":
         yield emit.unspill_act(m, s)
-    if spec.activations_at(s) != "device":
+    if first and spec.activations_at(s) != "device":
         yield emit.unstash(m, s)
-    yield emit.backward(m, s) if way == B else emit.backward_input(m, s)
+    yield getattr(emit, VERBS[way])(m, s)
 
 
 def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:

@@ -69,6 +69,12 @@ def _stashed_bytes(spec: StepSpec, s: int) -> int:
     return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
 
 
+def _recomputed_bytes(spec: StepSpec, s: int) -> int:
+    """Bytes that a recomputation keeps for backward: residuals, and what has come back to a slot for both."""
+    came_back = 0 if spec.activations_at(s) == "device" else spec.costs[s].stash_bytes
+    return spec.costs[s].recomputed_bytes + came_back
+
+
 def _extent_bytes(spec: StepSpec, b: int) -> int:
     extent = spec.extents[b]
     records = spec.swap_records if b in spec.first_on_disk else 0  # which is in every plan
@@ -90,6 +96,7 @@ REGIONS: dict[str, Row] = {
     "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(F, *i)),
     "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(B, i[0], i[1] - 1)),
     "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
+    "recomputed": Row(_recomputed_bytes),  # they, made ahead of backward
     "pending": Row(lambda spec, s: spec.costs[s].pending_bytes),  # kept by one half of backward for the other
     "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
     # of a micro-batch in its group, and a segment: what backward needs of forward, off the device

@@ -13,7 +13,7 @@ from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
-from zfunc.core.pipeline import B, F, I, Order, Pass, W, passes_on_one, passes_on_several
+from zfunc.core.pipeline import VERBS, B, F, I, Order, Pass, R, W, passes_on_one, passes_on_several
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.errors import PlanError
 from zfunc.values import of_type
@@ -25,6 +25,7 @@ GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
 Where = Literal["device", "host", "disk"]
+Parts = frozenset[tuple[str, int]]
 
 
 def _each(name: str, given: Any) -> tuple[Any, ...]:
@@ -57,22 +58,25 @@ class PassCost:
 class SegmentCost:
     """The costs of one segment for one micro-batch, by the verbs of its passes, and bytes.
 
-    That of `backward` has its recomputation; halves are of a backward that is split, between which `pending_bytes`
-    are kept. `residual_bytes` is kept after forward beside the output, 0 if backward recomputes from the input;
-    `stash_bytes` is what backward needs of forward: the input, the residuals, and what of the output is one, if
-    `keeps_output`. `key_bytes` is the host memory of any pass for keys of a row.
+    That of `backward` has its recomputation, unless `recompute` has made that, which leaves `recomputed_bytes`;
+    halves are of a backward that is split, between which `pending_bytes` are kept. `residual_bytes` is kept after
+    forward beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs of
+    forward: the input, the residuals, and what of the output is one, if `keeps_output`. `key_bytes` is the host
+    memory of any pass for keys of a row.
     """
 
     forward: PassCost = PassCost()
     backward: PassCost = PassCost()
     backward_input: PassCost = PassCost()
     backward_weight: PassCost = PassCost()
+    recompute: PassCost = PassCost()
     input_bytes: int = 0
     residual_bytes: int = 0
     stash_bytes: int = 0
     keeps_output: bool = False
     key_bytes: int = 0
     pending_bytes: int = 0
+    recomputed_bytes: int = 0
 
 
 @frozen
@@ -179,29 +183,32 @@ class StepSpec:
         settings, count, layout = self.settings, self.num_segments, self.layout
         if self.order is None:
             return tuple(passes_on_one(self.micro_batch_groups, count, layout.first_trainable))
-        unknown = {"forward": (F, 1), "backward": (B, 3), "backward_input": (I, 2), "backward_weight": (W, 1)}
-        work = [
-            {way: getattr(x, verb).flops or least for verb, (way, least) in unknown.items()}
-            for x in self.costs
-        ]
+        unknown = {F: 1, R: 1, B: 3, I: 2, W: 1}
+        work = [{way: getattr(x, VERBS[way]).flops or n for way, n in unknown.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
         trained = [s for s in range(count) if layout.buckets_of(s)]
-        return tuple(
-            passes_on_several(self.order, settings.stages, settings.micro_batches, trained, work, hops)
-        )
+        given = settings.stages, settings.micro_batches, trained, work, hops, self.repeated
+        return tuple(passes_on_several(self.order, *given))
+
+    @property
+    def repeated(self) -> list[int]:
+        """The segments whose forward may be recomputed ahead of backward; compiled they would have other bits."""
+        whole = self.settings.tiles == 1 and not self.settings.compile_segments
+        return [s for s, repeats in enumerate(self.recompute) if repeats and whole]
 
     @cached_property
-    def split(self) -> frozenset[int]:
-        """The segments whose backward is split for some micro-batch."""
-        return frozenset(x.s for x in self.passes if x.way == W) if self.order is not None else frozenset()
+    def parts(self) -> Parts:
+        """The parts that a backward is made in: (W, s) where that of segment `s` is split for some micro-batch, and
+        (R, s) where what it recomputes is made ahead of it."""
+        return frozenset((way, s) for way, _, s in self._devices if way in (W, R))
 
     @cached_property
     def _devices(self) -> dict[tuple[str, int, int], int]:
-        passes = [x for x in self.passes if x.way != W] if self.order is not None else []
-        return {(F if x.way == F else B, x.m, x.s): x.device for x in passes}
+        passes = self.passes if self.order is not None else ()
+        return {(B if x.way == I else x.way, x.m, x.s): x.device for x in passes}
 
     def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes a pass (F or B, which stands for its halves)."""
+        """The number of the device that makes a pass (B stands for I)."""
         return self._devices.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
@@ -252,7 +259,9 @@ class StepSpec:
 
     def _check_places(self) -> None:
         """Raise PlanError for an order of devices that does not fit where things are, or other settings."""
-        if self.split and (self.settings.tiles != 1 or self.settings.compile_segments):
+        if any(way == W for way, _ in self.parts) and (
+            self.settings.tiles != 1 or self.settings.compile_segments
+        ):
             name = "tiles" if self.settings.tiles != 1 else "compile_segments"
             raise PlanError(
                 f"order: got a backward in two halves with {name}={getattr(self.settings, name)!r}, whose backward "
@@ -260,9 +269,10 @@ class StepSpec:
             )
         for x in self.passes:
             m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
-            if x.way == W and x.device != (above := self.device_of(B, m, s)):
+            if x.way in (W, R) and x.device != (other := self.device_of(B, m, s)):
                 raise PlanError(
-                    f"order: got {x} on device {x.device} and {Pass(I, m, s)} on device {above}, expected one"
+                    f"order: got {x} on device {x.device} and the rest of that backward on device {other}, "
+                    "expected one"
                 )
             apart = x.way in (B, I) and x.device != forward
             if apart and (self.over_ranks or self.activations_at(s) == "device"):

@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
+from zfunc.core.pipeline import R, W
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
@@ -71,17 +72,19 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
             return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
-        recompute, compiled, moving, *_ = passes_key(settings, spec.split)
+        recompute, compiled, moving, *_ = passes_key(settings, spec.parts)
 
         @cache  # blocks are alike
-        def cost(kind: str, grads: int, split: bool) -> SegmentCost:
+        def cost(kind: str, grads: int, split: bool, ahead: bool) -> SegmentCost:
             # The partitioner of min-cut makes what is written in place anew.
             passes = _Passes(kind, dict(sizes), in_place=recompute != "min-cut", on_gpu=on_gpu)
             repeats = recompute == "all" and kind != "head"
-            return passes.cost(grads, repeats=repeats, moving=moving, compiled=bool(compiled), split=split)
+            how = {"repeats": repeats, "moving": moving, "compiled": bool(compiled), "split": split}
+            return passes.cost(grads, ahead=ahead, **how)
 
         kinds = ["embed", *["block"] * config.num_layers, "head"]
-        costs = [cost(kind, spec.grad_bytes[s], s in spec.split) for s, kind in enumerate(kinds)]
+        parts = [((W, s) in spec.parts, (R, s) in spec.parts) for s in range(len(kinds))]
+        costs = [cost(kind, spec.grad_bytes[s], *parts[s]) for s, kind in enumerate(kinds)]
         return StepCosts(costs, _held(8 * tokens))
 
     tokens, counts = rows * config.seq_length, tile_counts(config.seq_length)
@@ -154,7 +157,9 @@ class _Passes:
     on_gpu: bool
     tensors: dict[str, list[_Tensor]] = field(factory=dict[str, list[_Tensor]])
 
-    def cost(self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool) -> SegmentCost:
+    def cost(
+        self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool, ahead: bool
+    ) -> SegmentCost:
         """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there), whose
         backward returns so many bytes of gradients of weights."""
         parameters = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
@@ -167,15 +172,20 @@ class _Passes:
         below, *made = (self.tensors.get(f"d_{x}", [])[-1:] for x in given)
         below, made = {*below}, {t for one in made for t in one}
         own, read = {t for x in forward for t in x.makes}, {t for x in backward for t, _ in x.reads}
-        residuals = {t for t in read if not repeats and (t in own or t.given)}
-        kept = {t for t in residuals if not t.given}
-        backward = [*(_needed(forward, read) if repeats else ()), *backward]
-        first, second, pending = _halves(backward, below, made, {*weights} if repeats else set())
+        again = _needed(forward, read) if repeats else []
+        residuals = {t for t in read if (ahead or not repeats) and (t in own or t.given)}
+        left = {t for t in residuals if not t.given}
+        kept = set[_Tensor]() if repeats else left
+        backward = [*(() if ahead else again), *backward]
+        first, second, pending = _halves(
+            backward, below, made, {*weights} if repeats and not ahead else set()
+        )
         copies = {
             t: _Tensor(t.nbytes) for t in pending & residuals if moving
         }  # of memory that is filled anew
         first += [_Operation([(t, t.nbytes)], [(x, x.nbytes)], [x], 0, [], 0) for t, x in copies.items()]
         pending = pending - {*copies} | {*copies.values()}
+        waits, recomputed = (set(), sum(t.held for t in left)) if repeats else (residuals, 0)
         residual_bytes, passed, pending_bytes = (sum(t.held for t in x) for x in (kept, below, pending))
         halves = (
             _cost(first, below | pending, passed + pending_bytes, compiled),
@@ -185,10 +195,12 @@ class _Passes:
             _cost(forward, kept | {y}, y.held + residual_bytes, compiled),
             _cost(backward, below | made, grads + passed, compiled),
             *(halves if split else ()),
+            recompute=_cost(again, left, recomputed, compiled) if ahead else PassCost(),
+            recomputed_bytes=recomputed,
             pending_bytes=pending_bytes if split else 0,
             input_bytes=inputs.held,
             residual_bytes=residual_bytes,
-            stash_bytes=sum(t.held for t in {inputs, *(t for t in residuals if not (moving and t.given))}),
+            stash_bytes=sum(t.held for t in {inputs, *(t for t in waits if not (moving and t.given))}),
         )
 
     def _lines(self) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import Parts, SegmentCost, StepSpec
 from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
@@ -105,7 +105,7 @@ class CostModel:
         """The spec of these settings, with the costs of its segments."""
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
         modes = settings.recompute.split(",")
-        by_mode = {x: self._traced(evolve(settings, recompute=x), spec.split) for x in modes}
+        by_mode = {x: self._traced(evolve(settings, recompute=x), spec.parts) for x in modes}
         count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
         return evolve(
@@ -119,9 +119,9 @@ class CostModel:
     def _on_gpu(self, settings: StepSettings) -> bool:
         return not self.hardware(settings).unified
 
-    def _traced(self, settings: StepSettings, split: frozenset[int]) -> StepSpec:
-        """A spec with the costs of segments that all recompute the same, those of halves of what is `split`."""
-        key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings, split)
+    def _traced(self, settings: StepSettings, parts: Parts) -> StepSpec:
+        """A spec with the costs of segments that all recompute the same, those of the `parts` of backward."""
+        key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings, parts)
         if key not in self._costs:
             on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
             self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)

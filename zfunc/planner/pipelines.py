@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 
-from attrs import evolve
+from attrs import asdict, evolve
 
-from zfunc.core.pipeline import B, F, passes_on_several
+from zfunc.core.graph import Op
+from zfunc.core.pipeline import B, F, R, passes_on_several
 from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep, operations_of
 from zfunc.schedules import make_order
@@ -25,14 +26,18 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 
 def work_of(step: PlannedStep) -> Work:
-    """The time of a pass through each segment, which no order changes."""
+    """The time of a pass through each segment, which no order changes. Backward has what it recomputes, which takes
+    about as long as forward."""
     few = evolve(step.spec, settings=evolve(step.settings, devices=1, micro_batches=1), order=None)
     ways = {"forward": F, "backward": B}
     work: list[dict[str, int]] = [{F: 0, B: 0} for _ in range(step.spec.num_segments)]
     for op in operations_of(few):
         if op.verb in ways:
             work[op.index[1]][ways[op.verb]] = round(step.hardware.seconds(op) / UNIT)
-    return tuple(work)
+    for _, s in (x for x in step.spec.parts if x[0] == R):
+        again = Op("recompute", (0, s), "compute", (), (), **asdict(step.spec.costs[s].recompute))
+        work[s][B] += round(step.hardware.seconds(again) / UNIT)
+    return tuple(x | {R: min(x.values())} for x in work)
 
 
 def best_orders(step: PlannedStep, micro_batches: Sequence[int] = ()) -> list[tuple[str, int]]:
@@ -106,12 +111,14 @@ def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> 
         one = [{way: round(x * parts) for way, x in ways.items()} for ways in work]
         hops = [round(2 * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
         trained = [x for x in range(spec.num_segments) if spec.layout.buckets_of(x)]
-        passes = passes_on_several(make_order(order), settings.devices, micro_batches, trained, one, hops)
+        given = settings.devices, micro_batches, trained, one, hops, spec.repeated
+        passes = (x for x in passes_on_several(make_order(order), *given) if not x.ended)
         free, ends = [0] * settings.devices, dict[tuple[str, int, int], tuple[int, int]]()
-        for way, m, s, d, *_ in (x for x in passes if not x.ended):
-            before = [(F, m, s - 1)] if way == F else [(F, m, s), (B, m, s + 1)]
+        for way, m, s, d, *_ in passes:
+            before = [(F, m, s - 1)] if way == F else [(F, m, s), (B, m, s + 1)][: 1 + (way == B)]
             came = (ends[x][0] + hops[max(x[2], s)] * (ends[x][1] != d) for x in before if x in ends)
-            free[d] = max(free[d], *came, 0) + one[s][way]
+            made = one[s][R] if way == B and (R, m, s) in ends else 0
+            free[d] = max(free[d], *came, 0) + one[s][way] - made
             ends[way, m, s] = free[d], d
         return max(free)
     return math.inf

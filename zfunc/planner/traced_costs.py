@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.settings import StepSettings, tile_counts
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import Parts, StepSpec
 from zfunc.engine.compile.compile import compile
 from zfunc.engine.compile.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.compile.passes import segment_calls
@@ -39,11 +39,11 @@ def traced_costs(
     """The costs of segments with one rank's batch `(inputs, targets)`, of which only shapes count."""
     programs: dict[tuple[Any, ...], Program] = {}
 
-    def program_of(settings: StepSettings, kernels: bool | None, split: Collection[int]) -> Program:
+    def program_of(settings: StepSettings, kernels: bool | None, parts: Parts) -> Program:
         """The segments, checked, with the passes for what of the settings these depend on. All for the same kernels
         share what is traced, however they recompute."""
-        recompute, compiled, moving, tiles, _, split = passes_key(settings, split)
-        if (key := (kernels, recompute, compiled, moving, tiles, split)) not in programs:
+        recompute, compiled, moving, tiles, _, key_of_parts = passes_key(settings, parts)
+        if (key := (kernels, recompute, compiled, moving, tiles, key_of_parts)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")
             passes = StepSettings(
@@ -53,14 +53,14 @@ def traced_costs(
                 activations_on="host" if moving else "device",
             )
             given = base.segments, evolve(base.spec, settings=passes), base.devices, base.cache.joints
-            calls = segment_calls(*given, split=split)
+            calls = segment_calls(*given, parts=parts)
             programs[key] = evolve(base, calls=calls)
         return programs[key]
 
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kernels = grouped if on_gpu else None
         with modelled(kernels):
-            program = evolve(program_of(settings, kernels, spec.split), spec=spec)
+            program = evolve(program_of(settings, kernels, spec.parts), spec=spec)
             micro = split_batch(example, settings.micro_batches)[0]
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
         return StepCosts(found.costs, found.target_bytes, found.aux)

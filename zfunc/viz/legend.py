@@ -17,8 +17,8 @@ from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
 
 PALETTE = (  # light enough for black letters, distinct on white and on black
-    *("#9bd5ea", "#d569de", "#6ea8e5", "#f4d35e", "#ffc76b", "#d8b94a", "#e6ee9c", "#f29e7a", "#b8b8d1"),
-    *("#5fbfae", "#d9a5e0"),
+    *("#9bd5ea", "#d569de", "#6ea8e5", "#78f054", "#f4d35e", "#ffc76b", "#d8b94a", "#e6ee9c", "#f29e7a"),
+    *("#b8b8d1", "#5fbfae", "#d9a5e0"),
     *("#a7c957", "#f6c177", "#f9604e", "#c9ada7", "#86b56a", "#4fb0c6", "#3ce4f0", "#b4849c", "#9c90c0"),
     *("#fccca8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#d69a55", "#94a3b8", "#3cfc60", "#ffe082", "#a98ff0"),
     *("#80cbc4", "#c378b4", "#8c9bff", "#ffb4c3", "#ff87c3", "#7df297", "#84967b", "#ace840", "#f44cf4"),

@@ -155,7 +155,7 @@ def compile(
     default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=segment_calls(segments, spec, devices, split=spec.split),
+        calls=segment_calls(segments, spec, devices, parts=spec.parts),
         optimizer=optimizer,
         schedule=schedule,
         devices=devices,

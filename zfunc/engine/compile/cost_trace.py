@@ -278,22 +278,23 @@ def trace(
     guess: Callable[[SegmentWeights, tuple[Any, ...]], Any] = lambda *_: None,
     pulled: bool = True,
     split: bool = False,
+    ahead: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     of_accelerator: bool = False,
     compiled: bool = False,
     fake: FakeTensors | None = None,
     keys_on_host: bool = False,
 ) -> Trace:
-    """Trace the passes of one segment, backward if it is `pulled`, and its halves if it is `split`, on tensors of
-    which only shape, strides and dtype matter. `guess(weights, inputs)` is the output, by which the passes are
-    prepared: what happens once is no cost.
+    """Trace the passes of one segment, backward if it is `pulled`, its halves if it is `split`, and what recomputes
+    `ahead` of it, on tensors of which only shape, strides and dtype matter. `guess(weights, inputs)` is the output,
+    by which the passes are prepared: what happens once is no cost.
 
     `buffers` are those that forward changes, which backward gets as forward read them. `of_accelerator` is whether
     a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
     `keys_on_host` rows in tiles have their keys there.
     """
-    first, second, third, fourth = made = [
-        AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(4)
+    first, second, third, fourth, fifth = made = [
+        AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(5)
     ]
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
@@ -314,6 +315,11 @@ def trace(
             del y, own
             keeps_output = before - first.live < own_bytes
 
+        stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
+        if ahead:
+            with fifth:
+                residuals = passes.recompute(weights, inputs)
+                costs |= {"recompute": fifth.cost(fifth.live), "recomputed_bytes": fifth.live}
         if pulled:
             with second, keys_in(second.host if keys_on_host else None):
                 results = passes.backward(weights, inputs, residuals, cotangents)
@@ -328,11 +334,10 @@ def trace(
                 results = run(*pending)
                 costs["backward_weight"] = fourth.cost()
             del below, pending, results
-        read = nbytes(buffers)
         cost = SegmentCost(
             **costs,
             residual_bytes=kept + read,
-            stash_bytes=_storage_bytes((inputs[0], residuals)) + read,
+            stash_bytes=stash_bytes + read,
             keeps_output=passes.keeps and keeps_output,
             key_bytes=max(x.host.nbytes for x in made),
         )

@@ -4,7 +4,7 @@ Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy":
 reported, as means over micro-batches and ranks, and have no gradient.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -12,8 +12,8 @@ import torch
 from attrs import fields
 from torch import Tensor, nn
 
-from zfunc.core.pipeline import B, F
-from zfunc.core.spec import StepSpec
+from zfunc.core.pipeline import B, F, R, W
+from zfunc.core.spec import Parts, StepSpec
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, evaluated_in_tiles, make_vjp
 from zfunc.engine.step.metrics import Metrics
@@ -28,10 +28,10 @@ def segment_calls(
     devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
     *,
-    split: Collection[int],
+    parts: Parts,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their forward and backward, which may be `split`; equal segments share these, to be traced
-    or compiled once; with the same `joints` also those that recompute otherwise."""
+    """The segments with their forward and backward, or `parts` of that; equal segments share these, to be traced or
+    compiled once; with the same `joints` also those that recompute otherwise."""
     settings, layout, last = spec.settings, spec.layout, len(segments) - 1
     compiled = settings.compile_segments
     modes = settings.recompute_modes(len(segments))
@@ -40,7 +40,7 @@ def segment_calls(
     calls: list[CompiledSegment] = []
     for s, segment in enumerate(segments):
         function = checked(segment, s == last)
-        options = modes[s], s > layout.first_trainable, s == last, s in split
+        options = modes[s], s > layout.first_trainable, s == last, (W, s) in parts, (R, s) in parts
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
             make = partial(
@@ -54,6 +54,7 @@ def segment_calls(
                 joints=None if joints is None else joints.setdefault(segment.name, {}),
                 tiles=settings.tiles,
                 split=options[3],
+                ahead=options[4],
                 summed=_own(segment.module, "summed_targets"),
                 evaluate=segment.evaluation,
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.memory_model import peak_memory
+from zfunc.core.pipeline import R, W
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import StepSpec
@@ -252,7 +253,8 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
             device=device,
             guess=output,
             pulled=s >= program.layout.first_trainable,
-            split=s in program.spec.split,
+            split=(W, s) in program.spec.parts,
+            ahead=(R, s) in program.spec.parts,
             buffers=call.buffers,
             of_accelerator=of_accelerator,
             compiled=bool(program.settings.compile_segments),

@@ -13,7 +13,7 @@ from zfunc.core.optimizer_state import Moments, updates_each_parameter, updates_
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import Parts, SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer, has_moments
@@ -26,13 +26,13 @@ DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
 def passes_key(
-    settings: StepSettings, split: Collection[int]
-) -> tuple[str, bool | str, bool, int, str, tuple[int, ...]]:
-    """The settings that forward and backward depend on, and the segments whose backward is `split`; only residuals,
-    and what is kept between halves, depend on whether these move, and only costs on where keys are."""
-    moving = settings.moves and (settings.recompute == "min-cut" or bool(split))
+    settings: StepSettings, parts: Parts
+) -> tuple[str, bool | str, bool, int, str, tuple[tuple[str, int], ...]]:
+    """The settings that forward and backward depend on, and the `parts` of backward; only residuals, and what is
+    kept between parts, depend on whether these move, and only costs on where keys are."""
+    moving = settings.moves and (settings.recompute == "min-cut" or bool(parts))
     of_settings = settings.recompute, settings.compile_segments, moving, settings.tiles, settings.keys_on
-    return *of_settings, tuple(sorted(split))
+    return *of_settings, tuple(sorted(parts))
 
 
 def make_spec(

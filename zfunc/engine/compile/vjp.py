@@ -7,6 +7,7 @@ last segment never recomputes, because its backward follows its forward at once.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -94,6 +95,8 @@ class SegmentVJP:
       those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
     - `backward_input`, of what backward gets, returns the gradients of the input and `(run, pending)`, of which
       `run(*pending)` are those of the weights; both are those of `backward`.
+    - `recompute(weights, inputs)` returns residuals for a backward that recomputes, to be made any time before, or
+      None if that has to.
     - `keeps` is False if residuals are always None, because backward recomputes.
     - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
     """
@@ -103,6 +106,7 @@ class SegmentVJP:
     keeps: bool
     prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
     backward_input: Callable[..., tuple[list[Tensor], Pending]] = _unsplit
+    recompute: Callable[..., Any] = lambda _weights, _inputs: None
 
 
 def make_vjp(
@@ -119,6 +123,7 @@ def make_vjp(
     evaluate: Callable[..., Any] | None = None,
     summed: Callable[..., Any] | None = None,
     split: bool = False,
+    ahead: bool = False,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
@@ -132,7 +137,8 @@ def make_vjp(
 
     With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
     dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
-    loss is a sum over tokens. With `split` backward has a half for the input, and one for the weights.
+    loss is a sum over tokens. With `split` backward has a half for the input, and one for the weights; with `ahead`
+    it is given what `recompute` has made.
     """
     if tiles > 1 and last and summed:
         of_tile = make_vjp(
@@ -147,7 +153,7 @@ def make_vjp(
         passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
         return _moving(passes) if moving else passes
     pull = pull_of(function, wrt_input, last)
-    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split)
+    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split, ahead)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
@@ -262,22 +268,25 @@ def _floating(t: Any) -> bool:
 @define(eq=False)
 class _Traced:
     """The passes as two graphs, `cut` from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
-    `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless it `keeps`
-    some. Traced for the last MAX_TRACES sets of shapes; where that fails, `fallback` runs, which is logged.
+    `backward(*residuals, *cotangents) -> gradients`. Unless it `keeps` some, backward gets the leaves instead of
+    residuals, or what a third graph, `(*leaves) -> residuals`, has made `ahead` of it. Traced for the last
+    MAX_TRACES sets of shapes; where that fails, `fallback` runs, which is logged.
     """
 
     joint_of: Callable[..., JointGraph]
     compiled: Compiled
     split: bool
+    ahead: bool
     fallback: SegmentVJP
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
-    known: dict[Any, tuple[JointGraph, Any, Any, Any] | None] = field(factory=dict)  # None: the trace failed
+    known: dict[Any, tuple[JointGraph, Any, Any, Any, Any] | None] = field(factory=dict)  # None: it failed
 
     @property
     def passes(self) -> SegmentVJP:
-        return SegmentVJP(self._forward, self._backward, self.keeps, self._prepare, self._backward_input)
+        own = self._forward, self._backward, self.keeps, self._prepare, self._backward_input
+        return SegmentVJP(*own, self._recompute)
 
     def _forward(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         leaves, found = self._graphs(weights, inputs)
@@ -289,14 +298,21 @@ class _Traced:
         residuals = list(flat[num:]) if self.keeps else None
         return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
 
+    def _recompute(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None or not (again := found[-1]):
+            return None
+        with torch.enable_grad():
+            return list(again[0](*leaves))
+
     def _backward(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
     ) -> Grads:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
             return self.fallback.backward(weights, inputs, residuals, cotangents)
-        joint, _, run, _ = found
-        grads = self._pull(run, joint, residuals if self.keeps else leaves, cotangents)
+        joint, _, run, *_ = found
+        grads = self._pull(run, joint, leaves if residuals is None else residuals, cotangents)
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
 
@@ -306,8 +322,8 @@ class _Traced:
         leaves, found = self._graphs(weights, inputs)
         if found is None or not self.split:
             return self.fallback.backward_input(weights, inputs, residuals, cotangents)
-        joint, _, _, (run, run_later) = found
-        made = self._pull(run, joint, residuals if self.keeps else leaves, cotangents)
+        joint, _, _, (run, run_later), _ = found
+        made = self._pull(run, joint, leaves if residuals is None else residuals, cotangents)
         num = len(joint.gradients) - len(weights.trained)
         return made[:num], (partial(_named, run_later, tuple(weights.trained)), made[num:])
 
@@ -325,7 +341,7 @@ class _Traced:
     def _graphs(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
-        """The leaves that the passes take, and `(joint, forward, backward)`, traced at first use."""
+        """The leaves that the passes take, and the joint graph with its parts, traced at first use."""
         # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
         plain = all(isinstance(x, Tensor) for x in inputs)
         moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
@@ -339,18 +355,21 @@ class _Traced:
 
     def _trace(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any
-    ) -> tuple[JointGraph, Any, Any, Any] | None:
+    ) -> tuple[JointGraph, Any, Any, Any, Any] | None:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
                 joint = self.joint_of(leaves, spec, cotangents_of(guess))
             except _OtherOutputError as error:
                 joint = self.joint_of(leaves, spec, error.args[0])
-            forward, backward = self.cut(joint)
-            fixed = 0 if self.keeps else len(weights.trained) + len(weights.fixed)
+            (forward, backward), again = self.cut(joint), list[GraphModule]()
+            with suppress(ValueError):  # backward reads what is no tensor
+                *again, backward = keep_as_autograd(evolve(joint, results=[])) if self.ahead else (backward,)
+            fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
             halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
-            forward, backward, *halves = (_runnable(x, self.compiled) for x in (forward, backward, *halves))
-            return joint, forward, backward, halves
+            runnable = partial(_runnable, compiled=self.compiled)
+            parts = [[*map(runnable, x)] for x in (halves, again)]
+            return joint, runnable(forward), runnable(backward), *parts
         except (torch.OutOfMemoryError, _NoGradientError):
             raise
         except Exception as error:
@@ -385,11 +404,9 @@ class _LeafView:
 def _moving(passes: SegmentVJP) -> SegmentVJP:
     """The passes with results copied out of memory that is filled anew: that of weights, inputs or residuals."""
 
-    def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
-        y, residuals = tree_map_only(
-            Tensor, lambda t: t.resolve_conj().resolve_neg(), passes.forward(weights, inputs)
-        )
+        y, residuals = tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), made)
         held = [*weights.trained.values(), *weights.fixed.values()]
         if isinstance(residuals, list):  # else they are a pullback, which is used at once
             leaves = _leaves(weights, inputs)
@@ -409,8 +426,13 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
 
         return backward
 
-    halves = apart(passes.backward_input)
-    return evolve(passes, forward=forward, backward=apart(passes.backward), backward_input=halves)
+    return evolve(
+        passes,
+        forward=lambda w, inputs: moved(w, inputs, passes.forward(w, inputs)),
+        backward=apart(passes.backward),
+        backward_input=apart(passes.backward_input),
+        recompute=lambda w, inputs: moved(w, inputs, ((), passes.recompute(w, inputs)))[1],
+    )
 
 
 def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:

@@ -74,6 +74,7 @@ class ActivationSlot:
 
     flat: Tensor  # uint8
     tree: Any = None
+    used: int = 0  # bytes that have been put here
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +118,13 @@ class ActivationSlot:
         leaves = [copies.get(id(x), x) for x in leaves]
         if not on_host:
             leaves = [x.value if isinstance(x, OnHost) else x for x in leaves]
-        self.tree = tree_unflatten(leaves, structure)
+        self.tree, self.used = tree_unflatten(leaves, structure), start
+
+    def copied(self) -> "ActivationSlot":
+        """What has been put here, in memory of its own."""
+        other = ActivationSlot(self.flat[: self.used].clone())
+        other.hold(self)
+        return other
 
 
 @frozen(eq=False)

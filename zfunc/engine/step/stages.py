@@ -23,6 +23,7 @@ from zfunc.core.spec import FROZEN
 from zfunc.engine.compile.passes import aux_names, check_aux_names
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights
+from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.step.clipping_stages import CLIPPING_STAGES
 from zfunc.engine.step.move_stages import MOVE_STAGES, weights_in_page
@@ -78,6 +79,14 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
         mem[output] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals, before
+
+
+def recompute(op: Op, mem: Memory, step: StepContext) -> None:
+    """What backward of one segment needs of its forward, with the seed and the buffers of that."""
+    call, (x, (_, before)) = step.calls[op.index[1]], _left_by_forward(op, mem)
+    with step.randomness(*op.index):
+        residuals = call.passes.recompute(_weights(op, mem, call, before), (x,))
+    mem[op.write("recomputed")] = x, (residuals, before)
 
 
 def backward(op: Op, mem: Memory, step: StepContext) -> None:
@@ -263,7 +272,7 @@ STAGES: dict[str, Stage] = {
     **UPDATE_STAGES,
     **CLIPPING_STAGES,
     **named_like_verbs(
-        load, gather, forward, backward, backward_input, backward_weight, pack, add, reduce_scatter
+        load, gather, forward, recompute, backward, backward_input, backward_weight, pack, add, reduce_scatter
     ),
     **named_like_verbs(square_sum_, accumulate, hold, join_sums),
     **named_like_verbs(keep_buffers, write, write_buffers, publish),
@@ -289,8 +298,11 @@ def _host_of(op: Op, mem: Memory) -> HostMemory | None:
 
 def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
     """A segment's input, its residuals, or None for none, and the buffers that its forward read."""
+    if (recomputed := Region("recomputed", op.index)) in op.reads:
+        return mem[recomputed]
     if op.touches("act_slot"):
-        x, *residuals = mem[op.read("act_slot")].tree
+        slot: ActivationSlot = mem[op.read("act_slot")]
+        x, *residuals = (slot.copied() if recomputed in op.writes else slot).tree
         return x, residuals[0] if residuals else (None, {})
     return mem[_input(op)], mem[op.read("residuals")] if op.touches("residuals") else (None, {})
 
