@@ -28,6 +28,7 @@ from zfunc.runtime import collectives as ranks
 from zfunc.runtime import failure_detection
 from zfunc.runtime import fault_injection as faults
 from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.stage_ranks import StageRanks
 
 LONG = 120.0  # a time-out that no scenario waits for
 SHORT = 6.0  # the one of ranks that do not come; their store has it too, and a busy disk takes its time
@@ -72,6 +73,20 @@ def train(rank: int, out: Path, given: Faults, **more: Any) -> None:
             except Exception as again:
                 write(out / f"{rank}.again", str(again))
             raise
+
+
+def killed_in_a_send(rank: int, out: Path, given: Faults) -> None:
+    """Rank 1 is killed in the second step, when it has sent the sizes of a message and not what is in it."""
+    issued, usual = list[str](), StageRanks._point_to_point
+
+    def point_to_point(ranks: StageRanks, what: str, *given: Any) -> Any:
+        issued.append(what)
+        if rank == 1 and issued.count("send to") == 2 * 2 + 2:  # a message each way in a step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(ranks, what, *given)
+
+    StageRanks._point_to_point = point_to_point  # type: ignore[method-assign]
+    train(rank, out, given, pp=3)
 
 
 def in_group_of_two(rank: int, out: Path, _: Faults) -> None:
@@ -175,6 +190,10 @@ SCENARIOS = {
     "hung": Scenario(train, faults=f"rank=1,{STEP},do=hang", asked=SHORT, hung=(1,), ends_as_python=True),
     # Rank 0 waits for gradients, rank 2 for what rank 1 would have made of its output.
     "stage killed": Scenario(partial(train, pp=3), faults="rank=1,step=2,op=forward[0,2],do=kill"),
+    "stage killed in a send": Scenario(killed_in_a_send),
+    "stage hung": Scenario(
+        partial(train, pp=3), faults="rank=1,step=2,op=forward[0,2],do=hang", asked=SHORT, hung=(1,)
+    ),
     "raised": Scenario(train, faults=f"rank=1,{STEP},do=raise"),
     "killed with the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="rank 0"),
     "killed without the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="elsewhere"),

@@ -254,6 +254,12 @@ WAYS: dict[str, Settings] = {
     "three stages, state on the disk, from the host": {
         **{"pp": 3, "state_on": "disk", "params_on": "host", "bucket_size": 300, "commit_every": 3},
     },
+    "two stages, down a V and up": {
+        "pp": 2,
+        "order": "DualPipeV",
+        "activations_on": "host",
+        "bucket_size": 400,
+    },
     "three stages, half updated there": {
         **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "offload_ratio": 0.7},
         "order": RecomputeAhead(OneFOneB()),
@@ -318,13 +324,16 @@ class Row:
         given = self.settings
         if "optimizer" in given and self.model != "odd sizes":
             return False  # its rules are of those parameters
-        if "tiles" in given and (self.model != "tied GPT" or "split" in self.way or "V" in self.way):
-            return False  # halves of a backward, a batch of no rows of tokens, or attention with dropout
-        if "devices" in given and "params_on" not in given and self.model in TIED:
-            return False  # a weight of both devices
-        if "pp" in given and (self.model in TIED or given["pp"] * self.world > 4):
-            return False  # a weight of two stages
-        if ":" in given.get("order", "") and self.model != "odd sizes":
+        order = str(given.get("order", ""))
+        halves = "ZeroBubble" in order or "DualPipeV" in order
+        if "tiles" in given and (self.model != "tied GPT" or halves):
+            return False  # a batch of no rows of tokens, or attention with dropout
+        apart = self.model in TIED and (self.model == "pairs" or order != "DualPipeV")
+        if apart and ("pp" in given or ("devices" in given and "params_on" not in given)):
+            return False  # a weight of both devices, or of two stages
+        if given.get("pp", 1) * self.world > 4:
+            return False  # threads enough
+        if ":" in order and self.model != "odd sizes":
             return False  # of another number of segments
         if self.model == "norms" and "dealt" in self.way and given.get("micro_batches", 1) > given["devices"]:
             return False  # buffers of a segment on several devices

@@ -51,16 +51,19 @@ def ends(results: Path, name: str) -> list[Any]:
 
 HANGS = "still there"
 NO_STORE = "rank 0, which kept the store, is gone"
+WAITING = "(send to|receive from|all_reduce).*expected all 3 ranks"
 MISSING: dict[str, tuple[list[Any], dict[int, str]]] = {  # how each rank ends, and what those that see it say
     "killed": (
         [ERROR, ERROR, ERROR, KILLED],
         dict.fromkeys((0, 1, 2), "expected all 4 ranks: rank 3 is gone. See what"),
     ),
-    "stage killed": (
-        [ERROR, KILLED, ERROR],
-        dict.fromkeys(
-            (0, 2), "(send to|receive from|all_reduce).*expected all 3 ranks: rank 1 is gone. See what"
-        ),
+    **dict.fromkeys(
+        ("stage killed", "stage killed in a send"),
+        ([ERROR, KILLED, ERROR], dict.fromkeys((0, 2), f"{WAITING}: rank 1 is gone. See what")),
+    ),
+    "stage hung": (
+        [ERROR, HANGS, ERROR],
+        dict.fromkeys((0, 2), f"{WAITING}: rank 1 did not come.*ZFUNC_TIMEOUT"),
     ),
     "terminated": ([TERMINATED, ERROR], {1: "expected all 2 ranks: rank 0 is gone. See what"}),
     "killed without the store": (

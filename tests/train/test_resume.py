@@ -408,11 +408,35 @@ def test_the_store_of_a_restart_has_nothing_of_the_run_before() -> None:
         fresh_store(shared, 0, 3)
 
 
+STAGED = ("--pp", 2, "--order", "DualPipeV", "--micro-batches", 2, "--num-layers", 2)
+ON_DISK = ("--state-on", "disk", "--params-on", "disk", "--grads-on", "disk", "--commit-every", 3)
+
+
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same() -> None:
+@pytest.mark.parametrize(
+    ("given", "saves"),
+    [((), ("--save-every", 10)), (STAGED, ("--save-every", 10)), (STAGED, ON_DISK)],
+    ids=["ranks", "stages", "stages on the disk"],
+)
+def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same(
+    given: tuple[object, ...], saves: tuple[object, ...]
+) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 3)
-    more = ("--save-every", 10, "--steps", 60, "--eval-every", 25, "--resume", "auto")
-    runs = [start(*JOB, "--out", out, *more, launch=launch) for out in ("killed", "whole")]
+    more = (*given, *saves, "--steps", 60, "--eval-every", 25, "--resume", "auto")
+    folders = [Path(f"swap-{out}") for out in ("killed", "whole")]
+    for folder in folders:
+        folder.mkdir()
+    runs = [
+        start(
+            *JOB,
+            "--out",
+            folder.name[5:],
+            *more,
+            *(["--swap", folder] if saves is ON_DISK else []),
+            launch=launch,
+        )
+        for folder in folders
+    ]
     try:
         wait_for_rows("killed", 31, runs[0])
         os.kill(rank_of(runs[0].pid, 1), signal.SIGKILL)

@@ -192,7 +192,9 @@ def project(plan: Plan, stage: int | None) -> Plan:
     that all execute together, with its own regions of these. None is the plan itself.
 
     All waits between its operations are derived anew, because what implied one may be another rank's. A receive
-    waits for its send by itself, so where the whole plan has no deadlock, the ranks have none.
+    waits for its send by itself, so where the whole plan has no deadlock, the ranks have none. What all execute
+    together is on one lane with the stage's messages, in an order that the whole plan allows: so a rank that
+    computes does not wait for others meanwhile, and one that hangs is not among those that wait.
     """
     if stage is None:
         return plan
@@ -206,8 +208,13 @@ def project(plan: Plan, stage: int | None) -> Plan:
         if op.joint or op.device == stage:
             number[i] = len(ops)
             ops.append(evolve(op, reads=own(op.reads, joint=op.joint), writes=own(op.writes, joint=op.joint)))
-    lanes = {lane.name: [number[i] for i in lane.ops if i in number] for lane in plan.lanes}
-    used = {name: own for name, own in lanes.items() if own}
+    lanes = {lane.name: [i for i in lane.ops if i in number] for lane in plan.lanes}
+    network = [x for x, own in lanes.items() if own and all(plan.graph.ops[i].kind == "network" for i in own)]
+    if network[1:]:
+        together = {i for x in network for i in lanes.pop(x)}
+        order = topological_order(plan, plan.graph.predecessors)
+        lanes[network[0]] = [i for i in order if i in together]
+    used = {name: [number[i] for i in own] for name, own in lanes.items() if own}
     return build(Graph(tuple(ops)), used or dict(list(lanes.items())[:1]))
 
 
