@@ -34,8 +34,15 @@ class FromCSV:
 
     def __call__(self, _devices: int, segments: int, _micro_batches: int) -> list[Passes]:
         """The passes of each device."""
-        with Path(self.path).open(newline="") as file:
-            order = [[x for cell in row for x in self._passes(cell.strip())] for row in csv.reader(file)]
+        try:
+            rows = [*csv.reader(Path(self.path).read_text().splitlines())]
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"order: got {self.path!r}, which cannot be read ({getattr(error, 'strerror', error)}), expected a "
+                "CSV file with a row for each device: write one with zfunc.schedules.csv_file.write_csv, or pass a "
+                "name such as 'OneFOneB'"
+            ) from error
+        order = [[x for cell in row for x in self._passes(cell.strip())] for row in rows]
         stages = 1 + max((k for own in order for _, _, k in own), default=0)
         return of_segments(order, cut_in_stages(segments, stages, self.cut))
 

@@ -23,6 +23,7 @@ from zfunc.schedules import (
     ZeroBubble,
     make_order,
 )
+from zfunc.schedules.csv_file import FromCSV
 
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND
@@ -200,6 +201,10 @@ def recomputed_elsewhere(devices: int, segments: int, micro_batches: int) -> Any
     return [own, [(R, m, 0) for m in range(micro_batches)] + [*other]]
 
 
+def halves_apart(*n: int) -> Any:
+    return [split("I0", "B1")(*n)[0], [("W", 0, 1)]]
+
+
 def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
     passes = [(m, s) for m in range(micro_batches) for s in range(segments)]
     return [[("F", m, s) for m, s in passes], [("B", m, segments - 1 - s) for m, s in passes]]
@@ -210,6 +215,15 @@ def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
     [
         (lambda *_: None, "got None, expected a list for each device of its passes"),
         (lambda *_: [[(F, 0)], []], "got [[('F', 0)], []], expected a list for each device of its passes"),
+        (
+            lambda devices: [[]],
+            "cannot be called with three numbers (too many positional arguments), expected a",
+        ),
+        (
+            FromCSV("nowhere.csv"),
+            "got 'nowhere.csv', which cannot be read (No such file or directory), expected a CSV",
+        ),
+        (FromCSV("/dev"), "got '/dev', which cannot be read (Is a directory), expected a CSV"),
         (lambda *_: [[]], "got passes for 1 devices, expected 2"),
         (lambda *n: [own[1:] for own in GPipe()(*n)], "got F[0,0] 0 times, expected it once"),
         (lambda *n: [own + own[:1] for own in GPipe()(*n)], "got F[0,0] 2 times, expected it once"),
@@ -225,6 +239,10 @@ def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
         (split("I0", "B1"), "got W[0,1] 0 times, expected it once"),
         (split("B0", "I0", "W0", "B1"), "got B[0,1] 1 times, expected it not at all"),
         (split("W0", "I0", "B1"), "device 0 has W[0,1] next, which follows I[0,1]"),
+        (
+            halves_apart,
+            "got W[0,1] on device 1 and the rest of that backward on device 0, expected one device",
+        ),
         (split("I0", "B1", "W0"), "device 0 has B[1,1] next, which follows W[0,1]"),
         (first("F0", "F1", "R0", "B0", "B1"), "got R[1,0] 0 times, expected it once"),
         (first("F0", "F1", "R0", "B0", "B1", "R1"), "device 0 has B[1,0] next, which follows R[1,0]"),

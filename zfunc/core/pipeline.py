@@ -10,6 +10,7 @@ of the weights (zero bubble, 2401.10241). "R" recomputes what backward needs of 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import NamedTuple
 
 from attrs import field, frozen
@@ -86,6 +87,14 @@ def passes_on_several(
     Raises PlanError for an order that has a pass twice or not at all, or in which devices wait for each other.
     """
     num_segments = len(work)
+    try:
+        signature(order).bind(devices, num_segments, micro_batches)
+    except TypeError as error:
+        raise PlanError(
+            f"order: got {str(order)[:80]}, which cannot be called with three numbers ({error}), expected a "
+            "function (devices, segments, micro_batches) -> passes of each device: write one so, or pass a name "
+            "such as 'OneFOneB'"
+        ) from None
     given = order(devices, num_segments, micro_batches)
     try:
         listed = [[(way, m, s) for way, m, s in own] for own in given]

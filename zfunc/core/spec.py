@@ -272,7 +272,7 @@ class StepSpec:
             if x.way in (W, R) and x.device != (other := self.device_of(B, m, s)):
                 raise PlanError(
                     f"order: got {x} on device {x.device} and the rest of that backward on device {other}, "
-                    "expected one"
+                    f"expected one device, which has what is kept between them: list {x} for device {other}"
                 )
             apart = x.way in (B, I) and x.device != forward
             if apart and (self.over_ranks or self.activations_at(s) == "device"):
