@@ -431,6 +431,16 @@ def test_compare_writes_what_is_asked_for(
         assert "H100" in page
 
 
+def test_of_a_pipeline_over_ranks_pictures_say_whose_step_it_is(run: Path, tmp_path: Path) -> None:
+    """That of the first rank, which writes the run."""
+    shutil.copytree(run, there := tmp_path / "run")
+    config = (there / "config.json").read_text()
+    (there / "config.json").write_text(config.replace('"pp": 1', '"pp": 3'))
+    assert main(["draw", "--compare", str(there)]) == main(["report", str(there)]) == 0
+    for page in ("compare.html", "report.html"):
+        assert "the first of 3 stages" in (there / page).read_text()
+
+
 def test_compare_needs_no_torch(run: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy')))\n"
     code += "from zfunc.cli.main import main; main()"

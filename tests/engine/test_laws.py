@@ -169,7 +169,12 @@ def test_a_checkpoint_of_stages_goes_on_with_any_number_of_them(
     (first, batch), (then, _) = map(programs, rows, given)
 
     def begin(program: Program) -> list[Any]:
-        state, told = steps(program, batch, begun(program), 2)
+        state, told = steps(program, batch, begun(program), 1)
+        between = zfunc.save(tmp_path / "between", program, zfunc.release(program, state))
+        state, second = steps(program, batch, state, 2, save=tmp_path / "inside")
+        inside = tmp_path / "inside" / between.name
+        assert all(x.read_bytes() == (inside / x.name).read_bytes() for x in between.iterdir())
+        told += second
         zfunc.save(tmp_path / "saved", program, state)
         if "swap" in given[0]:
             zfunc.save(given[0]["swap"][0], program, state)

@@ -158,7 +158,7 @@ def _measured_step(run: RunHistory) -> tuple[str, Timeline | None]:
         timeline, bound = step.timeline, bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
         text = f"{legend_summary(timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
         if len(step.plan.graph) <= MOST_DRAWN:
-            picture = svg(timeline, plan=step.plan, title="One measured step")
+            picture = svg(timeline, plan=step.plan, title=f"One measured step{step.stage}")
     return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>', timeline
 
 

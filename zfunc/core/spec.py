@@ -291,7 +291,8 @@ class StepSpec:
                 names = [span.name for span in self.layout.all_buckets[b].spans]
                 way_on = "pass params_on='host', with update_on='host', or"
                 if self.over_ranks:
-                    way_on = "pass devices= in one process with params_on='host', or untie them, or"
+                    one_process = f"pass devices={self.settings.pp}, params_on='host' in one process"
+                    way_on = f"{one_process}, or untie them, or"
                 raise PlanError(
                     f"order: got passes with the weights {', '.join(names[:3])} on the devices {sorted(devices)}, "
                     f"expected one: {way_on} an order that has those segments on one, "

@@ -186,7 +186,13 @@ class RunFolder:
         s, machine = self._config["settings"], self._config["machine"]
         where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
         model = f"{s['num_layers']} x {s['hidden_size']} {self._config['architecture']}, {s['precision']}"
-        return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
+        return f"{s['schedule']}: step {event.step} of a {model}{_of_stage(s)}, measured on {where}"
+
+
+def _of_stage(settings: Mapping[str, Any]) -> str:
+    """Of which pipeline stage a measured step is: rank 0, which writes it, has the first."""
+    pp = settings.get("pp", 1)  # runs of older versions have no such setting
+    return f", the first of {pp} stages" if pp > 1 else ""
 
 
 def _line(row: Row) -> bytes:
@@ -434,6 +440,7 @@ class RecordedStep:
     schedule: str = field(validator=validators.instance_of(str))
     precision: str = field(validator=validators.instance_of(str))
     world: int = field(validator=[validators.instance_of(int), validators.ge(1)])
+    stage: str = ""  # which one, of a pipeline over ranks
 
 
 def read_recorded_step(run: Path) -> RecordedStep:
@@ -449,4 +456,5 @@ def read_recorded_step(run: Path) -> RecordedStep:
     config = read_json_object(run / CONFIG)
     with _reading(run / CONFIG):
         settings, ranks = config["settings"], config["machine"]["ranks"]
-        return RecordedStep(plan, timeline, settings["schedule"], settings["precision"], ranks)
+        how = settings["schedule"], settings["precision"], ranks, _of_stage(settings)
+        return RecordedStep(plan, timeline, *how)

@@ -140,7 +140,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
         simulated = simulate(step.plan, on)
     except ValueError as error:
         raise ValueError(f"compare: {error}") from error
-    heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}"
+    heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}{step.stage}"
     return DrawnStep(heading, step.plan, on, (simulated, step.timeline))
 
 
