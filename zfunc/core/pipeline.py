@@ -7,11 +7,12 @@ of the weights (zero bubble, 2401.10241). "R" recomputes what backward needs of 
 (RoundPipe). Published orders are in `zfunc.schedules`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 from attrs import field, frozen
 
@@ -74,17 +75,19 @@ def passes_on_several(
     work: Sequence[Mapping[str, int]],
     hops: Sequence[int],
     repeated: Collection[int] = (),
-) -> Iterator[Pass]:
-    """The beginnings and ends of the passes of an order, about as they come in time: a pass begins after those that
-    it depends on have ended.
+    tied: Sequence[Collection[int]] = (),
+) -> list[tuple[int, bool, Pass]]:
+    """The beginnings and ends of the passes of an order, each with its time and whether it is a beginning, as they
+    come in time: a pass begins after those that it depends on have ended.
 
     `work` is that of a pass through each segment, by its way, and `hops` that of sending its input to another
     device, in any unit: lanes that all devices share, and those of what a device is sent, have this order.
 
     Micro-batches pass a segment in ascending order, each way, and a device makes the gradients of one from the last
-    segment down, so that sums do not depend on the order. `trained` are the segments with gradients of weights,
-    `repeated` those whose forward may be recomputed ahead of backward: an R of any other is left out.
-    Raises PlanError for an order that has a pass twice or not at all, or in which devices wait for each other.
+    segment down, so that sums do not depend on the order; so do all devices of the last one, of segments that are
+    `tied`, whose sums are added up then. `trained` are the segments with gradients of weights, `repeated` those
+    whose forward may be recomputed ahead of backward: an R of any other is left out. Raises PlanError for an order
+    that has a pass twice or not at all, or in which devices wait for each other.
     """
     num_segments = len(work)
     try:
@@ -122,7 +125,20 @@ def passes_on_several(
                 f"order: got {Pass(*x)} {times[x]} times, expected it {'once' if wanted else 'not at all'}: there "
                 f"are {num_segments} segments and {micro_batches} micro-batches"
             )
-    before = {x: [y for y in _before(x, split, own, trained) if y in expected] for own in lists for x in own}
+
+    def groups(x: Pass) -> list[Any]:
+        """The groups of a pass in which gradients are made from the last segment down."""
+        last = x.m == micro_batches - 1
+        return [(x.m, x.device), *(n for n, group in enumerate(tied) if last and x.s in group)]
+
+    grouped = defaultdict[Any, list[Pass]](list)
+    for x in chain(*lists):
+        for group in groups(x):
+            grouped[group].append(x)
+    before = {
+        x: [y for group in groups(x) for y in _before(x, split, grouped[group], trained) if y in expected]
+        for x in chain(*lists)
+    }
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
     def arrives(x: Pass, before: tuple[str, int, int]) -> int:
@@ -133,12 +149,11 @@ def passes_on_several(
 
     found: list[tuple[int, bool, Pass]] = []
     free, left = [0] * devices, [own[::-1] for own in lists]
+    ready: dict[int, tuple[int, int, Pass]] = {}  # the next of a device: when it starts
     while any(left):
-        ready = [
-            (max(free[own[-1].device], 0, *(arrives(own[-1], x) for x in before[own[-1]])), own[-1])
-            for own in left
-            if own and ends.keys() >= {*before[own[-1]]}
-        ]
+        for d, own in enumerate(left):
+            if own and d not in ready and ends.keys() >= {*before[x := own[-1]]}:
+                ready[d] = max(free[d], 0, *(arrives(x, y) for y in before[x])), d, x
         if not ready:
             stuck = [(own[-1], next(x for x in before[own[-1]] if x not in ends)) for own in left if own]
             why = "; ".join(f"device {x.device} has {x} next, which follows {Pass(*y)}" for x, y in stuck)
@@ -146,12 +161,12 @@ def passes_on_several(
                 f"order: got devices that wait for each other or for themselves ({why}), expected an order in "
                 "which each pass comes after those that it depends on, and micro-batches ascend"
             )
-        start, x = min(ready, key=lambda at: (at[0], at[1].device))
-        left[x.device].pop()
-        free[x.device] = end = start + work[x.s][x.way]
-        ends[x[:3]] = end, x.device
+        start, d, x = min(ready.values())
+        del ready[d], left[d][-1]
+        free[d] = end = start + work[x.s][x.way]
+        ends[x[:3]] = end, d
         found += [(start, True, x), (end, False, x._replace(ended=True))]
-    yield from (x for _, _, x in sorted(found, key=lambda at: at[:2]))
+    return sorted(found, key=lambda at: at[:2])
 
 
 def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
@@ -170,7 +185,7 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 def _before(
     x: Pass, split: Collection[tuple[int, int]], own: Iterable[Pass], trained: Collection[int]
 ) -> list[tuple[str, int, int]]:
-    """The passes that one of a device's `own` follows, as far as there are such."""
+    """The passes that one of a group's `own` follows, as far as there are such."""
 
     def of(way: str, m: int, s: int) -> tuple[str, int, int]:
         """The backward of a micro-batch, or this half of it."""
@@ -180,9 +195,7 @@ def _before(
         return [(F, x.m - 1, x.s), (F, x.m, x.s - 1)]
     if x.way == R:
         return [(F, x.m, x.s)]
-    higher = [
-        y[:3] for y in own if x.way != I and y.way in (B, W) and y.m == x.m and y.s > x.s and x.s in trained
-    ]
+    higher = [y[:3] for y in own if x.way != I and y.way in (B, W) and y.s > x.s and x.s in trained]
     if x.way == W:
         return [of(W, x.m - 1, x.s), (I, x.m, x.s), *higher]
     made = of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), (R, x.m, x.s), of(I, x.m, x.s + 1)

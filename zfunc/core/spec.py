@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 from attrs import evolve, field, frozen, validators
@@ -187,8 +187,9 @@ class StepSpec:
         work = [{way: getattr(x, VERBS[way]).flops or n for way, n in unknown.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
         trained = [s for s in range(count) if layout.buckets_of(s)]
-        given = settings.stages, settings.micro_batches, trained, work, hops, self.repeated
-        return tuple(passes_on_several(self.order, *given))
+        tied = [{*chain(*x.deliveries)} for x in layout.buckets if len(x.deliveries) > 1]
+        given = settings.stages, settings.micro_batches, trained, work, hops, self.repeated, tied
+        return tuple(x for _, _, x in passes_on_several(self.order, *given))
 
     @property
     def repeated(self) -> list[int]:
@@ -304,7 +305,7 @@ class StepSpec:
 
     def _check_sum(self, bucket: Bucket) -> None:
         """Raise PlanError where stage 1 would add gradients of a tied weight in another order than one device."""
-        tied = {s for group in bucket.deliveries for s in group} if len(bucket.deliveries) > 1 else set[int]()
+        tied = {*chain(*bucket.deliveries)} if len(bucket.deliveries) > 1 else set[int]()
         own = [x for x in self.passes if x.ended and x.way in (B, W) and x.s in tied]
         for x, y in pairwise(own):
             if (x.m, -x.s) > (y.m, -y.s):

@@ -4,22 +4,27 @@ Arithmetic alone: the time of the passes and of the hops between devices tells w
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 from attrs import asdict, evolve
 
 from zfunc.core.graph import Op
-from zfunc.core.pipeline import B, F, R, passes_on_several
+from zfunc.core.pipeline import VERBS, B, F, I, R, W, passes_on_several
 from zfunc.errors import PlanError
-from zfunc.planner.candidate import PlannedStep, operations_of
+from zfunc.planner.candidate import PlannedStep
 from zfunc.schedules import make_order
 from zfunc.schedules.stages import cut_by_cost
 
-ROUND_PIPE, SEVERAL = "RoundPipe", ("Interleaved1F1B", "LoopedBFS")
-OF_STAGES = ("GPipe", "OneFOneB", *SEVERAL)  # those with halves of a backward are not tried
-STAGES = (2, 3, 4)  # on each device, of orders with several
+STAGES = {  # that are tried on each device
+    **dict.fromkeys(("GPipe", "OneFOneB"), (1,)),
+    **dict.fromkeys(("Interleaved1F1B", "LoopedBFS"), (2, 3, 4)),
+    "ZeroBubble": (1, 2, 3, 4),
+    "DualPipeV": (2,),
+}
+ROUND_PIPE = "RoundPipe"
 CUTS = 12  # of the stages of RoundPipe
 UNIT = 1e-9  # seconds
 Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way, in units
@@ -27,31 +32,38 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 def work_of(step: PlannedStep) -> Work:
     """The time of a pass through each segment, which no order changes. Backward has what it recomputes, which takes
-    about as long as forward."""
-    few = evolve(step.spec, settings=evolve(step.settings, devices=1, micro_batches=1), order=None)
-    ways = {"forward": F, "backward": B}
-    work: list[dict[str, int]] = [{F: 0, B: 0} for _ in range(step.spec.num_segments)]
-    for op in operations_of(few):
-        if op.verb in ways:
-            work[op.index[1]][ways[op.verb]] = round(step.hardware.seconds(op) / UNIT)
-    for _, s in (x for x in step.spec.parts if x[0] == R):
-        again = Op("recompute", (0, s), "compute", (), (), **asdict(step.spec.costs[s].recompute))
-        work[s][B] += round(step.hardware.seconds(again) / UNIT)
-    return tuple(x | {R: min(x.values())} for x in work)
+    about as long as forward, and its half for the weights makes about as many products as that."""
+    work: list[dict[str, int]] = []
+    for s, x in enumerate(step.spec.costs):
+        alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
+        made = {way: getattr(x, verb) for way, verb in VERBS.items()}
+        made |= {} if (W, s) in step.spec.parts else {W: alike}
+        ops = {way: Op("", (), "compute", **asdict(cost)) for way, cost in made.items()}
+        own = {way: round(step.hardware.seconds(op) / UNIT) for way, op in ops.items()}
+        if (R, s) in step.spec.parts:
+            own[B] += own[R]
+        own |= {R: min(own[F], own[B])}
+        work.append(own | {I: max(0, own[B] - own[W])})
+    return tuple(work)
 
 
-def best_orders(step: PlannedStep, micro_batches: Sequence[int] = ()) -> list[tuple[str, int]]:
-    """Orders as text, with numbers of micro-batches, of which one may be the fastest: those whose passes take least
-    time of each kind, and with each number of micro-batches."""
-    now = step.settings.micro_batches
-    work, counts = work_of(step), [*dict.fromkeys((now, *micro_batches))]
+def best_orders(
+    step: PlannedStep, micro_batches: Sequence[int], places: Iterable[Mapping[str, str]]
+) -> Iterator[dict[str, Any]]:
+    """Changes to orders, with numbers of micro-batches, of which one may be the fastest: those whose passes take
+    least time of each kind, and with each number of micro-batches; of these also what other `places` allow."""
+    settings, work = step.settings, work_of(step)
+    counts = [*dict.fromkeys((settings.micro_batches, *micro_batches))]
     found = sorted((_makespan(step, x, m, work), x, m) for x in _orders(step, work) for m in counts)
-    of_kind: dict[tuple[str, int], tuple[str, int]] = {}  # those of equal cuts apart
-    for _, order, m in (x for x in found if x[0] < math.inf):
-        of_kind.setdefault(("", m), (order, m))
-        if m == now:
-            of_kind.setdefault((order.partition(":")[0], ":" in order), (order, m))
-    return list(dict.fromkeys(of_kind.values()))
+    for there in ({}, *places):
+        known: set[Any] = set()
+        for seconds, order, m in found:
+            kind = order.partition(":")[0], ":" in order  # those of equal cuts apart
+            new = {m, *([kind] if m == settings.micro_batches and not there else [])} - known
+            changes = {"order": order, "micro_batches": m, **there}
+            if new and seconds < math.inf and _allowed(step, changes):
+                known |= new
+                yield changes
 
 
 def shifted(step: PlannedStep) -> list[str]:
@@ -64,21 +76,21 @@ def shifted(step: PlannedStep) -> list[str]:
     short = {int(place.partition(":")[2] or 0) for place in step.lacking if place.startswith("device")}
     found: list[tuple[float, str]] = []
     for k, n in (x for a, b in pairwise(range(len(stages))) for x in ((a, b), (b, a))):
-        if stages[k] > 1 and (not short or k % devices in short):
+        device = min(k, 2 * devices - 1 - k) if name == "DualPipeV" else k % devices
+        if stages[k] > 1 and (not short or device in short):
             lengths = [x - (i == k) + (i == n) for i, x in enumerate(stages)]
-            order = f"{name}:{','.join(map(str, lengths))}"
+            order = f"{name}:{_text(lengths)}"
             found.append((_makespan(step, order, step.settings.micro_batches, work), order))
-    return [order for seconds, order in sorted(found)[:2] if seconds < math.inf]
+    return [order for _, order in sorted(found) if _allowed(step, {"order": order})][:2]
 
 
 def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
     """Published orders with stages that are cut by cost; and by number, where copies take longer than compute."""
     devices, costs = step.settings.devices, [x[F] + x[B] for x in work]
     if step.work["compute"] < max(step.work.values()):
-        yield from OF_STAGES
+        yield from STAGES
     yield ROUND_PIPE
-    for name in OF_STAGES:
-        each = STAGES if name in SEVERAL else (1,)
+    for name, each in STAGES.items():
         for count in (n * devices for n in each if n * devices <= len(costs)):
             yield f"{name}:{_text(cut_by_cost(costs, count))}"
     forward, backward = [x[F] for x in work[:-1]], [x[B] for x in work[:-1]] + costs[-1:]
@@ -99,26 +111,30 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
     return max(sum(costs[a:b]) for a, b in pairwise(ends))
 
 
+def _allowed(step: PlannedStep, changes: Mapping[str, Any]) -> bool:
+    """Whether an order fits where things are, and other settings."""
+    with suppress(ValueError):
+        settings = evolve(step.settings, **changes)
+        evolve(step.spec, order=make_order(settings.order), settings=settings)
+        return True
+    return False
+
+
 def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """The time of the passes of that order, in units; infinite where places exclude it.
+    """The time of the passes of that order, in units; infinite where there is none of so many segments.
 
     Those of more micro-batches are as much shorter: nothing is known of what each takes beside its rows.
     """
-    settings, spec = step.settings, step.spec
+    settings, spec, made = step.settings, step.spec, make_order(order)
     with suppress(PlanError):
-        evolve(spec, order=make_order(order), settings=evolve(settings, micro_batches=micro_batches))
-        parts = settings.micro_batches / micro_batches
+        parts, count = settings.micro_batches / micro_batches, spec.num_segments
+        listed = chain(*made(settings.stages, count, micro_batches))
+        ahead = {s for way, _, s in listed if way == R} & {*spec.repeated}
         one = [{way: round(x * parts) for way, x in ways.items()} for ways in work]
+        for s in ahead:
+            one[s] |= {way: one[s][way] - one[s][R] for way in (B, I)}
         hops = [round(2 * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
-        trained = [x for x in range(spec.num_segments) if spec.layout.buckets_of(x)]
-        given = settings.devices, micro_batches, trained, one, hops, spec.repeated
-        passes = (x for x in passes_on_several(make_order(order), *given) if not x.ended)
-        free, ends = [0] * settings.devices, dict[tuple[str, int, int], tuple[int, int]]()
-        for way, m, s, d, *_ in passes:
-            before = [(F, m, s - 1)] if way == F else [(F, m, s), (B, m, s + 1)][: 1 + (way == B)]
-            came = (ends[x][0] + hops[max(x[2], s)] * (ends[x][1] != d) for x in before if x in ends)
-            made = one[s][R] if way == B and (R, m, s) in ends else 0
-            free[d] = max(free[d], *came, 0) + one[s][way] - made
-            ends[way, m, s] = free[d], d
-        return max(free)
+        trained = [x for x in range(count) if spec.layout.buckets_of(x)]
+        given = settings.stages, micro_batches, trained, one, hops, spec.repeated
+        return passes_on_several(made, *given)[-1][0]
     return math.inf

@@ -308,12 +308,10 @@ def _values(
 def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Orders with stages cut by cost, and more or fewer micro-batches; then one segment on another device."""
     if best.settings.devices > 1 and "order" in space:
-        found = best_orders(best, space.get("micro_batches", ()))
-        yield from ({"order": order, "micro_batches": m} for order, m in found)
-        if (
-            first and "params_on" in space
-        ):  # where the weights of a segment are may decide which orders there are
-            yield from ({"order": x, "micro_batches": m, "params_on": "device"} for x, m in found)
+        # Where weights and activations are decides which orders there are.
+        places = ({"params_on": "device"}, {"params_on": "host", "activations_on": "host"}) if first else ()
+        places = [x for x in places if x.keys() <= space.keys()]
+        yield from best_orders(best, space.get("micro_batches", ()), places)
         if not first:
             yield from ({"order": order} for order in shifted(best))
 
