@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_300,
     "optim": 2_970,
     "checkpoint": 3_020,
-    "engine": 8_700,
+    "engine": 8_770,
     "viz": 1_000,
     "planner": 3_110,
     "models": 3_030,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_820,
+    "tests": 36_890,
 }
 
 

@@ -2,7 +2,7 @@
 is refused by name."""
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import plain
@@ -61,6 +61,58 @@ def by_row(
     return [y, *pull(given.to(y.dtype))]
 
 
+class Kernels:
+    """torch's operations, of which those of ranges are these, on any device: what is in no range has no value."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.aten, name)
+
+    @staticmethod
+    def scores(q: Tensor, k: Tensor, how: dict[str, Any]) -> Tensor:
+        """Of one range, whose queries are the last of its keys."""
+        far = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        hidden = (far < 0) | (far > how.get("window_size_left", len(k)))
+        return (torch.einsum("qhd,khd->hqk", q, k) * how["scale"]).masked_fill(hidden, -torch.inf)
+
+    @staticmethod
+    def ranges(q: Tensor, queries: Tensor | None, keys: Tensor | None) -> Iterator[tuple[Any, Any]]:
+        if queries is None or keys is None:
+            yield from ((n, n) for n in range(len(q)))
+            return
+        assert len(queries) == len(keys) <= 2 * len(q) // tile_attention._block(len(q)) + 1
+        for a, b in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+            assert 0 <= a[1] - a[0] <= b[1] - b[0]
+            if a[0] < a[1]:
+                yield slice(*a), slice(*b)
+
+    @classmethod
+    def _flash_attention_forward(cls, q: Tensor, k: Tensor, v: Tensor, *more: Any, **how: Any) -> Any:
+        heads, out = q.shape[-2], torch.full_like(q, torch.nan)
+        lse = torch.full_like(q[..., 0], torch.nan)
+        for a, b in cls.ranges(q, *more[:2]):
+            own_k, own_v = (x[b].repeat_interleave(heads // x.shape[-2], 1) for x in (k, v))
+            scores = cls.scores(q[a], own_k, how)
+            out[a] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), own_v)
+            lse[a] = scores.logsumexp(-1).T
+        return out, lse.transpose(-1, -2)
+
+    @classmethod
+    def _flash_attention_backward(
+        cls, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, **how: Any
+    ) -> Any:
+        heads, made = (q.shape[-2], k.shape[-2]), [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        for a, b in cls.ranges(q, *more[:2]):
+            own_k, own_v = (x[b].repeat_interleave(heads[0] // heads[1], 1) for x in (k, v))
+            p = (cls.scores(q[a], own_k, how) - lse.transpose(-1, -2)[a].T[..., None]).exp()
+            of_p = torch.einsum("qhd,khd->hqk", g[a], own_v) - (g[a] * out[a]).sum(-1).T[..., None]
+            ds = p * of_p * how["scale"]
+            grads = [torch.einsum("hqk,qhd->khd", x, y) for x, y in ((ds, q[a]), (p, g[a]))]
+            made[0][a] = torch.einsum("hqk,khd->qhd", ds, own_k)
+            for total, x in zip(made[1:], grads, strict=True):
+                total[b] = x.unflatten(1, (heads[1], -1)).sum(2)
+        return made
+
+
 def by_tiles(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None, given: Tensor, tile: int
 ) -> list[Tensor]:
@@ -83,12 +135,13 @@ def compared(
     tiles: int,
     hidden: Hidden = (None, None),
     *,
-    fused: bool = True,
+    fused: bool | None = True,
     whole: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> dict[str, tuple[float, float]]:
-    """How far result and gradients in tiles are from exact ones, and how far torch's of a row are."""
+    """How far result and gradients in tiles are from exact ones, and how far torch's of a row are; `fused` None is
+    by ranges."""
     g, (window, document), tokens = torch.Generator().manual_seed(tile * tiles), hidden, tile * tiles
     random = lambda n: torch.randn(2, n, tokens, features, generator=g).to(device, dtype)  # noqa: E731
     q, k, v, given = (random(n) for n in (heads[0], heads[1], heads[1], heads[0]))
@@ -107,9 +160,16 @@ def compared(
         if not fused:
             patch.setattr(tile_attention, "_kernel", lambda *_: tile_attention._InTorch)
             patch.setattr(row_attention, "runs_on_cpu", lambda *_: False)
+        if fused is None:
+            hides = lambda _q, _row, view: view.hides  # noqa: E731
+            for module in (row_attention, tile_attention):
+                patch.setattr(module, "by_ranges", hides)
+            patch.setattr(tile_attention, "aten", Kernels())
+            patch.setattr(tile_attention, "BLOCK", 4)
+            patch.setattr(tile_attention, "AT_ONCE", 10)
         patch.setattr(row_attention, "TILE", tile)
-        hides = q, k, v, starts, window, given
-        got = by_row(*hides) if whole else by_tiles(*hides, tile)
+        seen = starts, window, given
+        got = by_row(q, k, v, *seen) if whole else by_tiles(q, k, v, *seen, tile)
     of_keys = dtype if whole else torch.float32
     assert [x.dtype for x in got] == [dtype, dtype, of_keys, of_keys]
     row, exact = by_rows(q, k, v, mask, given), by_rows(q.double(), k.double(), v.double(), mask, given)
@@ -124,19 +184,29 @@ def compared(
     tile=st.integers(1, 12),
     tiles=st.integers(1, 6),
     hidden=st.tuples(st.none() | st.integers(1, 20), st.none() | st.integers(1, 20)),
-    fused=st.booleans(),
+    fused=st.sampled_from([True, False, None]),
     whole=st.booleans(),
 )
 @example(1, 4, 16, 64, 4, (None, None), True, False)
 @example(4, 1, 16, 32, 8, (100, None), False, False)
 @example(2, 2, 16, 32, 8, (40, 70), False, True)
 @example(2, 2, 16, 32, 8, (40, 70), True, True)
+@example(2, 2, 8, 12, 5, (None, 7), None, False)
+@example(2, 2, 8, 12, 5, (9, 23), None, False)
+@example(1, 2, 8, 12, 5, (None, 3), None, True)
 @examples(max_examples=40)
 def test_attention_in_tiles_is_that_of_the_row(
-    group: int, key_heads: int, features: int, tile: int, tiles: int, hidden: Hidden, fused: bool, whole: bool
+    group: int,
+    key_heads: int,
+    features: int,
+    tile: int,
+    tiles: int,
+    hidden: Hidden,
+    fused: bool | None,
+    whole: bool,
 ) -> None:
-    """Forward and backward, in the fused kernel and in operations of torch: groups of heads that share keys, a
-    window, documents, both. So is that of the row as one operation, which makes no mask."""
+    """Forward and backward, in the fused kernel, in operations of torch and by ranges: groups of heads that share
+    keys, a window, documents, both. So is that of the row as one operation, which makes no mask."""
     off = compared((group * key_heads, key_heads), features, tile, tiles, hidden, fused=fused, whole=whole)
     assert all(mine <= max(1e-5, 1.5 * theirs) for mine, theirs in off.values()), off
 

@@ -62,9 +62,11 @@ def attended(name: str, model: Any, seq: int) -> Iterator[tuple[int, bool]]:
     config = model.config
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    fused = name not in BY_HAND
-    for _ in range(config.num_hidden_layers):
-        yield ROWS * heads * size * seq**2 * (1 if fused else 2), fused
+    fused, window = name not in BY_HAND, getattr(config, "sliding_window", None) or seq
+    for n in range(config.num_hidden_layers):
+        kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (n + 1))[n]
+        pairs = min(seq**2, 2 * seq * window) if kind == "sliding_attention" else seq**2
+        yield ROWS * heads * size * (pairs if fused else 2 * seq**2), fused
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_experts_are_grouped_where_the_device_has_such_kernels() -> None:
 
 def test_grouped_queries_and_documents_of_a_row() -> None:
     """Without a kernel of groups, keys and values are repeated: the same arithmetic, whose copies have room in the
-    plan. Documents count as one: where they begin is data."""
+    plan. Documents count as one, where they begin is data; beside it each block of a row is attended in full."""
     segments, (x, y) = tuple(zfunc.hf.segments(meta_model("Llama"))), tokens(16)
     costs = traced_costs(segments, (x, y), AdamW())
     whole, without = (
@@ -113,7 +115,9 @@ def test_grouped_queries_and_documents_of_a_row() -> None:
     assert whole[1].forward.flops == without[1].forward.flops
     assert whole[1].residual_bytes < without[1].residual_bytes
     packed = costs_of(segments, ({"input_ids": x, "position_ids": x}, y))
-    assert packed == (sum(c.forward.flops for c in whole), sum(c.backward.flops for c in whole))
+    one = next(attended("Llama", meta_model("Llama"), 16))[0]
+    assert packed[0] - sum(c.forward.flops for c in whole) == 3 * 4 * one
+    assert packed[1] - sum(c.backward.flops for c in whole) == 3 * 10 * one
 
 
 # ---- no operation is forgotten -----------------------------------------------------------------------

@@ -80,9 +80,9 @@ class AllocationTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in MADE_OF:
+        if (made_of := _made_of(func)) is not None:
             with self:
-                return MADE_OF[func](*args)
+                return made_of(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         times = COUNTED.get()
         flops = times * flops_of(func, args, kwargs or {}, out)
@@ -161,14 +161,21 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
 def cuda_kernel_bytes(func: Any, args: Any) -> int:
     """The bytes that CUDA's kernel of an operation allocates beside its results.
 
-    Backward of flash attention adds up dq in fp32, and has dk and dv of every query head where these share keys
-    (`mha_bwd` in torch's ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    Backward of flash attention adds up dq in fp32, for each range with room for 128 more tokens, and has dk and dv
+    of every query head where these share keys (`mha_bwd` and `mha_varlen_bwd` in torch's
+    ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
     """
-    if func._overloadpacket is not torch.ops.aten._scaled_dot_product_flash_attention_backward:
+    of_ranges = func._overloadpacket is torch.ops.aten._flash_attention_backward
+    if (
+        func._overloadpacket is not torch.ops.aten._scaled_dot_product_flash_attention_backward
+        and not of_ranges
+    ):
         return 0
-    q, k, heads = args[1], args[2], args[1].shape[1]
-    every = 2 * k.numel() // k.shape[1] * heads if k.shape[1] < heads else 0
-    return 4 * q.numel() + every * k.element_size()
+    q, k, ranges = args[1], args[2], args[6] if of_ranges else None
+    heads, key_heads = (x.shape[-2 if of_ranges else 1] for x in (q, k))
+    room = 0 if ranges is None else 128 * (len(ranges) - 1) * heads * q.shape[-1]
+    every = 2 * k.numel() // key_heads * heads if key_heads < heads else 0
+    return 4 * (q.numel() + room) + every * k.element_size()
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -194,7 +201,7 @@ def formula(packet: Any) -> Callable[..., int] | None:
     It is one of this file, or of torch's registry, which lacks some and counts causal attention whole.
     """
     name = packet.__name__
-    if name.startswith("_scaled_dot_product_"):
+    if name.startswith(("_scaled_dot_product_", "_flash_attention_")):
         return _attention_flops
     if name.startswith(RECURRENT):
         return _recurrent_flops
@@ -204,15 +211,19 @@ def formula(packet: Any) -> Callable[..., int] | None:
 
 def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
     """Two products forward; five backward, which makes the scores again. A kernel skips what no position sees if it
-    knows that attention is causal; what a mask hides it computes."""
-    (*batch, tokens, size), (*_, seen, _), value = (
-        given["query"].shape,
-        given["key"].shape,
-        given["value"].shape,
+    knows that attention is causal, or of a window; what a mask hides it computes. Ranges count as one."""
+    q, k, v = (given[x] for x in ("query", "key", "value"))
+    ranges = "max_k" in given  # where heads lie behind tokens
+    (*batch, tokens, size), seen = (
+        (q.transpose(-3, -2).shape, given["max_k"]) if ranges else (q.shape, k.shape[-2])
     )
+    pairs = 2 * tokens * seen
+    if given.get("is_causal"):
+        pairs -= tokens * tokens if ranges else tokens * seen
+    if (left := given.get("window_size_left")) is not None:
+        pairs = min(pairs, 2 * tokens * (left + 1))
     backward = func._schema.arguments[0].name.startswith("grad")
-    each = 3 * size + 2 * value[-1] if backward else size + value[-1]
-    return 2 * math.prod(batch) * tokens * seen * each // (2 if given.get("is_causal") else 1)
+    return math.prod(batch) * pairs * (3 * size + 2 * v.shape[-1] if backward else size + v.shape[-1])
 
 
 def _recurrent_flops(func: Any, given: Mapping[str, Any]) -> int:
@@ -242,6 +253,14 @@ OWN_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.vdot: _vector_flops,
     torch.ops.aten.addmv: _vector_flops,
 }
+
+
+@cache
+def _made_of(func: Any) -> Callable[..., Any] | None:
+    """What counts instead of an operation that is made of others."""
+    aten, kind = func.namespace == "aten", "CompositeImplicitAutograd"
+    composite = aten and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind)
+    return MADE_OF.get(func, func.decompose if composite else None)
 
 
 @cache

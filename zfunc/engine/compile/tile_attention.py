@@ -5,7 +5,7 @@ takes a part of the keys with the log-sum-exp of all. The device's fused kernel 
 else, and where a key is hidden by more than its place, `_scores` of a tile by as many keys, in fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeGuard
 
@@ -80,7 +80,7 @@ def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
         return _attend_ranges(q, row, view)
     out = lse = None
     for pair, _ in _pairs(q, row, view):
-        o, own = _kernel(pair, row).forward(pair)
+        o, own = _kernel(pair).forward(pair)
         if out is None or lse is None:
             out, lse = o, own
             continue
@@ -100,7 +100,7 @@ def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
     for pair, sums in _pairs(q, row, view, sums=True):
-        own, *others = _kernel(pair, row).backward(pair, cotangent, tile)
+        own, *others = _kernel(pair).backward(pair, cotangent, tile)
         dq.add_(own)
         for total, x in zip(sums, others, strict=True):
             heads = total.shape[1]
@@ -272,10 +272,10 @@ def _fits(q: Tensor, v: Tensor) -> bool:
     return alike and not runs_on_cpu(q.device) and fuses_grouped_queries(q.device, q.dtype)
 
 
-def _kernel(pair: Pair, row: Keys) -> Any:
-    """The device's fused kernel for a pair, or torch. A trace of costs takes it where ranges run instead."""
-    q, hides = pair.q, pair.view.hides
-    if _fits(q, pair.v) and (isinstance(row, DeviceKeys) or not hides):
+def _kernel(pair: Pair) -> Any:
+    """The device's fused kernel for a pair, or torch."""
+    q = pair.q
+    if _fits(q, pair.v) and not pair.view.hides:
         # Where torch takes it first, too: on one H200 it took 0.6 of the time of flash attention.
         newer = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         fast = newer and q.shape[-1] <= 128 and torch.backends.cuda.cudnn_sdp_enabled()
@@ -284,27 +284,58 @@ def _kernel(pair: Pair, row: Keys) -> Any:
 
 
 def by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
-    """Whether a kernel takes queries and keys of all documents at once."""
-    whole = isinstance(row, DeviceKeys) and view.hides and not isinstance(q, FakeTensor)
-    return whole and _fits(q, row.kept[1])
+    """Whether CUDA's kernel of ranges takes queries and keys of all documents at once."""
+    return isinstance(row, DeviceKeys) and view.hides and _fits(q, row.kept[1])
 
 
-# --- CUDA's flash attention of documents and windows: ranges of queries and of keys, one for each document ------
+# --- CUDA's flash attention of documents and windows: ranges of queries and of keys -----------------------------
+
+BLOCK = 256  # tokens at most; a document in a block is attended in torch, as a kernel has room for each range
+AT_ONCE = 2048  # tokens of blocks
 
 
-def _ranges(first: Tensor, at: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Where the documents of one row begin, int32 [tile + 1], in the queries of a tile and in the keys; the rest
-    are empty, so that no shape depends on data.
+@frozen(eq=False)
+class Ranges:
+    """The ranges of one row: of each block of a tile, the document that goes on from the block before, and what is
+    between two such. Any of them may be empty, so no shape depends on data."""
 
-    >>> _ranges(torch.tensor([3, 3, 6, 6]), at=4, tile=4)
-    (tensor([0, 2, 4, 4, 4], dtype=torch.int32), tensor([3, 6, 8, 8, 8], dtype=torch.int32))
+    queries: Tensor  # int32 [2 blocks + 1], where they begin in the tile
+    keys: Tensor  # the same in the row
+    across: Tensor  # bool [tile, 1, 1]: the queries of those documents
+
+
+def _ranges(first: Tensor, at: int, block: int) -> Ranges:
+    """Those of the queries from `at` on, whose documents have the `first` [tile] keys.
+
+    >>> found = _ranges(torch.tensor([3, 3, 6, 7, 7, 7]), at=4, block=2)
+    >>> found.queries.tolist(), found.keys.tolist()
+    ([0, 2, 2, 2, 3, 6, 6], [3, 6, 6, 6, 7, 10, 10])
     """
-    index = torch.arange(tile, device=first.device)
-    begins = torch.where((first == index + at) & (index > 0), index, tile)
-    queries = torch.cat([index[:1], begins.sort().values])
-    keys = queries + at
-    keys[0] = first[0]
-    return queries.int(), keys.int()
+    end, first = at + len(first), first.clamp_min(0)
+    begins = torch.arange(at, end, block, device=first.device)
+    starts = first[::block].contiguous()
+    ends = at + torch.searchsorted(first, starts, right=True)
+    cuts = torch.stack([torch.where(starts < begins, x, begins) for x in (starts, ends)], 1).flatten()
+    cuts = torch.cat([cuts, cuts.new_full((1,), end)]).cummax(0).values  # a document over many blocks is one
+    queries = (cuts - at).clamp_min(0)
+    number = torch.searchsorted(queries, torch.arange(len(first), device=first.device), right=True)
+    return Ranges(queries.int(), cuts.int(), (number % 2 == 1)[:, None, None])
+
+
+def _block(tile: int) -> int:
+    """Tokens of a block: they divide those of the tile."""
+    return next(n for n in range(min(BLOCK, tile), 0, -1) if tile % n == 0)
+
+
+def _in_blocks(view: View, first: Tensor, *tensors: Tensor) -> Iterator[tuple[View, list[Tensor]]]:
+    """Tensors [tile, heads, ...] as [blocks, heads, block, ...], some at once, and what they see of their block."""
+    tile = len(first)
+    block = _block(tile)
+    begins = torch.arange(view.at, view.at + tile, block, device=first.device)
+    seen = first - begins.repeat_interleave(block)
+    for parts in zip(*(x.split(max(1, AT_ONCE // block) * block) for x in (seen, *tensors)), strict=True):
+        own, *parts = (x.unflatten(0, (-1, block)) for x in parts)
+        yield View(0, view.scale, own, view.window), [x.transpose(1, 2) for x in parts]
 
 
 def _given(view: View) -> dict[str, Any]:
@@ -312,51 +343,72 @@ def _given(view: View) -> dict[str, Any]:
     return {"scale": view.scale, **seen}
 
 
-def _attend_ranges(queries: Tensor, row: Keys, view: View) -> Attended:
+def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
     tile, end = queries.shape[2], view.at + queries.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (queries, *(x[:, :, :end] for x in row.kept)))
     run = aten._flash_attention_forward
     if view.first is None:
         out, lse, *_ = run(q, k, v, None, None, tile, end, 0.0, True, False, **_given(view))
         return Attended(queries, view, out.transpose(1, 2), lse)
-    rows = [
-        run(*x, *_ranges(first, view.at, tile), tile, end, 0.0, True, False, **_given(view))[:2]
-        for *x, first in zip(q, k, v, view.first, strict=True)
-    ]
+    rows: list[tuple[Tensor, Tensor]] = []
+    for *x, first in zip(q, k, v, view.first, strict=True):
+        found = _ranges(first, view.at, _block(tile))
+        out, lse, *_ = run(*x, found.queries, found.keys, tile, end, 0.0, True, False, **_given(view))
+        others, their_lse = torch.empty_like(out), torch.empty_like(lse)
+        of_tile = others, their_lse.T, x[0], *(t[view.at :] for t in x[1:])
+        for seen, (o, own, *qkv) in _in_blocks(view, first, *of_tile):
+            made = _InTorch.forward(Pair(*qkv, seen, (0, o.shape[2])))
+            o.copy_(made[0])
+            own.copy_(made[1])
+        rows.append(
+            (torch.where(found.across, out, others), torch.where(found.across[:, 0, 0], lse, their_lse))
+        )
     out, lse = (torch.stack(x) for x in zip(*rows, strict=True))
     return Attended(queries, view, out.transpose(1, 2), lse)
 
 
-def _pull_ranges(cotangent: Tensor, attended: Attended, row: Keys) -> Tensor:
-    q, view, lse, sums = attended.q, attended.view, attended.lse, row.sums
+def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tensor:
+    q, view, sums = attended.q, attended.view, row.sums
     tile, end = q.shape[2], view.at + q.shape[2]
-    k, v = (x[:, :, :end] for x in row.kept)
-    g, q, k, v, out = (x.transpose(1, 2) for x in (cotangent, q, k, v, attended.out))
+    given = cotangent, q, *(x[:, :, :end] for x in row.kept), attended.out
+    g, q, k, v, out = (x.transpose(1, 2) for x in given)
     unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
 
-    def pull(x: Any, lse: Tensor, ranges: tuple[Any, Any], most: int) -> Any:
+    def pull(x: Any, lse: Tensor, ranges: Sequence[Any], most: int) -> Any:
         longest = (*ranges, tile, most, 0.0, True, unused, unused)
         return aten._flash_attention_backward(*x, lse, *longest, **_given(view))
 
     if view.first is None:
-        dq, *others = pull((g, q, k, v, out), lse, (None, None), end)
+        dq, *others = pull((g, q, k, v, out), attended.lse, (None, None), end)
         for total, x in zip(sums, others, strict=True):
             total[:, :, :end].add_(x.transpose(1, 2))
         return dq.transpose(1, 2)
-    made: list[Tensor] = []
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for b, first in enumerate(view.first):
-        queries, seen = _ranges(first, view.at, tile)
-        x, own = [t[b] for t in (g, q, k, v, out)], lse[b].contiguous()
-        # The first document may have begun long ago, the others are in the tile: a launch for each, as a launch
-        # makes room for the longest. What is of none of its documents, it leaves unwritten.
-        dq, *long = pull(x, own, (queries[:2].contiguous(), seen[:2].contiguous()), end)
-        later, *short = pull(x, own, (queries[1:].contiguous(), seen[1:].contiguous()), tile)
-        in_first = torch.arange(tile, device=q.device) < queries[1]
-        made.append(torch.where(in_first[:, None, None], dq, later))
-        index = torch.arange(end, device=q.device)
-        of_first = ((index >= seen[0]) & (index < seen[1]))[:, None, None]
-        of_others = (index >= seen[1])[:, None, None]
-        for total, a, c in zip(sums, long, short, strict=True):
-            grad = torch.where(of_first, a, 0) + torch.where(of_others, c, 0)
-            total[b, :, :end].add_(grad.transpose(0, 1))
-    return torch.stack(made).transpose(1, 2)
+        found, x, lse = (
+            _ranges(first, view.at, _block(tile)),
+            [t[b] for t in (g, q, k, v, out)],
+            attended.lse[b],
+        )
+        totals = dq[b], *(t[b, :, :end].transpose(0, 1) for t in sums)
+        across = found.across[:, 0, 0]
+        # 1. Documents that go on. The first may have begun long ago, the others are in the tile: a launch for each,
+        # as a launch makes room for the longest. What is in none of its ranges, it leaves unwritten.
+        own = lse.masked_fill(~across, torch.inf)  # of queries that see nothing
+        for those, most in ((slice(2), end), (slice(1, None), tile))[view.at == 0 :]:
+            queries, keys = (t[those].contiguous() for t in (found.queries, found.keys))
+            made = pull(x, own, (queries, keys), most)
+            for total, grad, at in zip(totals, made, (queries, keys, keys), strict=True):
+                index = torch.arange(len(grad), device=q.device)
+                within = (index >= at[0]) & (index < at[-1])
+                total.add_(torch.where(within[:, None, None], grad, 0))
+        # 2. Those in a block.
+        own = lse.masked_fill(across, torch.inf)
+        of_tile = own.T, *(t if len(t) == tile else t[view.at :] for t in (*totals, *x))
+        for seen, (own, *parts) in _in_blocks(view, first, *of_tile):
+            sums_of, (given, *qkv, o) = parts[:3], parts[3:]
+            pair = Pair(*qkv, seen, (0, o.shape[2]))
+            grads = _InTorch.backward(pair, given, Attended(pair.q, seen, o, own))
+            for total, grad in zip(sums_of, grads, strict=True):
+                total.add_(grad)
+    return dq.to(attended.q.dtype).transpose(1, 2)
