@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import saved
 from saved import MODEL, assert_complete, refused, save_swap
 
 from zfunc.checkpoint import swap_space
 from zfunc.checkpoint.directory import locate_checkpoint, open_checkpoint
+from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import read_header, swap_file_name
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat
@@ -61,6 +64,15 @@ def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) 
         open_checkpoint(folders[0])
     paths[1].unlink()
     with refused("rank-00001-of-00002-folder-0.swap: got none, expected the files of all ranks: mou"):
+        open_checkpoint(folders[0])
+
+
+def test_stages_that_the_ranks_do_not_divide_into_are_refused(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "swap_identity", partial(swap_identity, pp=3))
+    save_swap(folders, world=2)
+    with refused("folder-0.swap: got 3 stages of 2 ranks, expected a number that divides them"):
         open_checkpoint(folders[0])
 
 
