@@ -367,9 +367,9 @@ class _Traced:
                 *again, backward = keep_as_autograd(evolve(joint, results=[])) if self.ahead else (backward,)
             fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
             halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
-            runnable = partial(_runnable, compiled=self.compiled)
-            parts = [[*map(runnable, x)] for x in (halves, again)]
-            return joint, runnable(forward), runnable(backward), *parts
+            parts = (forward,), (backward,), halves, again
+            made = [[_runnable(x, self.compiled) for x in part] for part in parts]
+            return joint, *made[0], *made[1], *made[2:]
         except (torch.OutOfMemoryError, _NoGradientError):
             raise
         except Exception as error:
