@@ -66,6 +66,8 @@ def attended(name: str, model: Any, seq: int) -> Iterator[tuple[int, bool]]:
     for n in range(config.num_hidden_layers):
         kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (n + 1))[n]
         pairs = min(seq**2, 2 * seq * window) if kind == "sliding_attention" else seq**2
+        if kind == "chunked_attention" and config.attention_chunk_size < seq:
+            pairs = 3 * seq**2  # chunks count as one, and their block is attended in full
         yield ROWS * heads * size * (pairs if fused else 2 * seq**2), fused
 
 
@@ -126,14 +128,14 @@ def test_grouped_queries_and_documents_of_a_row() -> None:
 WITHOUT_PRODUCTS = """
 _fft_c2c _fft_c2r _fft_r2c _log_softmax _log_softmax_backward_data _safe_softmax _softmax
 _softmax_backward_data _to_copy addcmul all amax amin any arange bernoulli bernoulli_ cat clone constant_pad_nd
-copy_ cumsum detach embedding embedding_dense_backward fill fill_ flip floor_divide full full_like gather glu
+copy_ cummax cumsum detach embedding embedding_dense_backward fill fill_ flip floor_divide full full_like gather glu
 glu_backward histc index index_add index_add_ index_put index_put_ index_select linalg_vector_norm
 log_sigmoid_backward log_sigmoid_forward logsumexp masked_fill_ max mean mse_loss mse_loss_backward
 native_batch_norm native_batch_norm_backward native_dropout_backward native_layer_norm
 native_layer_norm_backward new_full new_ones new_zeros nll_loss2d_backward nll_loss2d_forward nll_loss_backward
-nll_loss_forward normal_ ones ones_like rand rand_like randn repeat rrelu_with_noise rrelu_with_noise_backward
-scalar_tensor scatter scatter_ scatter_add scatter_add_ select_backward slice_backward sort stack sum topk
-transpose_ tril uniform uniform_ unsafe_split var_mean zero_ zeros zeros_like
+nll_loss_forward normal_ ones ones_like polar rand rand_like randn repeat rrelu_with_noise rrelu_with_noise_backward
+scalar_tensor scatter scatter_ scatter_add scatter_add_ searchsorted select_backward slice_backward sort stack
+sum topk transpose_ tril uniform uniform_ unsafe_split var_mean zero_ zeros zeros_like
 """
 
 
