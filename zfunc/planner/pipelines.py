@@ -112,9 +112,10 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
 
 
 def _allowed(step: PlannedStep, changes: Mapping[str, Any]) -> bool:
-    """Whether an order fits where things are, and other settings."""
+    """Whether an order fits where things are, and other settings: seen of a few micro-batches."""
     with suppress(ValueError):
         settings = evolve(step.settings, **changes)
+        settings = evolve(settings, micro_batches=min(settings.micro_batches, 2 * settings.stages))
         evolve(step.spec, order=make_order(settings.order), settings=settings)
         return True
     return False
