@@ -48,7 +48,7 @@ BUDGETS = {
     "checkpoint": 3_020,
     "engine": 8_770,
     "viz": 1_000,
-    "planner": 3_110,
+    "planner": 3_120,
     "models": 3_030,
     "train": 4_120,
     "cli": 2_250,

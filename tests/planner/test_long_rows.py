@@ -13,7 +13,7 @@ import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
-from zfunc.engine.compile import tile_attention, tiles
+from zfunc.engine.compile import tile_attention
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.adamw import AdamW
@@ -46,7 +46,7 @@ def test_a_few_tiles_stand_for_all(
         settings = StepSettings(tiles=count, keys_on=keys_on)
         monkeypatch.undo()
         few = costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped)
-        monkeypatch.setattr(tiles, "FEW", count)
+        monkeypatch.setattr(tile_attention, "FEW", count)
         monkeypatch.setattr(tile_attention, "_times", lambda count, **_: [1] * count)
         assert costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped).costs == few.costs
 

@@ -90,6 +90,11 @@ def plan(
 @garbage_collection_paused()
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
+    if settings.pp > 1:
+        raise PlanError(
+            f"pp: got {settings.pp}, expected 1 in a plan: devices={settings.pp} plans the same passes on the "
+            "devices of one process"
+        )
     given, searched_all = settings, settings.schedule == AUTO
     space, result = _space(settings, model.segments.tile_counts, model.segments.rows), None
     size = settings.bucket_size or default_bucket_size(model.segments.world)
