@@ -231,6 +231,11 @@ def each_way_apart(devices: int, segments: int, micro_batches: int) -> Any:
             lambda *n: [[*own, ("F", 0, 9)] for own in GPipe()(*n)],
             "got F[0,9] 2 times, expected it not at all",
         ),
+        (
+            lambda *n: [[*own, ("R", 0, 9)] for own in GPipe()(*n)],
+            "got R[0,9] 2 times, expected it not at all",
+        ),
+        (lambda *_: [[("F", 0.0, 0)], []], "got [[('F', 0.0, 0)], []], expected a list for each device"),
         (backwards_descend, "device 1 has B[1,1] next, which follows B[0,1]"),
         (crossed, "device 0 has B[0,0] next, which follows F[0,0]"),
         (GPipe((2, 1)), "got stages of 2, 1 segments, expected 2 of 1 or more with 2 in all"),

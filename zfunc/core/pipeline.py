@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from inspect import signature
 from itertools import chain
+from operator import index
 from typing import Any, NamedTuple
 
 from attrs import field, frozen
@@ -100,21 +101,25 @@ def passes_on_several(
         ) from None
     given = order(devices, num_segments, micro_batches)
     try:
-        listed = [[(way, m, s) for way, m, s in own] for own in given]
+        listed = [[(way, index(m), index(s)) for way, m, s in own] for own in given]
     except (TypeError, ValueError):
         raise PlanError(
             f"order: got {str(given)[:80]}, expected a list for each device of its passes (way, micro-batch, "
             "segment): return such as [[('F', 0, 0), ('B', 0, 0)], [('F', 0, 1), ('B', 0, 1)]]"
         ) from None
+    pairs = dict.fromkeys((m, s) for s in range(num_segments) for m in range(micro_batches))
     lists = [
-        [Pass(made, m, s, d) for way, m, s in own if (made := _made_as(way, s, trained, repeated))]
+        [
+            Pass(made, m, s, d)
+            for way, m, s in own
+            if (made := _made_as(way, s, trained, repeated) if (m, s) in pairs else way)
+        ]
         for d, own in enumerate(listed)
     ]
     if len(lists) != devices:
         raise PlanError(f"order: got passes for {len(lists)} devices, expected {devices}: a list for each")
     times = Counter(x[:3] for own in lists for x in own)
     split = {(m, s) for way, m, s in times if way in (I, W)}
-    pairs = [(m, s) for s in range(num_segments) for m in range(micro_batches)]
     backward = [(way, *x) for x in pairs if x[1] >= trained[0] for way in ((I, W) if x in split else B)]
     ahead = {s for way, _, s in times if way == R}
     first = [(way, *x) for x in pairs for way in ((F, R) if x[1] in ahead else F)]
