@@ -41,18 +41,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_340,
+    "core": 6_350,
     "schedules and ground": 1_330,
     "runtime": 3_300,
     "optim": 2_970,
     "checkpoint": 3_020,
-    "engine": 8_770,
+    "engine": 8_790,
     "viz": 1_000,
     "planner": 3_120,
     "models": 3_030,
     "train": 4_120,
     "cli": 2_250,
-    "tests": 36_900,
+    "tests": 36_920,
 }
 
 

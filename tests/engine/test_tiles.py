@@ -335,6 +335,14 @@ def test_a_layer_in_tiles_of_16_bits_is_no_farther_from_exact(name: str, documen
     assert all(of_all(passes_of(segment, values, x, tiles)) < 1.1 * theirs for tiles in (2, 4, 8))
 
 
+def test_a_gradient_of_the_gradient_of_a_row_is_refused() -> None:
+    def squared(x: Tensor) -> Tensor:
+        return attend_row(x, x, x, None, 3).square().sum()
+
+    with pytest.raises(NotImplementedError, match="got a gradient of its gradient, expected one"):
+        torch.func.grad(lambda x: torch.func.grad(squared)(x).sum())(torch.ones(1, 2, 5, 4))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_layer_that_is_none_of_rows_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[name]):

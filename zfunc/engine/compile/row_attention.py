@@ -62,7 +62,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         *given, out, lse = ctx.saved_tensors
-        return *torch.ops.zfunc.pull_row(grad, *given, ctx.window, ctx.scale, out, lse), None, None, None
+        return *_Pull.apply(grad, *given, ctx.window, ctx.scale, out, lse), None, None, None
+
+
+class _Pull(torch.autograd.Function):
+    """It has no gradient of its own, and says so: of an operation torch would leave out a part of it."""
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        return torch.ops.zfunc.pull_row(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "attention: got a gradient of its gradient, expected one gradient: of documents or a window use "
+            "F.scaled_dot_product_attention with a mask there"
+        )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *hidden: Any) -> tuple[Tensor, Tensor]:
