@@ -25,7 +25,6 @@ STAGES = {  # that are tried on each device
     "DualPipeV": (2,),
 }
 ROUND_PIPE = "RoundPipe"
-CUTS = 12  # of the stages of RoundPipe
 UNIT = 1e-9  # seconds
 Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way, in units
 
@@ -95,10 +94,15 @@ def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
             yield f"{name}:{_text(cut_by_cost(costs, count))}"
     forward, backward = [x[F] for x in work[:-1]], [x[B] for x in work[:-1]] + costs[-1:]
     ways_there = [cut_by_cost(forward, n + 1) for n in range(len(forward))]
-    for count in {max(1, round(len(costs) * n / CUTS)) for n in range(1, CUTS + 1)}:
-        back = cut_by_cost(backward, count)
-        most = _largest(backward, back)  # of forward as few stages as take no longer than one of backward
-        there = next((cut for cut in ways_there if _largest(forward, cut) <= most), ways_there[-1])
+    # The stages of a round go evenly on the devices: then each has one to sum its gradients on.
+    for count in range(devices, len(costs) + len(forward) + 1, devices):
+        ways = [
+            (there, cut_by_cost(backward, count - len(there)))
+            for there in ways_there
+            if 0 < count - len(there) <= len(costs)
+        ]
+        # Of forward as few stages as take no longer than one of backward.
+        there, back = next((x for x in ways if _largest(forward, x[0]) <= _largest(backward, x[1])), ways[-1])
         yield f"{ROUND_PIPE}:{_text(there)}/{_text(back)}"
 
 
