@@ -179,14 +179,14 @@ def of_tiles(name: str, tiles: int) -> tuple[Program, Any]:
     return program, zfunc.init(program)
 
 
-@pytest.mark.parametrize("name", BY_LENGTH)
+@pytest.mark.parametrize("name", [*BY_LENGTH, "Llama 4"])
 @given(begins=st.sets(st.integers(1, 23), max_size=4), tiles=st.sampled_from([1, 2, 8]))
 @example(set(), 8)
 @example({8, 16}, 1)  # none is longer than the positions of short rows
 @example({9, 16}, 1)
 @example({3, 13}, 8)  # no tile has the length
 @examples(max_examples=10)
-def test_positions_follow_the_longest_document(name: str, begins: set[int], tiles: int) -> None:
+def test_positions_and_chunks_follow_the_documents(name: str, begins: set[int], tiles: int) -> None:
     """As in a new model of transformers, whatever rows were before."""
     ends = [*sorted(begins), 24]
     places = torch.cat([torch.arange(b - a) for a, b in pairwise([0, *ends])])

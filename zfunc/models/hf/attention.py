@@ -145,10 +145,8 @@ def make_mask(
         return mask if attention_mask is None else mask & attention_mask[:, None, None].bool()
     first = None if seen is None else seen.first
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        chunks = (rows // local_size * local_size).expand(
-            batch_size, q_length
-        )  # each begins as a document does
-        first, local_size = chunks if first is None else torch.maximum(first, chunks), None
+        behind = (rows if positions is None else positions) % local_size  # in a document's chunk
+        first, local_size = (rows - behind).expand(batch_size, q_length), None
     return Seen(first, local_size)
 
 
