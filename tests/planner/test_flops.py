@@ -200,3 +200,11 @@ def test_a_recurrent_layer_multiplies_each_row_by_its_weights(
     )  # nothing below, no state before
     assert forward == rows * matrices + out
     assert backward in ((2 * forward, 2 * forward - first) if fused else (2 * forward - first,))
+
+
+def test_an_operation_with_a_kernel_of_its_own_is_one_launch() -> None:
+    """Though torch could also make it of others."""
+    x = torch.ones(1024)
+    with cost_trace.AllocationTracker(of_accelerator=True) as seen:
+        torch.ops.aten.silu_backward(x, x)
+    assert (seen.launches, seen.moved_bytes) == (1, 3 * x.nbytes)

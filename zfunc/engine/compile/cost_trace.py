@@ -7,7 +7,7 @@ known before it runs.
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -258,8 +258,8 @@ OWN_FLOPS: dict[Any, Callable[..., int]] = {
 @cache
 def _made_of(func: Any) -> Callable[..., Any] | None:
     """What counts instead of an operation that is made of others."""
-    aten, kind = func.namespace == "aten", "CompositeImplicitAutograd"
-    composite = aten and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind)
+    has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    composite = func.namespace == "aten" and has("CompositeImplicitAutograd") and not has("CPU")
     return MADE_OF.get(func, func.decompose if composite else None)
 
 
