@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,7 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
     assert overlap(timeline, "host", "compute") > 0
 
 
+at_night = partial(pytest.param, marks=pytest.mark.slow)
 SEVERAL = [(2, "all"), (3, "none"), (4, "min-cut")]
 DEALT: list[dict[str, Any]] = [
     {"order": "RoundPipe", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0},
@@ -367,17 +369,20 @@ DEALT: list[dict[str, Any]] = [
         {"recompute": "none", "clip_norm": 1.0, "defer": True},
         {"recompute": "min-cut"},
         {"update_on": "device", "clip_norm": 1.0, "defer": True},
-        {"update_on": "device", "params_on": "host", "update_slots": 1, "clip_norm": 1.0},
+        at_night({"update_on": "device", "params_on": "host", "update_slots": 1, "clip_norm": 1.0}),
         {"params_on": "host", "clip_norm": 1.0, "micro_batches": 2},
         {"recompute": "all,min-cut", "activations_on": "host,device"},
         {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
-        *({"recompute": how, "packed": True} for how in ("none", "all", "min-cut")),
-        {"tiles": 4, "recompute": "all", "packed": True},
+        {"recompute": "all", "packed": True},
+        *(at_night({"recompute": how, "packed": True}) for how in ("none", "min-cut")),
+        at_night({"tiles": 4, "recompute": "all", "packed": True}),
         {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
-        {"tiles": 4, "recompute": "all"},
-        {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0},
+        at_night({"tiles": 4, "recompute": "all"}),
+        at_night(
+            {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0}
+        ),
         {"tiles": 8, "recompute": "all", "activations_on": "host", "keys_on": "host"},
         *({"devices": n, "micro_batches": 4, "tied": False, "recompute": how} for n, how in SEVERAL),
         *({"devices": 3, "micro_batches": 4, "params_on": "host", **more} for more in DEALT),
