@@ -213,7 +213,7 @@ def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
     """Two products forward; five backward, which makes the scores again. A kernel skips what no position sees if it
     knows that attention is causal, or of a window; what a mask hides it computes. Ranges count as one."""
     q, k, v = (given[x] for x in ("query", "key", "value"))
-    ranges = "max_k" in given  # where heads lie behind tokens
+    ranges = func.name().startswith("aten::_flash_attention_")  # whose heads lie behind tokens
     (*batch, tokens, size), seen = (
         (q.transpose(-3, -2).shape, given["max_k"]) if ranges else (q.shape, k.shape[-2])
     )
