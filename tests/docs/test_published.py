@@ -9,6 +9,7 @@ import torch
 from attrs import asdict, evolve
 
 from benchmarks import published
+from zfunc.core.graph import Op
 from zfunc.core.settings import StepSettings
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.traced_costs import traced_costs
@@ -46,6 +47,25 @@ def test_the_plan_is_near_what_was_published() -> None:
     assert len(errors) >= 35
     assert sorted(errors)[len(errors) // 2] <= 1.15
     assert all(x["facts"] for x, e in zip(RESULTS, errors, strict=True) if e > published.WIDE)
+
+
+# Milliseconds of forward and backward of a layer, 4 rows of 2,048 tokens, products summed in fp16 on an RTX 4090:
+# RoundPipe-artifact, pp-simulate/run.sh, its rows by roundpipe-timing/run.sh.
+LAYERS = {"qwen3-1.7b": (7.429, 15.831), "llama-3-8b": (18.504, 41.207), "qwen3-32b": (40.561, 91.174)}
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_layer_takes_an_rtx_4090_what_others_measured(model: str) -> None:
+    """The two shares of its profile that were chosen by these six times."""
+    row = evolve(
+        next(x for x in ROWS if x.id == "R1"), model=model, length=2048, micro_batch=4, micro_batches=1
+    )
+    settings = StepSettings(precision="fp16", recompute="none")
+    _, layer, *_ = published.costs(row).traced(settings, on_gpu=True).costs
+    on = published.profile(row).hardware("fp16")
+    for cost, measured in zip((layer.forward, layer.backward), LAYERS[model], strict=True):
+        op = Op("forward", (), "compute", (), (), **asdict(cost))
+        assert on.seconds(op) * 1e3 == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["all", "min-cut"])

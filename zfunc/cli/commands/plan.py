@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zfunc.planner.planned import Planned
     from zfunc.planner.suggestions import Suggestion
 
-UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
+UNPLANNED = ("deterministic",)  # settings without a flag here
 MAXIMA = {"layers": "num_layers", "batch": "batch_size", "length": "seq_length"}  # of `max`
 COUNTED = {"layers": "layers", "batch": "sequences", "length": "tokens"}
 MOST_LAYERS = 400  # that are tried; each adds operations and time
