@@ -78,7 +78,7 @@ class Row:
     @property
     def devices(self) -> int:
         """The GPUs of the figure."""
-        return self.world * self.divided
+        return self.world * self.divided * self.settings.devices
 
     @property
     def tokens(self) -> int:
