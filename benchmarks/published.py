@@ -171,8 +171,9 @@ def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> Segm
     first, *layers, last = few.parameters
     blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(times) for own in layers]
 
-    def trace(settings: StepSettings, _spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
-        found = few.traced(evolve(settings, micro_batches=1), on_gpu=on_gpu, grouped=grouped)
+    def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+        several = {"devices": 2, "order": str(settings.order).partition(":")[0]} if spec.parts else {"devices": 1}
+        found = few.traced(evolve(settings, micro_batches=1, **several), on_gpu=on_gpu, grouped=grouped)
         first, *layers, last = found.costs
         return StepCosts([first, *layers * times, last], found.target_bytes, found.aux)
 

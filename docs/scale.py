@@ -156,16 +156,16 @@ PIPELINE: dict[str, Any] = {  # flags of zfunc plan: 256 rows of LLAMA_3_8B, as 
     },
     **{"devices": 8, "micro_batches": 64, "update_on": "device"},
 }
-INTERLEAVED = "Interleaved1F1B:3,2,2,2,2,2,2,2,2,2,2,2,2,3,3,1"
+ROUND_PIPE = "RoundPipe:11,11,11/5,4,4,4,4,4,4,4,1"
 STREAMS = {"params_on": "host", "activations_on": "host", "update_on": "host"}
 PIPELINES: tuple[dict[str, Any], ...] = (
     {"order": "OneFOneB"},
     {"order": "OneFOneB:5,4,4,4,4,5,5,3"},
-    {"order": INTERLEAVED},
-    {"order": INTERLEAVED, "micro_batches": 32},
-    {"order": INTERLEAVED, "recompute": "all,all,all,min-cut"},
-    {"order": "RoundPipe", **STREAMS, "micro_batches": 32},
-    {"devices": 1, "micro_batches": 32, **STREAMS},
+    {"order": "Interleaved1F1B:3,2,2,2,2,2,2,2,2,2,2,2,2,3,3,1"},
+    {"order": ROUND_PIPE, **STREAMS},
+    {"order": ROUND_PIPE, **STREAMS, "compile_segments": True},
+    {"devices": 1, **STREAMS},
+    {"devices": 1, **STREAMS, "compile_segments": True},
 )
 TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -358,14 +358,14 @@ def pipelines() -> str:
         now = plan_model(PlanSettings(hf_config=LLAMA_3_8B, **{**PIPELINE, **flags})).planned
         settings, moved = now.step.settings, now.bus_bytes
         yield f"`{settings.order}`" if now.devices > 1 else "one device"
-        yield from (f"{now.devices}", f"{settings.micro_batches}", settings.recompute, settings.params_on)
+        yield from (f"{now.devices}", settings.params_on, "yes" if settings.compile_segments else "no")
         places = [x for x in now.memory if x.startswith("device")]
         yield f"{max(now.memory[x] for x in places) / 2**30:.1f}"
         yield f"{max(x for bus, x in moved.items() if bus.startswith('d2h')) / 1e9:,.0f}"
         yield from (f"{now.step_seconds:.1f}", f"{100 * now.bubble:.0f} %", f"{now.tokens_per_second:,.0f}")
         yield "yes" if now.fits else "no"
 
-    heads = ["order", "devices", "micro-batches", "recompute", "parameters on", "largest device, GiB"]
+    heads = ["order", "devices", "parameters on", "compiled", "largest device, GiB"]
     heads += ["most from a device, GB", "step, s", "bubble", "tokens/s", "fits"]
     return table(heads, ([*row(flags)] for flags in PIPELINES), "---:")
 
