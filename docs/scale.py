@@ -156,7 +156,7 @@ PIPELINE: dict[str, Any] = {  # flags of zfunc plan: 256 rows of LLAMA_3_8B, as 
     },
     **{"devices": 8, "micro_batches": 64, "update_on": "device"},
 }
-ROUND_PIPE = "RoundPipe:11,11,11/5,4,4,4,4,4,4,4,1"
+ROUND_PIPE = "RoundPipe:17,16/7,6,6,6,6,3"
 STREAMS = {"params_on": "host", "activations_on": "host", "update_on": "host"}
 PIPELINES: tuple[dict[str, Any], ...] = (
     {"order": "OneFOneB"},
