@@ -2,7 +2,8 @@
 
 The rows are data (`benchmarks/published.toml`): model, hardware, batch, the way of working, figure and source.
 Beside each stands zfunc's own best plan of the same batch. No figure is fitted to a row: constants come with the
-profiles and their sources, and what a peer does on its host is a fact of the row.
+profiles and their sources (the RTX 4090's by single layers that the authors of R1 to R6 measured), and what a peer does on its
+host is a fact of the row.
 
     python -m benchmarks.published --only Z,P --no-best
     python -m benchmarks.published --json benchmarks/results --page
