@@ -2,8 +2,8 @@
 
 The rows are data (`benchmarks/published.toml`): model, hardware, batch, the way of working, figure and source.
 Beside each stands zfunc's own best plan of the same batch. No figure is fitted to a row: constants come with the
-profiles and their sources (the RTX 4090's by single layers that the authors of R1 to R6 measured), and what a peer does on its
-host is a fact of the row.
+profiles and their sources (the RTX 4090's by single layers that the authors of R1 to R6 measured), and what a peer
+does on its host is a fact of the row.
 
     python -m benchmarks.published --only Z,P --no-best
     python -m benchmarks.published --json benchmarks/results --page
@@ -173,7 +173,9 @@ def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> Segm
     blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(times) for own in layers]
 
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
-        several = {"devices": 2, "order": str(settings.order).partition(":")[0]} if spec.parts else {"devices": 1}
+        several = (
+            {"devices": 2, "order": str(settings.order).partition(":")[0]} if spec.parts else {"devices": 1}
+        )
         found = few.traced(evolve(settings, micro_batches=1, **several), on_gpu=on_gpu, grouped=grouped)
         first, *layers, last = found.costs
         return StepCosts([first, *layers * times, last], found.target_bytes, found.aux)
