@@ -47,7 +47,7 @@ WIDE = 1.5  # a ratio beyond needs a fact beside it
 BEST: dict[str, Any] = dict.fromkeys(("schedule", "params_on", "activations_on"), "auto")
 CLIPPED = 1.0
 SAID = ("title", "system", "facts", "searched")  # of a row, without effect on its plan
-MORE = ("#b8860b", "#2a9d9d", "#c05a9b", "#5b5b5b")
+MORE = ("#b8860b", "#2a9d9d", "#c05a9b", "#5b5b5b", "#8fb339", "#111111")
 
 
 @frozen(kw_only=True)
@@ -365,7 +365,9 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
     from benchmarks.plots import COLORS, figure, save
 
     fig, (left, right) = figure(2, title="Published steps, planned as their systems work")
-    colors = dict(zip(dict.fromkeys(x["system"] for x in results), [*COLORS.values(), *MORE], strict=False))
+    palette = [*COLORS.values(), *MORE]
+    systems = dict.fromkeys(x["system"] for x in results)
+    colors = {system: palette[n % len(palette)] for n, system in enumerate(systems)}
     for system, color in colors.items():
         of = [x for x in results if x["system"] == system]
         left.scatter(
