@@ -230,9 +230,10 @@ def test_a_gradient_that_is_not_finite_is_never_applied(settings: str) -> None:
     [
         ({"clip_norm": None}, "defer: without clipping or fp16 no update waits: there is nothing to defer"),
         ({"offload_ratio": 0.0}, "defer: nothing is on the host: there is nothing to defer"),
+        ({"clip_norm": None, "order": "GPipe"}, "order: one device passes all segments: pass devices=2"),
     ],
 )
-def test_where_nothing_can_be_deferred_a_line_says_so(
+def test_a_setting_that_has_no_effect_is_said(
     more: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="zfunc"):

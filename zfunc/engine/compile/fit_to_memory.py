@@ -203,6 +203,8 @@ def log_offload(program: Program) -> Program:
         reason = "without clipping or fp16 no update waits" if spec.offloaded else "nothing is on the host"
         log.info("defer: %s: there is nothing to defer", reason)
     devices, micro_batches = program.settings.stages, program.settings.micro_batches
+    if devices == 1 and program.settings.order != StepSettings().order:
+        log.info("order: one device passes all segments: pass devices=2 or more, or pp")
     if micro_batches < devices:
         log.warning(
             "%s: %d for micro_batches=%d: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
