@@ -106,7 +106,7 @@ def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribut
 
 @every_field
 def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
-    """By name, as one value, or a change of one; a plan says how large its buckets are."""
+    """By name, as one value, or a change of one; a plan says how large its buckets are, and has no stages of ranks."""
     other, needed = OTHERS[field.name], NEEDS.get(field.name, {})
     assert other != field.default
     given = {"schedule": "Serial", **needed, field.name: other}  # compile names the default for its device
@@ -116,7 +116,11 @@ def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
     changed = evolve(base, **given)
     assert compiled(base, **given).settings == changed
     sized = evolve(changed, bucket_size=changed.bucket_size or default_bucket_size(1))
-    assert planned(base, **given).step.settings == sized
+    if field.name == "pp":
+        with pytest.raises(ValueError, match=r"^pp: got 2, expected 1 in a plan: devices=2"):
+            planned(base, **given)
+    else:
+        assert planned(base, **given).step.settings == sized
 
 
 @every_field
