@@ -106,7 +106,7 @@ def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribut
 
 @every_field
 def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
-    """By name, as one value, or a change of one; a plan says how large its buckets are, and has no stages of ranks."""
+    """By name, as one value, or a change of one; a plan says how large its buckets are, and refuses stages."""
     other, needed = OTHERS[field.name], NEEDS.get(field.name, {})
     assert other != field.default
     given = {"schedule": "Serial", **needed, field.name: other}  # compile names the default for its device
