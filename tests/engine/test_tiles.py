@@ -306,8 +306,15 @@ def test_a_layer_in_tiles_is_the_layer(name: str, documents: bool, tiles: int) -
         assert max(off.values()) < 3e-6, (segment.name, off)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("documents", "dtype"),
+    [
+        (True, torch.float32),
+        (False, torch.bfloat16),
+        pytest.param(False, torch.float32, marks=pytest.mark.slow),
+        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["GPT-2", "Mistral, window", "Qwen3"])
 def test_keys_on_the_host_change_no_bit(name: str, documents: bool, dtype: torch.dtype) -> None:
     """And nothing is written behind the bytes that they say they take."""
