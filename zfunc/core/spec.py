@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen, validators
 from zfunc.core.display import brief
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
-from zfunc.core.layout import Bucket, Layout, UpdateWork, round_up
+from zfunc.core.layout import Layout, UpdateWork, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
 from zfunc.core.pipeline import VERBS, B, F, I, Order, Pass, R, W, passes_on_one, passes_on_several
 from zfunc.core.settings import StepSettings, in_equal_shares
@@ -187,9 +187,15 @@ class StepSpec:
         work = [{way: getattr(x, VERBS[way]).flops or n for way, n in unknown.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
         trained = [s for s in range(count) if layout.buckets_of(s)]
-        tied = [{*chain(*x.deliveries)} for x in layout.buckets if len(x.deliveries) > 1]
+        tied = [*self._tied.values()]
         given = settings.stages, settings.micro_batches, trained, work, hops, self.repeated, tied
         return tuple(x for _, _, x in passes_on_several(self.order, *given))
+
+    @cached_property
+    def _tied(self) -> dict[int, set[int]]:
+        """The segments whose gradients of a bucket's weights are added up, of buckets with more than one."""
+        buckets = (x for x in self.layout.buckets if len(x.deliveries) > 1)
+        return {x.index: {*chain(*x.deliveries)} for x in buckets}
 
     @property
     def repeated(self) -> list[int]:
@@ -300,18 +306,18 @@ class StepSpec:
                     "as DualPipeV the first and last"
                 )
 
-        for bucket in self.layout.buckets if self.settings.stage == 1 else ():
-            self._check_sum(bucket)
+        for b in self._tied if self.settings.stage == 1 else ():
+            self._check_sum(b)
 
-    def _check_sum(self, bucket: Bucket) -> None:
+    def _check_sum(self, b: int) -> None:
         """Raise PlanError where stage 1 would add gradients of a tied weight in another order than one device."""
-        tied = {*chain(*bucket.deliveries)} if len(bucket.deliveries) > 1 else set[int]()
-        own = [x for x in self.passes if x.ended and x.way in (B, W) and x.s in tied]
+        own = [x for x in self.passes if x.ended and x.way in (B, W) and x.s in self._tied[b]]
         for x, y in pairwise(own):
             if (x.m, -x.s) > (y.m, -y.s):
+                names = [span.name for span in self.layout.buckets[b].spans[:3]]
                 raise PlanError(
                     f"order: got {x} before {y} with stage=1 and the weights "
-                    f"{', '.join(span.name for span in bucket.spans[:3])}, which it adds up in this order, "
+                    f"{', '.join(names)}, which it adds up in this order, "
                     "expected one micro-batch after the other through all of their segments: pass stage=2, or "
                     "another order"
                 )

@@ -3,19 +3,16 @@
 After `put_weights` the parameters are what a step with these weights would have left.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from zfunc.core.dtypes import Precision
-from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
-from zfunc.core.pipeline import F
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.state.module_buffers import buffer_views
 from zfunc.engine.state.state import Buffers
 from zfunc.optim.formats import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
@@ -141,20 +138,6 @@ def begin_averages(buffers: Buffers, layout: Layout) -> None:
             for first in range(0, average.numel(), PART):
                 part = average[first : first + PART]
                 part.copy_(master_weights(state, first, first + part.numel()))
-
-
-def module_buffers_of(
-    buffers: Buffers, spec: StepSpec, s: int, like: Mapping[str, Tensor], ranks: RankGroup
-) -> dict[str, Tensor]:
-    """The buffers of segment `s` that forward changes, `like` these, by short name. They may be the State's memory;
-    those of a stage on other ranks are copies on the host: a collective."""
-    if not like:
-        return {}
-    flat = buffers.memory.get(Region("module_buffers", (s,)))
-    if spec.over_ranks:
-        flat = torch.empty(spec.buffer_bytes[s], dtype=torch.uint8, device="cpu") if flat is None else flat
-        flat = ranks.from_stage(spec.device_of(F, 0, s), flat)  # pyright: ignore  # StageRanks
-    return buffer_views(flat, like)
 
 
 def gathered(

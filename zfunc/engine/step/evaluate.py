@@ -8,16 +8,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.core.dtypes import PRECISIONS, Precision
+from zfunc.core.graph import Region
 from zfunc.core.pipeline import F
 from zfunc.engine.compile.passes import loss_and_aux
-from zfunc.engine.compile.program import Program, check_owner, on_compute_stream
+from zfunc.engine.compile.program import Program, check_owner, module_buffers, on_compute_stream
 from zfunc.engine.state.memory import Flat
+from zfunc.engine.state.module_buffers import buffer_views
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes
 from zfunc.engine.state.weights import (
     bucket_weights,
     gathered,
-    module_buffers_of,
     parameter_weights,
     rounded,
     segment_weights,
@@ -123,8 +124,15 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
 
 
 def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]:
-    like = program.calls[s].buffers
-    return module_buffers_of(state.buffers, program.spec, s, like, program.ranks)
+    """The buffers of segment `s` that forward changes, by short name: the State's memory, or, of pipeline stages on
+    ranks, copies on the host: a collective."""
+    own, like, spec = module_buffers(program, state.buffers, s), program.calls[s].buffers, program.spec
+    if not like or not spec.over_ranks:
+        return own
+    flat = state.buffers.memory.get(Region("module_buffers", (s,)))
+    flat = torch.empty(spec.buffer_bytes[s], dtype=torch.uint8, device="cpu") if flat is None else flat
+    there = program.ranks.from_stage(spec.device_of(F, 0, s), flat)  # pyright: ignore  # StageRanks
+    return buffer_views(there, like)
 
 
 def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = False) -> Any:
