@@ -42,9 +42,9 @@ $(STAMP): $(NATIVE)
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 	touch $(STAMP)
 
-# By name: zfunc is there, so that its extras are all that is installed, and the kernel is not built again.
+# By name: it is there, so that its extras are all that is installed, and the kernel is not built again.
 $(TOOLS): $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt "zfunc[test,lint]"
+	$(BIN)/pip install --quiet --constraint constraints.txt "zfunc-offload[test,lint]"
 	touch $(TOOLS)
 
 # On a machine with a GPU: builds in place with what is installed, installs nothing from a registry. ONLY=tests,large

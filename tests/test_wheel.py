@@ -204,13 +204,16 @@ def test_the_sdist_is_the_source_tree(tree: Path, tmp_path: Path) -> None:
         (tree / "zfunc" / "_cpu_adam.abi3.so").unlink()
         (tree / "tests" / "test_adam.pyc").unlink()
     assert done.returncode == 0, done.stderr
-    (archive,) = tmp_path.glob("zfunc-*.tar.gz")
+    (archive,) = tmp_path.glob("zfunc_offload-*.tar.gz")
     # Python warns without a filter, and knows none before 3.11.4.
     safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as file:
         file.extractall(tmp_path, **safe)
     packed = listing(tmp_path / archive.name.removesuffix(".tar.gz"))
-    metadata = {path for path in packed if path.startswith("zfunc.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    metadata = {path for path in packed if path.startswith("zfunc_offload.egg-info/")} | {
+        "PKG-INFO",
+        "setup.cfg",
+    }
     assert packed - metadata == expected
 
 
@@ -240,4 +243,12 @@ def test_training_waits_for_no_tools_of_tests_and_linters(tmp_path: Path) -> Non
     alone = installed("train")
     assert [x.split()[0] for x in alone] == ["torch", "--no-build-isolation"]
     assert not any("[" in x for x in alone)
-    assert installed("test") == [*alone, '"zfunc[test,lint]"']
+    assert installed("test") == [*alone, '"zfunc-offload[test,lint]"']
+
+
+def test_nothing_asks_for_the_other_zfunc_of_pypi() -> None:
+    """An extra is installed from a clone, by `.[hf]`: the name zfunc is another project's there."""
+    paths = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*")] + [*ROOT.iterdir()]
+    asked = re.compile(r"pip install (?:-\S+ )*['\"]?zfunc(?![-_/.\w])|\bzfunc\[[a-z]+\]")
+    texts = {p: p.read_text() for p in paths if p.suffix in {".md", ".py", ".toml"} or p.name == "Makefile"}
+    assert {path: found for path, text in texts.items() if (found := asked.findall(text))} == {}

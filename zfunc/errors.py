@@ -96,6 +96,15 @@ def refuse(name: str, got: str, expected: str, do: str, kind: type[Exception] = 
     raise kind(f"{name}: got {got}, expected {expected}: {do}")
 
 
+def install(extra: str) -> str:
+    """The command that brings what an optional part of zfunc needs; no registry has zfunc under its own name.
+
+    >>> install("hf")
+    'pip install ".[hf]" in a clone of zfunc'
+    """
+    return f'pip install ".[{extra}]" in a clone of zfunc'
+
+
 USE_ANOTHER = "use another checkpoint, or start anew in another folder"  # instead of a damaged one
 
 

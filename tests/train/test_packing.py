@@ -33,7 +33,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def dataset(columns: dict[str, Any]) -> Any:
-    datasets = pytest.importorskip("datasets", reason="pip install 'zfunc[datasets]'")
+    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
     return datasets.Dataset.from_dict(columns)
 
 
@@ -43,7 +43,7 @@ def save(path: Path, columns: dict[str, Any], **more: Any) -> Path:
 
 
 def save_splits(path: Path, **columns: dict[str, Any]) -> Path:
-    datasets = pytest.importorskip("datasets", reason="pip install 'zfunc[datasets]'")
+    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
     datasets.DatasetDict({name: dataset(one) for name, one in columns.items()}).save_to_disk(path)
     return path
 
@@ -463,7 +463,7 @@ def test_unusable_splits_and_folders_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="z, which datasets cannot read .*save it again"):
         opened(tmp_path / "z", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"needs datasets .*: pip install 'zfunc\[datasets\]'"):
+    with pytest.raises(ValueError, match=r'needs datasets .*: pip install "\.\[datasets\]"'):
         opened(tmp_path / "y", tmp_path)
 
 

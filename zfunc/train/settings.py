@@ -103,7 +103,7 @@ class ModelFlags:
     lora: int | None = _model(
         None,
         "rank of LoRA adapters, which alone are trained: the model of `hf` stays as it is, in the precision of the "
-        "device; needs zfunc[lora] (default: the whole model is trained)",
+        "device; needs the extra [lora] (default: the whole model is trained)",
         count,
         "RANK",
         common=True,
@@ -143,8 +143,8 @@ class GPTFlags(ModelFlags):
         None,
         'a text file, JSONL ({"text": ...}, {"prompt": ..., "completion": ...} or {"messages": ...} a line), a '
         "folder of such files, a .bin of tokens as nanoGPT writes them, Parquet files, or a folder that "
-        "datasets' save_to_disk wrote, with JSONL's columns, or input_ids and perhaps labels, by zfunc[datasets] "
-        "(default: the sources of Python's standard library)",
+        "datasets' save_to_disk wrote, with JSONL's columns, or input_ids and perhaps labels, with the extra "
+        "[datasets] (default: the sources of Python's standard library)",
         path,
         common=True,
     )
@@ -303,15 +303,15 @@ class TrainSettings(StepFlags):
     device: str = DEVICE
     seed: int = _how(0, "seed of initial values, the order of data, dropout and the sample", _seed)
     tensorboard: bool = _log(
-        False, "log every step to TensorBoard too, in RUN/tensorboard; needs zfunc[tensorboard]"
+        False, "log every step to TensorBoard too, in RUN/tensorboard; needs the extra [tensorboard]"
     )
     wandb: bool = _log(
         False,
         "log every step to Weights & Biases too, in RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
-        "zfunc[wandb]",
+        "the extra [wandb]",
     )
     trackio: bool = _log(
-        False, "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs zfunc[trackio]"
+        False, "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs the extra [trackio]"
     )
 
     def __attrs_post_init__(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 
+from zfunc.errors import install
 from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.run_folder import METRICS, Row, RunFolder, finite_number, jsonable, rows_of
 from zfunc.train.settings import TrainSettings
@@ -130,7 +131,7 @@ def check_packages(settings: TrainSettings) -> None:
         try:
             import_module(kind)
         except ImportError as error:
-            raise ValueError(f"{kind}: {error}: pip install 'zfunc[{kind}]', or leave it out") from error
+            raise ValueError(f"{kind}: {error}: {install(kind)}, or leave it out") from error
 
 
 @contextmanager

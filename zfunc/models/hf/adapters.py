@@ -1,7 +1,7 @@
 """LoRA by peft: the adapters of a model, drawn, written as peft writes them, and merged into the model's weights.
 
 peft computes all of it; here one layer is handled at a time, so that a model needs no second copy. peft is imported
-when adapters are asked for: `pip install "zfunc[lora]"`.
+when adapters are asked for: `pip install ".[lora]"`.
 """
 
 import copy
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.engine.compile.segment import Values
+from zfunc.errors import install
 from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence
 
-MISSING = "zfunc.hf: got no peft, expected version 0.18 or newer: pip install 'zfunc[lora]'"
+MISSING = f"zfunc.hf: got no peft, expected version 0.18 or newer: {install('lora')}"
 OLDEST = (0, 18)
 DRAWN = (True, "gaussian")  # values of init_lora_weights that need no weights of the model
 ADAPTER = "adapter_model.safetensors"

@@ -6,8 +6,10 @@ Settings of a config that segments would not honour are refused by name.
 import importlib
 from typing import Any
 
+from zfunc.errors import install
+
 OLDEST = (5, 12)  # transformers; 5.0 computes some of these models differently
-MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
+MISSING = f"zfunc.hf: got no transformers, expected version 5.12 or newer: {install('hf')}"
 BY_LENGTH = ("dynamic", "longrope")
 """Types of rotary positions whose frequencies follow the length: `rotary.py` makes them."""
 ROPE = ("default", "linear", "llama3", "yarn", *BY_LENGTH)

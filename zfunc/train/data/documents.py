@@ -20,6 +20,7 @@ from typing import Any
 from attrs import frozen
 
 from zfunc.checkpoint.strict_json import unique_keys
+from zfunc.errors import install
 
 File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
 PARQUET, LINES = ".parquet", (".jsonl", ".ndjson")
@@ -240,7 +241,7 @@ def _splits(path: Path) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"reading {path} needs datasets ({error}): pip install 'zfunc[datasets]'") from error
+        raise ValueError(f"reading {path} needs datasets ({error}): {install('datasets')}") from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nothing is sent
     with _reading(path):
         if path.is_file():

@@ -1,7 +1,7 @@
 """Tokenizers: text to tokens and back, by a local `tokenizer.json`, or as bytes; and chats to text.
 
 Every tokenizer has an end token; all its tokens are below `vocab_size`; and two that would give different tokens
-have different digests. `tokenizers` is imported when a file is opened: pip install "zfunc[hf]".
+have different digests. `tokenizers` is imported when a file is opened: pip install ".[hf]".
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from attrs import field, frozen
+
+from zfunc.errors import install
 
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
 CALL, PIECE = 1 << 20, 1 << 16  # characters of a call of the library, which holds about 150 bytes for each
@@ -103,7 +105,7 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError("tokenizer: it needs the library tokenizers: pip install 'zfunc[hf]'") from error
+        raise ImportError(f"tokenizer: it needs the library tokenizers: {install('hf')}") from error
     try:
         content = path.read_bytes()
         loaded = tokenizers.Tokenizer.from_str(content.decode())
@@ -278,7 +280,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            raise ImportError("data: a chat template needs transformers: pip install 'zfunc[hf]'") from error
+            raise ImportError(f"data: a chat template needs transformers: {install('hf')}") from error
         try:
             texts, marked = render_jinja_template(
                 [[*chat.messages[:count]]],
