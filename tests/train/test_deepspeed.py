@@ -98,6 +98,8 @@ MESSAGES: list[tuple[Any, str]] = [
     (nested("aio.block_sizes", 1), "did you mean 'block_size'"),
     ({"stage": 2}, "'stage' in the file itself, which is unknown"),
     ({"fp16": True}, "fp16 True, expected an object"),
+    ({"fp16": {"_comment": "DeepSpeed refuses it, too"}}, "'_comment' in fp16, which is unknown"),
+    ({"of_a_plugin": {"enabled": True}}, "'of_a_plugin' in the file itself, which is unknown"),
     ({"a1": 1, "fp16": {"b2": 1, "loss_scale": "x"}}, r"'a1'.*\n.*'b2'.*\nfp16.loss_scale: got 'x'"),
     ({"gradient_allreduce_op": "sum"}, 'use "mean"'),
     (adam(amsgrad=True), "AMSGrad"),
@@ -270,9 +272,12 @@ def test_what_a_file_sets(file: dict[str, Any], expected: dict[str, Any]) -> Non
 def test_what_has_no_effect_is_said() -> None:
     aio = {"block_size": 1 << 18, "thread_count": 1, "fancy": 3}  # nothing of DeepSpeed reads the last two
     blocks = {"flops_profiler": {"enabled": True, "of_a_later_version": 1}, "comet": {"mode": "x"}}
-    notes = from_deepspeed({**blocks, "aio": aio, **zero(cpu_offload=True), "wandb": {"enabled": True}}).notes
+    blocks |= {"_comment": "a comment", "optimizer": {"type": "Adam", "_": 1}, "comms_config": {"a": 1}}
+    blocks |= {"of_a_plugin": {"enabled": False, "level": 2}, "wandb": {"enabled": True}}
+    notes = from_deepspeed({**blocks, "aio": aio, **zero(cpu_offload=True)}).notes
     idle = {line.split(": ")[1] for line in notes if line.startswith("no effect:")}
-    assert idle == {"flops_profiler", "comet", "wandb", "aio.block_size", "aio.thread_count, aio.fancy"}
+    unread = "_comment, optimizer._, of_a_plugin, aio.thread_count, aio.fancy"
+    assert idle == {"flops_profiler", "comet", "wandb", "comms_config", "aio.block_size", unread}
     for file, words in (
         (adam("SGD", betas=[0.9, 0.99]), "optimizer.params.betas: not of the optimizer SGD"),
         (adam("Adagrad", adam_w_mode=True), "optimizer.params.adam_w_mode: not of the optimizer Adagrad"),
@@ -374,7 +379,13 @@ def test_auto_is_what_is_given_or_the_default() -> None:
         **zero(stage=AUTO, reduce_bucket_size=AUTO, offload_optimizer={"ratio": AUTO}),
     }
     config = from_deepspeed({**file, MICRO: 4})
-    assert dict(config.compile) == {"optimizer": AdamW(), "precision": "fp32", "micro_batches": 1}
+    assert dict(config.compile) == {"optimizer": AdamW(), "micro_batches": 1}
+    for fp16, bf16, precision in (
+        *((AUTO, AUTO, None), (AUTO, None, None), (None, AUTO, None), (False, AUTO, None)),
+        *((AUTO, False, "fp32"), (False, False, "fp32"), (None, None, "fp32"), (True, AUTO, "fp16")),
+    ):  # None: the default of zfunc.compile, bf16
+        switches = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}, MICRO: 1}
+        assert from_deepspeed(switches).compile.get("precision") == precision
     for kind, more in (("SGD", {}), ("Lion", {"betas": AUTO}), ("Adagrad", {}), ("Adam", {})):
         made = optimizer(kind, lr=AUTO, weight_decay=AUTO, **more)
         assert made == (AdamW if kind == "Adam" else getattr(zfunc, kind))()

@@ -18,6 +18,8 @@ from zfunc.options import AUTO
 
 # Blocks whose other keys have no effect: DeepSpeed 0.19 ignores them too, or they follow the one that is known.
 READ_BY_NAME = ("aio", "activation_checkpointing", "tensor_parallel", "compile")
+# And those of which it takes some keys, and leaves others, such as "_comment", alone.
+COMMENTED = ("", "optimizer", "scheduler", *READ_BY_NAME)
 FATES = ("supported", "ignored", "unsupported")
 OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of today
 
@@ -219,12 +221,20 @@ def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> 
                 yield from _take(values, cast("Mapping[str, Any]", value), name)
             elif value not in (None, AUTO):
                 yield f"got {name} {value!r}, expected an object: write {name!r}: {{ }}"
+        elif _is_idle(block, str(last), value):
+            values.unread.append(name)
         else:
             near = did_you_mean(str(last), [*_NAMES[block]], cutoff=0.8 if block in READ_BY_NAME else 0.4)
             if block in READ_BY_NAME and not near:
                 values.unread.append(name)
             else:
                 yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{near}: correct it"
+
+
+def _is_idle(block: str, name: str, value: Any) -> bool:
+    """Whether a key that no table has is a comment where DeepSpeed takes one, or a block that is switched off."""
+    off = isinstance(value, Mapping) and cast("Mapping[str, Any]", value).get("enabled") is False
+    return (block in COMMENTED and name.startswith("_")) or (not block and off)
 
 
 def _take_value(values: ConfigValues, key: Key, value: Any) -> str:

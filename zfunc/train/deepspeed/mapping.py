@@ -33,6 +33,7 @@ ACCUMULATION, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 ZERO, PARAM = "zero_optimization.", "optimizer.params."
 STAGE, DEVICE, RATIO = f"{ZERO}stage", f"{ZERO}offload_optimizer.device", f"{ZERO}offload_optimizer.ratio"
 PARAM_DEVICE = f"{ZERO}offload_param.device"
+SWITCHES = ("fp16.enabled", BF16 := "bf16.enabled")
 LR, WEIGHT_DECAY = f"{PARAM}lr", f"{PARAM}weight_decay"
 WARMUP, MAX_LR = f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
 log = logging.getLogger("zfunc")
@@ -87,14 +88,14 @@ def from_deepspeed(
     if rate is not None:
         optimizer = make_optimizer(name, decay=decay, **{**arguments, "lr": rate})
     # The settings of a step; the moments are the optimizer's
-    settings: dict[str, Any] = {"precision": "fp32"}
+    settings: dict[str, Any] = {} if leaves_precision_open(values) else {"precision": "fp32"}
     settings |= {} if values.leaves_open(STAGE) else {"stage": 1}
     settings |= {} if values.leaves_open(CLIPPING) else {"clip_norm": values[CLIPPING] or None}
     settings |= {x: value for x, value, _ in decided(values) if x != "moments"}
     train, settings["micro_batches"], batch = batch_sizes(values, world)
     known = attrs.fields_dict(StepSettings)
     compiled = {"optimizer": optimizer, **{x: value for x, value in settings.items() if x in known}}
-    scale = loss_scale(values) if settings["precision"] == "fp16" else None
+    scale = loss_scale(values) if settings.get("precision") == "fp16" else None
     lines = tuple(notes(values, batch, rate))
     for line in lines:
         log.info("%s: %s", values.source, line)
@@ -183,12 +184,12 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
     if values.has(ZERO[:-1]) and STAGE not in values.auto and not values.sets(STAGE):
         yield "stage", 1, STAGE
     # The precision, of two switches
-    kinds = [x for x in ("fp16", "bf16") if values[f"{x}.enabled"]]
+    kinds = [x.partition(".")[0] for x in SWITCHES if values[x]]
     if len(kinds) > 1:
         raise ValueError(f"{values.source}: got fp16 and bf16 both enabled, expected one: switch one off")
     if kinds:
         yield "precision", kinds[0], f"{kinds[0]}.enabled"
-    elif values.sets("fp16.enabled") or values.sets("bf16.enabled"):
+    elif any(map(values.sets, SWITCHES)) and not leaves_precision_open(values):
         yield "precision", "fp32", ""
     # Where state and parameters are
     if values.sets(DEVICE) or values.sets(RATIO):
@@ -210,6 +211,12 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
         yield from ((name, found[name], PARAM + name) for name in ("lr", "weight_decay") if name in found)
     if values.sets(MAX_LR) and not values.sets(LR):
         yield "lr", values[MAX_LR], MAX_LR
+
+
+def leaves_precision_open(values: ConfigValues) -> bool:
+    """Whether a file has a switch of bf16 or fp16 at "auto", switches none on, and bf16 not off."""
+    auto, on = any(map(values.leaves_open, SWITCHES)), any(values[x] for x in SWITCHES)
+    return auto and not on and not values.sets(BF16)
 
 
 def check_complete(values: ConfigValues, *, batch: bool = True) -> None:
