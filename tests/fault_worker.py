@@ -75,18 +75,21 @@ def train(rank: int, out: Path, given: Faults, **more: Any) -> None:
             raise
 
 
-def killed_in_a_send(rank: int, out: Path, given: Faults) -> None:
-    """Rank 1 is killed in the second step, when it has sent the sizes of a message and not what is in it."""
+def signalled_in_a_send(
+    rank: int, out: Path, given: Faults, *, sends: int, gets: signal.Signals, who: int = 1, **more: Any
+) -> None:
+    """The rank `who` of a pipeline gets a signal before it sends the part of this number of a message: sizes are
+    one part, and what is in it another."""
     issued, usual = list[str](), StageRanks._point_to_point
 
     def point_to_point(ranks: StageRanks, what: str, *given: Any) -> Any:
         issued.append(what)
-        if rank == 1 and issued.count("send to") == 2 * 2 + 2:  # a message each way in a step
-            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == who and issued.count("send to") == sends:
+            os.kill(os.getpid(), gets)
         return usual(ranks, what, *given)
 
     StageRanks._point_to_point = point_to_point  # type: ignore[method-assign]
-    train(rank, out, given, pp=3)
+    train(rank, out, given, **more)
 
 
 def in_group_of_two(rank: int, out: Path, _: Faults) -> None:
@@ -159,9 +162,14 @@ def apart(rank: int, out: Path, _: Faults) -> None:
     write(out / f"{rank}.json", json.dumps(seen))
 
 
+def impatient(work: Callable[[int, Path, Faults], None], rank: int, out: Path, given: Faults) -> None:
+    """The same with short waits for a store that does not answer: they would take 12 s."""
+    failure_detection.STORE_TIMEOUT = ranks.SETTLE_LATE = 1.0
+    work(rank, out, given)
+
+
 def freezes(rank: int, out: Path, _: Faults) -> None:
     """Rank 0 stops as its machine would without power: its connections stay, and the store does not answer."""
-    failure_detection.STORE_TIMEOUT = ranks.SETTLE_LATE = 1.0  # or it would take 12 s
     together = RankGroup.of()
     together.sums([1.0])
     write(out / f"{rank}.ready", "")
@@ -190,7 +198,17 @@ SCENARIOS = {
     "hung": Scenario(train, faults=f"rank=1,{STEP},do=hang", asked=SHORT, hung=(1,), ends_as_python=True),
     # Rank 0 waits for gradients, rank 2 for what rank 1 would have made of its output.
     "stage killed": Scenario(partial(train, pp=3), faults="rank=1,step=2,op=forward[0,2],do=kill"),
-    "stage killed in a send": Scenario(killed_in_a_send),
+    # Rank 1 sends a message each way in a step, rank 0 of two stages one.
+    "stage killed in a send": Scenario(
+        partial(signalled_in_a_send, sends=2 * 2 + 2, gets=signal.SIGKILL, pp=3)
+    ),
+    "stage frozen with the store": Scenario(
+        partial(impatient, partial(signalled_in_a_send, sends=2 + 1, gets=signal.SIGSTOP, who=0, pp=2)),
+        world=2,
+        asked=SHORT,
+        store="rank 0",
+        hung=(0,),
+    ),
     "stage hung": Scenario(
         partial(train, pp=3), faults="rank=1,step=2,op=forward[0,2],do=hang", asked=SHORT, hung=(1,)
     ),
@@ -202,7 +220,7 @@ SCENARIOS = {
     "leaves others behind": Scenario(leaves_others_behind, store="rank 0", ends_as_python=True),
     "apart": Scenario(apart, world=2, timeout=SHORT),
     "late": Scenario(comes_late, timeout=SHORT),
-    "frozen with the store": Scenario(freezes, timeout=SHORT, store="rank 0", hung=(0,)),
+    "frozen with the store": Scenario(partial(impatient, freezes), timeout=SHORT, store="rank 0", hung=(0,)),
 }
 
 

@@ -101,6 +101,10 @@ MISSING: dict[str, tuple[list[Any], dict[int, str]]] = {  # how each rank ends, 
         [ERROR, HANGS, ERROR],
         dict.fromkeys((0, 2), "expected all 3 ranks: rank 1 did not come.*ZFUNC_TIMEOUT"),
     ),
+    "stage frozen with the store": (
+        [HANGS, ERROR],
+        {1: f"receive from rank 0 on rank 1: got a time-out .*{NO_STORE} or stuck.*has not answered"},
+    ),
     "frozen with the store": (
         [HANGS, ERROR, ERROR],
         dict.fromkeys((1, 2), f"{NO_STORE} or stuck.*has not answered"),

@@ -101,6 +101,11 @@ class RankGroup:
         return self.job.world > 1
 
     @property
+    def limit(self) -> timedelta:
+        """The time-out of its collectives and messages."""
+        return timeout() if self.store is None else self.store.timeout
+
+    @property
     def detector(self) -> FailureDetector:
         """The detector that finds the missing ranks when a collective has failed."""
         return FailureDetector(self.store, self.rank, self.world)
@@ -313,7 +318,7 @@ class RankGroup:
                 self._abort("notified")
         except StoreLost as lost:
             self._abort("broken", lost)
-        if self.store is not None and time.monotonic() - begun > self.store.timeout / timedelta(seconds=1):
+        if self.store is not None and time.monotonic() - begun > self.limit.total_seconds():
             self._abort("late")
         return True
 
@@ -345,8 +350,7 @@ class RankGroup:
     def _give_up(self, what: str, begun: float, symptom: Symptom, error: Exception | None = None) -> NoReturn:
         """Find the missing ranks, and raise RankError with them. From now on every collective raises."""
         waited = time.monotonic() - begun
-        most = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
-        max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, most)
+        max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, self.limit.total_seconds())
         late = symptom == "late"
         try:
             absent = self.detector.find_missing(symptom, min_wait=0.0 if late else LISTEN, max_wait=max_wait)

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
 from zfunc.runtime.collectives import SETTLE, RankGroup
-from zfunc.runtime.failure_detection import FailureDetector, Symptom
+from zfunc.runtime.failure_detection import LONGEST_TIMEOUT, FailureDetector, Symptom
 
+NEVER = timedelta(seconds=LONGEST_TIMEOUT)
 _broadcast: Any = dist.broadcast
 _waiting: WeakSet[threading.Thread] = WeakSet()  # those that wait for messages
 _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
@@ -100,7 +101,10 @@ class StageRanks(RankGroup):
         job = self.job
         peer = job.members[stage * self.world + self.rank]
         what = f"{what} rank {peer}"
-        return _Message(job._issue(what, lambda: issue(part, peer, group=job.group, tag=tag)), part, what)
+        limit = NEVER if issue is dist.isend else job.limit  # its receiver may be far behind, and has a limit
+        return _Message(
+            job._issue(what, lambda: issue(part, peer, group=job.group, tag=tag)), part, what, limit
+        )
 
     def _arrived(self, message: "_Message") -> None:
         self._wait_for(message.what, lambda: message)
@@ -108,15 +112,15 @@ class StageRanks(RankGroup):
 
 class _Message:
     """A message under way. gloo waits for one only to its end, and closes all connections where that is given up:
-    so a thread waits, and this can be waited for piece by piece, as a collective."""
+    so a thread waits, and this can be waited for piece by piece, as a collective. After `limit` it is given up."""
 
-    def __init__(self, work: Any, part: Tensor, what: str) -> None:
+    def __init__(self, work: Any, part: Tensor, what: str, limit: timedelta) -> None:
         self.what = what
         self._ended, self._error = threading.Event(), None
 
         def wait() -> None:
             try:
-                work.wait()
+                work.wait(limit)  # that of the job: gloo would take the one its connections were made with
             except RuntimeError as error:
                 self._error = error
             assert part is not None  # kept until here
