@@ -100,13 +100,40 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         no_rope_layers=[1, 1, 0],
     ),
 }
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 3}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+MAMBA |= {"mamba_chunk_size": 8, "mamba_expand": 2}
+NEMOTRON = {"layers_block_type": ["mamba", "attention", "moe", "mlp"], "head_dim": 8, "mamba_num_heads": 4}
+NEMOTRON |= {"mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, "n_routed_experts": 4}
+NEMOTRON |= {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "num_experts_per_tok": 2}
+HYBRIDS: dict[str, Callable[[], Any]] = {  # with states of convolutions or linear attention
+    "LFM2": config("Lfm2", **SIZE, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+    "Qwen3.5": config("Qwen3_5Text", **SIZE, **LINEAR, head_dim=16),
+    "Qwen3.5 MoE": config("Qwen3_5MoeText", **SIZE, **LINEAR, **EXPERTS, head_dim=16),
+    "Qwen3-Next": config("Qwen3Next", **SIZE, **LINEAR, **EXPERTS, head_dim=16),
+    "OLMo hybrid": config("OlmoHybrid", **SIZE, **LINEAR),
+    "Falcon-H1": config("FalconH1", **SIZE, **MAMBA, mamba_d_ssm=64),
+    "Nemotron-H": config("NemotronH", **SIZE, **NEMOTRON),
+    "Granite 4": config(
+        "GraniteMoeHybrid",
+        **SIZE,
+        **MAMBA,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+    ),
+}
 DEEPSEEK = config("DeepseekV3", **SIZE | DEEPSEEK_SIZE | {"num_hidden_layers": 1, "num_key_value_heads": 4})
 
 
 def random_model(name: str, **given: Any) -> Any:
     """A model of random weights, norms and biases too."""
     torch.manual_seed(0)
-    return perturbed(transformers.AutoModelForCausalLM.from_config(CONFIGS[name](**given)))
+    return perturbed(transformers.AutoModelForCausalLM.from_config({**CONFIGS, **HYBRIDS}[name](**given)))
 
 
 def perturbed(model: Any) -> Any:

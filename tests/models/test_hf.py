@@ -17,6 +17,7 @@ from hf_models import (
     CONFIGS,
     DEEPSEEK,
     GPT2,
+    HYBRIDS,
     IGNORED,
     SIZE,
     T5,
@@ -196,7 +197,7 @@ def test_positions_and_chunks_follow_the_documents(name: str, begins: set[int], 
     torch.testing.assert_close(got, own, rtol=0, atol=1e-5)
 
 
-@by_day(*FIRST, *BY_LENGTH, of=CONFIGS)
+@by_day(*FIRST, *BY_LENGTH, "LFM2", "Qwen3.5", "Falcon-H1", of=[*CONFIGS, *HYBRIDS])
 def test_cached_keys_and_values_give_the_logits_of_the_whole_sequence(name: str) -> None:
     """Or of the model itself, whose positions may follow the length so far."""
 
@@ -310,10 +311,10 @@ def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:
     assert not model.training
 
 
-@by_day("GPT-2", *BY_LENGTH, of=("GPT-2", "Llama 3 positions", *BY_LENGTH, "Gemma 3"))
+@by_day("GPT-2", *BY_LENGTH, of=("GPT-2", "Llama 3 positions", *BY_LENGTH, "Gemma 3", "Falcon-H1"))
 def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+        model = transformers.AutoModelForCausalLM.from_config({**CONFIGS, **HYBRIDS}[name]())
     cut, real = zfunc.hf.segments(model), zfunc.hf.segments(random_model(name))
     for a, b in zip(cut, real, strict=True):
         assert a.constants.keys() == b.constants.keys()
@@ -376,10 +377,11 @@ def test_unsupported_models_are_refused_with_what_to_do(message: str) -> None:
 OTHERS: dict[str, Callable[[], Any]] = {
     "Granite": config("Granite", **SIZE, logits_scaling=3.0, embedding_multiplier=2.0),
     "Falcon": config("Falcon", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    **HYBRIDS,
 }
 
 
-@by_day("Granite", of=OTHERS)
+@by_day("Granite", "LFM2", of=OTHERS)
 def test_any_other_model_is_compared_with_its_segments_first(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,6 +396,16 @@ def test_a_model_that_is_not_tested_refuses_several_documents_in_a_row() -> None
     batch = zfunc.hf.batch({"input_ids": tokens(), "position_ids": torch.arange(13).expand(4, 13)}, tokens())
     with pytest.raises(ValueError, match="position_ids of several documents, which a FalconForCausalLM"):
         zfunc.evaluate(program, zfunc.init(program), batch)
+
+
+@by_day("LFM2", of=HYBRIDS)
+def test_states_of_a_row_are_refused_in_tiles_and_packed_documents(name: str) -> None:
+    segments, x = zfunc.hf.segments(random_model(name)), tokens(2)[:, :12]
+    row = {"input_ids": x, "position_ids": torch.arange(12).expand(2, 12) % 7}
+    for tiles, inputs, message in ((2, x, "convolution or linear attention.*tiles=1"), (1, row, "documents")):
+        program = compiled(segments, tiles=tiles)
+        with pytest.raises(ValueError, match=message):
+            zfunc.evaluate(program, zfunc.init(program), zfunc.hf.batch(inputs, x))
 
 
 ENCODERS: dict[str, tuple[Callable[[], Any], Any]] = {

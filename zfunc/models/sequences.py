@@ -3,18 +3,21 @@
 Tokens of several documents come with `position_ids`, which start at 0 in each, as transformers packs sequences.
 """
 
+from typing import Any
+
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 
 @define(eq=False)
 class KVCache:
-    """The keys and values of one segment. Its first call has any number of tokens, each later one has one."""
+    """The keys, values and states of one segment. Its first call has any number of tokens, later ones have one."""
 
     length: int = 0  # tokens so far
     keys: Tensor | None = None  # [batch, heads, length, head_size]; None in segments without attention
     values: Tensor | None = None
+    states: dict[Any, Tensor] = field(factory=dict[Any, Tensor])  # of convolutions and linear attention
 
     def advanced(self, tokens: int) -> int:
         """Count `tokens` more. Returns the position of the first."""

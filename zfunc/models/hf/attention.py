@@ -101,8 +101,45 @@ class PastTokens:
         """Append those of new tokens. Returns all."""
         return (keys, values) if self.cache is None else self.cache.extended(keys, values)
 
+    def is_recording_past(self, _: int) -> bool:
+        """Yes: then a convolution reads what was before from `update_conv_state`, and edits nothing in place."""
+        return True
+
+    def _state(self, *key: Any) -> Tensor | None:
+        if ROW_TOKENS.get() is not None or "position_ids" in GIVEN.get():
+            raise ValueError(
+                "got a convolution or linear attention, whose state is of a whole row, expected uncut rows of one "
+                "document: use tiles=1, and the packing 'stream' or a document a row"
+            )
+        return None if self.cache is None else self.cache.states.get(key)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The inputs of a layer's convolution, [batch, features, tokens], before the new tokens."""
+        return self._state("conv", layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer's linear attention before the new tokens."""
+        return self._state("recurrent", layer_idx, state_idx)
+
+    def update_conv_state(
+        self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """Append the inputs of new tokens, of which the cache keeps the last. Returns all."""
+        if self.cache is None:
+            return x
+        before = self.get_conv_state(layer_idx, state_idx)
+        x = x if before is None else torch.cat([before, x], dim=-1)
+        self.cache.states["conv", layer_idx, state_idx] = x[..., -(conv_kernel_size or x.shape[-1]) :]
+        return x
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Keep the state after the new tokens. Returns it."""
+        if self.cache is not None:
+            self.cache.states["recurrent", layer_idx, state_idx] = state
+        return state
+
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"it asks its cache for {name}, which has keys and values alone")
+        raise AttributeError(f"it asks its cache for {name}, which zfunc's does not have")
 
 
 def make_mask(

@@ -81,7 +81,7 @@ def cut_layers(model: Any, inputs: Mapping[str, Tensor], loss: Loss | None) -> t
     segments: list[Segment] = []
     owned = set[str]()
     for name, cut, own in cutter.cuts(loss):
-        segments.append(_named(name, cut, own, model, names, frozenset(owned), cutter.unused))
+        segments.append(_named(name, cut, own, model, names, frozenset(owned), cutter))
         owned |= {p.name for p in segments[-1].parameters}
     if loss is None:
         segments[-1] = evolve(segments[-1], read_dict=collated_batch)
@@ -94,8 +94,8 @@ def cut_layers(model: Any, inputs: Mapping[str, Tensor], loss: Loss | None) -> t
 class _Cut:
     """A part of the model, and as a segment under its own names. Layers that are alike share one."""
 
-    def __init__(self, name: str, part: nn.Module, model: Any) -> None:
-        self.part, self.constants = part, _take_buffers(part, model)
+    def __init__(self, name: str, part: nn.Module, buffers: Mapping[int, Tensor]) -> None:
+        self.part, self.constants = part, _take_buffers(part, buffers)
         self.segment = segment(name, part)
 
 
@@ -104,6 +104,7 @@ class _Cutter:
 
     def __init__(self, model: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> None:
         self.model, self.implementation = model, implementation_for(model)
+        self.buffers = _compute_buffers(model)
         self.configs: dict[int, AttentionSettings] = {}
         with FakeTensorMode():
             fakes: dict[int, Any] = {}
@@ -153,7 +154,7 @@ class _Cutter:
     def cuts(self, loss: Loss | None) -> Iterator[tuple[str, _Cut, nn.Module]]:
         """The name of each segment, its cut, and a module with its tensors under the names that they have there."""
         model, inside = self.model, {id(m) for m in self.layers.modules()}
-        cut = _Cut(self._name(model.get_input_embeddings(), "embed"), self._embed(), model)
+        cut = _Cut(self._name(model.get_input_embeddings(), "embed"), self._embed(), self.buffers)
         yield cut.segment.name, cut, cut.part
         around = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()}
         known: list[tuple[Any, _Cut]] = []
@@ -166,10 +167,10 @@ class _Cutter:
             signature = self.recording.places[n], self.routers[n], _signature(layer, around), behaviour
             cut = next((x for s, x in known if s == signature), None)
             if cut is None:
-                cut = _Cut(name, self._layer(n, layer), model)
+                cut = _Cut(name, self._layer(n, layer), self.buffers)
                 known.append((signature, cut))
             yield name, cut, nn.ModuleDict({"layer": layer})
-        cut = _Cut(self._name(model.get_output_embeddings(), "head"), self._head(loss), model)
+        cut = _Cut(self._name(model.get_output_embeddings(), "head"), self._head(loss), self.buffers)
         yield cut.segment.name, cut, cut.part
 
     def _name(self, module: nn.Module | None, otherwise: str) -> str:
@@ -256,12 +257,12 @@ def _named(
     model: Any,
     names: dict[int, str],
     earlier: Set[str],
-    unused: Set[int],
+    cutter: _Cutter,
 ) -> Segment:
     """The segment of a cut with the tensors of `own`, its parameters under the model's names; it shares those of
     `earlier` segments."""
     tensors = {short: own.get_parameter(short) for short in cut.segment.short}
-    constants = {**cut.constants, **_take_buffers(own, model)}
+    constants = {**cut.constants, **_take_buffers(own, cutter.buffers)}
     full = {short: names[id(t)] for short, t in tensors.items()}
     on_meta = any(t.is_meta for t in tensors.values())
 
@@ -273,7 +274,7 @@ def _named(
         cut.segment,
         name=name,
         parameters=tuple(
-            evolve(p, name=full[short], trainable=t.requires_grad and id(t) not in unused)
+            evolve(p, name=full[short], trainable=t.requires_grad and id(t) not in cutter.unused)
             for p, (short, t) in zip(cut.segment.parameters, tensors.items(), strict=True)
         ),
         shared=earlier & {*full.values()},
@@ -284,33 +285,34 @@ def _named(
     )
 
 
-def _take_buffers(part: nn.Module, model: Any) -> Values:
-    """Remove the buffers, and return their values by name, on the CPU; those on meta are computed."""
+def _take_buffers(part: nn.Module, real: Mapping[int, Tensor]) -> Values:
+    """Remove the buffers, and return their values by name, on the CPU; `real` has those on meta, by their ids."""
     values: Values = {}
     for path, module in part.named_modules():
         own = {name: t for name, t in module._buffers.items() if t is not None}
-        real = own | (_compute_buffers(module, model) if any(t.is_meta for t in own.values()) else {})
-        values |= {f"{path}.{name}": real[name].detach().cpu() for name in own}
+        values |= {f"{path}.{name}": real.get(id(t), t).detach().cpu() for name, t in own.items()}
         module._buffers.update(dict.fromkeys(own))
     return values
 
 
-def _compute_buffers(module: Any, model: Any) -> Values:
-    """The buffers of one module on meta, as transformers sets them."""
-    if "embed_scale" in module._buffers:  # beside a weight, which may be another segment's
-        return {"embed_scale": torch.tensor(module.scalar_embed_scale, device="cpu")}
-    real = copy.deepcopy(module).to_empty(device="cpu")
-    values = {name: t for name, t in real._buffers.items() if t is not None and module._buffers[name].is_meta}
-    for t in values.values():
-        t.fill_(torch.nan if t.is_floating_point() else 0)
-    base_of(model)._init_weights(real)
-    for name, t in values.items():
-        if not t.is_floating_point() or t.isnan().any():
+def _compute_buffers(model: Any) -> dict[int, Tensor]:
+    """The values of buffers on meta, as transformers sets them, by the ids of these. Parameters stay on meta."""
+    unknown = {name: t for name, t in model.named_buffers() if t.is_meta and t.is_floating_point()}
+    real = {id(t): torch.full(t.shape, torch.nan, dtype=t.dtype, device="cpu") for t in unknown.values()}
+    if real:
+        same = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        copied = copy.deepcopy(model, {**same, **real})
+        with torch.no_grad(), seeded_sequence(0):
+            for module in reversed([*copied.modules()]):  # children first
+                if any(True for _ in module.buffers()):
+                    model._init_weights(module)
+    for name, t in model.named_buffers():
+        if t.is_meta and (id(t) not in real or real[id(t)].isnan().any()):
             raise ValueError(
-                f"model: got a {type(module).__name__} on the meta device whose buffer {name!r} cannot be "
-                "computed, expected rotary positions or an embedding's scale: make the model on the CPU"
+                f"model: got one on the meta device whose buffer {name!r} cannot be computed, expected one that "
+                f"a {type(model).__name__} sets with its initial weights: make the model on the CPU"
             )
-    return values
+    return real
 
 
 def _draw_values(name: str, part: nn.Module, constants: Values, model: Any, seed: int) -> Values:
@@ -324,7 +326,9 @@ def _draw_values(name: str, part: nn.Module, constants: Values, model: Any, seed
     with seeded_sequence(seed):
         for module in reversed([*real.modules()]):  # children first
             own = module._parameters.values()
-            if not own or any(p is not None for p in own):  # else they are other segments'
+            around = not own and any(isinstance(m, LayerPlace) for m in module.modules())
+            # Else they are other segments', as are the layers around which a module is.
+            if not around and (not own or any(p is not None for p in own)):
                 base_of(model)._init_weights(module)
         if is_adapted(model):
             reset_adapters(real, *model.peft_config.values())
