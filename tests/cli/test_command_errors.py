@@ -1,6 +1,7 @@
 """What the commands refuse, and how they say it: on one screen, with the flag, what was got, and what to do."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from small_trainings import ON_DATA, config, train
 from zfunc.checkpoint.durable_files import locked
 from zfunc.cli import catalogue
 from zfunc.cli.main import main
+from zfunc.options import flag
 from zfunc.runtime.accelerator import best_precision
 from zfunc.train.setup import resolve_settings
 
@@ -101,6 +103,11 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --num-layer 3", "--num-layer", "no option", "'--num-layers'"),
     ("train --json", "got '--json', which is no option of zfunc train"),
     ("train texts", "got 'texts'", "options begin with --"),
+    ("train --learning_rate=3", "got '--learning_rate', which is no option of zfunc train: write --lr"),
+    ("train --qlora", "which is no option of zfunc train: write --lora with --params-on host"),
+    ("train --batch_size 4", "got '--batch_size', which is no option of zfunc train: write --batch-size"),
+    ("plan --ranks 2", "which is no option of zfunc plan: write torchrun --nproc-per-node N"),
+    ("draw --d2h-gbs 2", "'--d2h-gbs', which is gone: name a profile with --hardware"),
     ("train --delay-from 100", "'--delay-from', which is gone: pass defer, which hides the host"),
     ("train --log-style deepspeed", "which is gone: metrics.jsonl in the run folder"),
     ("train --data nowhere", "--data: got nowhere", "cannot be read (No such file"),
@@ -456,3 +463,11 @@ def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.Monke
     monkeypatch.setattr("zfunc.train.run_folder.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     assert main(["report", "nowhere"]) == 130
     assert capsys.readouterr().err == "zfunc report: stopped at once\n"
+
+
+def test_options_of_other_programs_lead_to_ours() -> None:
+    known = {flag(name): option for name, option in catalogue.COMMANDS["train"].options.items()}
+    assert not known.keys() & catalogue.FOREIGN.keys()
+    for instead in catalogue.ELSEWHERE:
+        named = {*re.findall(r"--[a-z][a-z-]+", instead)} - {"--nproc-per-node", "--world"}
+        assert named <= known.keys(), instead

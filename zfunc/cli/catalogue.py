@@ -79,7 +79,57 @@ COMMANDS: dict[str, Command] = {
 GONE = {
     "top": "watch a running folder with zfunc report RUN --follow",
     **{flag(name): instead for name, instead in GONE_SETTINGS.items()},
+    **dict.fromkeys(
+        ("--compute-tflops", "--device-gbs", "--d2h-gbs", "--h2d-gbs", "--host-gbs"),
+        "name a profile with --hardware, and replace its figures by --with",
+    ),
     "--log-style": "metrics.jsonl in the run folder has every step, and zfunc report RUN shows it",
     "--format": "the suffix of --out says it: .svg, .html, .json for a Chrome trace, .txt",
 }
 """What to type instead of a command or an option of an earlier version."""
+
+ELSEWHERE = {
+    "--batch-size, sequences of a step over all ranks and micro-batches": (
+        *("--per-device-train-batch-size", "--train-batch-size", "--global-batch-size", "--micro-batch-size"),
+    ),
+    "--clip": ("--max-grad-norm", "--gradient-clipping", "--clip-grad", "--clip-norm"),
+    "--compile-segments": ("--torch-compile", "--compile"),
+    "--config": ("--deepspeed", "--deepspeed-config"),
+    "--data": ("--dataset", "--dataset-name", "--dataset-path", "--train-file", "--data-path"),
+    "--epochs": ("--num-train-epochs", "--num-epochs"),
+    "--eval-every": ("--eval-steps", "--eval-interval", "--eval-strategy"),
+    "--hf FOLDER, of a model on this machine": ("--model", "--model-name-or-path", "--model-id"),
+    "--keep": ("--save-total-limit",),
+    "--lora": ("--lora-r", "--lora-rank", "--use-peft"),
+    "--lr": ("--learning-rate",),
+    "--lr-schedule": ("--lr-scheduler-type", "--lr-scheduler", "--lr-decay-style"),
+    "--micro-batches, their number": ("--gradient-accumulation-steps", "--grad-accum"),
+    "--optimizer": ("--optim",),
+    "--out": ("--output-dir", "--output", "--save", "--save-dir"),
+    "--pp": ("--pipeline-parallel", "--pipeline-parallel-size", "--pipeline-model-parallel-size"),
+    "--precision bf16": ("--bf16",),
+    "--precision fp16": ("--fp16",),
+    "--recompute, which is all by default": ("--gradient-checkpointing", "--activation-checkpointing"),
+    "--resume": ("--resume-from-checkpoint", "--load"),
+    "--save-every": ("--save-steps", "--save-interval"),
+    "--seq-length": ("--max-seq-length", "--max-seq-len", "--max-length", "--block-size", "--context-length"),
+    "--stage": ("--zero-stage",),
+    "--steps": ("--max-steps", "--train-iters", "--num-steps"),
+    "--tensorboard, --wandb or --trackio": ("--report-to",),
+    "--warmup": ("--warmup-steps", "--lr-warmup-iters", "--num-warmup-steps"),
+    "--lora with --params-on host: frozen weights are in 16 bits, and need no room on the device": (
+        *("--load-in-4bit", "--load-in-8bit", "--qlora", "--quantize"),
+    ),
+    "--offload-ratio or --state-on; optimizer state is on the host by default": (
+        *("--cpu-offload", "--offload-optimizer", "--optimizer-offload"),
+    ),
+    "--params-on host": ("--offload-param", "--offload-params", "--param-offload"),
+    "torchrun --nproc-per-node N -m zfunc train, and --world N in a plan": (
+        *("--ranks", "--nproc-per-node", "--num-processes", "--world-size", "--num-gpus"),
+    ),
+    "--pp or --devices: layers of several devices; no layer is divided": (
+        *("--tensor-parallel", "--tensor-parallel-size", "--tensor-model-parallel-size", "--tp"),
+    ),
+}
+"""What to type instead of options that other programs have for the same thing."""
+FOREIGN = {name: instead for instead, names in ELSEWHERE.items() for name in names}

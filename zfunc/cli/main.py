@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zfunc import errors
-from zfunc.cli.catalogue import COMMANDS, GONE
+from zfunc.cli.catalogue import COMMANDS, FOREIGN, GONE
 from zfunc.cli.commands.train import TrainingFailed
 from zfunc.cli.parser import (
     EXIT_FAILED,
@@ -94,6 +94,9 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
         return f"got {word!r} where an option was expected: options begin with --"
     if got in GONE:
         return f"got the option {got!r}, which is gone: {GONE[got]}"
+    instead = FOREIGN.get(alike := got.replace("_", "-"), alike)
+    if instead.startswith("torchrun") or instead.replace(",", " ").split()[0] in flags:
+        return f"got {got!r}, which is no option of {which}: write {instead}"
     # Without their dashes, in which any two are alike.
     similar = did_you_mean(got.strip("-"), [x.strip("-") for x in flags], cutoff=SIMILAR)
     hint = similar.replace("'", "'--", 1)

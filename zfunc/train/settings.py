@@ -320,7 +320,7 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"`resume={AUTO}`: got no `out`, expected the run's folder, which may be new: add such as `out=run`"
             )
-        if self.state_on == DISK and self.save_every is not None:
+        if self.state_on == DISK and self.save_every:
             raise ValueError(
                 f"save_every: got {self.save_every} with `state_on=disk`, whose swap space is the checkpoint, "
                 "expected `commit_every`: pass that instead"
