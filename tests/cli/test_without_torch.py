@@ -40,6 +40,10 @@ def test_a_gpt_is_planned_and_drawn_without_torch(capsys: pytest.CaptureFixture[
 
 REFUSED = {
     "train": "package 'torch' is not installed: pip install torch\n",
+    "train --data nowhere": "--data: got nowhere, which does not exist, expected what is to be",
+    "train --hf nowhere": "--hf: nowhere: got no config.json in it, expected a local folder",
+    "train --resume nowhere": "--resume: got nowhere, which does not exist",
+    "train --state-on disk --swap /dev/shm": "/dev/shm: got a folder in memory (tmpfs)",
     "plan --hf-config nowhere.json": "--hf-config: nowhere.json: got no such file, expected the config",
     "draw --hf nowhere": "--hf: nowhere: got no config.json in it, expected a local folder",
 }

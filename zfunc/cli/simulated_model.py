@@ -19,7 +19,7 @@ from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.elementwise import matrices_only
 from zfunc.options import option
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
-from zfunc.train.settings import HF_CONFIG, OPTIMIZERS, GPTFlags, gpt_config
+from zfunc.train.settings import HF_CONFIG, OPTIMIZERS, GPTFlags, check_exists, gpt_config
 from zfunc.units import format_parameters
 
 if TYPE_CHECKING:
@@ -100,10 +100,7 @@ class SimulatedModel:
 
 def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
     """The model of the settings. Raises ValueError for an unsupported config, and for data that is not there."""
-    if settings.data is not None and not settings.data.exists():
-        raise ValueError(
-            f"data: got {settings.data}, which does not exist, expected what is to be trained on"
-        )
+    check_exists("data", settings.data)
     if settings.hf is not None or settings.hf_config is not None:
         return _described(settings)
     from zfunc.models.gpt_config import num_parameters

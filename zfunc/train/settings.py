@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.settings import BY_DEVICE, DISK, TIERS_OF, StepSettings
-from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS
+from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, check_config_file
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
 from zfunc.options import (
@@ -331,6 +331,40 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise `steps`"
             )
+
+
+READ = {
+    "data": "what is to be trained on",
+    "eval_data": "what is to be evaluated on",
+    "tokenizer": "a tokenizer.json, as save_pretrained writes it",
+    "resume": "a checkpoint, a folder of them, or a run",
+}
+"""What a setting that names a file or folder to read is expected to name."""
+
+
+def check_exists(name: str, place: Path | None) -> None:
+    """Raise ValueError unless what setting `name` of READ names is there; None names nothing."""
+    if place is not None and not place.exists():
+        raise ValueError(f"{name}: got {place}, which does not exist, expected {READ[name]}: check the path")
+
+
+def check_paths(settings: TrainSettings) -> None:
+    """Raise ValueError for what a training reads and is not there, or for a swap folder that is in memory.
+
+    No torch: a path with a typo is told at once.
+    """
+    from zfunc.checkpoint.swap_space import check_folders
+
+    for name in READ:
+        place = getattr(settings, name)
+        check_exists(name, None if place in (None, AUTO) else Path(place))
+    if settings.hf is not None:
+        try:
+            check_config_file(settings.hf)
+        except ValueError as error:
+            raise ValueError(f"hf: {error}") from error
+    if settings.swap:
+        check_folders([Path(folder).expanduser() for folder in settings.swap])
 
 
 def check_pretrained(settings: Any) -> None:
