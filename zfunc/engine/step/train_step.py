@@ -4,6 +4,7 @@
 the step. A step that raises before its first update leaves the state as it was.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,12 +34,13 @@ from zfunc.engine.state.swap_state import commit_metadata, swap_folders
 from zfunc.engine.step.batches import Batch, rows_in, split_batch, unpacked
 from zfunc.engine.step.flush import run_on_state
 from zfunc.engine.step.metrics import Metrics
-from zfunc.errors import NonFiniteError
+from zfunc.errors import NonFiniteError, RankError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
 from zfunc.values import of_type
 
 PIECE = 1 << 20  # elements that a checksum widens at a time
+ROWS_FIRST, ROWS_EVERY = 3, 100  # so many steps of each so many compare the rows of pipeline stages
 
 
 def train_step(
@@ -211,7 +213,25 @@ def _check_ranks_agree(
         "\n".join([*facts, shaped.whole.digest, weights]),
         lambda: "\n".join([*facts, shaped.whole.text(), weights]),
     )
+    if program.spec.over_ranks and (not state.buffers.compared or state.batches % ROWS_EVERY < ROWS_FIRST):
+        _check_rows(program, batch)
     state.buffers.compared = True
+
+
+def _check_rows(program: Program, batch: Batch) -> None:
+    """Raise RankError, on every rank, unless the n-th ranks of all pipeline stages have the same rows."""
+    ranks, digest = program.ranks, hashlib.blake2b(digest_size=16)
+    for t in (t for t in tree_leaves(batch) if isinstance(t, Tensor)):
+        digest.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    of_all, world = ranks.texts(digest.hexdigest()), ranks.world
+    if apart := [n for n, own in enumerate(of_all) if own != of_all[n % world]]:
+        one, other = (ranks.job.members[n] for n in (apart[0], apart[0] % world))
+        raise RankError(
+            f"train_step: got other rows on rank {one} than on rank {other}, expected the same, because they are "
+            "stages of one pipeline: one takes the inputs, the other the targets. Nothing was done. Number data by "
+            f"pipelines, on this rank with DistributedSampler(data, num_replicas={world}, rank={ranks.rank}), "
+            f"which is its number of all modulo {world}; and draw what is random in them from equal seeds"
+        )
 
 
 def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
