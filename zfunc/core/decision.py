@@ -14,7 +14,8 @@ class StepDecision:
 
     `skip` is set by an fp16 overflow. `grad_scale` multiplies every gradient: unscaling and clipping in one factor.
     `number` is that of the update, from 1, with the optimizer's `factors`. For metrics: the mean `loss`, and the
-    means of the auxiliary outputs, `aux`.
+    means of the auxiliary outputs, `aux`. `unused` names the parameters that no path from the loss leads to, which
+    an update leaves alone.
     """
 
     skip: bool
@@ -23,6 +24,7 @@ class StepDecision:
     factors: Mapping[str, Any]
     loss: float = field(default=0.0, eq=False)
     aux: Mapping[str, float] = field(factory=dict[str, float], eq=False)
+    unused: tuple[str, ...] = ()
 
 
 def ops_unguarded_by_decision(graph: Graph) -> Iterator[Op]:

@@ -18,7 +18,7 @@ from zfunc.values import of_type, whole
 
 # Elements. Every span begins at a multiple, so views are aligned for vector units in any precision.
 ALIGNMENT = 64
-
+LEFT = -1  # the group of parameters that a step does not update
 
 Kind = tuple[
     str, bool
@@ -132,9 +132,12 @@ class Bucket:
         size = self.numel // world
         return rank * size, (rank + 1) * size
 
-    def runs_within(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
-        """The `runs` clipped to `start` and `stop`."""
-        clipped = ((max(start, a), min(stop, b), group) for a, b, group in self.runs)
+    def runs_within(
+        self, start: int, stop: int, unused: Collection[str] = ()
+    ) -> tuple[tuple[int, int, int], ...]:
+        """The `runs` clipped to `start` and `stop`; those of `unused` parameters are of the group LEFT."""
+        runs = self._runs_beside({*unused}) if unused else self.runs
+        clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])
 
     def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int, Span], ...]:
@@ -173,11 +176,15 @@ class Bucket:
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """Maximal `(start, stop, group)` runs of one group, relative to the bucket, that tile it."""
+        return self._runs_beside(set())
+
+    def _runs_beside(self, unused: set[str]) -> tuple[tuple[int, int, int], ...]:
         runs: list[tuple[int, int, int]] = []
         for start, stop, span in self.parts:
-            if runs and runs[-1][2] == span.group:
+            group = LEFT if span.name in unused else span.group
+            if runs and runs[-1][2] == group:
                 start = runs.pop()[0]
-            runs.append((start, stop, span.group))
+            runs.append((start, stop, group))
         return tuple(runs)
 
 

@@ -88,6 +88,7 @@ class StepSpec:
     - `constant_bytes`: device memory of the model beside its parameters.
     - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
     - `aux`: the names of the auxiliary outputs that the last segment returns beside the loss.
+    - `unused`: the names of the trained parameters that no path from the loss leads to.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
     - `paged`: the buckets whose state is on the disk, and in a slot while it is updated.
@@ -108,6 +109,7 @@ class StepSpec:
     world: int = field(default=1, validator=validators.ge(1))
     target_bytes: int = 0
     aux: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
+    unused: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
     constant_bytes: int = 0
     buffer_bytes: tuple[int, ...] = field(default=(), converter=tuple[int, ...])
     save: bool = False

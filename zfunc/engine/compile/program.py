@@ -5,6 +5,7 @@ threads) follows from its fields, and is cached for later steps.
 """
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -45,6 +46,7 @@ from zfunc.values import of_type
 
 Made = TypeVar("Made")
 _identities = itertools.count(1)
+log = logging.getLogger("zfunc")
 
 
 @frozen(eq=False)
@@ -126,11 +128,19 @@ class ProgramCache:
     fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
+    said: set[str] = field(factory=set)  # warnings that have been logged, each once
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
     released: tuple[Region, ...] = ()  # what of it `release` has freed
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
+
+
+def warn_once(program: Program, warning: str) -> None:
+    """Log a warning, unless this program has done so."""
+    if warning not in program.cache.said:
+        program.cache.said.add(warning)
+        log.warning("%s", warning)
 
 
 def check_program(program: Any, action: str) -> None:

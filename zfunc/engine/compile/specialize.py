@@ -1,14 +1,14 @@
 """A program for the shapes of a batch: its segments traced for their costs, its recipe planned with real sizes."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.pipeline import R, W
@@ -28,6 +28,7 @@ from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 
 T = TypeVar("T")
+Paths = list[set[str | int]]  # of each output: the names of parameters, and the numbers of inputs, behind it
 
 SHOWN = 3  # names in an error
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
@@ -134,7 +135,7 @@ def traced_spec(
     """
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
-        traces, random = _trace_all(program, micro, of_accelerator)
+        traces, random, unused = _trace_all(program, micro, of_accelerator)
     # Of an output or its gradient, whose tensors never share memory.
     passed = [max(t.output_bytes, nbytes(differentiated(t.out))) for t in traces[:-1]]
     inputs = [nbytes(micro[0]), *passed]
@@ -153,7 +154,7 @@ def traced_spec(
     aux = aux_names(traces[-1].out)
     for before, _ in program.cache.costs.values():
         check_aux_names(program.segments[-1].name, aux, before.aux)
-    spec = evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux)
+    spec = evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
     if spec.order is not None and {*spec.passes} != {*program.spec.passes}:
         raise PlanError(
             "order: got other passes than when the program was compiled, expected the same in every call: draw "
@@ -162,10 +163,14 @@ def traced_spec(
     return spec, random
 
 
-def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[list[Trace], frozenset[int]]:
-    """Trace every segment on its predecessor's output, equal ones once; and which of them draw random numbers."""
-    seen: dict[Any, Trace] = {}
+def _trace_all(
+    program: Program, micro: Batch, of_accelerator: bool
+) -> tuple[list[Trace], frozenset[int], list[str]]:
+    """Trace every segment on its predecessor's output, equal ones once; which of them draw random numbers, and the
+    trained parameters that no path from the loss leads to."""
+    seen: dict[Any, tuple[Trace, Paths]] = {}
     traces: list[Trace] = []
+    paths: list[Paths] = []
     random: set[int] = set()
     x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
     targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1:])
@@ -176,10 +181,44 @@ def _trace_all(program: Program, micro: Batch, of_accelerator: bool) -> tuple[li
         key = id(call.passes), structure, layouts(leaves), _dtypes(program, s)
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
-        traces.append(seen[key])
-        random |= {s} if seen[key].random else set()
-        x = seen[key].out
-    return traces, frozenset(random)
+        made, own = seen[key]
+        traces.append(made)
+        paths.append(own)
+        random |= {s} if made.random else set()
+        x = made.out
+    return traces, frozenset(random), _unused(program, paths)
+
+
+def _paths(function: Callable[..., Any], weights: SegmentWeights, inputs: tuple[Any, ...]) -> Paths:
+    """What autograd finds behind each differentiated output of a segment. Values do not say it: a gradient may be
+    zero, and a parameter detached."""
+    leaves, structure = tree_flatten(inputs[0])
+    floating = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+    with torch.enable_grad():
+        trained = {short: t.detach().requires_grad_() for short, t in weights.trained.items()}
+        moved = {i: leaves[i].detach().requires_grad_() for i in floating}
+        x = tree_unflatten([moved.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+        outputs = differentiated(function({**trained, **weights.fixed}, x, *inputs[1:]))
+    names: dict[int, str | int] = {id(t): short for short, t in trained.items()}
+    names |= {id(moved[i]): n for n, i in enumerate(floating)}
+    found: Paths = []
+    for y in outputs:
+        nodes = [torch.autograd.graph.get_gradient_edge(y).node] if y.requires_grad else []
+        known = {*nodes}
+        for node in nodes:  # which grows
+            nodes += {x for x, _ in node.next_functions if x is not None} - known
+            known |= {*nodes}
+        found.append({names[id(x.variable)] for x in nodes if id(getattr(x, "variable", None)) in names})
+    return found
+
+
+def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
+    """The trained parameters that no path from the loss leads to, through the segments from the last."""
+    used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
+    for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
+        reached = {x for n in reached if isinstance(n, int) for x in own[n]}
+        used |= {call.trained[x] for x in reached if isinstance(x, str)}
+    return [x.name for x in program.layout.spans if x.name not in used]
 
 
 def _check_inputs(program: Program, s: int, leaves: list[Any]) -> None:
@@ -223,7 +262,9 @@ def _mixed(program: Program, s: int) -> str:
     )
 
 
-def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Trace:
+def _trace_one(
+    program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool
+) -> tuple[Trace, Paths]:
     segment, call, device = program.segments[s], program.calls[s], program.device
     dtypes = _dtypes(program, s)
     values = {
@@ -232,6 +273,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     }
     fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
     weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
+    paths: Paths = []
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
         """The segment's output, which is checked once for each layout of its input."""
@@ -242,11 +284,12 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
             program.cache.facts.setdefault(id(call.passes), (segment, facts))
             if call.buffers:
                 copy_buffers(clone_buffers({x: params[x] for x in call.buffers}), y[1].tensors)
-            known[key] = y
-        return known[key]
+            known[key] = y, _paths(call.function, weights, inputs)
+        y, paths[:] = known[key]
+        return y
 
     try:
-        return trace(
+        made = trace(
             call.plain,
             weights,
             inputs,
@@ -261,6 +304,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
             fake=program.cache.fake,
             keys_on_host=program.settings.keys_on == "host",
         )
+        return made, paths
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

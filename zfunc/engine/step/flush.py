@@ -83,6 +83,7 @@ def step_on(
         averaged=owner.averaged,
         patience=program.executor.patience,
         aux=shaped.spec.aux,
+        unused=shaped.spec.unused,
     )
     state.buffers.close()
     decision = Region("decision")

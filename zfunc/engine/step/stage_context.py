@@ -60,13 +60,15 @@ class StepContext:
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
     aux: tuple[str, ...] = ()  # names of the last segment's auxiliary outputs
+    unused: tuple[str, ...] = ()  # parameters that no path from the loss leads to
 
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
     ) -> StepDecision:
         """The decision that skips this step, or clips its gradient by `factor`."""
         named = dict(zip(self.aux, aux, strict=True)) if aux else {}
-        return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss, named)
+        scale = factor / self.loss_scale
+        return StepDecision(skip, scale, self.number, self.factors, loss, named, self.unused)
 
     def slice_of(self, b: int) -> slice:
         """This rank's slice of a bucket's elements."""

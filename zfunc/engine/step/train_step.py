@@ -25,6 +25,7 @@ from zfunc.engine.compile.program import (
     memory_shortage,
     on_compute_stream,
     staging_buffers,
+    warn_once,
 )
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.state.release import check_state
@@ -104,6 +105,9 @@ def _train_step(
     committed, save = (save, None) if swaps else (None, save)
     commit = commits(program, state.step) or committed is not None
     shaped = specialize(program, batch, save=save is not None, commit=commit)
+    if unused := shaped.spec.unused:
+        what = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
+        warn_once(program, f"{', '.join(unused)}: {what}")
     # Those of all ranks are checked: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.whole)
     watch, faults = ranks.watch if ranks.several else None, faults_at(options.faults, ranks.job.rank, number)

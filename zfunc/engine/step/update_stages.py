@@ -8,7 +8,7 @@ measure their parts in rounds, and join what they have after each.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
-from zfunc.core.layout import Bucket, Span
+from zfunc.core.layout import LEFT, Bucket, Span
 from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
 from zfunc.core.regions import FP64
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.step.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.optim.base import ParameterPart
-from zfunc.optim.formats import master_weights
+from zfunc.optim.formats import master_weights, unpack_weights
 from zfunc.optim.updates import average_
 from zfunc.runtime.accelerator import on_accelerator
 
@@ -74,34 +74,35 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
     apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
     by_parameter = updates_each_parameter(bucket.state_format)
-    parts = _parameters(op, mem, bucket, step) if by_parameter else _runs(bucket, shard)
+    unused = {*decision.unused}
+    parts = _parameters(op, mem, bucket, step, unused) if by_parameter else _runs(bucket, shard, unused)
     for start, stop, given in parts:
-        apply(
-            state_slice(bucket.state_format, state, start, stop),
-            grad[start:stop],
-            decision,
-            out=None if copy is None else copy[start:stop],
-            **given,
-        )
+        own = state_slice(bucket.state_format, state, start, stop)
+        out = None if copy is None else copy[start:stop]
+        if given["group"] != LEFT:
+            apply(own, grad[start:stop], decision, out=out, **given)
+        elif out is not None:  # of a slot, which had another bucket before
+            out.copy_(unpack_weights(own))
     if by_parameter and copy is not None:  # the padding behind parameters
         covered = ((first, last) for first, last, _ in bucket.spans_within(shard.start, shard.stop))
         for start, stop in gaps(shard.start, shard.stop, covered):
             copy[start - shard.start : stop - shard.start].zero_()
 
 
-def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The runs of one group in this rank's slice: start, stop, and arguments of the optimizer."""
-    for start, stop, group in bucket.runs_within(shard.start, shard.stop):
+    for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
         yield start - shard.start, stop - shard.start, {"group": group}
 
 
 def _parameters(
-    op: Op, mem: Memory, bucket: Bucket, step: StepContext
+    op: Op, mem: Memory, bucket: Bucket, step: StepContext, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The runs of single parameters, or of this rank's parts: start, stop, and the optimizer's arguments."""
     joined = _joined_measures(op, mem, bucket, step)
     for start, stop, span, part in _parts(bucket, step.slice_of(bucket.index)):
-        yield start, stop, {"group": span.group, "part": evolve(part, measures=joined.get(span.name, ()))}
+        group = LEFT if span.name in unused else span.group
+        yield start, stop, {"group": group, "part": evolve(part, measures=joined.get(span.name, ()))}
 
 
 def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, ParameterPart]]:
@@ -178,9 +179,10 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
         return
     shard, bucket, optimizer = step.slice_of(b), step.layout.buckets[b], step.optimizer
     grad, state, out = gradient_of(op, mem, shard), state_of(op, mem), mem[op.write("grad_shard")]
-    for start, stop, given in _runs(bucket, shard):
+    for start, stop, given in _runs(bucket, shard, decision.unused):
         slices = state_slice(bucket.state_format, state, start, stop)
-        optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)  # pyright: ignore
+        if given["group"] != LEFT:
+            optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)  # pyright: ignore
 
 
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:

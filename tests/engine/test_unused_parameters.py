@@ -1,0 +1,100 @@
+"""Parameters that no path of forward uses: torch's optimizers leave one alone whose `.grad` is None."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_models import bits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+
+
+class Body(nn.Module):
+    """Hands on two tensors, of which the next module uses one; a parameter that is never read, one that is
+    detached, and one that only rows of more than four numbers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.ignored = nn.Linear(4, 8), nn.Linear(4, 130)
+        self.idle, self.cut, self.long = (nn.Parameter(torch.ones(n)) for n in (70, 8, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.used(x[:, :4]) * self.cut.detach()
+        return y + self.long if x.shape[1] > 4 else y, self.ignored(x[:, :4])
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return F.mse_loss(self.out(torch.tanh(x[0])), targets)
+
+
+UNUSED = ["body.cut", "body.idle", "body.ignored.bias", "body.ignored.weight", "body.long"]
+DECAY: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+# zfunc's optimizer, torch's, and how zfunc trains
+ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "AdamW": (zfunc.AdamW(**DECAY), torch.optim.AdamW, {"defer": True, "moments": "16bit", "clip_norm": 1.0}),
+    "SGD": (
+        zfunc.SGD(momentum=0.9, **DECAY),
+        partial(torch.optim.SGD, momentum=0.9),
+        {"update_on": "device", "micro_batches": 2},
+    ),
+    "Adafactor": (zfunc.Adafactor(**DECAY), torch.optim.Adafactor, {"params_on": "host", "ema": 0.9}),
+    "groups": (zfunc.groups(("*.bias", zfunc.AdamW(**DECAY)), zfunc.AdamW(**DECAY)), torch.optim.AdamW, {}),
+}
+
+
+def batch(i: int, width: int = 4) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(i)
+    return torch.randn(6, width, generator=g), torch.randn(6, 1, generator=g)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_they_are_left_as_torch_leaves_them(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    modules = {"body": Body(), "loss": Loss()}
+    own, theirs, way = ROWS[name]
+    segments = [zfunc.segment(x, module) for x, module in modules.items()]
+    program = zfunc.compile(segments, optimizer=own, precision="fp32", bucket_size=128, device="cpu", **way)
+    state = zfunc.init(program)
+    first = zfunc.params(program, state)
+    all_of_them = nn.ModuleDict(modules)
+    optimizer = theirs(all_of_them.parameters(), **DECAY)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        for i in range(4):
+            state, _ = zfunc.train_step(program, state, batch(i))
+            optimizer.zero_grad()
+            inputs, targets = batch(i)
+            modules["loss"](modules["body"](inputs), targets).backward()
+            nn.utils.clip_grad_norm_(all_of_them.parameters(), way.get("clip_norm", torch.inf))
+            optimizer.step()
+    got = zfunc.params(program, state)
+    assert all(torch.equal(got[x], first[x]) for x in UNUSED)
+    for x, value in all_of_them.state_dict().items():
+        torch.testing.assert_close(got[x], value, rtol=0, atol=1e-2 if "moments" in way else 1e-6)
+    (said,) = (x.message for x in caplog.records if "no path" in x.message)
+    assert sorted(said.partition(":")[0].split(", ")) == UNUSED
+
+
+def test_a_batch_whose_path_uses_one_updates_it_with_bits_of_any_other_way() -> None:
+    """Each step's trace says what it uses, also where its update is made in the next."""
+    seen: list[list[Tensor]] = []
+    for way in ({}, {"defer": True}):
+        torch.manual_seed(0)
+        segments = [zfunc.segment("body", Body()), zfunc.segment("loss", Loss())]
+        program = zfunc.compile(segments, optimizer=zfunc.AdamW(0.1, weight_decay=0.1), device="cpu", **way)
+        state = zfunc.init(program)
+        for i, width in enumerate((4, 6, 4)):
+            before = zfunc.params(program, state)["body.long"] if not way else None
+            state, _ = zfunc.train_step(program, state, batch(i, width))
+            if before is not None:
+                assert torch.equal(zfunc.params(program, state)["body.long"], before) == (width == 4)
+        seen.append(bits(zfunc.flush(program, state)))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
