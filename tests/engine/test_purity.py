@@ -268,6 +268,50 @@ def test_a_later_change_of_the_module_is_logged(
     assert message.replace("\\", "") in warning
 
 
+SETTINGS, TABLE = {"warmth": 1.0}, torch.ones(8)
+LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **CHANGES,
+    "an attribute of its own": (lambda m: setattr(m, "warmth", 3.0), r"attribute warmth \(2.0, then 3.0\)"),
+    "an item of a dict": (lambda m: m.kept.update(one=3), "attribute kept"),
+    "values": (lambda m: m.weight.detach().mul_(2), "the values of s.weight was"),
+    "an item of a global": (lambda m: SETTINGS.update(warmth=5.0), "global SETTINGS"),
+    "the class": (lambda m: setattr(Warm, "power", 2), "class attribute Warm.power"),
+    "a global tensor": (lambda m: TABLE.add_(0), "global TABLE"),
+}
+
+
+class Warm(Dropped):
+    power = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warmth, self.kept = 2.0, {"one": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._scaled(x * self.warmth) ** self.power
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return super().forward(x * SETTINGS["warmth"] + TABLE)
+
+
+@pytest.mark.parametrize(("change", "message"), LATER.values(), ids=list(LATER))
+def test_a_change_after_the_first_step_is_logged_once(
+    change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Warm()
+    program = program_of(module)
+    state, batch = zfunc.init(program), regression(4)(0)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        for i in range(5):
+            state, _ = zfunc.train_step(program, state, batch)
+            if i == 1:
+                assert not caplog.records
+                change(module)
+    SETTINGS["warmth"], Warm.power = 1.0, 1
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert message.replace("\\", "") in warning
+
+
 def test_new_values_of_parameters_are_used_silently(caplog: pytest.LogCaptureFixture) -> None:
     module = Dropped()
     program = program_of(module)

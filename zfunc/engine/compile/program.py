@@ -28,7 +28,7 @@ from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with
 from zfunc.engine.compile.purity import Facts
-from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.segment import Look, Segment
 from zfunc.engine.compile.tensor_memory import FakeTensors
 from zfunc.engine.compile.vjp import Joints
 from zfunc.engine.state.memory import allocate_regions
@@ -128,6 +128,7 @@ class ProgramCache:
     fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
+    looks: dict[str, Look] = field(factory=dict)  # at the modules of segments, before the last step
     said: set[str] = field(factory=set)  # warnings that have been logged, each once
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too

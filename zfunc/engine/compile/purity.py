@@ -27,6 +27,7 @@ from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.engine.compile.recompute import written_by
 
 MAX_DEPTH = 6  # of containers and objects in each other
+MOST = 256  # values in one that are looked at before each step
 MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
 PLAIN = bool | int | float | complex | str | bytes | None | Enum | range | slice | np.generic
 PLAIN = PLAIN | torch.dtype | torch.device | torch.Size
@@ -47,13 +48,18 @@ class _Same:
     def __init__(self, x: Any) -> None:
         self.ref, self.state = (lambda: x), ()
         if isinstance(x, Tensor):
-            unversioned = isinstance(x, nn.Parameter) or x.is_inference()  # a parameter's values may change
-            self.ref, self.state = weakref.ref(x), (0 if unversioned else x._version, x.requires_grad)
+            version = 0 if isinstance(x, nn.Parameter) else version_of(x)  # a parameter's values may change
+            self.ref, self.state = weakref.ref(x), (version, x.requires_grad)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.ref() is other.ref() and self.state == other.state
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def version_of(t: Tensor) -> int:
+    """How often a tensor was written; 0 where that is not counted."""
+    return 0 if t.is_inference() else t._version
 
 
 def _itself(x: Any) -> Any:
@@ -78,22 +84,39 @@ def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], 
     return {name: _compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
 
 
-def read_outside(module: nn.Module | None, function: Callable[..., Any]) -> Facts:
+def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plain: bool = True) -> Facts:
     """The plain values that a module's forward, or a function, reads of its closure and its file; and what the
-    user's functions do that it calls so."""
+    user's functions and methods do that it calls so. Unless `plain`, other values too, and those of classes, of
+    which a short look is compared: which tensor, and the plain values directly in an object or a dict."""
     found: Facts = {}
-    left, seen = [type(m).forward for m in module.modules()] if module else [function], set[Any]()
+    classes = {*map(type, module.modules())} if module else set[Any]()
+    for own in (x for c in classes for x in c.__mro__ if not (plain or _of_library(x))):
+        values = {f"class attribute {own.__name__}.{k}": x for k, x in vars(own).items() if k[:2] != "__"}
+        found |= {name: _glimpse(x) for name, x in values.items() if _is_plain(x)}
+    left, seen = [(c.forward, c) for c in classes] or [(function, None)], set[Any]()
     while left:
-        f = inspect.unwrap(left.pop())
+        f, owner = left.pop()
+        f = inspect.unwrap(f)
         if not inspect.isfunction(f) or _of_library(f) or f in seen:
             continue
         seen.add(f)
         read = inspect.getclosurevars(f)
         named = {f"closure variable {x}": value for x, value in read.nonlocals.items()}
         named |= {f"global {x}": value for x, value in read.globals.items()}
-        left += [x for x in named.values() if inspect.isfunction(x)]
+        left += [(x, owner) for x in named.values() if inspect.isfunction(x)]
+        left += [(getattr(owner, x, None), owner) for x in f.__code__.co_names]
         found |= {name: _compared(x, type, 0) for name, x in named.items() if _is_plain(x)}
+        if not plain:
+            found |= {name: _glimpse(x) for name, x in named.items() if not _is_plain(x)}
     return found
+
+
+def _glimpse(x: Any) -> Any:
+    """A look at a value that takes microseconds: which one it is, and the plain values directly in it."""
+    own = {} if callable(x) or _of_library(type(x)) else getattr(x, "__dict__", {})
+    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else own
+    plain = [(k, repr(y)) for k, y in inside.items() if isinstance(y, PLAIN)] if len(inside) <= MOST else []
+    return _itself(x), plain
 
 
 def _of_library(x: Any) -> bool:
@@ -240,7 +263,7 @@ def check_deterministic(
             raise ValueError(
                 f"got {difference} when called again, expected a pure function: {REASON}. {ADVICE}"
             )
-    return y, read_outside(module, function)
+    return y, read_outside(module, function, plain=False)
 
 
 def _named(

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
 from zfunc.engine.compile.cost_trace import nbytes
-from zfunc.engine.compile.purity import Facts, first_change, held
+from zfunc.engine.compile.purity import MOST, Facts, first_change, held, version_of
 from zfunc.engine.compile.tensor_memory import byte_range, storage_of
 from zfunc.engine.state.module_buffers import changed_by_forward
 from zfunc.engine.state.state import refuse_inference_mode
@@ -30,6 +31,21 @@ from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
 Values = dict[str, Tensor]
+
+
+@frozen(eq=False)
+class Look:
+    """What a look of microseconds shows of a module: its attributes and those in its containers, by identity;
+    sizes, and the versions and flags of tensors. `values` are the versions of parameters, in words."""
+
+    shown: list[Any]
+    numbers: list[int]
+    values: dict[str, int]
+
+    def same(self, other: "Look") -> bool:
+        """Whether both looks show the same."""
+        alike = self.numbers == other.numbers and self.values == other.values
+        return alike and len(self.shown) == len(other.shown) and all(map(is_, self.shown, other.shown))
 
 
 @frozen(eq=False)
@@ -140,6 +156,26 @@ class Segment:
         module, facts = self._source
         return first_change(facts, held(module))
 
+    @cached_property
+    def _watched(self) -> tuple[list[Callable[[], Iterable[Any]]], list[Any], list[Tensor]]:
+        """What has the module's attributes and those in its containers; containers without any; its buffers."""
+        modules = [] if self._source is None else [*self._source[0].modules()]
+        inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
+        full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
+        spaces = [x.values if isinstance(x, dict) else x.__iter__ for x in full]
+        return (
+            spaces,
+            [x for x in inside if not x],
+            [t for m in modules for t in m._buffers.values() if t is not None],
+        )
+
+    def look(self) -> Look:
+        """A look at the module, of which only one that differs from the last needs `changed`."""
+        spaces, empty, buffers = self._watched
+        numbers = [any(empty), *(p.requires_grad for p in self.origins.values()), *map(version_of, buffers)]
+        values = {f"the values of {x}": version_of(p) for x, p in self.origins.items()}
+        return Look([x for space in spaces for x in space()], numbers, values)
+
     @property
     def changed_tensors(self) -> dict[str, int]:
         """The identity of each tensor of the module that is one of `buffers`, by short name."""
@@ -169,7 +205,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     at a time. Parameters with `requires_grad=False` stay frozen. Buffers are constants in their own dtype, but for
     those that forward changes: BatchNorm's statistics and spectral norm's vectors are kept in the State. Training
     does not change the module, and changing it afterwards (`module.eval()`, `module.drop.p = 0`, another buffer)
-    has no effect, which the first step logs.
+    has no effect, which the next step logs, once.
 
     Raises TypeError for anything but a module, and ValueError for an unknown name in `share`, a module partly on
     the meta device, integer parameters, gradient hooks, a SyncBatchNorm, and two tensors in the same

@@ -17,7 +17,7 @@ from zfunc.core.recipes import Recipe
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.cost_trace import Trace, nbytes, trace
 from zfunc.engine.compile.passes import aux_names, check_aux_names
-from zfunc.engine.compile.program import Program, ShapedProgram, make_plan
+from zfunc.engine.compile.program import Program, ShapedProgram, make_plan, warn_once
 from zfunc.engine.compile.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.compile.tensor_memory import layouts
 from zfunc.engine.compile.vjp import MAX_TRACES, SegmentWeights, differentiated
@@ -106,24 +106,32 @@ def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) 
 
 
 def _check_values(program: Program) -> None:
-    """Log changes of modules after `zfunc.segment` copied them, which have no effect, before the first trace.
+    """Log changes of modules after `zfunc.segment` copied them, and of objects that a trace depends on: they have
+    no effect.
 
-    Raises ValueError if a Python value has changed that a trace depends on.
+    Raises ValueError if a plain value outside of modules has changed that a trace depends on.
     """
-    for segment in () if program.cache.costs else program.segments:
-        if change := segment.changed():
-            log.warning(
-                "segment %r: %s was changed after zfunc.segment copied the module, which has no effect: call "
-                "zfunc.segment after such changes",
-                segment.name,
-                change,
+    cache = program.cache
+    for segment in program.segments:
+        before, look = cache.looks.get(segment.name), segment.look()
+        if before is not None and cache.costs and before.same(look):
+            continue
+        if change := segment.changed() or (before and first_change(before.values, look.values)):
+            warn_once(
+                program,
+                f"segment {segment.name!r}: {change} was changed after zfunc.segment copied the module, which has "
+                "no effect: call zfunc.segment after such changes, or set weights with zfunc.replace",
             )
-    for segment, facts in program.cache.facts.values():
-        if moved := first_change(facts, read_outside(segment.module, segment.function)):
-            raise ValueError(
-                f"segment {segment.name!r}: got {moved}, changed since the segment was traced, expected the same "
-                "value in every step: pass what changes in the batch, or compile again"
-            )
+        cache.looks[segment.name] = look
+    for segment, facts in cache.facts.values():
+        now = read_outside(segment.module, segment.function, plain=False)
+        moved = first_change(facts, now)
+        what = f"segment {segment.name!r}: got {moved}, changed since the segment was traced"
+        action = "pass what changes in the batch, or compile again"
+        if moved and isinstance(facts.get(moved, ""), str):
+            raise ValueError(f"{what}, expected the same value in every step: {action}")
+        if moved:
+            warn_once(program, f"{what}, which may have no effect: {action}")
 
 
 def traced_spec(
