@@ -5,6 +5,7 @@ That no bit changes, and that a checkpoint of one place goes on in another, are 
 
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from parity import Row, results
 from small_models import MODELS, rows_of
 from table import chain, in_pairs, layouts, spec
 from threaded_ranks import ThreadedRanks, on_every, programs_of
+from torch import Tensor
+from torch.nn.functional import mse_loss
 
 import zfunc
 from benchmarks.streaming import measure, parser
 from zfunc.core.bucketing import resident_buckets
-from zfunc.core.layout import make_layout
+from zfunc.core.layout import make_layout, round_up
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import CHOICES, StepSettings
 from zfunc.core.spec import ALLOCATION
@@ -140,6 +143,52 @@ def test_an_unaligned_view_takes_no_more_room_than_it_has_bytes() -> None:
     slot = ActivationSlot(torch.empty(512, dtype=torch.uint8))
     slot.put(view := memory[1:129])
     assert torch.equal(slot.tree, view)
+
+
+def test_tensors_of_one_memory_take_no_more_room_than_alone_and_no_more_than_it_has() -> None:
+    numbers = Random(0)
+    for _ in range(200):
+        memory = torch.arange(numbers.randrange(16, 1200), dtype=torch.int32)
+        edges = [sorted(numbers.sample(range(len(memory) + 1), 2)) for _ in range(numbers.randrange(1, 6))]
+        tree = [memory[first:last] for first, last in edges]
+        tree += [t[: len(t) // 2 * 2].view(torch.int64) for t in tree if not t.storage_offset() % 2]
+        alone = sum(round_up(t.nbytes, ALLOCATION) for t in tree)
+        slot = ActivationSlot(torch.empty(alone, dtype=torch.uint8))
+        slot.put(tree)
+        assert slot.used <= min(alone, round_up(memory.nbytes, ALLOCATION))
+        assert all(map(torch.equal, slot.tree, tree))
+        slot.tree[0].zero_()  # what is shared still is
+        memory[slice(*edges[0])] = 0
+        assert all(map(torch.equal, slot.tree, tree))
+
+
+class TwoWeights(torch.nn.Module):
+    """Hands on two weights of one bucket, and not the one between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.between, self.b = (torch.nn.Parameter(torch.ones(n)) for n in (100, 128, 100))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x * self.between.sum(), self.a, self.b
+
+
+class UsesThem(torch.nn.Linear):
+    def forward(self, given: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:  # pyright: ignore
+        x, a, b = given
+        return mse_loss(super().forward(x * a + b), targets)
+
+
+def test_weights_that_a_segment_hands_on_reach_another_device_alone() -> None:
+    segments = [zfunc.segment("first", TwoWeights()), zfunc.segment("last", UsesThem(100, 3))]
+    batch, losses = (torch.linspace(0, 1, 400).view(4, 100), torch.zeros(4, 3)), []
+    for devices in (1, 2):
+        program = zfunc.compile(
+            segments, precision="fp32", device="cpu", micro_batches=2, devices=devices, schedule="Overlapped"
+        )
+        state, _ = zfunc.train_step(program, zfunc.init(program, seed=0), batch)
+        losses.append(zfunc.train_step(program, state, batch)[1].loss)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("params_on", ["device", "host"])

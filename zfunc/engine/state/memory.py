@@ -1,6 +1,6 @@
 """The memory of regions: tensors, what slots have in turn, the state of every bucket on the disk, spilled bytes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,8 @@ class ActivationSlot:
         on_host = self.flat.device.type == "cpu"
         if on_host and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
             leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        ranges: dict[int, list[Tensor]] = {}
-        for t in tensors:
-            ranges.setdefault(storage_of(t), []).append(t)
         start, copies = 0, dict[int, Tensor]()
-        for sharing in ranges.values():
+        for sharing in _close_together(t for t in leaves if isinstance(t, Tensor)):
             coarsest = max(t.itemsize for t in sharing)
             first = min(byte_range(t)[0] for t in sharing) // coarsest * coarsest
             last = max(byte_range(t)[1] for t in sharing)
@@ -125,6 +121,25 @@ class ActivationSlot:
         other = ActivationSlot(self.flat[: self.used].clone())
         other.hold(self)
         return other
+
+
+def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in groups that are copied as one: those that overlap in memory, or lie in one unit of allocation.
+
+    So a group takes no more room than its tensors alone, nor than the part of a storage that it is in.
+    """
+    group, storage, start, end = list[Tensor](), 0, 0, 0
+    for t in sorted(tensors, key=lambda t: (storage_of(t), byte_range(t))):
+        (first, last), of = byte_range(t), storage_of(t)
+        if group and (of != storage or first >= end):
+            yield group
+            group = []
+        if not group:
+            storage, start, end = of, first, first
+        group.append(t)
+        end = max(end, start + round_up(last - start, ALLOCATION))
+    if group:
+        yield group
 
 
 @frozen(eq=False)
