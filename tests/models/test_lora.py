@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import CONFIGS, SIZE, tokens, transformers
+from hf_models import CONFIGS, tokens, transformers
 from safetensors.torch import load_file
 from small_trainings import measured
 from text_data import save_tokenizer, write_jsonl
@@ -38,9 +38,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is set o
     "all linear layers, scaled by rank": ("Llama", {"target_modules": "all-linear", "use_rslora": True}),
     "a whole head beside": ("Llama", {"modules_to_save": ["lm_head"]}),
     "DoRA": ("Llama", {"use_dora": True}),
+    "a tied embedding": ("Llama tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "a tied head and its embedding": ("Llama tied", {"target_modules": ["lm_head", "embed_tokens"]}),
+    "a whole tied head": ("Llama tied", {"modules_to_save": ["lm_head"]}),
+    "a whole tied embedding": ("Llama tied", {"modules_to_save": ["embed_tokens"]}),
+    "a norm beside": ("Llama tied", {"modules_to_save": ["norm"]}),
 }
+BY_DAY = {"as peft has it", "GPT-2's transposed layers, untied", "a whole tied head"}
 every_case = pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (n > 1)) for n, x in enumerate(CASES)]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in BY_DAY)) for x in CASES]
 )
 
 
@@ -207,6 +213,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     r"of torch\.uint8, expected floating point": lambda: zfunc.hf.segments(packed()),
     "got the adapters default, other, expected one": lambda: zfunc.hf.segments(two_adapters()),
+    "with ensure_weight_tying, expected each module": lambda: zfunc.hf.segments(
+        peft.get_peft_model(
+            base("Llama tied"), peft.LoraConfig(modules_to_save=["lm_head"], ensure_weight_tying=True)
+        )
+    ),
     "with merged or disabled adapters": lambda: zfunc.hf.segments(merged()),
     r"got adapters of tensors in .*gate_proj', which are no modules": lambda: zfunc.hf.segments(
         peft.get_peft_model(base(), peft.LoraConfig(target_parameters=["mlp.gate_proj.weight"]))
@@ -231,19 +242,30 @@ def test_what_cannot_be_trained_is_refused_by_name(
         REFUSED[message]()
 
 
-def test_adapters_of_tied_weights_are_not_merged(tmp_path: Path) -> None:
-    lora = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
-    config = transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
+def test_adapters_need_their_configuration_and_weights_that_can_be_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora, config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"]), CONFIGS["Llama tied"]()
     model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
     program = zfunc.compile(zfunc.hf.segments(model), precision="fp32", device="cpu")
     state = zfunc.init(program)
-    with pytest.raises(
-        ValueError, match=r"lm_head', whose weights are tied to 'model\.embed.*adapter_only=True"
-    ):
-        zfunc.hf.save(tmp_path / "x", program, state, config=config, lora=lora)
     with pytest.raises(ValueError, match="and lora where adapters were trained"):
         zfunc.hf.save(tmp_path / "x", program, state, config=config)
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(transformers.LlamaConfig, "tie_word_embeddings", always)
+    with pytest.raises(ValueError, match=r"that a LlamaForCausalLM ties, .*: pass adapter_only=True"):
+        zfunc.hf.save(tmp_path / "x", program, state, config=config, lora=lora)
     assert not list(tmp_path.iterdir())
+
+
+@every_case
+def test_a_folder_with_new_adapters_has_the_logits_of_its_model(name: str, tmp_path: Path) -> None:
+    kind, given = CASES[name]
+    given = {**given, "use_dora": False}  # which needs the weights
+    base(kind).save_pretrained(tmp_path)
+    _, segments = zfunc.hf.load(tmp_path, lora=peft.LoraConfig(r=4, **given))
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    assert torch.allclose(zfunc.apply(program, zfunc.init(program), tokens()), logits(base(kind)), atol=1e-6)
 
 
 def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ when adapters are asked for: `pip install ".[lora]"`.
 """
 
 import copy
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -109,6 +110,16 @@ def adapt(model: nn.Module, lora: Any) -> Any:
     return adapted
 
 
+def base_name(name: str) -> str:
+    """The name in its base of a parameter of peft's model, or of the copy of it that peft trains.
+
+    >>> base_name("base_model.model.lm_head.modules_to_save.default.weight")
+    'lm_head.weight'
+    """
+    inserted = r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)"
+    return re.sub(inserted, "", name.removeprefix("base_model.model."))
+
+
 def adapted_modules(model: Any) -> list[str]:
     """The ends of the names of the modules that have adapters."""
     return sorted({name.rpartition(".")[2] for name, _ in _lora_layers(model)})
@@ -118,6 +129,11 @@ def _check_config(config: Any) -> None:
     if config.peft_type != "LORA" or config.trainable_token_indices:
         kind = "trainable_token_indices" if config.peft_type == "LORA" else config.peft_type.value
         raise ValueError(f"model: got adapters of peft with {kind}, expected LoRA alone: use peft.LoraConfig")
+    if getattr(config, "ensure_weight_tying", False):
+        raise ValueError(
+            "model: got adapters of peft with ensure_weight_tying, expected each module to have its own: "
+            "leave it out"
+        )
 
 
 def _check_layers(model: Any) -> None:
@@ -150,7 +166,8 @@ def reset_adapters(part: nn.Module, config: Any) -> None:
             "peft.get_peft_model and pass it to zfunc.hf.segments"
         )
     for _, layer in _lora_layers(part):
-        for adapter in layer.active_adapters if [*layer.parameters()] else ():  # else it is another segment's
+        own = any(True for kind in layer.adapter_layer_names for _ in getattr(layer, kind).parameters())
+        for adapter in layer.active_adapters if own else ():  # else it is another segment's
             layer.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
@@ -173,33 +190,41 @@ class AdaptedWeights:
 
     They are written under the names of the model below the adapters, which are merged into it; or of the adapters
     alone, as peft writes them. `shapes` are those of the tensors to write, `expected` those of what was trained.
+    Where tied weights are no longer equal then, the model `unties` them: all of them are written.
     """
 
     def __init__(self, base: nn.Module, lora: Any, *, adapter_only: bool) -> None:
         from peft import get_peft_model_state_dict
 
-        names = {id(p): name for name, p in base.named_parameters()}
+        tied = {name: id(p) for name, p in base.named_parameters(remove_duplicate=False)}
+        firsts = dict(base.named_parameters()).keys()
         self.model = adapt(base, lora)
         ((adapter, self.config),) = self.model.peft_config.items()
-        parameters, tied = dict(self.model.named_parameters()), dict(names)
+        parameters = dict(self.model.named_parameters())
+        self.expected = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.layers = {} if adapter_only else dict(_lora_layers(self.model))
+        self.owners = {
+            f"{x}.{short}": x for x, layer in self.layers.items() for short, _ in layer.named_parameters()
+        }
+        trained = {id(p): name for name, p in parameters.items()}  # of tied ones the first
+        trained = {x: trained[id(p)] for x, p in self.model.named_parameters(remove_duplicate=False)}
+        self.uses: dict[str, list[str]] = {}  # of what was trained
+        for name, first in trained.items():
+            self.uses.setdefault(first, []).append(name)
+        self.unties = False
         if adapter_only:
             given = {"adapter_name": adapter, "save_embedding_layers": False}
             saved = get_peft_model_state_dict(self.model, parameters, **given)
             names = {id(p): name for name, p in saved.items()}
-        self.names = {name: names[id(p)] for name, p in parameters.items() if id(p) in names}
-        for name in [x for x in self.names if ".original_module." in x]:  # peft trains a copy of the module
-            copied = name.replace(".original_module.", f".modules_to_save.{adapter}.")
-            self.names[copied] = self.names.pop(name)
-        self.expected = {name: tuple(p.shape) for name, p in parameters.items()}
-        self.shapes = {self.names[name]: shape for name, shape in self.expected.items() if name in self.names}
-        self.layers = {} if adapter_only else dict(_lora_layers(self.model))
-        for prefix, layer in self.layers.items():
-            for short, p in layer.named_parameters():
-                if id(p) in tied and f"{prefix}.{short}" not in self.names:
-                    raise ValueError(
-                        f"lora: got adapters of {prefix!r}, whose weights are tied to {tied[id(p)]!r}, expected "
-                        "separate ones to merge them into: pass adapter_only=True"
-                    )
+            self.names = {name: names[id(p)] for name, p in parameters.items() if id(p) in names}
+        else:
+            whole = (x for x in trained if ".original_module." not in x)  # peft trains a copy of that
+            self.names = {x: base_name(x) for x in whole if base_name(x) in tied}
+            made_of = {(tied[to], self.owners.get(x, trained[x])) for x, to in self.names.items()}
+            self.unties = len(made_of) > len({*tied.values()})
+            if not self.unties:
+                self.names = {x: to for x, to in self.names.items() if to in firsts}
+        self.shapes = {to: self.expected[trained[x]] for x, to in self.names.items()}
 
     def write_config(self, folder: Path, origin: Path | None) -> None:
         """Write adapter_config.json, for use; `origin` is the folder of the model, if peft knows of none."""
@@ -210,18 +235,16 @@ class AdaptedWeights:
 
     def written(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to write, of the fp32 weights of the training: a layer with adapters when it is complete."""
-        owners = {
-            f"{x}.{short}": x for x, layer in self.layers.items() for short, _ in layer.named_parameters()
-        }
         waiting: dict[str, Values] = {x: {} for x in self.layers}
-        for name, values in weights:
-            prefix = owners.get(name)
-            if prefix is not None:
-                waiting[prefix][name.removeprefix(f"{prefix}.")] = values
-                if len(waiting[prefix]) == sum(1 for _ in self.layers[prefix].named_parameters()):
-                    yield from self._merged(prefix, waiting.pop(prefix))
-            elif name in self.names:
-                yield self.names[name], values
+        for first, values in weights:
+            for name in self.uses[first]:
+                prefix = self.owners.get(name)
+                if prefix is not None:
+                    waiting[prefix][name.removeprefix(f"{prefix}.")] = values
+                    if len(waiting[prefix]) == sum(1 for _ in self.layers[prefix].named_parameters()):
+                        yield from self._merged(prefix, waiting.pop(prefix))
+                elif name in self.names:
+                    yield self.names[name], values
 
     def _merged(self, prefix: str, values: Values) -> Iterator[tuple[str, Tensor]]:
         layer = copy.deepcopy(self.layers[prefix])

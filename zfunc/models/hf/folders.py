@@ -3,6 +3,7 @@
 A folder with the requested name is complete and on disk; an existing one is never touched.
 """
 
+import copy
 import os
 import shutil
 from collections import deque
@@ -177,6 +178,8 @@ class _Contents:
         if lora is not None:
             self.adapted = AdaptedWeights(self.model, lora, adapter_only=adapter_only)
             self.shapes, expected = self.adapted.shapes, self.adapted.expected
+            if self.adapted.unties:
+                self._untie()
         for name in (*trained, *expected):
             if trained.get(name) != expected.get(name):
                 hint = "" if name in expected else did_you_mean(name, list(expected))
@@ -185,6 +188,16 @@ class _Contents:
                     f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and "
                     "lora where adapters were trained, with their peft.LoraConfig"
                 )
+
+    def _untie(self) -> None:
+        """Let the config have the tied weights apart. Raises ValueError where its model ties them nevertheless."""
+        self.config = copy.deepcopy(self.config)
+        self.config.tie_word_embeddings = self.config.get_text_config().tie_word_embeddings = False
+        if dict(empty_model(self.config).named_parameters()).keys() != self.shapes.keys():
+            raise ValueError(
+                f"lora: got adapters of weights that a {type(self.model).__name__} ties, expected ones that it can "
+                "have apart, to merge them: pass adapter_only=True"
+            )
 
     def named(
         self, weights: Iterable[tuple[str, Tensor]], dtype: Precision | None, device: torch.device = CPU

@@ -23,7 +23,7 @@ from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.compile.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
-from zfunc.models.hf.adapters import adapt, adapted_modules, draw_adapters
+from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters
 from zfunc.models.hf.cutting import cut_model
 from zfunc.models.hf.families import (
     check_supported,
@@ -67,7 +67,8 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     for name, t in weights.buffers().items():
         owner, _, short = name.rpartition(".")
         model.get_submodule(owner)._buffers[short] = t
-    own = {id(p): name for name, p in model.named_parameters()}
+    first = {id(p): name for name, p in model.named_parameters()}
+    own = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     if lora is not None:
         model = adapt(model, lora)
         log.info(
@@ -75,7 +76,7 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
             *map("{:,}".format, model.get_nb_trainable_parameters()),
             ", ".join(adapted_modules(model)),
         )
-    names = {name: own[id(p)] for name, p in model.named_parameters() if id(p) in own}
+    names = {name: own[base_name(name)] for name, _ in model.named_parameters() if base_name(name) in own}
     segments = cut_model(model)
     return config, tuple(evolve(s, initial=partial(_initial, s, model, weights, names)) for s in segments)
 
