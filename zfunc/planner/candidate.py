@@ -3,19 +3,23 @@
 Equal specs, settings and hardware give equal steps on every rank. The costs of the segments are in the spec, so no
 torch is needed.
 
-Once a step has settled, each further group of micro-batches adds the same seconds, and the same bytes to the same
-peaks: its inputs, which wait. It has settled where one more group adds as many seconds as where all work that does
-not grow takes no time: then nothing hides behind that work, which more groups would bring to light. A step that has
-not, or whose micro-batches pass in one group, is simulated in full. Nothing here knows what the operations do.
+Once a step has settled, every two further groups of micro-batches add the same seconds, and the same bytes to the
+same peaks: their inputs, which wait. Two, because groups may alternate. It has settled where each operation follows
+its like of two groups before after the same seconds, on every lane: then no lane falls behind another. And where
+two groups add as many seconds as where all work that does not grow takes no time: then nothing hides behind that
+work, which more groups would bring to light. A step that has not, or of few groups, is simulated in full. Nothing
+here knows what the operations do.
 
 The invariant: the result is that of the full simulation, memory to the byte, and time within `CLOSE`.
 """
 
 import gc
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeVar
 
 from attrs import evolve, frozen
@@ -30,17 +34,18 @@ from zfunc.core.recipes import recipe_of
 from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
-from zfunc.core.timeline import Timeline
+from zfunc.core.timeline import Event, Timeline
 from zfunc.core.verifier import plan_with
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes
 
 DRIVES: tuple[Kind, ...] = ("read", "write")
-FEW = (3, 6)  # groups of micro-batches after which a step may have settled
-MANY = 3  # times as many micro-batches as a few: fewer are simulated in full
+FEW = (3, 6)  # groups of micro-batches, or one more, after which a step may have settled
+MANY = 6  # times as many micro-batches as a few: fewer are simulated in full, which takes no longer
 CLOSE = 1e-5  # of a step's time
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
+Placed = tuple[Event, str, bool]  # an operation of a lane: when it runs, its verb, whether it follows others
 
 
 @contextmanager
@@ -55,9 +60,9 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Repetition:
-    """A step of many micro-batches as the `small` one and, `more` times, what the `large` one, of a group of
+    """A step of many micro-batches as the `small` one and, `more` times, what the `large` one, of two groups of
     micro-batches more, adds to it."""
 
     small: "PlannedStep"
@@ -70,17 +75,66 @@ class Repetition:
         added = {key: many.get(key, 0) - few.get(key, 0) for key in {**few, **many}}
         return {key: few.get(key, 0) + self.more * nbytes for key, nbytes in added.items()}
 
-    def longest(self) -> float:
-        """The seconds that one more group adds to a step of many: only what grows takes time."""
+    @cached_property
+    def grown(self) -> float:
+        """The seconds that two more groups add."""
+        return self.large.seconds - self.small.seconds
+
+    def settled(self) -> bool:
+        """Whether two groups more are the last ones once more, and add as many seconds as to a step of many."""
+        repeats = all(map(self._repeats, self.large.timeline.lanes))
+        return repeats and abs((longest := self._longest()) - self.grown) <= 2 * CLOSE * longest
+
+    @cached_property
+    def _grows(self) -> set[str]:
+        """The verbs of which two groups add operations."""
         large, small = (Counter(op.verb for op in step.graph) for step in (self.large, self.small))
-        grows = {*(large - small)}
+        return {*(large - small)}
+
+    def _repeats(self, lane: str) -> bool:
+        """Whether a lane repeats. Operations that follow no other may run ahead, if those behind them on the lane
+        would not wait for all of them either."""
+        few, many = ([*step.on(lane)] for step in (self.small, self.large))
+        if self._even(few, many):
+            return True
+        behind = pairwise(many[max(0, _alike(few, many) - 1) :])
+        slack = (b.start - a.end for (a, _, held), (b, _, follows) in behind if follows and not held)
+        free = [sum(e.seconds for e, _, follows in x if not follows) for x in (few, many)]
+        enough = self.more * (free[1] - free[0]) <= min(slack, default=math.inf)
+        return enough and self._even(*([x for x in of if x[2]] for of in (few, many)))
+
+    def _even(self, few: list[Placed], many: list[Placed]) -> bool:
+        """Whether operations of a lane of the large step are those of the small one with more of them in one place,
+        and those of the last group but one, which the end of the step does not change, start as long after their
+        like of two groups before as two groups add."""
+        if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
+            return False
+        starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]
+        added = len(many) - len(few)
+        group = (added + 1) // 2
+        later, before = (starts[n - 2 * group : n - group] for n in (len(starts), len(starts) - added))
+        return all(
+            x == y and abs(b - a - self.grown) * self.more <= CLOSE * self.grown
+            for (x, a), (y, b) in zip(before, later, strict=False)
+        )
+
+    def _longest(self) -> float:
+        """The seconds that two groups add to a step of many: only what grows, and follows others, takes time."""
+        grows = self._grows
 
         def seconds(step: "PlannedStep") -> float:
             alone = seconds_alone(step.graph, step.hardware)
-            growing = [x if op.verb in grows else 0.0 for x, op in zip(alone, step.graph, strict=True)]
-            return simulate(step.plan, step.hardware, growing).seconds
+            for i, (op, before) in enumerate(zip(step.graph, step.graph.predecessors, strict=True)):
+                alone[i] *= op.verb in grows and bool(before)
+            return simulate(step.plan, step.hardware, alone).seconds
 
         return seconds(self.large) - seconds(self.small)
+
+
+def _alike(few: Sequence[Placed], many: Sequence[Placed]) -> int:
+    """How many operations have the verbs of the others before the first that differs."""
+    differ = (n for n, ((_, x, _), (_, y, _)) in enumerate(zip(few, many, strict=False)) if x != y)
+    return next(differ, min(len(few), len(many)))
 
 
 @frozen(eq=False, slots=False)
@@ -192,6 +246,12 @@ class PlannedStep:
         """When each operation would run."""
         return self._full[1]
 
+    def on(self, lane: str) -> Iterator[Placed]:
+        """The operations of a lane."""
+        for e in self.timeline.on(lane):
+            i = self.graph.position[e.op]
+            yield e, self.graph.ops[i].verb, bool(self.graph.predecessors[i])
+
     @cached_property
     def _full(self) -> tuple[Plan, Timeline]:
         plan = plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
@@ -225,18 +285,17 @@ class PlannedStep:
         """The repetition and the seconds of the step; None and the least of them where it does not settle."""
         least: list[float] = []
         for few in self._few:
-            start, grown, most = few.small.seconds, few.large.seconds - few.small.seconds, few.longest()
-            least.append(start + few.more * grown)
+            least.append(few.small.seconds + few.more * few.grown)
             same = [x.op for x in few.small.peaks.values()] == [x.op for x in few.large.peaks.values()]
             if self.settings.devices > 1:  # where a device keeps more, its peak may move to another operation
                 same &= all(x == few.large.peaks[at] for at, x in few.small.peaks.items() if "device" in at)
-            if same and abs(most - grown) <= 2 * CLOSE * most:
-                return few, start + few.more * (grown + most) / 2
+            if same and few.settled():
+                return few, least[-1]
         return None, min(least, default=0.0)
 
     @cached_property
     def _few(self) -> list[Repetition]:
-        """Steps of a few micro-batches, and of a group more, with the groups that are left."""
+        """Steps of a few micro-batches, and of two groups more, with the pairs of groups that are left."""
         settings = self.settings
         # Of a pipeline as many as there are devices: by then all are busy, and each has what waits for backward.
         total, group = (
@@ -245,10 +304,11 @@ class PlannedStep:
         )
 
         def of(few: int) -> Repetition:
-            counts = few * group + total % group, (few + 1) * group + total % group
+            few += (total // group - few) % 2
+            counts = few * group + total % group, (few + 2) * group + total % group
             specs = (evolve(self.spec, settings=evolve(self.settings, micro_batches=n)) for n in counts)
             small, large = (evolve(self, spec=spec) for spec in specs)
-            return Repetition(small, large, (total - counts[0]) // group)
+            return Repetition(small, large, (total - counts[0]) // group // 2)
 
         return [of(few) for few in FEW if total >= MANY * few * group]
 
