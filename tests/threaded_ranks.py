@@ -15,7 +15,7 @@ from zfunc.engine.compile import compile as compiling
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.specialize import specialize
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.stage_ranks import StageRanks, as_message, from_message
+from zfunc.runtime.stage_ranks import StageRanks
 
 T = TypeVar("T")
 PATIENCE = 60.0  # seconds for the other ranks to come
@@ -88,12 +88,13 @@ class ThreadedStage(StageRanks, ThreadedRanks):
     def _queue(self, sender: int, receiver: int, tag: int) -> Any:
         return self.job.messages.setdefault((sender, receiver, tag), SimpleQueue())  # pyright: ignore
 
-    def send(self, stage: int, tag: int, tree: Any) -> None:
-        self._queue(self.job.rank, stage * self.world + self.rank, tag).put(as_message(tree))
+    def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
+        self._queue(self.job.rank, stage * self.world + self.rank, tag).put((head, flat))
 
-    def receive(self, stage: int, tag: int, device: torch.device) -> Any:
-        queue = self._queue(stage * self.world + self.rank, self.job.rank, tag)
-        return from_message(*queue.get(timeout=PATIENCE), device)
+    def receive(self, stage: int, tag: int, nbytes: int) -> tuple[bytes, Tensor]:
+        head, flat = self._queue(stage * self.world + self.rank, self.job.rank, tag).get(timeout=PATIENCE)
+        assert flat.numel() == nbytes
+        return head, flat
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
         return self.job.exchange(values.to("cpu", copy=True))[stage * self.world]  # pyright: ignore

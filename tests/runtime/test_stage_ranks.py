@@ -1,20 +1,28 @@
 """The ranks of pipeline stages: the rows that they are given, and the messages between them."""
 
+import math
+import pickle
 import re
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from threaded_ranks import on_every, programs_of
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DistributedSampler
 from trained import compiled
 
 import zfunc
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.state import State
+from zfunc.engine.step.messages import as_message, from_message
 from zfunc.errors import RankError
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.stage_ranks import StageRanks
 
 # --- rows ------------------------------------------------------------------------------------------------
 
@@ -52,3 +60,86 @@ def test_stages_that_get_other_rows_are_told_the_sampler_that_is_right(world: in
     states = [x[0] for x in on_every(programs, zfunc.train_step, states, right)]  # nothing was lost
     later = [evolve(state, batches=100) for state in states]
     assert all("got other rows" in text for text in on_every(programs, refusal, later, wrong))
+
+
+# --- messages --------------------------------------------------------------------------------------------
+
+BASE = torch.arange(12.0).view(3, 4)
+TREE = {
+    "views": (BASE, BASE.T, BASE[1:, ::2], torch.ones(1).expand(3, 2)),
+    "types": [
+        torch.tensor(2**40),
+        torch.tensor([True]),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.empty(0, 2),
+    ],
+    "others": [None, True, -3, 0.1, math.inf, "text \ud800", {1: ()}],
+}
+
+
+def test_a_message_brings_the_tree_with_its_values_strides_and_shared_memory() -> None:
+    arrived = from_message(*as_message(TREE, 4096))
+    leaves, structure = tree_flatten(TREE)
+    others, same = tree_flatten(arrived)
+    assert structure == same
+    for one, other in zip(leaves, others, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, torch.Tensor):
+            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+    arrived["views"][0].zero_()
+    assert not arrived["views"][2].any()
+    with pytest.raises(
+        TypeError, match="got Pair between two pipeline stages, expected tensors, numbers, text"
+    ):
+        as_message(NamedTuple("Pair", [("x", int)])(1), 0)
+
+
+HEADS = """[]
+{"tensor": 1}
+["tensor", "torch.float32", 0, [8], [1]]
+["tensor", "torch.float32", -1, [1], [1]]
+["tensor", "torch.float32", 0, [1], [-1]]
+["tensor", "torch.float32", 0, [4611686018427387904, 4], [1, 1]]
+["tensor", "torch.float32", 0, [1e3], [1]]
+["tensor", "torch.float32", 99999999999999999999, [1], [1]]
+["tensor", "torch.load", 0, [1], [1]]
+["tensor", "torch.float32"]
+["host", "torch.int64", "x"]
+["dict", [[], 1]]
+["set", 1]
+["tuple", nonsense]
+cos\nsystem\n(S'true'\ntR."""
+
+
+@pytest.mark.parametrize("head", [*HEADS.splitlines(), "[" * 100_000, pickle.dumps(BASE)])
+def test_what_is_no_tree_of_tensors_in_the_bytes_that_have_come_is_refused(head: Any) -> None:
+    data = head if isinstance(head, bytes) else head.encode()
+    with pytest.raises(
+        RankError, match="expected tensors, numbers, text and None, in lists, tuples and dicts"
+    ):
+        from_message(data, torch.zeros(16, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [(64, 1 << 33), (1 << 33, 512), (-1, 512), (64, 511)])
+def test_no_memory_is_taken_for_a_size_that_the_plan_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    job = RankGroup(world=2, members=(0, 1), store=dist.HashStore())
+    stage = StageRanks(world=1, members=(0,), store=job.store, stage=0, whole=job)
+    came = list[int]()
+
+    def issue(_: Any, what: str, __: Any, part: torch.Tensor, *___: Any) -> Any:
+        came.append(part.numel())
+        part.copy_(torch.tensor(sizes))
+        return SimpleNamespace(what=what, wait=lambda _: None)
+
+    monkeypatch.setattr(StageRanks, "_point_to_point", issue)
+    with pytest.raises(
+        RankError, match=r"got a message of [\d,]+ bytes with [-\d,]+ of text, expected 512 with"
+    ):
+        stage.receive(1, 0, 512)
+    assert came == [2]
+    assert job.detector.failed()

@@ -2,31 +2,29 @@
 
 Ranks of a stage follow one another in the job. They are data parallel: slices and sums of gradients are theirs
 alone. What is decided, counted or refused is joined over all stages, on the job's ranks, and so failures are found.
-A tensor passes from a stage to another as a message with a tag of its own. A send does not wait for its receive:
+What passes from a stage to another is a message with a tag of its own. A send does not wait for its receive:
 what it sends is a copy, kept until it has arrived.
 """
 
 import atexit
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 
-from zfunc.core.layout import round_up
-from zfunc.core.spec import ALLOCATION
+from zfunc.errors import RankError
 from zfunc.runtime.collectives import SETTLE, RankGroup
 from zfunc.runtime.failure_detection import LONGEST_TIMEOUT, FailureDetector, Symptom
 
 NEVER = timedelta(seconds=LONGEST_TIMEOUT)
+MOST_HEAD = 1 << 20  # bytes of text in a message
 _broadcast: Any = dist.broadcast
 _waiting: WeakSet[threading.Thread] = WeakSet()  # those that wait for messages
 _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
@@ -69,23 +67,32 @@ class StageRanks(RankGroup):
         finally:
             self.broken = self.job.broken
 
-    def send(self, stage: int, tag: int, tree: Any) -> None:
-        """Send the tensors of `tree`, and what else is in it, to the rank of this number in another stage."""
-        head, flat = as_message(tree)
+    def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
+        """Send text and bytes, on the host, to the rank of this number in another stage."""
         sizes = torch.tensor([len(head), flat.numel()], device="cpu")
-        data = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), flat])
+        data = torch.cat([flat, torch.frombuffer(bytearray(head), dtype=torch.uint8)])
         self.sent += data.numel()
         for part in (sizes, data):
             self._point_to_point("send to", dist.isend, part, stage, tag)
 
-    def receive(self, stage: int, tag: int, device: torch.device) -> Any:
-        """What that rank has sent with this tag, on `device`. Raises RankError where it does not come."""
+    def receive(self, stage: int, tag: int, nbytes: int) -> tuple[bytes, Tensor]:
+        """The text and the `nbytes` that that rank has sent with this tag. Raises RankError where they do not come,
+        or others do: no memory is taken for what a message says of itself."""
         sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._arrived(self._point_to_point("receive from", dist.irecv, sizes, stage, tag))
-        head, nbytes = map(int, sizes)
-        data = torch.empty(head + nbytes, dtype=torch.uint8, device="cpu")
+        message = self._point_to_point("receive from", dist.irecv, sizes, stage, tag)
+        self._arrived(message)
+        head, sent = map(int, sizes)
+        if sent != nbytes or not 0 < head <= MOST_HEAD:
+            expected = f"{nbytes:,} with at most {MOST_HEAD:,}"
+            why = f"a message of {sent:,} bytes with {head:,} of text, expected {expected}"
+            self.leave(f"{message.what} gave {why}")
+            raise RankError(
+                f"{message.what} on rank {self.job._me}: got {why}: start every rank with the same code, settings "
+                "and versions, and equal batches"
+            )
+        data = torch.empty(nbytes + head, dtype=torch.uint8, device="cpu")
         self._arrived(self._point_to_point("receive from", dist.irecv, data, stage, tag))
-        return from_message(data[:head].numpy().tobytes(), data[head:].clone(), device)
+        return data[nbytes:].numpy().tobytes(), data[:nbytes]
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
         """`values` of the first rank of a stage, on the host, of one size and type on each rank. A collective of
@@ -146,44 +153,6 @@ def _join() -> None:
     until = time.monotonic() + SETTLE
     for thread in [*_waiting]:
         thread.join(max(0.0, until - time.monotonic()))
-
-
-class _Place(NamedTuple):
-    """Where a tensor is in a message."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def as_message(tree: Any) -> tuple[bytes, Tensor]:
-    """A tree without its tensors, pickled, and these in one host tensor, each dense ones in its strides."""
-    parts, end = list[Tensor](), 0
-
-    def place(t: Tensor) -> _Place:
-        nonlocal end
-        dense = torch.empty_like(t, device="cpu").copy_(t)
-        start, end = end, end + round_up(dense.nbytes, ALLOCATION)
-        flat = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
-        flat[: dense.nbytes].copy_(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
-        parts.append(flat)
-        return _Place(start, dense.dtype, tuple(dense.shape), dense.stride())
-
-    head = pickle.dumps(tree_map_only(Tensor, place, tree))
-    return head, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def from_message(head: bytes, flat: Tensor, device: torch.device) -> Any:
-    """The tree that `as_message` had, on `device`."""
-
-    def tensor(x: Any) -> Any:
-        if not isinstance(x, _Place):
-            return x
-        start = x.start // x.dtype.itemsize
-        return flat.view(x.dtype).as_strided(x.shape, x.stride, start).to(device)
-
-    return tree_map(tensor, pickle.loads(head), is_leaf=lambda x: isinstance(x, _Place))
 
 
 @cache

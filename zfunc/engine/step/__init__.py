@@ -7,6 +7,7 @@
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
     update_stages           stages that update parameters
     move_stages             stages that copy from one tier to another, and commit
+    messages                what a pipeline stage sends to another, as bytes
     train_step              `train_step`; that all ranks are about to make the same one
     flush                   `flush`: the update that the last step deferred; running a plan on a State
     evaluate                loss, outputs and parameters without a step

@@ -17,7 +17,7 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     The squares of buckets and ranks are added part by part, without rounding, so how the gradient was cut into
     buckets and slices changes no bit of a norm.
     """
-    _wait_for_copies(step)
+    wait_for_copies(step)
     found = {r.index[0]: mem[r] for r in op.reads}  # of this stage's buckets, if there are others
     sizes = [len(x.spans) if step.settings.norms else 1 for x in step.layout.buckets]
     none = [torch.zeros(n * SUM_PARTS, dtype=torch.float64, device="cpu") for n in sizes]
@@ -33,7 +33,7 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
     """The mean loss over all micro-batches and ranks, and those of the auxiliary outputs: one collective."""
-    _wait_for_copies(step)
+    wait_for_copies(step)
     own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.aux))  # another stage has the losses
     loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
     mem[op.write("mean_loss")] = loss
@@ -79,7 +79,7 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
     )
 
 
-def _wait_for_copies(step: StepContext) -> None:
+def wait_for_copies(step: StepContext) -> None:
     """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
     if step.ranks.several and on_accelerator(step.devices[0]):
         stream = torch.accelerator.current_stream(step.devices[0])

@@ -19,7 +19,10 @@ from zfunc.core.pipeline import B, F
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk
 from zfunc.engine.state.swap_state import commit_on_all
+from zfunc.engine.step.clipping_stages import wait_for_copies
+from zfunc.engine.step.messages import as_message, from_message
 from zfunc.engine.step.stage_context import Memory, Stage, StepContext, named_like_verbs
+from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
@@ -72,9 +75,14 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
     if target.tier == "pinned":
         mem[target].put(mem[source])
         return
-    arrived = ActivationSlot(torch.empty(op.nbytes, dtype=torch.uint8, device=step.devices[op.device]))
-    arrived.put(mem[source].tree)
-    mem[target] = arrived.tree
+    mem[target] = _arrived(mem[source].tree, op.nbytes, step.devices[op.device])
+
+
+def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
+    """A tree on the host, in new memory of a device."""
+    arrived = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    arrived.put(tree)
+    return arrived.tree
 
 
 def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
@@ -85,9 +93,14 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     stages = [step.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
     tag = 2 * (m * len(step.calls) + s) + (way == B)
     if row.to == "device":
-        mem[target] = step.ranks.receive(stages[0], tag, step.devices[0])  # pyright: ignore  # StageRanks
+        tree = from_message(*step.ranks.receive(stages[0], tag, op.nbytes))  # pyright: ignore  # StageRanks
+        apart = on_accelerator(step.devices[0])
+        mem[target] = _arrived(tree, op.nbytes, step.devices[0]) if apart else tree
+        wait_for_copies(step)  # or what has come may be freed before
     else:
-        step.ranks.send(stages[1], tag, mem[source])  # pyright: ignore
+        head, flat = as_message(mem[source], op.nbytes)
+        wait_for_copies(step)
+        step.ranks.send(stages[1], tag, head, flat)  # pyright: ignore
         mem[target] = None
 
 
