@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.engine.compile.segment import Segment as Segment
     from zfunc.engine.compile.segment import segment as segment
     from zfunc.engine.state.init import init as init
+    from zfunc.engine.state.init import replace as replace
     from zfunc.engine.state.release import release as release
     from zfunc.engine.state.save_load import load as load
     from zfunc.engine.state.save_load import save as save

@@ -1,4 +1,4 @@
-"""`init`: the first State, and the zeroed buffers of any State.
+"""`init`: the first State, and the zeroed buffers of any State; `replace`: other weights in one.
 
 Initial values depend on the seed, the segments and `params`, never on the layout or the ranks.
 """
@@ -19,15 +19,18 @@ from zfunc.engine.compile.program import (
     allocate_on_all,
     check_memory,
     check_program,
+    lock_staging,
     module_buffers,
     on_compute_stream,
     staging_buffers,
 )
 from zfunc.engine.compile.segment import Segment
 from zfunc.engine.state.module_buffers import copy_buffers
+from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.state.swap_state import commit_state, create_swap, masters_in
-from zfunc.engine.state.weights import begin_averages, put_weights
+from zfunc.engine.state.weights import begin_again, begin_averages, put_weights
+from zfunc.engine.step.flush import make_deferred_update
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.host_memory import give_back_freed
@@ -84,6 +87,45 @@ def _initialized(
     program.cache.looks.update((x.name, x.look()) for x in program.segments)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
+
+
+def replace(
+    program: Program, state: State, params: Mapping[str, Tensor], *, keep_moments: bool = True
+) -> State:
+    """The State with other weights, `params` ({full name: tensor}); `state` is donated. Frozen ones are such as a
+    teacher, a target network or the other half of a GAN.
+
+    A trained parameter keeps its moments, and its moving average what it was; without `keep_moments` both begin as
+    in `init`. `params` may have the buffers that forward changes as well. With several ranks all of them have to
+    call this, with equal values. Raises DonatedStateError for a used state, ValueError or TypeError for names,
+    shapes or types that the program does not have, and ValueError for a state on the disk.
+    """
+    refuse_inference_mode("replace")
+    check_state(program, state, "replace")
+    of_type("replace: params", params, Mapping, "{full name: tensor}: pass such as zfunc.params returns")
+    _check_params(program, params)
+    if state.buffers.on_disk:
+        raise ValueError(
+            "replace: got a program with its state on the disk, where frozen weights are written once, expected "
+            "one that has it in memory: pass zfunc.params with your changes to init(program, params=...)"
+        )
+    make_deferred_update(program, state, "replace")
+    program.ranks.agree("replace", "what is replaced", f"{[*params]}, keep_moments={keep_moments}")
+    buffers, layout, ranks = state.buffers, program.layout, program.ranks
+    owner = buffers.owner
+    owner.generation, owner.lost = owner.generation + 1, "replace did not finish"
+    with lock_staging(program, "replace", patience=program.executor.patience), on_compute_stream(program):
+        for span in (x for x in (*layout.spans, *layout.frozen) if x.name in params):
+            if program.spec.owns(layout.bucket_of(span).index):
+                value, begins = params[span.name].detach(), not keep_moments and span in layout.spans
+                if begins:
+                    begin_again(buffers, layout, span, value, ranks)
+                put_weights(buffers, layout, span, value, ranks, keep_moments=not begins)
+        for s, segment in enumerate(program.segments):
+            for short, into in module_buffers(program, buffers, s).items():
+                into.copy_(params.get(f"{segment.name}.{short}", into))
+    owner.lost, buffers.compared = "", False
+    return evolve(state, generation=owner.generation)
 
 
 def _own_values(segment: Segment, seed: int, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.core.optimizer_state import HIGH_HALF, MASTER
+from zfunc.core.optimizer_state import HIGH_HALF, MASTER, state_slice
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.state import Buffers
-from zfunc.optim.formats import initial_state, master_weights
+from zfunc.optim.formats import initial_state, master_weights, split_to_even
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -79,8 +79,17 @@ def parameter_weights(
             yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
 
 
-def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
-    """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters.
+def put_weights(
+    buffers: Buffers,
+    layout: Layout,
+    span: Span,
+    value: Tensor,
+    ranks: RankGroup,
+    *,
+    keep_moments: bool = False,
+) -> None:
+    """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters. Its
+    moments have to be 0, unless `keep_moments`.
 
     A part at a time, because splitting a master allocates.
     """
@@ -92,14 +101,17 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     for start in range(0, flat.numel(), PART):
         part = flat[start : start + PART].to("cpu", torch.float32)
         initial = initial_state(part, state) if state else {}
+        first, last = max(start, piece.start), min(start + part.numel(), piece.stop)
+        own = slice(piece.at + first - piece.start, piece.at + last - piece.start)
+        if keep_moments and "exp_avg_sq" in initial and first < last:  # its signs belong to the weights
+            at = slice(first - start, last - start)
+            initial["exp_avg_sq"][at] = split_to_even(part[at], state["exp_avg_sq"][own].cpu().abs())[2]
         high = initial.get(HIGH_HALF)
         new = high if high is not None and params is not None and params.flat.dtype == high.dtype else part
         if views is not None:
             views[start : start + PART].copy_(new)
-        first, last = max(start, piece.start), min(start + part.numel(), piece.stop)
         if first >= last:
             continue
-        own = slice(piece.at + first - piece.start, piece.at + last - piece.start)
         kept = [(state[name], values) for name, values in initial.items()]
         if copy is not None:
             kept.append((copy, part))
@@ -107,6 +119,16 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
             kept.append((params.flat, new))
         for into, values in kept:
             into[own].copy_(values[first - start : last - start])
+
+
+def begin_again(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
+    """Zero this rank's moments of a trained parameter; its moving average, if there is one, begins as `value`."""
+    bucket, piece = layout.bucket_of(span), layout.piece(span, ranks.rank, ranks.world)
+    start, stop = piece.at, piece.at + piece.stop - piece.start
+    for x in state_slice(bucket.state_format, buffers.state(bucket.index), start, stop).values():
+        x.zero_()
+    if (average := buffers.ema(bucket.index)) is not None:
+        average[start:stop].copy_(value.flatten()[piece.start : piece.stop])
 
 
 def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) -> None:
