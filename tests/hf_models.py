@@ -35,11 +35,11 @@ ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_lo
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def config(kind: str, **given: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, f"{kind}Config")(**given)
+def config(kind: str, **given: Any) -> Callable[..., Any]:
+    return lambda **more: getattr(transformers, f"{kind}Config")(**given | more)
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {
+CONFIGS: dict[str, Callable[..., Any]] = {
     "GPT-2": config("GPT2", **GPT2, **DRY),
     "GPT-2 scaled by layer": config("GPT2", **GPT2, **DRY, scale_attn_by_inverse_layer_idx=True),
     "GPT-2 untied": config("GPT2", **GPT2, **DRY, tie_word_embeddings=False),
@@ -127,13 +127,33 @@ HYBRIDS: dict[str, Callable[[], Any]] = {  # with states of convolutions or line
         shared_intermediate_size=16,
     ),
 }
+WINDOWED = SIZE | {"layer_types": TYPES, "max_position_embeddings": 64}
+LATER = SIZE | {"use_sliding_window": True, "max_window_layers": 1}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
+MIXED: dict[str, Callable[[int], Any]] = {
+    "Qwen2": lambda n: CONFIGS["Qwen2"](sliding_window=n),
+    "Qwen3": lambda n: config("Qwen3", **LATER, head_dim=12)(sliding_window=n),
+    "Qwen2 MoE": lambda n: config("Qwen2Moe", **LATER, **SHARED)(sliding_window=n),
+    "Llama 4": lambda n: CONFIGS["Llama 4"](attention_chunk_size=n),
+    **{x: lambda n, x=x: CONFIGS[x](sliding_window=n) for x in ("Gemma 2", "Gemma 3", "GPT-OSS")},
+    **{
+        x: lambda n, x=x: config(x, **WINDOWED)(sliding_window=n)
+        for x in ("Cohere2", "Exaone4", "Olmo3", "SmolLM3", "VaultGemma")
+    },
+}
+"""Models some of whose layers see so many tokens, in a window or a chunk, and others all before."""
 DEEPSEEK = config("DeepseekV3", **SIZE | DEEPSEEK_SIZE | {"num_hidden_layers": 1, "num_key_value_heads": 4})
 
 
 def random_model(name: str, **given: Any) -> Any:
     """A model of random weights, norms and biases too."""
+    return model_of({**CONFIGS, **HYBRIDS}[name](**given))
+
+
+def model_of(made: Any) -> Any:
+    """A model of random weights of a config."""
     torch.manual_seed(0)
-    return perturbed(transformers.AutoModelForCausalLM.from_config({**CONFIGS, **HYBRIDS}[name](**given)))
+    return perturbed(transformers.AutoModelForCausalLM.from_config(made))
 
 
 def perturbed(model: Any) -> Any:
@@ -141,6 +161,22 @@ def perturbed(model: Any) -> Any:
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model
+
+
+def assert_plain(segments: Any, model: Any, inputs: Any, targets: Any, expected: Tensor) -> None:
+    """The loss and every gradient of segments, by plain autograd, are those of a model with this loss."""
+    named = dict(model.named_parameters())
+    own = torch.autograd.grad(expected, list(named.values()), allow_unused=True, materialize_grads=True)
+    values = {full: p.detach().clone().requires_grad_() for full, p in named.items()}
+    x = inputs
+    for s in segments:
+        params = {short: values[full] for short, full in s.by_short.items()}
+        x = s.evaluation({**params, **s.constants}, x, *([targets] if s is segments[-1] else []))
+    torch.testing.assert_close(x, expected, rtol=1e-6, atol=0)
+    grads = torch.autograd.grad(x, list(values.values()), allow_unused=True, materialize_grads=True)
+    largest = max(float(g.abs().max()) for g in own)
+    for full, g, expected_grad in zip(named, grads, own, strict=True):
+        assert (g - expected_grad).abs().max() <= 1e-5 * expected_grad.abs().max() + 1e-6 * largest, full
 
 
 def compiled(segments: Any, **settings: Any) -> Program:

@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from hf_models import (
     GPT2,
     HYBRIDS,
     IGNORED,
+    MIXED,
     SIZE,
     T5,
     VOCAB,
+    assert_plain,
     compiled,
     config,
+    model_of,
     perturbed,
     random_model,
     tokens,
@@ -39,6 +43,8 @@ import zfunc
 import zfunc.models.hf
 from zfunc.engine.compile.program import Program
 from zfunc.engine.compile.vjp import SegmentWeights
+from zfunc.models.hf import recording
+from zfunc.models.hf.cutting import RECORDED
 from zfunc.models.hf.families import FAMILIES, MISSING
 from zfunc.models.sequences import KVCache
 
@@ -165,6 +171,50 @@ def test_parallel_layers_stay_whole() -> None:
         ValueError, match=r"layers\.0': got no value after 'attention' .*: leave it whole, as where"
     ):
         zfunc.cut_blocks(segments, after="attention")
+
+
+WINDOWS = (4, RECORDED - 1, RECORDED, RECORDED + 1, 2 * RECORDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        pytest.param(name, n, marks=[SLOW] * (n != 2 * RECORDED and name != "Qwen2"))
+        for name in MIXED
+        for n in WINDOWS
+    ],
+)
+def test_windows_and_chunks_of_any_length_are_those_of_their_layers(name: str, window: int) -> None:
+    """Longer than the rows on which a model is recorded, too, where no token is hidden by them."""
+    model = model_of(MIXED[name](window))
+    x = torch.randint(VOCAB, (2, 3 * RECORDED), generator=torch.Generator().manual_seed(0))
+    segments = zfunc.hf.segments(model)
+    assert len({id(s.module) for s in segments}) > 3  # two kinds of layers
+    (ids, targets) = segments[-1].read_dict({"input_ids": x, "labels": x})
+    assert_plain(segments, model, ids, targets, model(x, labels=x).loss)
+
+
+def test_a_window_on_both_sides_of_an_encoder_needs_no_attention_mask() -> None:
+    made = config("ModernBert", **SIZE, local_attention=10, global_attn_every_n_layers=2)(
+        cls_token_id=1, sep_token_id=2
+    )
+    model = perturbed(transformers.ModernBertForMaskedLM(made))
+    x = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+
+    def loss(output: Any, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+    for tokens_of_example in (5, 6, 7, 20):  # a token sees 5 on either side
+        example = (x[:, :tokens_of_example], x[:, :tokens_of_example])
+        segments = zfunc.hf.segments(model, loss=loss, example=example)
+        assert_plain(segments, model, x, x, loss(model(x), x))
+
+
+def test_the_comparison_sees_a_window_that_a_recording_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on rows so short that there is no mask for a window, as for none."""
+    monkeypatch.setattr(recording, "RECORDING", ContextVar("unread"))
+    with pytest.raises(ValueError, match="computes something else in segments"):
+        zfunc.hf.segments(model_of(MIXED["Cohere2"](512)))
 
 
 def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:
@@ -391,10 +441,10 @@ def test_any_other_model_is_compared_with_its_segments_first(
     assert f"the segments of a {type(model).__name__} have its loss and gradients" in caplog.text
 
 
-def test_a_model_that_is_not_tested_refuses_several_documents_in_a_row() -> None:
+def test_a_model_whose_segments_mix_documents_refuses_several_in_a_row() -> None:
     program = compiled(zfunc.hf.segments(transformers.AutoModelForCausalLM.from_config(OTHERS["Falcon"]())))
     batch = zfunc.hf.batch({"input_ids": tokens(), "position_ids": torch.arange(13).expand(4, 13)}, tokens())
-    with pytest.raises(ValueError, match="position_ids of several documents, which a FalconForCausalLM"):
+    with pytest.raises(ValueError, match="several documents, which the segments of a FalconForCausalLM"):
         zfunc.evaluate(program, zfunc.init(program), batch)
 
 
@@ -491,8 +541,44 @@ def test_a_collators_dict_is_a_batch_and_its_loss_is_the_models() -> None:
     )
     with pytest.raises(ValueError, match="padded at the beginning.*padding_side = 'right'"):
         zfunc.train_step(program, state, {**batch, "attention_mask": batch["attention_mask"].flip(1)})
-    with pytest.raises(ValueError, match="got a dict of .*'token_type_ids'.*expected input_ids and labels"):
-        zfunc.train_step(program, state, {**batch, "token_type_ids": batch["labels"]})
+    with pytest.raises(ValueError, match="got a dict of .*'pixels'.*expected input_ids and labels"):
+        zfunc.train_step(program, state, {**batch, "pixels": batch["labels"]})
+
+
+PADDED = (torch.arange(12) < torch.tensor([[12], [9], [7], [11]])).long()
+COLLATED: dict[str, dict[str, Any]] = {
+    "padding": {},
+    "labels of padding": {"labels": tokens()[:, :12]},
+    "types of tokens": {"token_type_ids": tokens(seed=1)[:, :12] % 2},
+    "a divisor": {"num_items_in_batch": torch.tensor(50)},
+    "positions": {"position_ids": (PADDED.cumsum(1) - 1).masked_fill(PADDED == 0, 1)},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-2", "Mixtral", *(pytest.param(x, marks=SLOW) for x in ("Qwen3 MoE", "GPT-OSS"))]
+)
+@pytest.mark.parametrize("more", COLLATED)
+def test_all_that_collators_make_has_the_loss_and_gradients_of_the_model(name: str, more: str) -> None:
+    """With the loss of routers over the tokens that are no padding."""
+    model, ids = random_model(name), tokens()[:, :12]
+    batch = {"input_ids": ids, "attention_mask": PADDED, "labels": ids.masked_fill(PADDED == 0, IGNORED)}
+    batch |= COLLATED[more]
+    segments = zfunc.hf.segments(model)
+    own = model(**{k: x for k, x in batch.items() if name == "GPT-2" or k != "token_type_ids"}).loss
+    assert_plain(segments, model, *segments[-1].read_dict(batch), own)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "SmolLM3", "Cohere2", "Olmo3"])
+def test_documents_of_a_flattening_collator_do_not_attend_to_each_other(name: str) -> None:
+    model = model_of(MIXED[name](4)) if name in MIXED else random_model(name)
+    rows = [{"input_ids": tokens(1, n)[0, : 4 + 2 * n].tolist()} for n in range(4)]
+    batch = transformers.DataCollatorWithFlattening()(rows)
+    segments = zfunc.hf.segments(model)
+    own = model(**batch, use_cache=False).loss  # with a cache it does not look for documents
+    assert_plain(segments, model, *segments[-1].read_dict(batch), own)
+    with pytest.raises(ValueError, match="position_ids that do not count from 0 in each document"):
+        segments[-1].read_dict({**batch, "position_ids": batch["position_ids"] + 1})
 
 
 @pytest.mark.parametrize("micro_batches", [4, *(pytest.param(n, marks=SLOW) for n in (1, 2, 8))])

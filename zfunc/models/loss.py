@@ -16,6 +16,8 @@ from torch import Tensor
 
 from zfunc.models.loss_pieces import IGNORE_INDEX, LOGITS_BYTES, piece
 
+COUNTED = "tokens that count"  # for the loss of routers: 0 for padding, [batch, seq]
+_DIVISOR = "num_items_in_batch"
 Batch = tuple[Any, tuple[Tensor, Tensor]]
 Targets = Tensor | tuple[Tensor, Tensor]
 
@@ -188,29 +190,58 @@ def weighted_batch(input_ids: Any, labels: Tensor, *, tokens_per_row: float | No
     return input_ids, (labels, torch.full((rows,), 1 / per_row, dtype=torch.float32, device=labels.device))
 
 
-def collated_batch(collated: Mapping[str, Any]) -> Batch:
+def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: bool = False) -> Batch:
     """`weighted_batch` of what a collator of transformers makes for a causal model.
 
     It has `input_ids` and `labels`, both [batch, seq]: `labels[:, t]` is the token `input_ids[:, t]`, or -100. They
-    are shifted here, as by the model itself. With an `attention_mask`, rows have to be padded at the end. Raises
-    ValueError for anything else.
+    are shifted here, as by the model itself. With an `attention_mask`, rows have to be padded at the end. Documents
+    in a row, each with `position_ids` from 0 on, do not attend to each other. `num_items_in_batch` divides the sum
+    of the losses of this batch, in place of the number of its tokens.
+
+    A model that is `typed` gets the `token_type_ids`, which others ignore; one that `counts` tokens, for the loss
+    of its routers, gets the mask as COUNTED. Raises ValueError for anything else.
 
     >>> row = torch.tensor([[5, 6, 7, 0]])
     >>> ids, (labels, _) = collated_batch({"input_ids": row, "labels": row, "attention_mask": row > 0})
     >>> labels
     tensor([[   6,    7,    0, -100]])
     """
-    names = {"input_ids", "labels"}
-    if not names <= collated.keys() <= names | {"attention_mask"}:
+    names, more = {"input_ids", "labels"}, {"attention_mask", "position_ids", "token_type_ids", _DIVISOR}
+    if not names <= collated.keys() <= names | more:
         raise ValueError(
-            f"batch: got a dict of {sorted(collated)}, expected input_ids and labels, and at most attention_mask: "
-            "let the tokenizer and the collator return these"
+            f"batch: got a dict of {sorted(collated)}, expected input_ids and labels, and at most "
+            f"{', '.join(sorted(more))}: let the tokenizer and the collator return these"
         )
-    mask = collated.get("attention_mask")
+    ids, mask, divisor = collated["input_ids"], collated.get("attention_mask"), collated.get(_DIVISOR)
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise ValueError(
             "batch: got rows padded at the beginning, expected padding at the end, because positions count from "
             "the first token: set tokenizer.padding_side = 'right'"
         )
     labels = F.pad(collated["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-    return weighted_batch(collated["input_ids"], labels)
+    inputs = {"input_ids": ids}
+    if mask is not None and bool(((labels != IGNORE_INDEX) & (mask == 0)).any()):
+        inputs["attention_mask"] = mask  # padding learns from what it attends to
+    if counts and mask is not None:
+        inputs[COUNTED] = mask
+    if typed and "token_type_ids" in collated:
+        inputs["token_type_ids"] = collated["token_type_ids"]
+    if "position_ids" in collated:
+        places = _places(
+            collated["position_ids"].expand_as(ids), torch.ones_like(ids) if mask is None else mask
+        )
+        inputs |= {"position_ids": places} if bool((places[:, 1:] == 0).any()) else {}
+    per_row = None if divisor is None else float(divisor) / ids.shape[0]
+    return weighted_batch(inputs if len(inputs) > 1 else ids, labels, tokens_per_row=per_row)
+
+
+def _places(position_ids: Tensor, mask: Tensor) -> Tensor:
+    """Positions in documents, of which the padding goes on with the last one. Raises ValueError for any others."""
+    at = torch.arange(position_ids.shape[1], device=position_ids.device)
+    places = at - torch.where((position_ids == 0) & (mask != 0), at, 0).cummax(1).values
+    if not bool(((places == position_ids) | (mask == 0)).all()):
+        raise ValueError(
+            "batch: got position_ids that do not count from 0 in each document of a row, expected 0, 1, 2, ... "
+            "and 0 again where another one begins: leave them out for a document a row"
+        )
+    return places

@@ -67,6 +67,11 @@ def implementation_for(model: Any) -> str:
 GIVEN: ContextVar[Mapping[str, Tensor]] = ContextVar("inputs of the model", default=MappingProxyType({}))
 
 
+RECORDING: ContextVar[bool] = ContextVar(
+    "every mask is a tensor, by which layers are told apart", default=False
+)
+
+
 @contextmanager
 def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
     """Let causal masks separate the documents of sequences, by `position_ids` [batch, seq], if there are any."""
@@ -160,14 +165,14 @@ def make_mask(
     """Who attends to whom: bool [batch or 1, 1, q_length, kv_length], or what `attend` needs no mask for.
 
     It has the signature of transformers' interface. None where that is all positions, or in a causal model all
-    those up to its own.
+    those up to its own; never while the layers of a model are recorded, whatever the length.
     """
-    tokens = ROW_TOKENS.get() or q_offset + q_length
+    tokens, recording = ROW_TOKENS.get() or q_offset + q_length, RECORDING.get()
     local = local_size is not None and local_size < tokens
     causal = allow_is_bidirectional_skip is None  # given for encoders alone
     positions = GIVEN.get().get("position_ids") if causal else None
-    plain = (allow_is_causal_skip and not local and positions is None) or allow_is_bidirectional_skip
-    if plain and attention_mask is None:
+    plain = not local and positions is None and (allow_is_causal_skip or allow_is_bidirectional_skip)
+    if plain and attention_mask is None and not recording:
         return None
     assert mask_function is not None
     rows = torch.arange(q_length, device=device) + q_offset
@@ -175,7 +180,7 @@ def make_mask(
     differs = attention_mask is not None or not allow_is_causal_skip  # from row to row
     batch = torch.arange(batch_size if differs else 1, device=device)
     seen = None if positions is None else documents_of(positions)
-    if differs or allow_is_bidirectional_skip is not None or q_offset or kv_offset:
+    if differs or not causal or q_offset or kv_offset or recording:
         mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
         mask = mask.expand(len(batch), 1, q_length, kv_length)
         mask = mask if seen is None else mask & seen.mask(rows[None, None, :, None])
@@ -192,7 +197,7 @@ def attend(
     query: Tensor,  # [batch, heads, seq, head_size]
     key: Tensor,  # [batch, key_value_heads, seq, head_size]
     value: Tensor,
-    mask: Tensor | Seen | None,
+    attention_mask: Tensor | Seen | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -203,11 +208,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
-    Without a `mask` a position attends to itself and those before it, or to all if its module is not causal.
+    Without a mask a position attends to itself and those before it, or to all if its module is not causal.
     `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position that has no
     value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
-    by_hand = softcap is not None or s_aux is not None
+    by_hand, mask = softcap is not None or s_aux is not None, attention_mask
     if isinstance(mask, Seen):
         if not by_hand and not dropout:
             y = attend_row(query, key, value, mask.first, mask.window, scaling)

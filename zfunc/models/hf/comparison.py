@@ -1,25 +1,30 @@
 """A model that zfunc is not tested with, compared with its segments by loss and every gradient on a tiny batch.
 
-It is the model itself if that is small, else a small one of its class.
+It is the model itself if that is small, else a small one of its class. Its rows are longer than every window, chunk
+or other number of tokens that its config names, which are made shorter for that.
 """
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from zfunc.engine.compile.segment import Segment
 from zfunc.models.hf.recording import BY_HAND
-from zfunc.models.loss import collated_batch
+from zfunc.models.loss import collated_batch, next_token_loss
 from zfunc.runtime.rng import seeded_sequence
 
 SMALL = 30_000_000
 """Parameters of a model, at most, that is compared itself."""
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _COUNTS = ("num_attention_heads", "num_key_value_heads")
+_TOKENS = re.compile(r"(window|window_size|chunk_size|local_attention|original_max_position_embeddings)$")
+"""Names of settings that are numbers of tokens from which on a model computes something else."""
 log = logging.getLogger("zfunc")
 Loss = Callable[[Any, Any], Tensor]
 
@@ -30,16 +35,50 @@ def compare(
     inputs: dict[str, Tensor],
     targets: Any,
     loss: Loss | None,
-) -> None:
-    """Raise ValueError if the segments of a model compute something else than it does."""
+) -> bool:
+    """Whether the segments of a model keep the documents of a row apart, by their `position_ids`.
+
+    Raises ValueError if they compute something else than the model does.
+    """
     name, small = type(model).__name__, _small(model)
-    difference = _difference(cut(small, inputs, loss), small, inputs, targets, loss)
+    longer, labels = _longer(small, inputs, targets)
+    segments = cut(small, inputs, loss, packs=True)
+    difference = _difference(segments, small, longer, labels, loss)
     if difference:
         raise ValueError(
             f"model: got a {name} that computes something else in segments ({difference}), expected the same loss "
             f"and gradients: {BY_HAND}"
         )
-    log.info("hf: the segments of a %s have its loss and gradients on a tiny batch", name)
+    packs = loss is None and not _difference_of_documents(segments, small, longer[model.main_input_name])
+    log.info(
+        "hf: the segments of a %s have its loss and gradients on a tiny batch%s",
+        name,
+        ", and keep documents of a row apart" if packs else "",
+    )
+    return packs
+
+
+def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
+    """Inputs and targets with rows of more tokens than `inputs` has, with which the model is recorded, and than any
+    setting of the model, which is changed for that. As they are where there is no such setting, or no token."""
+    ids = inputs[model.main_input_name]
+    tokens = min(2 * ids.shape[1] + 5, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
+    settings = [vars(x) for m in model.modules() for x in (m, vars(m).get("config")) if x is not None]
+    if ids.dim() != 2 or ids.is_floating_point() or not sum(_shorten(x, tokens // 2) for x in settings):
+        return inputs, targets
+    at = torch.arange(tokens) % ids.shape[1]
+    return tree_map(lambda t: t[:, at] if getattr(t, "shape", ())[:2] == ids.shape else t, (inputs, targets))
+
+
+def _shorten(settings: dict[str, Any], most: int) -> bool:
+    """Make numbers of tokens in settings of a model no larger than this. Returns whether there are any."""
+    found = False
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found |= _shorten(value, most)
+        elif _TOKENS.search(str(key)) and isinstance(value, int) and not isinstance(value, bool):
+            settings[key], found = min(value, most), True
+    return found
 
 
 def _in_segments(segments: tuple[Segment, ...], values: dict[str, Tensor], x: Any, *targets: Any) -> Any:
@@ -97,20 +136,34 @@ def _small_config(model: Any) -> Any:
 def _difference(
     segments: tuple[Segment, ...], model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None
 ) -> str:
-    """The first difference between a model and its segments, or ""."""
-    named, ids = dict(model.named_parameters()), inputs[model.main_input_name]
+    """The first difference between a model and its segments in loss or gradients, or ""."""
+    ids = inputs[model.main_input_name]
     if loss is None:
         own = model(**inputs, labels=ids).loss
         targets = collated_batch({"input_ids": ids, "labels": ids})[1]
     else:
         own = _first(loss(model(**inputs), targets))
-    grads = torch.autograd.grad(own, list(named.values()), allow_unused=True, materialize_grads=True)
     x = inputs if len(inputs) > 1 else ids
+    return _compared(model, own, lambda values: _first(_in_segments(segments, values, x, targets)))
+
+
+def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
+    """The first difference between two documents in a row of segments, and each in a row of the model, or ""."""
+    parts = ids.tensor_split([ids.shape[1] // 2 + 1], 1)
+    places = torch.cat([torch.arange(x.shape[1]) for x in parts]).expand_as(ids)
+    own = next_token_loss(torch.cat([model(x).logits for x in parts], 1).float(), ids)
+    x = {"input_ids": ids, "position_ids": places}
+    return _compared(
+        model, own, lambda values: next_token_loss(_in_segments(segments, values, x).float(), ids)
+    )
+
+
+def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> str:
+    """The first difference between a loss of a model and one of values of its parameters, or ""."""
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(own, list(named.values()), allow_unused=True, materialize_grads=True)
     try:
-        y, pullback = torch.func.vjp(
-            lambda values: _first(_in_segments(segments, values, x, targets)),
-            {name: p.detach() for name, p in named.items()},
-        )
+        y, pullback = torch.func.vjp(loss_of, {name: p.detach() for name, p in named.items()})
         others = pullback(torch.ones_like(y))[0]
     except Exception as error:
         return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -5,8 +5,10 @@ names, and run copies of the modules that take no memory.
 """
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from zfunc.models.hf.rotary import follows_length, replace_forward
 from zfunc.models.loss import collated_batch
 from zfunc.runtime.rng import seeded_sequence
 
+RECORDED = 9  # tokens in a row on which a model is recorded
 log = logging.getLogger("zfunc")
 
 
@@ -58,25 +61,27 @@ def cut_model(
         raise ValueError(f"example: got none with a loss, expected a tiny batch: {LOSS}")
     inputs, targets = ({"input_ids": _tokens(base)}, None) if example is None else example
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {base.main_input_name: inputs}
-    if not is_tested(base):
-        compare(cut_layers, base, inputs, targets, loss)
+    packs = is_tested(base) or compare(cut_layers, base, inputs, targets, loss)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
-    return cut_layers(model, inputs, loss)
+    return cut_layers(model, inputs, loss, packs=packs)
 
 
 def _tokens(model: Any) -> Tensor:
-    """Token ids, [2, 9]."""
+    """Token ids, [2, RECORDED]."""
     vocabulary = min(model.config.get_text_config().vocab_size, 1000)
-    return torch.randint(3, vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
+    return torch.randint(3, vocabulary, (2, RECORDED), generator=torch.Generator().manual_seed(0))
 
 
-def cut_layers(model: Any, inputs: Mapping[str, Tensor], loss: Loss | None) -> tuple[Segment, ...]:
+def cut_layers(
+    model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, packs: bool
+) -> tuple[Segment, ...]:
     """Embeddings, one segment for each layer, and what follows them with the loss; inputs are such as `inputs`.
+    `packs` is whether a row may have several documents.
 
     Raises ValueError for a model in which no layers are found.
     """
     register()
-    cutter = _Cutter(base_of(model), inputs, packs=loss is not None or is_tested(base_of(model)))
+    cutter = _Cutter(base_of(model), inputs, packs=loss is not None or packs)
     names = {id(p): name for name, p in model.named_parameters()}  # the first of a tied one
     segments: list[Segment] = []
     owned = set[str]()
@@ -84,7 +89,9 @@ def cut_layers(model: Any, inputs: Mapping[str, Tensor], loss: Loss | None) -> t
         segments.append(_named(name, cut, own, model, names, frozenset(owned), cutter))
         owned |= {p.name for p in segments[-1].parameters}
     if loss is None:
-        segments[-1] = evolve(segments[-1], read_dict=collated_batch)
+        given = {"typed": "token_type_ids" in inspect.signature(cutter.model.forward).parameters}
+        given["counts"] = any(cutter.routers)
+        segments[-1] = evolve(segments[-1], read_dict=partial(collated_batch, **given))
     return tuple(segments)
 
 

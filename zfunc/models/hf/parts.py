@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zfunc.models.hf.attention import PastTokens, inputs_given
 from zfunc.models.hf.experts import balance_loss, router_sums
 from zfunc.models.hf.rotary import LENGTHS, follows_length
-from zfunc.models.loss import linear_next_token_loss, next_token_loss, summed_targets
+from zfunc.models.loss import COUNTED, linear_next_token_loss, next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache
 
 ROUTER = "router sums"
@@ -86,7 +86,7 @@ class Call:
 
     def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
         """Arguments for these inputs; without `past` a model looks itself for documents, in the positions."""
-        given = {k: t for k, t in given.items() if k not in (ROUTER, LENGTHS)}
+        given = {k: t for k, t in given.items() if k not in (ROUTER, LENGTHS, COUNTED)}
         needs = self.past and (self.replaced or "position_ids" not in given)
         return {**given, "past_key_values": past} if needs else given
 
@@ -130,8 +130,8 @@ class EmbedPart(_Part):
         given = dict(inputs) if isinstance(inputs, dict) else {self.call.main: inputs}
         if not self.call.packs and "position_ids" in given:
             raise ValueError(
-                f"got position_ids of several documents, which a {type(self.model).__name__} is not tested to keep "
-                "apart, expected input_ids alone: use the packing 'stream', or a document a row"
+                f"got position_ids of several documents, which the segments of a {type(self.model).__name__} do "
+                "not keep apart, expected input_ids alone: use the packing 'stream', or a document a row"
             )
         if self.by_length and "position_ids" in given:
             places = given["position_ids"]
@@ -172,8 +172,13 @@ class LayerPart(_Part):
             y = self.run(x, given, past, x)
         finally:
             hook.remove()
-        sums = router_sums(logits[0], self.top_k, given.get("attention_mask"))
+        sums = router_sums(logits[0], self.top_k, _counted(given))
         return y, {**given, ROUTER: given[ROUTER] + sums}
+
+
+def _counted(given: dict[str, Tensor]) -> Tensor | None:
+    """The mask of the tokens that count for the loss of routers, [batch, seq], if not all do."""
+    return given.get(COUNTED, given.get("attention_mask"))
 
 
 class HeadPart(_Part):
@@ -216,7 +221,7 @@ class HeadPart(_Part):
                 return y
             loss = next_token_loss(y.float(), targets)
         if ROUTER in given:
-            mask = given.get("attention_mask")
+            mask = _counted(given)
             tokens = x.shape[0] * x.shape[1] if mask is None else mask.sum()
             loss = loss + self.balance * balance_loss(given[ROUTER], tokens * self.routers)
         return loss

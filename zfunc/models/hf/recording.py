@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zfunc.models.hf.attention import NAME, PastTokens, implementation_for
+from zfunc.models.hf.attention import NAME, RECORDING, PastTokens, implementation_for
 from zfunc.models.hf.parts import Call, with_hidden
 
 BY_HAND = (
@@ -73,6 +73,7 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
     for path in sorted(lists, key=lambda x: -sum(p.numel() for p in lists[x].parameters())):
         calls = _Calls()
         hooks = _watch(shadow, [*lists[path]], linear, calls)
+        recording = RECORDING.set(True)
         try:
             output = shadow(**given)
         except Exception as error:
@@ -82,6 +83,7 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
                 f"example=({{name: tensor}}, targets) with all its inputs, or {BY_HAND}"
             ) from error
         finally:
+            RECORDING.reset(recording)
             for undo in hooks:
                 undo()
         if calls.chained and len(calls.entered) == len(lists[path]):
