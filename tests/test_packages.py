@@ -21,7 +21,7 @@ INDEX = "zfunc"  # zfunc/__init__.py, which only the command line may call, as u
 GROUND = ("_version", "errors", "units", "values", "options")
 ORDER = (
     *(*GROUND, "core", "schedules", "runtime", "optim", "checkpoint", "engine"),
-    *("viz", "planner", "models", "train", "cli"),
+    *("viz", "planner", "models", "lr", "hf", "train", "cli"),
 )  # from the ground up
 TORCH_FREE = (*GROUND, "core", "schedules", "viz")
 STARTS_WITHOUT_TORCH = (

@@ -2,10 +2,19 @@
 
 import importlib.util
 import inspect
+import subprocess
+import sys
 
 import pytest
 
 import zfunc
+
+
+def test_modules_are_imported_by_their_public_names() -> None:
+    """In a process that has imported nothing else, so that no import before makes it work."""
+    code = "import zfunc.hf; from zfunc.lr import WarmupCosine; import zfunc; from zfunc.models import hf"
+    check = "assert zfunc.hf is hf and zfunc.lr.WarmupCosine is WarmupCosine"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
 
 
 @pytest.mark.parametrize("name", zfunc.__all__)

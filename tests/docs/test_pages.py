@@ -1,7 +1,10 @@
 """README.md and docs/: their Python runs, their links lead somewhere, their tables have what the code has."""
 
+import argparse
+import importlib
 import inspect
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from trained import compiled, steps
 
 import zfunc
 from zfunc import schedules
+from zfunc.cli.main import _parse as parse
 from zfunc.engine.step.stages import STAGES
 from zfunc.runtime.accelerator import Vendor
 
@@ -70,6 +74,30 @@ def test_the_python_of_a_page_runs(
 def test_no_python_of_a_page_is_left_out() -> None:
     elsewhere = {"deepspeed.md", "one_bucket.md", "tutorial.md"}  # run by tests of their own
     assert {page.name for page in PAGES if python(page)} == {*PRINTED, *elsewhere}
+
+
+def test_every_command_of_a_page_is_one_that_zfunc_takes() -> None:
+    """As far as its options go: the folders and GPUs that it names are elsewhere."""
+    seen = 0
+    for page in PAGES:
+        blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```$", page.read_text(), re.M | re.S)
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            start = next((n for n, x in enumerate(words) if x == "zfunc"), len(words))
+            if (start == 0 or words[start - 1 : start] == ["-m"]) and words[start + 1 :]:
+                parse(words[start + 1 :], argparse.Namespace())
+                seen += 1
+    assert seen > 40
+
+
+def test_every_name_of_a_page_is_there() -> None:
+    """Dotted names in code, as a person would import them: `zfunc.hf.load`, `zfunc.core.graph`."""
+    for page in PAGES:
+        code = " ".join(re.findall(r"`[^`]+`", page.read_text()))
+        for name in {*re.findall(r"\bzfunc(?:\.[A-Za-z_]\w*)+", code)} - {"zfunc.NAME"}:
+            value: Any = zfunc
+            for part in name.split(".")[1:]:
+                value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
 
 
 def test_the_page_of_devices_has_every_call_of_a_vendor() -> None:

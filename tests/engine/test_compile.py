@@ -411,3 +411,15 @@ def test_torchs_default_dtype_does_not_matter() -> None:
         zfunc.train_step(program, zfunc.init(program), regression(4)(0))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_of_torch_is_taken(dtype: Any) -> None:
+    segments, _ = tied_gpt()
+    program = zfunc.compile(segments, precision=dtype, device="cpu")
+    assert program.dtype == dtype
+    weights = zfunc.weights(program, zfunc.init(program), dtype=dtype)
+    assert all(t.dtype == dtype for _, t in weights)
+    for other in (torch.int8, "torch.float32"):
+        with pytest.raises(ValueError, match=r"precision: got '?torch\..*, expected one of fp32"):
+            zfunc.compile(segments, precision=other, device="cpu")  # pyright: ignore

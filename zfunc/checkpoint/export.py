@@ -19,10 +19,9 @@ from zfunc.checkpoint.manifest import BUFFER, Checkpoint, Manifest, ParameterEnt
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, create_shard
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
+from zfunc.core.dtypes import DTYPES, Precision, one_precision
 from zfunc.core.optimizer_state import EMA
 from zfunc.errors import refuse
-from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 SUFFIX = ".safetensors"
@@ -68,7 +67,7 @@ def export_weights(
     Traceback (most recent call last):
     ValueError: dtype: got 'bf61', expected one of fp32, bf16, fp16 (did you mean 'bf16'?)
     """
-    one_of(PRECISIONS)("dtype", dtype)
+    dtype = one_precision("dtype", dtype)
     partial = _partial_path(out)
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
     manifest, step = checkpoint.manifest, checkpoint.manifest.position.step

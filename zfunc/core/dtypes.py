@@ -1,8 +1,11 @@
 """Dtypes: the size of an element, and the names in torch, NumPy and safetensors. No torch here."""
 
-from typing import Literal, get_args
+from collections.abc import Collection
+from typing import Any, Literal, get_args
 
 from attrs import frozen
+
+from zfunc.options import OneOf
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -30,3 +33,18 @@ DTYPES: dict[Dtype, DtypeInfo] = {
     "uint8": DtypeInfo(1, "uint8", "uint8", "U8"),
 }
 SAFETENSORS_FLOATS: tuple[str, ...] = tuple(x.safetensors for x in DTYPES.values() if "float" in x.torch)
+
+
+@frozen
+class OnePrecision(OneOf):
+    """A check that a value is a precision, by its name here or as torch's dtype."""
+
+    names: Collection[str] = PRECISIONS
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """The name of the precision; ValueError for anything else."""
+        of_torch = {f"torch.{x.torch}": own for own, x in DTYPES.items()}
+        return super().__call__(name, value if isinstance(value, str) else of_torch.get(str(value), value))
+
+
+one_precision = OnePrecision()

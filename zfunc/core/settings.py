@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from attrs import evolve, field, fields, fields_dict, frozen
 
 from zfunc.core.display import brief
-from zfunc.core.dtypes import PRECISIONS, Precision
+from zfunc.core.dtypes import PRECISIONS, Precision, one_precision
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
@@ -205,7 +205,7 @@ class StepSettings:
 
     precision: Precision = _setting(
         "bf16",
-        one_of(PRECISIONS),
+        one_precision,
         "how it runs",
         f"dtype of parameters and gradients on the device: {_names(PRECISIONS)}",
         "Master weights are always fp32; fp16 trains with dynamic loss scaling.",

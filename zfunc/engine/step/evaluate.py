@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zfunc.core.dtypes import PRECISIONS, Precision
+from zfunc.core.dtypes import Precision, one_precision
 from zfunc.core.graph import Region
 from zfunc.core.pipeline import F
 from zfunc.engine.compile.passes import loss_and_aux
@@ -25,7 +25,6 @@ from zfunc.engine.state.weights import (
 )
 from zfunc.engine.step.batches import Batch, unpacked
 from zfunc.engine.step.flush import make_deferred_update
-from zfunc.options import one_of
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
@@ -49,23 +48,23 @@ def weights(
     program: Program,
     state: State,
     *,
-    dtype: Precision | None = None,
+    dtype: Precision | torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, trained or frozen, as (full name, tensor) in its shape, a bucket at a time: for an engine
     that generates with them. A tied parameter comes once, under the name that owns it.
 
-    Without `dtype` they are what the device computes with; with "fp32", "bf16" or "fp16" the master weights,
-    rounded to it. `device` is the program's unless given. They are for reading, and may be views of the State,
-    which the next step changes. Beside the model and the tensor itself there is one bucket in memory, with `dtype`
-    on the host in fp32, if each tensor is dropped before the next is asked for: it may keep its bucket.
+    Without `dtype` they are what the device computes with; with "fp32", "bf16" or "fp16", or torch's, the master
+    weights, rounded to it. `device` is the program's unless given. They are for reading, and may be views of the
+    State, which the next step changes. Beside the model and the tensor itself there is one bucket in memory, with
+    `dtype` on the host in fp32, if each tensor is dropped before the next is asked for: it may keep its bucket.
 
     With several ranks all of them have to call this and exhaust it, and each gets all parameters. Raises
     DonatedStateError for a used state, also once a step is made while this is not exhausted, and ValueError for a
     weight that is too large for `dtype`.
     """
     if dtype is not None:
-        one_of(PRECISIONS)("weights: dtype", dtype)
+        dtype = one_precision("weights: dtype", dtype)
     check_state(program, state, "weights")
     make_deferred_update(program, state, "weights")
     program.ranks.agree("weights")

@@ -21,7 +21,7 @@ from zfunc.checkpoint.export import ExportedWeights, check_averages
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import Shape, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
-from zfunc.core.dtypes import DTYPES, PRECISIONS, Precision
+from zfunc.core.dtypes import DTYPES, Precision, one_precision
 from zfunc.engine.compile.program import Program
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State
@@ -31,7 +31,6 @@ from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
 from zfunc.models.hf.families import check_transformers
 from zfunc.models.hf.loading import SINGLE, empty_model, read_config, saved_buffers
-from zfunc.options import one_of
 from zfunc.runtime.accelerator import CPU
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
@@ -157,8 +156,7 @@ class _Contents:
         """`trained` are the shapes of what was trained, by name. Raises ValueError unless these are the config's
         parameters.
         """
-        one_of(PRECISIONS)("dtype", dtype)
-        self.dtype: Precision = dtype
+        self.dtype: Precision = one_precision("dtype", dtype)
         self.origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
             self.config = read_config(self.origin) if self.origin else config
