@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.engine.state.release import release as release
     from zfunc.engine.state.save_load import load as load
     from zfunc.engine.state.save_load import save as save
+    from zfunc.engine.step.batches import Whole as Whole
     from zfunc.engine.step.evaluate import apply as apply
     from zfunc.engine.step.evaluate import buffers as buffers
     from zfunc.engine.step.evaluate import evaluate as evaluate

@@ -105,3 +105,33 @@ def test_evaluation_returns_them_on_request_and_every_batch_has_the_same_names()
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'targets'"):
         zfunc.apply(program, state, inputs)
     assert torch.is_tensor(zfunc.apply(program, state, inputs, targets)[1]["largest"])
+
+
+class Tabled(nn.Linear):
+    """Adds a table that has as many rows as a batch, or others."""
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+        rows, table = x
+        return super().forward(rows + table.sum(0)), None
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+def test_every_micro_batch_gets_all_of_a_tensor_that_is_whole(rows: int) -> None:
+    table = torch.linspace(0, 1, rows * 4).view(rows, 4)
+    seen: list[list[Tensor]] = []
+    inputs, loss = (ROWS, zfunc.Whole(table)), 0.0
+    for micro_batches in (2, 1):
+        torch.manual_seed(0)
+        segments = [zfunc.segment("body", Tabled(4, 4)), zfunc.segment("head", Head(4, 1))]
+        program = zfunc.compile(segments, micro_batches=micro_batches, precision="fp32", device="cpu")
+        state = zfunc.init(program)
+        loss = zfunc.evaluate(program, state, (inputs, TARGETS))
+        state, metrics = zfunc.train_step(program, state, (inputs, TARGETS))
+        assert metrics.loss == pytest.approx(loss, rel=1e-6)
+        assert state.sequences == 8
+        seen.append([*zfunc.params(program, state).values()])
+    torch.manual_seed(0)
+    plain = Tabled(4, 4), Head(4, 1)
+    expected = plain[1](plain[0]((ROWS, table)), TARGETS)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*seen, strict=True))

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch  # noqa: F401  # of the example
+from attrs import field, frozen, validators
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -11,6 +13,23 @@ from zfunc.engine.compile.segment import Segment
 LABELS = "labels"
 CONSTANTS = (bool, int, float, type(None))  # what a tree may have beside tensors
 Batch = tuple[Any, ...]
+
+
+@frozen(eq=False)
+class Whole:
+    """A tensor of a batch that has no rows, such as a table of positions: every micro-batch gets all of it.
+
+    >>> import torch
+    >>> split_batch((torch.ones(4, 2), Whole(torch.ones(3, 3))), 2)[1][1].shape
+    torch.Size([3, 3])
+    """
+
+    tensor: Tensor = field(validator=validators.instance_of(Tensor))
+
+
+def unmarked(tree: Any) -> Any:
+    """The tree with the tensors that are `Whole` in it."""
+    return tree_map_only(Whole, lambda x: x.tensor, tree)
 
 
 def unpacked(batch: Any, last: Segment) -> Batch:
@@ -32,7 +51,8 @@ def unpacked(batch: Any, last: Segment) -> Batch:
 def _labels_apart(batch: Mapping[str, Any]) -> Batch:
     if LABELS not in batch:
         raise ValueError(
-            f"batch: got a dict of {sorted(batch)}, expected {LABELS!r} in it: pass (inputs, targets) instead"
+            f"batch: got a dict of {sorted(batch)}, expected {LABELS!r} in it: pass (inputs, targets), or, for a loss "
+            "without targets, (batch, None)"
         )
     return {name: x for name, x in batch.items() if name != LABELS}, batch[LABELS]
 
@@ -46,7 +66,7 @@ def layout_of_leaves(batch: Batch) -> Any:
 def rows_in(batch: Batch) -> int:
     """The number of rows. Raises TypeError or ValueError for a batch that has none, or several numbers of them."""
     leaves = tree_leaves(batch)
-    if others := {type(t).__name__ for t in leaves if not isinstance(t, (Tensor, *CONSTANTS))}:
+    if others := {type(t).__name__ for t in leaves if not isinstance(t, (Tensor, Whole, *CONSTANTS))}:
         raise TypeError(
             f"batch: got {sorted(others)} in it, expected tensors, numbers and None: use torch.from_numpy, say"
         )
@@ -54,7 +74,7 @@ def rows_in(batch: Batch) -> int:
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
             f"batch: got tensors of {sorted(sizes)} rows, expected one number above 0: give every tensor of "
-            "inputs and targets the batch as its first dimension"
+            "inputs and targets the batch as its first dimension, but for a zfunc.Whole(tensor)"
         )
     return sizes.pop()
 
@@ -62,7 +82,7 @@ def rows_in(batch: Batch) -> int:
 def split_batch(batch: Batch, micro_batches: int) -> list[Batch]:
     """`batch` in equal parts along the first dimension of every tensor, as views; TypeError or ValueError.
 
-    Each part has tensors without dimensions, numbers and None as they are.
+    Each part has tensors without dimensions, those that are `Whole`, numbers and None as they are.
     """
     rows = rows_in(batch)
     if rows % micro_batches:
@@ -72,6 +92,8 @@ def split_batch(batch: Batch, micro_batches: int) -> list[Batch]:
         )
     size = rows // micro_batches
     return [
-        tree_map_only(Tensor, lambda t, m=m: t[m * size : (m + 1) * size] if t.dim() else t, tuple(batch))
+        unmarked(
+            tree_map_only(Tensor, lambda t, m=m: t[m * size : (m + 1) * size] if t.dim() else t, tuple(batch))
+        )
         for m in range(micro_batches)
     ]

@@ -23,7 +23,7 @@ from zfunc.engine.state.weights import (
     rounded,
     segment_weights,
 )
-from zfunc.engine.step.batches import Batch, unpacked
+from zfunc.engine.step.batches import Batch, unmarked, unpacked
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
@@ -146,6 +146,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
     program.executor.check_process("apply")
+    inputs, more = unmarked((inputs, more))
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
     owned = [x.flat for x in state.buffers.weights.values()]

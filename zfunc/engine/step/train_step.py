@@ -32,7 +32,7 @@ from zfunc.engine.state.release import check_state
 from zfunc.engine.state.save_load import begin_save
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.engine.state.swap_state import commit_metadata, swap_folders
-from zfunc.engine.step.batches import Batch, rows_in, split_batch, unpacked
+from zfunc.engine.step.batches import Batch, rows_in, split_batch, unmarked, unpacked
 from zfunc.engine.step.flush import run_on_state
 from zfunc.engine.step.metrics import Metrics
 from zfunc.errors import NonFiniteError, RankError
@@ -58,9 +58,9 @@ def train_step(
     """Make one step on `batch = (inputs, targets)`; returns the next State and its metrics. `state` is donated.
 
     The first dimension of every tensor is split into `micro_batches` equal parts; the gradient is the mean over the
-    whole batch. Inputs and targets may be trees of dicts and tuples; tensors without dimensions, numbers and None
-    are the same in every part. What follows the targets goes to the last segment as well. A batch may be a dict:
-    its "labels" are the targets.
+    whole batch. Inputs and targets may be trees of dicts and tuples; tensors without dimensions, a
+    `zfunc.Whole(tensor)`, numbers and None are the same in every part. What follows the targets goes to the last
+    segment as well. A batch may be a dict: its "labels" are the targets.
 
     - `trace` times every operation. `debug` gives each stage only the regions it declared. `jitter` delays every
       operation at random.
@@ -240,7 +240,7 @@ def _check_rows(program: Program, batch: Batch) -> None:
 
 def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
     optimizer, settings, number = program.optimizer, program.settings, state.step + 1
-    shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    shapes = [(*t.shape,) for t in tree_leaves(unmarked(batch)) if isinstance(t, Tensor)]
     named = ("micro_batches", "clip_norm", "ema", "sync_buffers", "precision", "recompute")
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
