@@ -142,6 +142,9 @@ MIXED: dict[str, Callable[[int], Any]] = {
     },
 }
 """Models some of whose layers see so many tokens, in a window or a chunk, and others all before."""
+ERNIE = config(
+    "Ernie4_5_Moe", **SIZE, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0
+)
 DEEPSEEK = config("DeepseekV3", **SIZE | DEEPSEEK_SIZE | {"num_hidden_layers": 1, "num_key_value_heads": 4})
 
 

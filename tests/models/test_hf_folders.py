@@ -1,7 +1,9 @@
 """Folders of transformers: weights from one and back, to the bit, and what a wrong one is told."""
 
+import inspect
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import DEEPSEEK, T5, compiled, config, random_model, tokens, transformers, unequal
+from hf_models import (
+    CONFIGS,
+    DEEPSEEK,
+    ERNIE,
+    T5,
+    compiled,
+    config,
+    perturbed,
+    random_model,
+    tokens,
+    transformers,
+    unequal,
+)
 from torch import Tensor
 
 import zfunc
@@ -243,6 +257,75 @@ def test_buffers_that_transformers_saves_are_read_and_written(tmp_path: Path) ->
     assert not there
     with pytest.raises(ValueError, match="^config: got one of a model that saves .*expected its folder"):
         zfunc.hf.save(tmp_path / "other", program, state, config=model.config)
+
+
+# What `from_pretrained` reads of a class. Tests have the effects of the first; missing keys are refused, all of them.
+OF_WEIGHTS = {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"}
+OF_WEIGHTS |= {"_keys_to_ignore_on_load_missing", "_tied_weights_keys", "base_model_prefix", "config_class"}
+OF_PLACES = {
+    "_auto_class",
+    "_hf_peft_config_loaded",
+    "_prepare_peft_hotswap_kwargs",
+    "_is_distributed_loading_by_transformers",
+}
+OF_PLACES |= {"_device_mesh", "_mesh_manager", "_fsdp_size", "_tp_plan", "_tp_size", "_pp_plan"}
+OF_PLACES |= {"_supports_attention_backend"}
+
+
+def test_what_a_class_says_of_its_weights_is_known() -> None:
+    """A declaration that a new version of transformers honours is one that zfunc has to know."""
+    from transformers import core_model_loading, modeling_utils
+
+    source = inspect.getsource(modeling_utils.PreTrainedModel) + inspect.getsource(core_model_loading)
+    loading = source[source.index("def _get_dtype_plan") :]
+    declared = {
+        name
+        for owner in modeling_utils.PreTrainedModel.__mro__
+        if owner.__module__.startswith("transformers.")
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and not (callable(value) or hasattr(value, "__get__"))
+    }
+    read = {x for x in declared if re.search(rf"\b{x}\b", loading)}
+    assert {"_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"} <= read
+    assert read - OF_WEIGHTS - OF_PLACES == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("ERNIE 4.5", "bf16"), ("ERNIE 4.5", "fp16"), ("GPT-OSS", "fp16")]
+)
+def test_modules_that_a_class_keeps_in_fp32_are_so_on_the_device_and_in_folders(
+    name: str, precision: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    made = perturbed(transformers.AutoModelForCausalLM.from_config({**CONFIGS, "ERNIE 4.5": ERNIE}[name]()))
+    folder, dtype = (
+        write(made, tmp_path / "m"),
+        getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision]),
+    )
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    kept = {full for full, p in own.named_parameters() if p.dtype == torch.float32}
+    program = compiled(zfunc.hf.load(folder)[1], precision=precision)
+    assert kept == {x.name for b in program.layout.all_buckets if b.in_fp32 for x in b.spans}
+    assert kept
+    x, state = tokens(), zfunc.init(program)
+    state, metrics = zfunc.train_step(program, state, (x[:, :-1], x[:, 1:]))
+    assert metrics.loss == pytest.approx(float(own(x, labels=x).loss.detach()), rel=2e-3)
+    out = zfunc.hf.save(tmp_path / "saved", program, state, config=folder, dtype=precision)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(out)
+    exact = zfunc.params(program, state)
+    assert {full for full, p in saved.named_parameters() if torch.equal(p, exact[full])} >= kept
+    assert {full for full, p in saved.named_parameters() if p.dtype == torch.float32} == kept
+
+
+def test_tensors_that_a_class_leaves_aside_are_left_aside(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(ERNIE())
+    folder = write(model, tmp_path / "m")
+    rewrite(folder, lambda t: {**t, "model.mtp_block.0.weight": torch.ones(3)})
+    assert not transformers.AutoModelForCausalLM.from_pretrained(folder).training  # it takes the folder
+    program = compiled(zfunc.hf.load(folder)[1])
+    logits = zfunc.apply(program, zfunc.init(program), tokens())
+    assert torch.allclose(logits, model.eval()(tokens()).logits, atol=1e-5)
 
 
 def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ class Parameter:
     group: int = 0
     state_format: str = "fp32"  # a row of `zfunc.core.optimizer_state.STATE_FORMATS`
     work: UpdateWork = ELEMENTWISE
+    fp32_in: tuple[str, ...] = field(
+        default=(), converter=_tuple
+    )  # precisions in which it is fp32 on the device
 
     @name.validator  # pyright: ignore
     def _check_name(self, _: object, name: Any) -> None:
@@ -268,9 +271,11 @@ class Layout:
         >>> [p.name for p in layout.parameters[0]], layout.parameters[0][1].trainable
         (['a', 'b'], False)
         """
+        fp32 = {True: ("bf16", "fp16"), False: ()}  # at least in the one that the layout is for
         known = {
             span.name: Parameter(
-                span.name, span.shape, b.index < len(self.buckets), span.group, b.state_format, span.work
+                *(span.name, span.shape, b.index < len(self.buckets), span.group, b.state_format, span.work),
+                fp32_in=fp32[b.in_fp32],
             )
             for b in self.all_buckets
             for span in b.spans

@@ -615,7 +615,8 @@ class StepSettings:
         return chosen if self.streams else set()
 
     def in_fp32(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
-        """The names of the parameters that are fp32 on the device; none apart where the precision is that.
+        """The names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none apart
+        where the precision is that.
 
         Raises ValueError for a glob that matches no name.
 
@@ -624,7 +625,7 @@ class StepSettings:
         [['embed.norm.bias'], ['embed.norm.bias', 'embed.tok']]
         """
         names = dict.fromkeys(p.name for own in parameters for p in own)
-        chosen: set[str] = set()
+        chosen = {p.name for own in parameters for p in own if self.precision in p.fp32_in}
         for glob in self.fp32_params:
             matched = {x for x in names if fnmatchcase(x, glob) or fnmatchcase(x, f"{glob}.*")}
             if not matched:

@@ -264,8 +264,9 @@ def _mixed(program: Program, s: int) -> str:
     names = [repr(p.name) for p, dtype in own if dtype != program.dtype] or ["none of its parameters"]
     kept = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
     given = ",".join(program.settings.fp32_params)
+    by = f"fp32_params={given!r}" if given else "the model's class"
     return (
-        f" (fp32_params={given!r} keeps {kept} in fp32: let the code of the segment cast what meets them, or the "
+        f" ({by} keeps {kept} in fp32: let the code of the segment cast what meets them, or the "
         "segment below what it returns; or leave names out)"
     )
 

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfunc.engine.compile.purity import held
 from zfunc.engine.compile.segment import Segment, Values, segment
-from zfunc.models.hf.adapters import base_of, is_adapted, reset_adapters
+from zfunc.models.hf.adapters import base_name, base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare
-from zfunc.models.hf.families import LOSS, check_supported, check_transformers, is_tested
+from zfunc.models.hf.families import LOSS, check_supported, check_transformers, in_fp32, is_tested
 from zfunc.models.hf.parts import EmbedPart, HeadPart, LayerPart, LayerPlace, stop_before
 from zfunc.models.hf.recording import record
 from zfunc.models.hf.rotary import follows_length, replace_forward
@@ -281,7 +281,12 @@ def _named(
         cut.segment,
         name=name,
         parameters=tuple(
-            evolve(p, name=full[short], trainable=t.requires_grad and id(t) not in cutter.unused)
+            evolve(
+                p,
+                name=full[short],
+                trainable=t.requires_grad and id(t) not in cutter.unused,
+                fp32_in=in_fp32(cutter.model, base_name(full[short])),
+            )
             for p, (short, t) in zip(cut.segment.parameters, tensors.items(), strict=True)
         ),
         shared=earlier & {*full.values()},

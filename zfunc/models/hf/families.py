@@ -4,6 +4,7 @@ Settings of a config that segments would not honour are refused by name.
 """
 
 import importlib
+import re
 from typing import Any
 
 from zfunc.errors import install
@@ -80,6 +81,13 @@ def check_supported(model: Any, *, loss: bool) -> None:
             raise ValueError(
                 f"model: got a {name} with rotary positions of type {kind!r}: use one of {', '.join(ROPE)}"
             )
+
+
+def in_fp32(model: Any, name: str) -> tuple[str, ...]:
+    """The precisions in which the class of a model keeps a parameter in fp32, as `from_pretrained` does."""
+    strict, fp16 = model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules
+    kept = {"bf16": strict or (), "fp16": {*(strict or ()), *(fp16 or ())}}
+    return tuple(p for p, globs in kept.items() if any(re.search(x.replace("*", ".*"), name) for x in globs))
 
 
 def _is_causal(model: Any) -> bool:

@@ -29,7 +29,7 @@ from zfunc.engine.state.weights import rounded
 from zfunc.engine.step.evaluate import weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
-from zfunc.models.hf.families import check_transformers
+from zfunc.models.hf.families import check_transformers, in_fp32
 from zfunc.models.hf.loading import SINGLE, empty_model, read_config, saved_buffers
 from zfunc.runtime.accelerator import CPU
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
@@ -203,8 +203,12 @@ class _Contents:
         """Every tensor of the folder by name. `weights` are in their shapes, in fp32 if these are to be rounded."""
         yield from ((name, t.to(device)) for name, t in self.buffers.items())
         for name, values in weights if self.adapted is None else self.adapted.written(weights):
-            yield name, (rounded(name, values, dtype) if dtype else values).to(device)
+            yield name, (rounded(name, values, self._stored(name, dtype)) if dtype else values).to(device)
             del values  # before the next one is made
+
+    def _stored(self, name: str, dtype: Precision) -> Precision:
+        """The type of a tensor in a folder in `dtype`: fp32 where the class of the model keeps it."""
+        return "fp32" if dtype in in_fp32(self.model, name) else dtype
 
     def write(self, out: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
         """Write the folder, which gets its name when it is complete. Returns the size of its weights, in bytes.
@@ -248,8 +252,10 @@ class _Contents:
                 shutil.copyfile(self.origin / name, folder / name)
 
     def _write_weights(self, folder: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
-        stored = DTYPES[self.dtype].safetensors
-        tensors = [TensorInfo(name, stored, shape) for name, shape in self.shapes.items()]
+        tensors = [
+            TensorInfo(name, DTYPES[self._stored(name, self.dtype)].safetensors, shape)
+            for name, shape in self.shapes.items()
+        ]
         tensors += [
             TensorInfo(k, SAFETENSORS_TYPES[t.dtype], tuple(t.shape)) for k, t in self.buffers.items()
         ]

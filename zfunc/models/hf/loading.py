@@ -34,7 +34,7 @@ from zfunc.models.hf.families import (
 from zfunc.values import of_type
 
 SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
-_OLD_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
+_OLD_BUFFERS = r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq|position_ids)$"  # that older versions saved
 LARGEST = {
     "num_hidden_layers": MOST_LAYERS,
     **dict.fromkeys(
@@ -190,6 +190,7 @@ class FolderWeights:
         renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
         converters = [x for x in conversions if not isinstance(x, WeightRenaming)]
         parts: dict[str, list[_StoredTensor]] = {owners.get(name, name): [] for name in state}
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
         stored = sorted(_stored_tensors(folder), key=lambda t: dot_natural_key(t.name))  # experts in order
         for t in stored:
             name, pattern = t.name, None
@@ -197,7 +198,7 @@ class FolderWeights:
                 name, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
             if name in state:
                 parts[owners.get(name, name)].append(evolve(t, pattern=pattern))
-            elif not _OLD_BUFFERS.search(t.name):
+            elif not any(re.search(x, name) for x in ignored):
                 hint = did_you_mean(t.name, [x for x in parts if not parts[x]])
                 raise CheckpointError(
                     f"{t.file}: got {t.name!r}{hint}, which the model does not have: {NEXT}"
