@@ -259,7 +259,7 @@ def test_buffers_that_transformers_saves_are_read_and_written(tmp_path: Path) ->
         zfunc.hf.save(tmp_path / "other", program, state, config=model.config)
 
 
-# What `from_pretrained` reads of a class. Tests have the effects of the first; missing keys are refused, all of them.
+# What `from_pretrained` reads of a class. Tests have the effects of the first; missing keys are refused.
 OF_WEIGHTS = {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"}
 OF_WEIGHTS |= {"_keys_to_ignore_on_load_missing", "_tied_weights_keys", "base_model_prefix", "config_class"}
 OF_PLACES = {

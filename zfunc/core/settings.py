@@ -615,8 +615,8 @@ class StepSettings:
         return chosen if self.streams else set()
 
     def in_fp32(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
-        """The names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none apart
-        where the precision is that.
+        """The names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none
+        apart where the precision is that.
 
         Raises ValueError for a glob that matches no name.
 

@@ -312,8 +312,8 @@ def _compute_buffers(model: Any) -> dict[int, Tensor]:
     unknown = {name: t for name, t in model.named_buffers() if t.is_meta and t.is_floating_point()}
     real = {id(t): torch.full(t.shape, torch.nan, dtype=t.dtype, device="cpu") for t in unknown.values()}
     if real:
-        same = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        copied = copy.deepcopy(model, {**same, **real})
+        without = {id(p): p.to("meta") for p in model.parameters()}  # and of what is real, a copy
+        copied = copy.deepcopy(model, {**without, **real})
         with torch.no_grad(), seeded_sequence(0):
             for module in reversed([*copied.modules()]):  # children first
                 if any(True for _ in module.buffers()):
