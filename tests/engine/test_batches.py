@@ -135,3 +135,37 @@ def test_every_micro_batch_gets_all_of_a_tensor_that_is_whole(rows: int) -> None
     expected = plain[1](plain[0]((ROWS, table)), TARGETS)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*seen, strict=True))
+
+
+class Contrastive(nn.Linear):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        del targets
+        y = torch.tanh(super().forward(x))
+        return nn.functional.cross_entropy(y @ y.T, torch.arange(len(y)))
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        errors, seen = (super().forward(x)[:, 0] - targets).abs(), targets > 0.3
+        return (errors * seen).sum() / seen.sum()
+
+
+class Mean(nn.Linear):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (super().forward(x)[:, 0] - targets).abs().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("loss", [Contrastive, Masked, Mean])
+def test_a_loss_that_is_no_mean_over_rows_has_a_line(
+    loss: type[nn.Linear], micro_batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    program = zfunc.compile(
+        [zfunc.segment("loss", loss(4, 3))], micro_batches=micro_batches, precision="fp32", device="cpu"
+    )
+    state = zfunc.init(program)
+    for _ in range(2):
+        state, _ = zfunc.train_step(program, state, (ROWS * 3, TARGETS), debug=True)
+    said = [x.message for x in caplog.records if "no mean over rows" in x.message]
+    assert len(said) == (micro_batches == 2 and loss is not Mean)

@@ -423,3 +423,23 @@ def test_a_dtype_of_torch_is_taken(dtype: Any) -> None:
     for other in (torch.int8, "torch.float32"):
         with pytest.raises(ValueError, match=r"precision: got '?torch\..*, expected one of fp32"):
             zfunc.compile(segments, precision=other, device="cpu")  # pyright: ignore
+
+
+def test_an_input_that_forward_refuses_has_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the lines that torch logs before."""
+    program = zfunc.compile(
+        [zfunc.segment("body", nn.Linear(9, 8)), zfunc.segment("loss", Loss(8))], device="cpu"
+    )
+    with pytest.raises(ValueError, match="segment 'body': got an error on inputs of shape"):
+        zfunc.train_step(program, zfunc.init(program), regression()(0))
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_lack_of_memory_names_what_is_kept_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfunc.engine.compile.program.available_host_bytes", lambda: 1)
+    given = {"offload_ratio": 0.5, "params_on": "host", "persistent_params": 64, "bucket_size": 300}
+    program = zfunc.compile(tied_gpt()[0], device="cpu", **given)
+    with pytest.raises(
+        zfunc.OutOfMemory, match="offload_ratio=0.5 and persistent_params=64 keeps? state or par"
+    ):
+        zfunc.init(program)

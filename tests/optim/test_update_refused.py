@@ -245,3 +245,14 @@ def test_wrappers_of_torch_func() -> None:
 def test_an_instruction_set_the_cpu_lacks() -> None:
     with pytest.raises(ValueError, match="does not run"):
         kernel.accumulate(0, torch.zeros(4).data_ptr(), 0, 4, kernel.FP32, False, 1, 99)
+
+
+def test_a_scalar_of_an_own_rule_has_a_name_that_factors_have() -> None:
+    class Named(zfunc.Lion):
+        def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:
+            return {"speed": lr * step, **factors}
+
+    with pytest.raises(
+        TypeError, match="Named.scalars: got the number 'speed', expected some of rate, keep, add, "
+    ):
+        Named()

@@ -218,7 +218,8 @@ class Elementwise(KernelOptimizer):
 
     @abstractmethod
     def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:
-        """The numbers of step `step`, counted from 1, for `update`, by the names of `Factors`."""
+        """The numbers of step `step`, counted from 1, for `update`: some of rate, keep, add, look_keep, look_add,
+        keep_sq, add_sq, root_scale, eps and initial, the fields of `zfunc.optim.rules.Factors`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -295,5 +296,8 @@ class Elementwise(KernelOptimizer):
             **self.scalars(decision.number, **decision.factors),
         }
         for name, value in found.items():
+            if name not in Factors._fields[2:]:
+                got, known = f"the number {name!r}", f"some of {', '.join(Factors._fields[3:])}"
+                refuse(f"{type(self).__name__}.scalars", got, known, "name it as one of them", TypeError)
             number(f"{type(self).__name__}'s settings (as {name})", value)
         return Factors(scale, grad_floor_of(scale), **found)

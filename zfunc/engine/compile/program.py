@@ -129,6 +129,9 @@ class ProgramCache:
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     looks: dict[str, Look] = field(factory=dict)  # at the modules of segments, before the last step
+    compares_loss: bool | None = (
+        None  # whether the next step compares a loss with those of its halves; None: yet
+    )
     said: set[str] = field(factory=set)  # warnings that have been logged, each once
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
@@ -313,9 +316,19 @@ def memory_shortage(
             fewer = (
                 " fewer segments on it (`cut` of the order)," if len(apart) > 1 and memory in apart else ""
             )
+            kept = "" if memory == "host" and apart else _kept_on_device(program)
             return (
                 f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
-                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use{fewer} more "
-                "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
+                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started{kept}. Use{fewer} "
+                "more micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
     return ""
+
+
+def _kept_on_device(program: Program) -> str:
+    """The settings by which a device keeps what it need not."""
+    spec, settings = program.spec, program.settings
+    persistent = [x for x in spec.layout.all_buckets if x.persistent]
+    reasons = [f"offload_ratio={settings.offload_ratio}"] if spec.resident else []
+    reasons += [f"persistent_params={settings.persistent_params}"] if persistent and settings.streams else []
+    return f"; {' and '.join(reasons)} keeps state or parameters on the device" if reasons else ""

@@ -51,6 +51,7 @@ NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what t
     ),
 }
 log = logging.getLogger("zfunc")
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def specialize(
@@ -297,6 +298,7 @@ def _trace_one(
         y, paths[:] = known[key]
         return y
 
+    before, FAKE_LOG.disabled = FAKE_LOG.disabled, True  # 25 lines before the message below
     try:
         made = trace(
             call.plain,
@@ -330,3 +332,5 @@ def _trace_one(
             f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
             f"{type(error).__name__}: {error}{_mixed(program, s)}"
         ) from error
+    finally:
+        FAKE_LOG.disabled = before

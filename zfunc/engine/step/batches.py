@@ -51,8 +51,8 @@ def unpacked(batch: Any, last: Segment) -> Batch:
 def _labels_apart(batch: Mapping[str, Any]) -> Batch:
     if LABELS not in batch:
         raise ValueError(
-            f"batch: got a dict of {sorted(batch)}, expected {LABELS!r} in it: pass (inputs, targets), or, for a loss "
-            "without targets, (batch, None)"
+            f"batch: got a dict of {sorted(batch)}, expected {LABELS!r} in it: pass (inputs, targets), or, for a "
+            "loss without targets, (batch, None)"
         )
     return {name: x for name, x in batch.items() if name != LABELS}, batch[LABELS]
 

@@ -5,6 +5,7 @@ A State counts a deferred update as made already: the next step makes it, or who
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.recipes import flush_recipe
-from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, staging_buffers
+from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, staging_buffers, warn_once
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
@@ -84,6 +85,7 @@ def step_on(
         patience=program.executor.patience,
         aux=shaped.spec.aux,
         unused=shaped.spec.unused,
+        warn=partial(warn_once, program) if program.cache.compares_loss else None,
     )
     state.buffers.close()
     decision = Region("decision")

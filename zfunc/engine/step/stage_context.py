@@ -60,6 +60,7 @@ class StepContext:
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
     aux: tuple[str, ...] = ()  # names of the last segment's auxiliary outputs
+    warn: Callable[[str], None] | None = None  # where the first loss is to be compared with those of its rows
     unused: tuple[str, ...] = ()  # parameters that no path from the loss leads to
 
     def decision(

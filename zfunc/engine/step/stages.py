@@ -4,6 +4,7 @@ A stage accesses `mem[region]` for the regions of its own operation and no other
 gets no others. It returns nothing: it writes the regions that its operation writes.
 """
 
+import math
 from collections import ChainMap
 from collections.abc import Callable, Container, Mapping
 from functools import partial
@@ -20,7 +21,7 @@ from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
-from zfunc.engine.compile.passes import aux_names, check_aux_names
+from zfunc.engine.compile.passes import aux_names, check_aux_names, loss_and_aux
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.engine.state.memory import ActivationSlot
@@ -59,6 +60,8 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     """Run one segment, with random numbers seeded by micro-batch and segment."""
     m, s = op.index
     call = step.calls[s]
+    if step.warn is not None and m == 0 and op.touches("loss"):
+        _compare_loss(op, mem, step, step.warn)
     with step.randomness(m, s), keys_in(_host_of(op, mem)):
         x = mem[_input(op)]
         before = (
@@ -79,6 +82,36 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
         mem[output] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals, before
+
+
+def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], None]) -> None:
+    """Warn if the loss of a micro-batch is not the mean of its halves', so that another number of micro-batches is
+    another loss. It takes no more memory than forward does."""
+    call, inputs = step.calls[op.index[1]], _with_targets(mem[_input(op)], op, mem)
+    buffers = buffer_views(mem[op.read("module_buffers")], call.buffers) if call.buffers else {}
+    weights = _weights(op, mem, call, buffers)
+    rows = max((len(t) for t in tree_leaves(inputs[1:]) if isinstance(t, Tensor) and t.dim()), default=0)
+
+    def loss_of(start: int, stop: int) -> float:
+        part = tree_map_only(Tensor, lambda t: t[start:stop] if t.dim() and len(t) == rows else t, inputs)
+        with torch.no_grad(), step.randomness(*op.index):
+            return float(
+                loss_and_aux(call.name, call.evaluate({**weights.trained, **weights.fixed}, *part))[0]
+            )
+
+    if rows > 1:
+        half = rows // 2
+        try:
+            whole, parts = loss_of(0, rows), half * loss_of(0, half) + (rows - half) * loss_of(half, rows)
+        except Exception:  # of code for one number of rows, which nobody cuts otherwise
+            return
+        parts, near = parts / rows, 1e-3 if step.dtype == torch.float32 else 3e-2
+        if not math.isclose(whole, parts, rel_tol=near, abs_tol=1e-3):
+            warn(
+                f"segment {call.name!r}: the loss is no mean over rows: {whole:.4g} of {rows} rows, {parts:.4g} as "
+                "the mean of two halves. A step has the mean of the losses of micro-batches, each of its own rows: "
+                "contrastive losses need micro_batches=1 on one rank, masked ones weights of the whole batch"
+            )
 
 
 def recompute(op: Op, mem: Memory, step: StepContext) -> None:

@@ -116,6 +116,10 @@ def _train_step(
     shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
     _check_ranks_agree(program, shaped, state, batch, shortage)
 
+    if program.cache.compares_loss is None:
+        several = program.settings.micro_batches * ranks.world > 1
+        program.cache.compares_loss = several and program.settings.tiles == 1
+
     # 2. The regions that are this step's own: micro-batches, what it commits, where it saves.
     staging_buffers(program, shaped)
     micros = enumerate(split_batch(batch, program.settings.micro_batches))
@@ -139,6 +143,7 @@ def _train_step(
     finally:
         if writer is not None:
             writer.abandon()  # no effect on a published checkpoint
+    program.cache.compares_loss = False
     decision: StepDecision = mem[Region("decision")]
     norm: float = mem[Region("norm")]
     owner.settle(
