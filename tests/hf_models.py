@@ -142,6 +142,18 @@ MIXED: dict[str, Callable[[int], Any]] = {
     },
 }
 """Models some of whose layers see so many tokens, in a window or a chunk, and others all before."""
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 8, "patch_size": 4}
+TEXT = SIZE | {"head_dim": 16, "sliding_window": 4, "layer_types": TYPES}
+GEMMA_IMAGES = config("Gemma3", text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4)
+GEMMA_4 = config(
+    "Gemma4Text",
+    **TEXT,
+    global_head_dim=16,
+    vocab_size_per_layer_input=VOCAB,
+    hidden_size_per_layer_input=0,
+    num_kv_shared_layers=0,
+)
 ERNIE = config(
     "Ernie4_5_Moe", **SIZE, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0
 )

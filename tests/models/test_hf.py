@@ -17,6 +17,8 @@ import torch
 from hf_models import (
     CONFIGS,
     DEEPSEEK,
+    GEMMA_4,
+    GEMMA_IMAGES,
     GPT2,
     HYBRIDS,
     IGNORED,
@@ -397,15 +399,21 @@ def turned(model: Any) -> Any:
 
 
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 8, "n_head": 2, "n_layer": 1}
-OTHER_ROPE = {"rope_type": "proportional", "rope_theta": 1e4}
+
+
+def with_rope(model: Any, kind: str) -> Any:
+    model.config.rope_parameters["rope_type"] = kind
+    return model
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "expected a model of transformers": lambda: torch.nn.Linear(1, 1),
-    "no next-token loss of its own: pass loss=.* expected a causal": lambda: transformers.T5Model(
+    "an encoder-decoder, with two inputs: pass loss=.* expected a causal": lambda: transformers.T5Model(
         config("T5", **T5)()
     ),
     "no next-token loss of its own: pass loss=": lambda: transformers.LlamaModel(CONFIGS["Llama"]()),
-    "rotary positions of type 'proportional': use one of default, ": lambda: transformers.LlamaForCausalLM(
-        config("Llama", **SIZE, rope_parameters=OTHER_ROPE)()
+    "rotary positions of type 'axial': use one of default, ": lambda: with_rope(
+        random_model("Llama"), "axial"
     ),
     r"in segments \(.* autograd.Function .*zfunc\.segment\(": lambda: transformers.BloomForCausalLM(
         config("Bloom", **BLOOM)()
@@ -427,6 +435,8 @@ def test_unsupported_models_are_refused_with_what_to_do(message: str) -> None:
 OTHERS: dict[str, Callable[[], Any]] = {
     "Granite": config("Granite", **SIZE, logits_scaling=3.0, embedding_multiplier=2.0),
     "Falcon": config("Falcon", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "Gemma 4": GEMMA_4,
+    "Gemma 3 with images": GEMMA_IMAGES,
     **HYBRIDS,
 }
 

@@ -15,6 +15,7 @@ from hf_models import (
     CONFIGS,
     DEEPSEEK,
     ERNIE,
+    GEMMA_IMAGES,
     T5,
     compiled,
     config,
@@ -30,6 +31,7 @@ import zfunc
 from zfunc.cli.main import main
 from zfunc.engine.compile.program import Program
 from zfunc.errors import CheckpointError
+from zfunc.train.pretrained import PretrainedModel
 
 
 def write(model: Any, folder: Path, **given: Any) -> Path:
@@ -186,7 +188,8 @@ def test_a_head_that_is_tied_but_stored_otherwise_is_refused(tmp_path: Path) -> 
 def test_a_folder_of_another_kind_is_not_supported_rather_than_damaged(tmp_path: Path) -> None:
     transformers.T5Model(config("T5", **T5)()).save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match="^model: got a T5Model, which is none, expected a causal language model"
+        ValueError,
+        match="^model: got a T5Model, which is an encoder-decoder, with two inputs, expected a causal language",
     ):
         zfunc.hf.load(tmp_path)
 
@@ -326,6 +329,19 @@ def test_tensors_that_a_class_leaves_aside_are_left_aside(tmp_path: Path) -> Non
     program = compiled(zfunc.hf.load(folder)[1])
     logits = zfunc.apply(program, zfunc.init(program), tokens())
     assert torch.allclose(logits, model.eval()(tokens()).logits, atol=1e-5)
+
+
+def test_a_model_of_images_and_text_trains_on_text(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = perturbed(transformers.AutoModelForCausalLM.from_config(GEMMA_IMAGES()))
+    folder = write(model, tmp_path / "m")
+    program, state = trained(folder)
+    assert PretrainedModel(folder, model.config, ()).sizes["num_layers"] == len(program.segments) - 2
+    out = zfunc.hf.save(tmp_path / "saved", program, state, config=folder)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert torch.allclose(saved(tokens()).logits, zfunc.apply(program, state, tokens()), atol=1e-5)
+    changed = {x for x, p in saved.named_parameters() if not torch.equal(p, model.get_parameter(x))}
+    assert changed == {x for x, _ in model.named_parameters() if "language_model" in x}
 
 
 def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> None:

@@ -35,23 +35,28 @@ class PretrainedModel:
         return next(iter(self.config.architectures or ()), self.config.model_type)
 
     @property
+    def text(self) -> Any:
+        """The config of its language model, which models of images have beside another."""
+        return self.config.get_text_config()
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Its layers, features and heads, by the names of `TrainSettings`."""
-        layers, heads = self.config.num_hidden_layers, self.config.num_attention_heads
-        return {"num_layers": layers, "hidden_size": self.config.hidden_size, "num_attention_heads": heads}
+        layers, heads = self.text.num_hidden_layers, self.text.num_attention_heads
+        return {"num_layers": layers, "hidden_size": self.text.hidden_size, "num_attention_heads": heads}
 
     @property
     def vocab_size(self) -> int:
         """Rows of its embedding."""
-        return int(self.config.vocab_size)
+        return int(self.text.vocab_size)
 
     @property
     def longest(self) -> int | None:
         """The positions that it has, if they are limited."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
+        rope = getattr(self.text, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":
             return None
-        return getattr(self.config, "max_position_embeddings", None)
+        return getattr(self.text, "max_position_embeddings", None)
 
 
 def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | None:
@@ -90,7 +95,8 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
     """
     path, end = settings.tokenizer, None
     if model is not None:
-        end = getattr(model.config, "eos_token_id", None)
+        ends = (getattr(x, "eos_token_id", None) for x in (model.config, model.text))
+        end = next((x for x in ends if x is not None), None)
         end = next(iter(end), None) if isinstance(end, list) else end  # of several, the first
         if path is None and not (settings.data is not None and holds_tokens(settings.data)):
             path = model.folder / TOKENIZER

@@ -110,17 +110,12 @@ def _size(model: Any) -> int:
 
 def _small_config(model: Any) -> Any:
     """The config of a model with one layer of each kind, at least two, as much narrower as it has to be."""
-    layers = model.config.num_hidden_layers
-    kinds = getattr(model.config, "layer_types", None) or [""]
-    few = min(layers, max(2, *(kinds.index(x) + 1 for x in kinds)))
+    from transformers import PreTrainedConfig
+
     for shrink in (1, 2, 4, 8, 16, 32, 64):
         config = copy.deepcopy(model.config)
-        for key, value in vars(config).items():
-            if isinstance(value, list) and len(value) == layers:
-                setattr(config, key, value[:few])
-            elif key in (*_WIDTHS, *_COUNTS) and isinstance(value, int):
-                setattr(config, key, max(1, value // shrink))
-        config.num_hidden_layers = few
+        for part in (config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))):
+            _shrink(part, shrink)
         try:
             with torch.device("meta"):
                 if _size(type(model)(copy.deepcopy(config))) <= SMALL:
@@ -131,6 +126,20 @@ def _small_config(model: Any) -> Any:
         f"model: got a {type(model).__name__} too large to compare with its segments, and a config that cannot be "
         f"made smaller: {BY_HAND}"
     )
+
+
+def _shrink(config: Any, factor: int) -> None:
+    """Leave few layers, so much narrower, of one of a model's configs."""
+    layers = getattr(config, "num_hidden_layers", None)
+    kinds = getattr(config, "layer_types", None) or [""]
+    few = min(layers or 0, max(2, *(kinds.index(x) + 1 for x in kinds)))
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, key, value[:few])
+        elif key in (*_WIDTHS, *_COUNTS) and isinstance(value, int):
+            setattr(config, key, max(1, value // factor))
+    if layers is not None:
+        config.num_hidden_layers = few
 
 
 def _difference(

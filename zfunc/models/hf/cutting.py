@@ -185,7 +185,7 @@ class _Cutter:
 
     def _embed(self) -> nn.Module:
         """Everything before the first layer."""
-        most = getattr(self.model.config, "max_position_embeddings", None)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         before = [m for x, m in self.model.named_modules() if x in self.recording.before]
         tables = [
             m for m in before if isinstance(m, nn.Embedding) and m is not self.model.get_input_embeddings()
@@ -209,7 +209,7 @@ class _Cutter:
         part = self._part(
             *(HeadPart, len(self.layers) - 1, self.recording.head | self.unused),
             linear=self.recording.linear if loss is None else None,
-            softcap=getattr(self.model.config, "final_logit_softcapping", None),
+            softcap=getattr(self.model.config.get_text_config(), "final_logit_softcapping", None),
             loss=loss,
             routers=sum(x is not None for x in self.routers),
             balance=getattr(self.model, "router_aux_loss_coef", 0.0),
@@ -309,22 +309,28 @@ def _take_buffers(part: nn.Module, real: Mapping[int, Tensor]) -> Values:
 
 def _compute_buffers(model: Any) -> dict[int, Tensor]:
     """The values of buffers on meta, as transformers sets them, by the ids of these. Parameters stay on meta."""
-    unknown = {name: t for name, t in model.named_buffers() if t.is_meta and t.is_floating_point()}
-    real = {id(t): torch.full(t.shape, torch.nan, dtype=t.dtype, device="cpu") for t in unknown.values()}
+    real: dict[int, Tensor] = {}
+    for t in model.buffers():
+        if t.is_meta and t.dtype != torch.bool:
+            real[id(t)] = torch.full(t.shape, _unset(t), dtype=t.dtype, device="cpu")
     if real:
         without = {id(p): p.to("meta") for p in model.parameters()}  # and of what is real, a copy
         copied = copy.deepcopy(model, {**without, **real})
         with torch.no_grad(), seeded_sequence(0):
-            for module in reversed([*copied.modules()]):  # children first
-                if any(True for _ in module.buffers()):
-                    model._init_weights(module)
+            copied.initialize_weights()
     for name, t in model.named_buffers():
-        if t.is_meta and (id(t) not in real or real[id(t)].isnan().any()):
+        got = real.get(id(t))
+        if t.is_meta and (got is None or (got.isnan() | (got == _unset(t))).any()):
             raise ValueError(
                 f"model: got one on the meta device whose buffer {name!r} cannot be computed, expected one that "
                 f"a {type(model).__name__} sets with its initial weights: make the model on the CPU"
             )
     return real
+
+
+def _unset(t: Tensor) -> float | int:
+    """A value that no buffer of this type has."""
+    return torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).min
 
 
 def _draw_values(name: str, part: nn.Module, constants: Values, model: Any, seed: int) -> Values:

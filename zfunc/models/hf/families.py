@@ -13,7 +13,7 @@ OLDEST = (5, 12)  # transformers; 5.0 computes some of these models differently
 MISSING = f"zfunc.hf: got no transformers, expected version 5.12 or newer: {install('hf')}"
 BY_LENGTH = ("dynamic", "longrope")
 """Types of rotary positions whose frequencies follow the length: `rotary.py` makes them."""
-ROPE = ("default", "linear", "llama3", "yarn", *BY_LENGTH)
+ROPE = ("default", "linear", "llama3", "yarn", "proportional", *BY_LENGTH)
 
 FAMILIES = (
     *("GPT2LMHeadModel", "GPTNeoXForCausalLM"),
@@ -57,7 +57,7 @@ def check_supported(model: Any, *, loss: bool) -> None:
             "zfunc.segment(name, module)"
         )
     if not loss and not _is_causal(model):
-        raise why_unsupported(name, f"which has no next-token loss of its own: {LOSS}; without them")
+        raise why_unsupported(name, f"{kind_of(config)}: {LOSS}; without them")
     if not (loss or is_tested(model)) and getattr(config, "is_decoder", True) is False:
         raise why_unsupported(name, "which is not supported as an encoder: its is_decoder is off")
     for parameter, p in model.named_parameters():
@@ -98,6 +98,15 @@ def _is_causal(model: Any) -> bool:
 
     classes = MODEL_FOR_CAUSAL_LM_MAPPING
     return any(kind in classes and isinstance(model, classes[kind]) for kind in type(model.config).__mro__)
+
+
+def kind_of(config: Any) -> str:
+    """What a model is that is no causal language model, by its config."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "which is an encoder-decoder, with two inputs"
+    if hasattr(config, "vision_config") or hasattr(config, "image_size"):
+        return "which is a model of images"
+    return "which has no next-token loss of its own"
 
 
 def why_unsupported(name: str, reason: str) -> ValueError:

@@ -28,6 +28,7 @@ from zfunc.models.hf.cutting import cut_model
 from zfunc.models.hf.families import (
     check_supported,
     check_transformers,
+    kind_of,
     kind_of_quantization,
     why_unsupported,
 )
@@ -125,9 +126,9 @@ def empty_model(config: Any, place: Path | None = None) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise why_unsupported(next(iter(config.architectures or ()), config.model_type), "which is none")
+        raise why_unsupported(next(iter(config.architectures or ()), config.model_type), kind_of(config))
     for name, most in LARGEST.items():
-        size = getattr(config, name, None)
+        size = getattr(config.get_text_config(), name, None)
         if isinstance(size, int) and not 1 <= size <= most:  # some families have one for each layer
             raise ValueError(
                 f"{place or 'config'}: got {name} {size!r:.30}, expected a whole number from 1 to {most:,}: {NEXT}"

@@ -94,7 +94,7 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
             f"returns: {BY_HAND}"
         )
     logits, projected = getattr(output, "logits", None), calls.projected
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     projects = len(projected) == 1 and logits is not None and (logits is projected[0] or softcap is not None)
     firsts: dict[Any, int] = {}
     return Recording(
