@@ -5,6 +5,7 @@ what was got, what was expected and what to give instead. What one may choose fr
 of the command and the shell's completion read it.
 """
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -124,6 +125,17 @@ def path(name: str, value: Any) -> None:
     """A path that names a file or a folder."""
     if value.exists() and not value.name:  # "", "." and "/"
         raise ValueError(f"{name}: got {str(value)!r}, expected the path of a file or folder: name it")
+
+
+def json_object(name: str, value: Any) -> None:
+    """The text of a JSON object."""
+    try:
+        if not isinstance(json.loads(value), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: got {value!r:.60} ({error}), expected a JSON object: write it so"
+        ) from error
 
 
 def file_to_write(*suffixes: str) -> Check:

@@ -1,5 +1,6 @@
 """Chats: the text that a template makes of them, which tokens are learned, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,18 @@ THINKING = (  # as Qwen 3: the last turn alone has its thoughts
     "\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% endif %}"
 )
+OPENED = HEADERS.replace("\n\n{% endif", "\n\n<think>\n{% endif")  # as DeepSeek R1
+TOOLS = (  # as Qwen's, which leaves out roles that it does not know
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{% for m in messages %}"
+    "{% if m.role in ('system', 'user', 'assistant', 'tool') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not (thinks | default(true)) %}</think>{% endif %}"
+    "{% endif %}"
+)
 ODD = "{{ messages | length }}{% if add_generation_prompt %}?{% endif %}"
 ENDINGS = {  # of what is learned of a turn, by the template
-    "chatml": (CHATML, "{}<|im_end|>\n"),
+    "chatml": (CHATML, "{}<|im_end|>"),
     "headers": (HEADERS, "{}<|eot|>"),
     "inst": (INST, " {} </s>"),
     "marked": (MARKED, "{}!"),
@@ -45,7 +55,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|h|>", "<|/h|>", "<|eo
 TURNS = [("hi there", "Hello, größer!"), ("and now?", "  indented\n\nlines"), ("1+1", "2")]
 
 
-def saved(folder: Path, template: str | None) -> Any:
+def saved(folder: Path, template: Any) -> Any:
     """A tokenizer as transformers saves it, of bytes with some merges."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,9 +72,9 @@ def saved(folder: Path, template: str | None) -> Any:
     return tokenizer
 
 
-def corpus_of(folder: Path, *records: Any) -> tuple[Tokenizer, Any]:
+def corpus_of(folder: Path, *records: Any, **variables: Any) -> tuple[Tokenizer, Any]:
     """The tokenizer that was saved in a folder, and the corpus of records with it."""
-    tokenizer = open_tokenizer(folder / "tokenizer.json")
+    tokenizer = open_tokenizer(folder / "tokenizer.json", template_args=variables)
     return tokenizer, opened(write_jsonl(folder / "a.jsonl", *records), folder, tokenizer=tokenizer)
 
 
@@ -112,7 +122,7 @@ def test_the_tokens_are_the_templates_and_the_assistants_turns_are_learned(name:
 def test_a_template_that_writes_earlier_turns_otherwise_gives_a_document_a_turn(tmp_path: Path) -> None:
     saved(tmp_path, THINKING)
     tokenizer, corpus = corpus_of(tmp_path, {"messages": messages(3)})
-    answers = [f"<think>\n</think>\n{answer}<|im_end|>\n" for _, answer in TURNS]
+    answers = [f"<think>\n</think>\n{answer}<|im_end|>" for _, answer in TURNS]
     assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == answers
     assert "1 files, 3 documents" in str(corpus)
 
@@ -155,3 +165,121 @@ def test_a_chat_that_cannot_be_written_is_refused(
     saved(tmp_path, template)
     with pytest.raises(ValueError, match=message):
         corpus_of(tmp_path, {"messages": messages(1, system=system)})
+
+
+# --- formats of records -----------------------------------------------------------------------------------
+
+ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "now"}
+WEATHER = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALLS: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    {"role": "tool", "content": "7"},
+    {
+        "role": "assistant",
+        "content": "b",
+        "tool_calls": [{"function": {"name": "g", "arguments": {"y": "z"}}}],
+    },
+]
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+FORMATS: dict[
+    str, tuple[Any, list[Any], Any]
+] = {  # a record, and its messages and tools as transformers has them
+    "arguments as text": ({"messages": [ASKED, called('{"x": null}')]}, [ASKED, called({"x": None})], None),
+    "no arguments": ({"messages": [ASKED, called("")]}, [ASKED, called({})], None),
+    "no calls": ({"messages": [ASKED, ANSWERED | {"tool_calls": []}]}, [ASKED, ANSWERED], None),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": x} for x in "hi"]}, ANSWERED]},
+        [ASKED, ANSWERED],
+        None,
+    ),
+    "json": (
+        {"messages": json.dumps([ASKED, ANSWERED]), "tools": json.dumps([WEATHER])},
+        [ASKED, ANSWERED],
+        [WEATHER],
+    ),
+    "tools as texts": (
+        {"messages": [ASKED, ANSWERED], "tools": [json.dumps(WEATHER)]},
+        [ASKED, ANSWERED],
+        [WEATHER],
+    ),
+    "no tools": ({"messages": [ASKED, ANSWERED], "tools": []}, [ASKED, ANSWERED], None),
+    "developer": (
+        {"messages": [{"role": "developer", "content": "a"}, ASKED, ANSWERED]},
+        [{"role": "system", "content": "a"}, ASKED, ANSWERED],
+        None,
+    ),
+    "the user's last turn": ({"messages": [ASKED, ANSWERED, ASKED]}, [ASKED, ANSWERED], None),
+    "ShareGPT": (
+        {"system": "a", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "now"}]},
+        [{"role": "system", "content": "a"}, ASKED, ANSWERED],
+        None,
+    ),
+    "Alpaca": (
+        {"instruction": "1", "input": "2", "output": "now", "text": "somebody's own"},
+        [{"role": "user", "content": "1\n\n2"}, ANSWERED],
+        None,
+    ),
+    "Alpaca without input": ({"instruction": "hi", "input": "", "output": "now"}, [ASKED, ANSWERED], None),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_text_of_a_format_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    record, chat, tools = FORMATS[name]
+    own = saved(tmp_path, {"default": TOOLS, "tool_use": f"tools {TOOLS}"})
+    tokenizer, corpus = corpus_of(tmp_path, record)
+    assert tokens_of(corpus) == own.apply_chat_template(chat, tools=tools)["input_ids"]
+    written = own.apply_chat_template(chat, tools=tools, tokenize=False).rpartition("assistant\n")[2]
+    assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == [written.removesuffix("\n")]
+    assert ("left out: 1 messages after" in str(corpus)) == (name == "the user's last turn")
+
+
+def test_of_messages_as_a_prompt_nothing_is_learned(tmp_path: Path) -> None:
+    own = saved(tmp_path, CHATML)
+    prompt, completion = [ASKED, ANSWERED, ASKED], [ANSWERED | {"content": "lines"}]
+    tokenizer, corpus = corpus_of(tmp_path, {"prompt": prompt, "completion": completion})
+    assert tokens_of(corpus) == own.apply_chat_template([*prompt, *completion])["input_ids"]
+    assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == ["lines<|im_end|>"]
+
+
+def test_a_table_of_arrow_gives_a_call_no_keys_of_others(tmp_path: Path) -> None:
+    datasets, own = pytest.importorskip("datasets"), saved(tmp_path, TOOLS)
+    chat = [ASKED, *CALLS]
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tools = [WEATHER, {"type": "function", "function": {"name": "g", "parameters": parameters}}]
+    datasets.Dataset.from_list([{"messages": chat, "tools": tools}]).to_parquet(tmp_path / "a.parquet")
+    tokenizer = open_tokenizer(tmp_path / "tokenizer.json")
+    expected = own.apply_chat_template(chat, tools=tools)["input_ids"]
+    assert tokens_of(opened(tmp_path / "a.parquet", tmp_path, tokenizer=tokenizer)) == expected
+
+
+def test_a_turn_begins_where_it_is_written_otherwise_than_asked_for(tmp_path: Path) -> None:
+    """As where prompts open a thought that the data does not have, or has."""
+    own = saved(tmp_path, OPENED)
+    answers = ["now", "<think>\nlines</think>now"]
+    chat = [x for answer in answers for x in (ASKED, ANSWERED | {"content": answer})]
+    tokenizer, corpus = corpus_of(tmp_path, {"messages": chat})
+    assert tokens_of(corpus) == own.apply_chat_template(chat)["input_ids"]
+    assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == [
+        "now<|eot|>",
+        "lines</think>now<|eot|>",
+    ]
+
+
+def test_a_template_has_its_variables(tmp_path: Path) -> None:
+    """They are part of what names a cache."""
+    saved(tmp_path, TOOLS.replace("{{ m.content }}", "{% if not thinks %}</think>{% endif %}{{ m.content }}"))
+    given = [corpus_of(tmp_path, {"messages": [ASKED, ANSWERED]}, thinks=x) for x in (True, False)]
+    texts = [learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) for tokenizer, corpus in given]
+    assert texts == [["now<|im_end|>"], ["now<|im_end|>"]]
+    assert len(tokens_of(given[1][1])) > len(tokens_of(given[0][1]))
+    assert given[0][0].digest != given[1][0].digest

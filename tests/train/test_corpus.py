@@ -20,6 +20,7 @@ import zfunc
 from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.corpus import TokenStream
+from zfunc.train.settings import LONG
 
 
 def windows(num_tokens: int, seq_length: int) -> int:
@@ -108,32 +109,53 @@ def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
 # --- sequences of whole documents -------------------------------------------------------------------------
 
 
-@hypothesis(max_examples=60)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 12), st.booleans())
-def test_every_token_is_there_once_in_its_own_document(
-    lengths: list[int], seq_length: int, masked: bool
+@hypothesis(max_examples=90)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from(LONG[:3]),
+)
+def test_every_token_with_a_label_in_its_piece_is_there_once_in_its_own_document(
+    lengths: list[int], seq_length: int, masked: bool, long: str
 ) -> None:
     tokens, ends = np.arange(sum(lengths)) + 1, np.cumsum(lengths)
-    mask = (tokens % 3 > 0).astype(np.uint8) if masked else None
-    stream = TokenStream(tokens, mask).of_whole_documents(ends, seq_length)
-    bounds, firsts = stream.bounds, stream.firsts
-    assert bounds is not None
-    assert firsts is not None
-    inputs, labels = stream.read(range(stream.num_sequences(seq_length)), seq_length=seq_length)
+    mask = tokens % 7 > 4 if masked else np.ones(len(tokens), bool)
+    # The pieces of each document, one by one
+    pieces = list[np.ndarray]()
+    for document in np.split(tokens, ends[:-1]):
+        kept = document[-seq_length:] if long == "keep-end" else document
+        kept = kept[:0] if long == "drop" and len(document) > seq_length else kept
+        pieces += [kept[n : n + seq_length] for n in range(0, len(kept), seq_length)]
+    pieces = [x for x in pieces if mask[x[1:] - 1].any()]
+    stream = TokenStream(tokens, mask if masked else None).of_whole_documents(ends, seq_length, long)
+    count, firsts = stream.num_sequences(seq_length), stream.firsts
+    inputs, labels = stream.read(range(count), seq_length=seq_length)
     ids, positions = inputs["input_ids"], inputs["position_ids"]
     real = ids > 0
-    assert ids[real].tolist() == tokens.tolist()
+    assert ids[real].tolist() == [token for piece in pieces for token in piece]
     assert (real.int().diff(dim=1) <= 0).all(), "padding is at the end"
-    number = np.searchsorted(ends, tokens, side="left")  # of each token's document
-    place = torch.from_numpy((tokens - 1 - (ends - lengths)[number]) % seq_length)
-    assert torch.equal(positions[real], place), "positions start in each document, or piece of one"
-    last = torch.from_numpy(np.isin(tokens, ends)) | (place == seq_length - 1)
-    learned = ~last if mask is None else ~last & torch.from_numpy(np.append(mask[1:], 0) > 0)
-    assert torch.equal(labels[real][learned], ids[real][learned] + 1)
-    assert (labels[real][~learned] == IGNORE_INDEX).all()
+    assert positions[real].tolist() == [n for piece in pieces for n in range(len(piece))]
+    following = [
+        int(x) if mask[x - 1] and n < len(piece) else IGNORE_INDEX
+        for piece in pieces
+        for n, x in enumerate([*piece[1:], piece[0]], 1)
+    ]
+    assert labels[real].tolist() == following
     assert (labels[~real] == IGNORE_INDEX).all()
-    used, pieces = real.sum(1).numpy(), np.diff(bounds)
-    assert (used[:-1] + pieces[firsts[1:-1]] > seq_length).all(), "the next one does not fit"
+    assert (labels != IGNORE_INDEX).any(1).all(), "every sequence has a label"
+    assert firsts is not None
+    used, each = real.sum(1).numpy(), np.array([len(x) for x in pieces], np.int64)
+    assert (used[:-1] + each[firsts[1:-1]] > seq_length).all(), "the next one does not fit"
+
+
+def test_windows_without_a_label_are_counted() -> None:
+    mask = np.zeros(41, bool)
+    mask[[4, 11, 40]] = True
+    assert (
+        TokenStream(np.arange(41), mask).unlearned(4) == 9 - 2
+    )  # of windows whose labels are 1 to 4, 5 to 8, ...
+    assert TokenStream(np.arange(41)).unlearned(4) == 0
 
 
 def gpt() -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.corpus import held_out_parts, rank_batch
+from zfunc.train.data.corpus import held_out_parts, rank_batch, without_labels
 from zfunc.train.loop import evaluate_held_out, sample
 from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 from zfunc.train.setup import TrainingJob, prepare_job
@@ -164,11 +164,53 @@ def test_ranks_weight_rows_by_the_whole_batch(pairs: TrainingJob) -> None:
     assert len({int((x != IGNORE_INDEX).sum()) for _, (x, _) in parts}) == 2, "they hold unequally many"
 
 
-def test_a_batch_without_labels_has_loss_and_gradient_0() -> None:
-    pairs = ({"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (500, *[2] * 40))
-    long = job(data=write_jsonl(Path("long.jsonl"), *pairs), batch_size=1)
-    at = next(n for n in range(50) if (long.batch(n)[1][0] == IGNORE_INDEX).all())
-    assert zfunc.evaluate(long.program, zfunc.init(long.program), long.batch(at)) == 0
+def test_a_step_without_a_label_makes_no_update(capsys: Out) -> None:
+    """And a training with such steps resumes as one without a stop."""
+    write_jsonl(Path("eval.jsonl"), {"text": "w1 w2 " * 20})
+    pairs = ({"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (60, *[2] * 9))
+    data = write_jsonl(Path("long.jsonl"), *pairs)
+    full = job(data=data, eval_data=Path("eval.jsonl"), batch_size=1, weight_decay=0.5)
+    first = next(n for n in range(8) if without_labels(full.batch(n)))
+    assert zfunc.evaluate(full.program, zfunc.init(full.program), full.batch(first)) == 0
+    given = (
+        "--data",
+        data,
+        "--eval-data",
+        "eval.jsonl",
+        "--batch-size",
+        1,
+        "--no-sample",
+        "--weight-decay",
+        0.5,
+    )
+    given = (
+        *given,
+        "--lr-schedule",
+        "constant",
+        "--warmup",
+        0,
+        "--save-every",
+        1,
+        "--keep",
+        99,
+        "--steps",
+        8,
+    )
+    assert train(*given, "--out", "first") == 0
+    out, err = capsys.readouterr()
+    assert "sequences have no label; a step without any makes no update" in out
+    log = out + err
+    skipped = [n for n in range(1, 9) if f"step {n}: no label in its batch, no update" in log]
+    assert skipped == [n for n in range(1, 9) if without_labels(full.batch(n - 1))] != []
+    assert {row["step"] for row in rows("first") if "loss" in row} == {*range(1, 9)} - {*skipped}
+    weights = dict[int, Any]()
+    for n in (skipped[0] - 1, skipped[0]) if skipped[0] > 1 else (1,):
+        assert train(*given, "--out", f"to-{n}", "--steps", n) == 0
+        values = zfunc.params(full.program, zfunc.load(f"to-{n}/checkpoints", full.program))
+        weights[n] = torch.cat([x.flatten() for x in values.values()])
+    assert all(torch.equal(x, weights[skipped[0]]) for x in weights.values())
+    assert train(*given, "--out", "second", "--resume", f"to-{skipped[0]}/checkpoints") == 0
+    assert measured("second")[-1:] == measured("first")[-1:]
 
 
 def held_out(job: TrainingJob) -> float | None:
@@ -227,6 +269,16 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
     "sizes": ("--num-layers 3", "--num-layers: got it with --hf", lambda: None),
     "dropout": ("--dropout 0.5", "--dropout: got it with --hf", lambda: None),
     "length": ("--seq-length 33", "expected at most the 32 positions.*pass --seq-length 32", lambda: None),
+    "long documents": (
+        "--long-documents drop",
+        "--long-documents: got drop with --packing stream",
+        lambda: None,
+    ),
+    "template": (
+        "--chat-template-args [1]",
+        r"--chat-template-args: got '\[1\]' .*a JSON object",
+        lambda: None,
+    ),
     "vocabulary": ("--vocab-size 9", "--vocab-size: got 9 for model, expected its 50", lambda: None),
     "no tokenizer": ("", "got none, and no tokenizer.json in model", TOKENIZER.unlink),
     "larger vocabulary": (

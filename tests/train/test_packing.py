@@ -1,7 +1,10 @@
 """Data on disk as a corpus: files, records, datasets; what is learned, what is held out, what is refused."""
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 import os
 import sys
 from collections.abc import Callable
@@ -77,7 +80,7 @@ def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -
     assert num_held_out
     assert str(corpus).splitlines() == [
         f"{folder}: 80 files, 80 documents, {sum(map(len, texts.values())) + 80:,} bytes",
-        "left out: 1 empty and 1 binary files",
+        "left out: 1 empty and 1 binary files: binary",
         f"held out: files, by a hash of their names, {len(corpus.held_out)} bytes",
     ]
 
@@ -131,6 +134,92 @@ def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     trained(corpus.train, 123, 32, 1024, vocab_size=corpus.vocab_size)
     assert len(corpus.train) + len(corpus.held_out) == 1 << 30
     assert resident_bytes() - before < 50 << 20
+
+
+RECORD = b'{"text": "from records"}\n'
+FOLDERS: dict[
+    str, tuple[dict[str, bytes], str, str]
+] = {  # files; the documents, held out last; what is left out
+    "as downloaded": (
+        {
+            **{
+                "README.md": b"# card",
+                "dataset_infos.json": b"{}",
+                "data/train.jsonl.gz": gzip.compress(RECORD),
+            },
+            **{
+                "data/test.jsonl.gz": gzip.compress(b'{"text": "held"}\n'),
+                "train.csv": b"text\nfrom a table\n",
+            },
+        },
+        "from records|held",
+        "README.md, dataset_infos.json, train.csv",
+    ),
+    "splits": (
+        {
+            "train.json": b'[{"text": "a"},\n{"text": "b"}]',
+            "val.json": b'{"text": "c"}\n',
+            "test.json": b'[{"text": "d"}]',
+        },
+        "a|b|c",
+        "test.json",
+    ),
+    "tables": (
+        {"a.csv.xz": lzma.compress(b'text,id\n"x, ""y""",1\n'), "b.csv": b"id\n1\n", "c.txt": b"c"},
+        'x, "y"',
+        "b.csv, c.txt",
+    ),
+    "texts": (
+        {"README.md": b"r", "a.txt.bz2": bz2.compress(b"text"), "b.csv": b"id\n1\n", "package.json": b"{\n}"},
+        "r|text|{\n}",
+        "b.csv",
+    ),
+    "one of each": ({"test.jsonl": RECORD, "LICENSE": b"mine"}, "from records", "LICENSE"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_of_a_folder_records_are_read_and_what_is_left_out_is_named(name: str, tmp_path: Path) -> None:
+    files, documents, left_out = FOLDERS[name]
+    for file, content in files.items():
+        write(tmp_path / "in" / file, content)
+    corpus = opened(tmp_path / "in", tmp_path)
+    assert bytes(tokens_of(corpus)).decode().rstrip("\0").split("\0") == documents.split("|")
+    assert f"left out: {left_out}" in str(corpus).splitlines()
+    assert ("held out: the split" in str(corpus)) == (name in ("as downloaded", "splits"))
+
+
+def test_a_cell_of_a_million_characters_and_a_pipe(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b"text\n" + b"x" * 10**6 + b"\n")
+    assert len(tokens_of(opened(path, tmp_path))) == 10**6 + 1
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(
+        ValueError, match=r"pipe.jsonl, which is no file .*expected a file or a folder: write it to one"
+    ):
+        opened(tmp_path / "pipe.jsonl", tmp_path)
+
+
+def test_longer_documents_are_said_and_what_becomes_of_them(tmp_path: Path) -> None:
+    pairs = [{"prompt": "q" * n, "completion": "yes"} for n in (2, 3, 40)]
+    path = write_jsonl(tmp_path / "a.jsonl", *pairs)
+    for long, lines in {
+        "cut": [
+            "longer than that: 1 of 3 documents: cut into pieces",
+            "left out: 40 tokens that no label needs",
+        ],
+        "drop": ["longer than that: 1 of 3 documents: dropped", "left out: 44 tokens that no label needs"],
+        "keep-end": ["longer than that: 1 of 3 documents: their ends alone are kept", "left out: 34 tokens"],
+    }.items():
+        corpus = opened(path, tmp_path, whole_documents=10, long_documents=long, split=False)
+        assert all(line in str(corpus) for line in lines), (long, str(corpus))
+    with pytest.raises(
+        ValueError, match="got 1 of 3 documents longer than seq_length=10 .the longest has 44"
+    ):
+        opened(path, tmp_path, whole_documents=10, long_documents="refuse", split=False)
+    with pytest.raises(
+        ValueError, match="got 3 documents, 3 of them longer than seq_length=4, and none with a label"
+    ):
+        opened(path, tmp_path, whole_documents=4, long_documents="drop", split=False)
 
 
 # --- records ----------------------------------------------------------------------------------------------
@@ -207,7 +296,7 @@ def test_packed_documents_are_numpys_files(tmp_path: Path) -> None:
     ends = itertools.pairwise(offsets)
     assert [bytes(tokens[a:b]) for a, b in ends] == [b"free\0", b"1+1=2\0", b"more\0"]
     assert mask.astype(int).tolist() == [1] * 5 + [0] * 4 + [1] * 7 == loss_mask_of(corpus)
-    assert "left out: 1 keys of records" in str(corpus)
+    assert "left out: keys of records that are not read: id" in str(corpus)
 
 
 def test_a_tokenizer_makes_tokens_with_its_end_after_each_document(
@@ -218,15 +307,14 @@ def test_a_tokenizer_makes_tokens_with_its_end_after_each_document(
     assert tokenizer.decode([3, 4]) == "w0 w1"
     folder = tmp_path / "folder"
     documents = [[n, n + 1, n + 2] for n in range(20)]
-    write_jsonl(folder / "a.jsonl", *({"text": words(*d)} for d in documents[:10]))
-    for n, d in enumerate(documents[10:]):
-        folder.joinpath(f"b{n}.txt").write_text(words(*d) + "\n")
+    for n, d in enumerate(documents):
+        write(folder / f"b{n}.txt", words(*d).encode() + b"\n")
     write(folder / "c.txt", b"")
     write(folder / "d.txt", b"w1 \0")
     corpus = opened(folder, tmp_path, tokenizer=tokenizer)
     expected = [x for d in documents for x in (*(n + 3 for n in d), END)]
     assert sorted(tokens_of(corpus)) == sorted(expected)
-    assert "left out: 1 empty and 1 binary files" in str(corpus)
+    assert "left out: 1 empty and 1 binary files: d.txt" in str(corpus)
     assert f"tokenizer: {tokenizer_file}, vocabulary 53, end token 2" in str(corpus)
     whole = opened(folder, tmp_path, tokenizer=tokenizer, whole_documents=9)
     assert (tokens_of(whole), whole.train.num_sequences(9)) == (tokens_of(corpus), len(whole.train) // 8)
@@ -254,7 +342,7 @@ def test_data_is_packed_once_and_again_after_a_change(tokenizer_file: Path, tmp_
     first = again(tokenizer=tokenizer)
     assert again(tokenizer=tokenizer) == first
     assert len(list(cache.iterdir())) == 1
-    tokenizer_file.with_name("tokenizer_config.json").write_text('{"eos_token": {"content": "<s>"}}')
+    tokenizer_file.with_name("tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     assert again(tokenizer=open_tokenizer(tokenizer_file))[-1] == 1
     modified = path.stat().st_mtime_ns
     write_jsonl(path, {"text": words(*range(30))}, {"text": "w2"})
@@ -373,6 +461,12 @@ def test_a_training_on_tokens_resumes(capsys: pytest.CaptureFixture[str]) -> Non
 
 LINE = "a.jsonl, line 2"
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ud800"}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 REFUSED: dict[
     str, list[tuple[Any, str]]
 ] = {  # by the file: its content (of a.jsonl its second line), or columns
@@ -388,12 +482,21 @@ REFUSED: dict[
         ({"text": "a\ud800"}, f"{LINE}: got invalid JSON .*surrogates"),
         ('{"text": "a"} {"text": "b"}', "Extra data"),
         ("[" * 100_000, f"{LINE}: got invalid JSON"),
-        ({"messages": [USER]}, f"{LINE}: .*whose last turn is of the role 'user', expected the assi"),
+        ({"messages": [USER]}, f"{LINE}: got a chat without a turn of the assistant to learn, expected one"),
+        ({"messages": []}, f"{LINE}: got a chat without a turn of the assistant"),
+        ({"messages": "hi"}, f"{LINE}: got 'hi', expected JSON"),
+        ({"messages": {"a": 1}}, f"{LINE}: got .*'a': 1.*, expected a list of objects, as in"),
+        ({"messages": [USER, call("{")]}, f"{LINE}, message 2: got '{{', expected JSON"),
         (
-            {"messages": []},
-            f"{LINE}: got a chat whose last turn is of the role None, expected the assistant's",
+            {"messages": [USER, call("[1]")]},
+            f"{LINE}, message 2: got the arguments .1., expected a JSON object",
         ),
-        ({"messages": "hi"}, f"{LINE}: got 'hi', expected a list of objects, as in"),
+        ({"messages": [USER, call("{}")], "tools": "x"}, f"{LINE}: got 'x', expected JSON"),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: got 'bing' as role, expected text"),
+        ({"prompt": [USER, call("{}")], "completion": [USER]}, "without a turn of the assistant to learn"),
+        ({"prompt": [USER], "completion": "a"}, f"{LINE}: got 'a', expected JSON"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, rf"{LINE}: got a preference \(chosen, rejected\)"),
+        ({"prompt": "a", "completion": "b", "label": False}, r"got a preference \(completion, label\)"),
         ({"messages": [{"content": "a"}]}, f"{LINE}, message 1: got None as role, expected text, as in"),
         ({"messages": [{"role": "user"}]}, f"{LINE}, message 1: got None as content, expected text"),
         ({"messages": [USER | {"content": [{"type": "image"}]}]}, "message 1: got .*image.* as content, exp"),
@@ -403,8 +506,19 @@ REFUSED: dict[
         ("", "got no text in .*, expected at least one document"),
     ],
     "a.json": [
-        ([{"text": "a"}], r"got .*a\.json, expected JSONL, .*: name it \.jsonl .* or save it with datasets")
+        ([{"txt": "a"}], r"a\.json, record 1: got an object with txt, expected .*rename its keys"),
+        ("[1", r"a\.json: got invalid JSON"),
+        ({"train": []}, r"a\.json, line 1: got an object with train"),
     ],
+    "a.csv": [
+        (b"a,b\n1,2\n", "a.csv, line 2: got an object with a, b, expected"),
+        (b"text\n1,2\n", "a.csv, line 2: got 2 cells for the columns text, expected one each"),
+        (b'text\n"1', "a.csv, which cannot be read .*expected it whole"),
+    ],
+    "a.jsonl.gz": [(b'{"text": "a"}', r"a\.jsonl\.gz, which cannot be read \(Not a gzipped file")],
+    "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],
+    "in/a.csv": [(b"a,b\n1,2\n", "line 2: got an object with a, b, expected")],
+    "in/data.jsonl.zst": [(b"\x28\xb5\x2f\xfd", r"got no text in .*0 empty and 1 binary")],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
     "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],
@@ -416,7 +530,7 @@ REFUSED: dict[
         ({"prompt": ["a"]}, "with the columns prompt, expected text"),
         ({"text": ["a", None]}, "row 1: got an object with nothing, expected text"),
         ({"text": [1, 2]}, "row 0, 'text': got 1, expected a string"),
-        ({"prompt": [CHAT], "completion": ["b"]}, "row 0, 'prompt': got .*role.*, expected a string"),
+        ({"prompt": [CHAT], "completion": ["b"]}, "row 0: got 'b', expected JSON"),
         ({"input_ids": [[[1, 2]], [[3]]]}, "row 0: got input_ids .*, expected a list of whole numbers"),
         ({"input_ids": [[1, 2]], "labels": [1]}, "row 0: got labels 1, expected a list of whole"),
         ({"input_ids": [[1, None]]}, "row 0: got input_ids .*None.*, expected a list of whole"),
@@ -473,14 +587,14 @@ def test_missing_and_unreadable_data_is_named(
 ) -> None:
     for name in ("missing", "missing.bin", "missing.jsonl"):
         assert train("--data", name) == 2
-        message = f"--data: got {name}, which cannot be read (No such file or directory), expected text"
+        message = f"--data: got {name}, which does not exist, expected what is to be trained on"
         assert message in capsys.readouterr().err
     write(Path("in/a.txt"), b"text")
 
-    def refuse(path: Path, *_: object) -> None:
+    def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("zfunc.train.data.documents.opened", refuse)
     assert train("--data", "in") == 2
     message = "--data: got in/a.txt, which cannot be read (Permission denied), expected"
     assert message in capsys.readouterr().err
@@ -502,8 +616,8 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda path: path.write_text("{}"), "which cannot be read .*expected a tokenizer.json"),
     "no end": (lambda path: path.write_text(path.read_text().replace("</s>", "<z>")), "without an end token"),
     "bad configuration": (
-        lambda path: path.with_name("tokenizer_config.json").write_text("[]"),
-        "tokenizer_config.json: got a file that cannot be read",
+        lambda path: path.with_name("tokenizer_config.json").write_text("["),
+        "which cannot be read .*expected a tokenizer.json",
     ),
 }
 

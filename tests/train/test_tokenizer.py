@@ -1,13 +1,16 @@
-"""Long texts, tokenized in pieces and in calls that are bounded."""
+"""Tokenizers as transformers reads their folders; long texts, tokenized in pieces and in bounded calls."""
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from text_data import opened, tokens_of, write_jsonl
 
-from zfunc.train.data.tokenizer import BYTES, Located, in_calls, in_pieces
+from zfunc.train.data.tokenizer import BYTES, Located, in_calls, in_pieces, open_tokenizer
 
 WORDS = ["the", "of", "schedule", "gradient", "über", "日本語のテキスト", "🙂", "x=1;", "1,024", "don't"]
 WORDS += ["\n\n", "    "]
@@ -74,3 +77,120 @@ def test_texts_are_tokenized_in_calls_that_are_bounded(monkeypatch: pytest.Monke
     found = [(ids.tolist(), spans.tolist()) for ids, spans in in_calls(locate, texts)]
     assert found == [([97] * n, [[at, at + 1] for at in range(n)]) for n in map(len, texts)]
     assert all(sum(map(len, call)) <= 30 + 10 for call in calls)
+
+
+# --- folders ----------------------------------------------------------------------------------------------
+
+SPECIALS = ["<unk>", "<s>", "</s>", "<pad>"]
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}
+MORE = {
+    "content": "<|x|>",
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+    "special": True,
+}
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
+SHAPES: dict[
+    str, tuple[str, str, dict[str, Any]]
+] = {  # special tokens around a text, kind, files beside tokenizer.json
+    "GPT-2": ("", "bytes", {"tokenizer_config.json": {**NAMES, "tokenizer_class": "GPT2Tokenizer"}}),
+    "Qwen 2": ("", "bytes", {"tokenizer_config.json": {**NAMES, "tokenizer_class": "Qwen2Tokenizer"}}),
+    "Llama 3": ("<s> $A", "bytes", {"tokenizer_config.json": FAST}),
+    "Llama 2": (
+        "<s> $A",
+        "characters",
+        {"tokenizer_config.json": {**NAMES, "tokenizer_class": "LlamaTokenizer"}},
+    ),
+    "Llama 2, of bytes": (
+        "<s> $A",
+        "bytes",
+        {"tokenizer_config.json": {**NAMES, "tokenizer_class": "LlamaTokenizerFast"}},
+    ),
+    "Gemma": (
+        "<s> $A",
+        "characters",
+        {"tokenizer_config.json": {**NAMES, "tokenizer_class": "GemmaTokenizer"}},
+    ),
+    "both ends": ("<s> $A </s>", "bytes", {"tokenizer_config.json": FAST}),
+    "an end": ("$A </s>", "bytes", {"tokenizer_config.json": FAST}),
+    "BOS asked for": ("", "bytes", {"tokenizer_config.json": FAST | {"add_bos_token": True}}),
+    "no BOS asked for": ("<s> $A", "bytes", {"tokenizer_config.json": FAST | {"add_bos_token": False}}),
+    "EOS asked for": ("<s> $A", "bytes", {"tokenizer_config.json": FAST | {"add_eos_token": True}}),
+    "added tokens": ("", "bytes", {"tokenizer_config.json": FAST | {"added_tokens_decoder": {"400": MORE}}}),
+    "extra tokens": ("", "bytes", {"tokenizer_config.json": FAST | {"extra_special_tokens": ["<|x|>"]}}),
+    "named tokens": (
+        "",
+        "bytes",
+        {"tokenizer_config.json": FAST | {"extra_special_tokens": {"x_token": "<|x|>"}}},
+    ),
+    "older tokens": ("", "bytes", {"tokenizer_config.json": FAST | {"additional_special_tokens": ["<|x|>"]}}),
+    "map of tokens": ("", "bytes", {"special_tokens_map.json": NAMES, "added_tokens.json": {"<|x|>": 400}}),
+    "alone": ("<s> $A", "bytes", {}),
+    "template": ("", "bytes", {"tokenizer_config.json": FAST | {"chat_template": TEMPLATE}}),
+    "template file": ("", "bytes", {"tokenizer_config.json": FAST, "chat_template.jinja": TEMPLATE}),
+    "templates": (
+        "",
+        "bytes",
+        {"tokenizer_config.json": FAST | {"chat_template": [{"name": "default", "template": TEMPLATE}]}},
+    ),
+    "template files": (
+        "",
+        "bytes",
+        {
+            "tokenizer_config.json": FAST,
+            "chat_template.jinja": "{{1/0}}",
+            "additional_chat_templates/default.jinja": TEMPLATE,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_folder_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
+    """Documents have its tokens around them once, and the end token; digests are all different."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    around, kind, files = SHAPES[name]
+    library = byte_pairs(kind)
+    library.add_special_tokens(SPECIALS)
+    if around:
+        pairs = [(x, library.token_to_id(x)) for x in ("<s>", "</s>")]
+        library.post_processor = tokenizers.processors.TemplateProcessing(single=around, special_tokens=pairs)
+    library.save(str(tmp_path / "tokenizer.json"))
+    for file, content in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = open_tokenizer(tmp_path / "tokenizer.json", end=library.token_to_id("</s>"))
+    end = own.eos_token_id or library.token_to_id("</s>")
+    assert (tokenizer.end, tokenizer.vocab_size) == (end, max(own.get_vocab().values()) + 1)
+    texts = ["the schedule of<|x|>", "über the gradient"]
+    records = [
+        {"text": texts[0]},
+        {"prompt": texts[0], "completion": texts[1]},
+        {"text": f"<s>{texts[0]}</s>"},
+    ]
+    corpus = opened(write_jsonl(tmp_path / "a.jsonl", *records), tmp_path, tokenizer=tokenizer)
+    plain = [own(text, add_special_tokens=False).input_ids for text in texts]
+    ids = own(texts[0]).input_ids
+    before, after = ids[: len(ids) - len(plain[0]) - (ids[-1] == end)], [end]
+    assert ids == [*before, *plain[0], *after[: ids[-1] == end]]
+    whole = own(records[2]["text"], add_special_tokens=False).input_ids
+    expected = [*before, *plain[0], *after, *before, *plain[0], *plain[1], *after, *whole]
+    assert tokens_of(corpus) == expected
+    mask = [*corpus.train.loss_mask.tolist(), *corpus.held_out.loss_mask.tolist()]  # pyright: ignore
+    first = len(before) + len(plain[0]) + 1
+    assert mask.index(False) == first
+    assert mask.count(False) == first - 1
+    assert ("documents begin with" in str(corpus)) == bool(before)
+    if tokenizer.chat is None:
+        assert own.chat_template is None
+    else:
+        from zfunc.train.data.records import Chat
+
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        assert [text for text, _ in tokenizer.chat.render(Chat(tuple(chat), ""))] == [
+            own.apply_chat_template(chat, tokenize=False)
+        ]

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save
@@ -32,6 +32,7 @@ from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
+from zfunc.train.data.corpus import without_labels
 from zfunc.train.deepspeed.mapping import config_extras
 from zfunc.train.events import (
     INTERRUPT,
@@ -120,6 +121,9 @@ class _Loop:
         traced = number == min(self.first + TRACED_STEP, settings.steps or self.first + TRACED_STEP)
         start = time.perf_counter()
         batch = self.job.batch(self.state.sequences)
+        if without_labels(batch):
+            yield from self._pass_over(number)
+            return
         metrics, saved = self._train_step(batch, traced=traced)
         seconds = time.perf_counter() - start
         if saved is not None:
@@ -138,6 +142,18 @@ class _Loop:
         )
         if traced and metrics.timeline is not None and metrics.plan is not None:
             yield Traced(number, metrics.timeline, metrics.plan)
+
+    def _pass_over(self, number: int) -> Iterator[Event]:
+        """The step of a batch without a label: nothing to learn, and no update of any weight."""
+        if self.swap is None and (due := self._due()) is not None:
+            yield self._save(due.folder)
+        if not self.job.ranks.rank:
+            log.warning("step %d: no label in its batch, no update", number)
+        sequences = self.state.sequences + self.job.settings.batch_size
+        self.state = evolve(self.state, batches=number, sequences=sequences)
+        yield from self._settle(number)
+        if self.held_out is not None:
+            yield Evaluated(self.held_out, number)
 
     def _settle(self, number: int) -> Iterator[Event]:
         """After a step: whether it is the last, and the evaluation if one is due."""

@@ -3,6 +3,7 @@
 A setting that does not go with the model (vocabulary, length, tokenizer) is refused before the data is read.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
                 )
     if path is None:
         return None
-    opened = open_tokenizer(path, end=end)
+    opened = open_tokenizer(path, end=end, template_args=json.loads(settings.chat_template_args or "{}"))
     if model is not None and opened.vocab_size > model.vocab_size:
         raise ValueError(
             f"tokenizer: got {path} with {opened.vocab_size:,} tokens, expected at most the {model.vocab_size:,} "

@@ -22,6 +22,7 @@ from zfunc.options import (
     AUTO,
     count,
     flag_fields,
+    json_object,
     multiple,
     not_negative,
     one_of,
@@ -42,6 +43,7 @@ GPT2_VOCAB_SIZE = 50_257
 FINAL_LR = 0.1  # of the peak, after a decay
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
 PACKINGS = ("stream", "documents")
+LONG = ("cut", "drop", "keep-end", "refuse")
 LR_SCHEDULES = ("cosine", "linear", "constant")
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of `hf` has
 
@@ -227,6 +229,18 @@ class TrainSettings(StepFlags):
         "the rest of the sequence is padding",
         one_of(PACKINGS),
     )
+    long_documents: str = _data(
+        "cut",
+        f"what becomes of documents longer than a sequence, with `packing=documents`: {_names(LONG)}. cut: pieces, "
+        "each computed as if it were alone; keep-end: the last tokens of each; refuse: an error",
+        one_of(LONG),
+    )
+    chat_template_args: str | None = _data(
+        None,
+        'variables of the chat template, as JSON: {"enable_thinking": false} (default: none)',
+        json_object,
+        "JSON",
+    )
     dtype: str = _data("uint16", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES))
     dropout: float = _model(0.0, "probability of dropping an activation", probability)
     lr: float = _step(
@@ -324,6 +338,11 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"save_every: got {self.save_every} with `state_on=disk`, whose swap space is the checkpoint, "
                 "expected `commit_every`: pass that instead"
+            )
+        if self.packing != "documents" and self.long_documents != "cut":
+            raise ValueError(
+                f"long_documents: got {self.long_documents} with `packing={self.packing}`, which cuts anywhere, "
+                "expected `packing=documents`: add it"
             )
         if self.steps is self.epochs is self.seconds is None:
             raise ValueError("steps, epochs, seconds: got none, expected one: pass such as `steps=1000`")

@@ -140,6 +140,9 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
             "`steps` or `epochs` for `lr_schedule`"
         )
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
+    if (empty := corpus.train.unlearned(settings.seq_length)) > 0:
+        count = corpus.train.num_sequences(settings.seq_length)
+        say("%d of %d sequences have no label; a step without any makes no update", empty, count)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
     program = compile_job(settings, example, None if model is None else model.segments)
@@ -159,9 +162,10 @@ def _open_corpus(
 
     def opened(name: str, *, split: bool) -> Corpus:
         given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": of_tokens}
+        given |= {"whole_documents": whole, "long_documents": settings.long_documents}
         try:
             path = getattr(settings, name)
-            return open_data(path, cache=cache, split=split, whole_documents=whole, **given)
+            return open_data(path, cache=cache, split=split, **given)
         except OSError as error:
             raise ValueError(
                 f"{name}: got {error.filename}, which cannot be read ({error.strerror}), expected text, JSONL, a "

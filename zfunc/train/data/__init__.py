@@ -1,7 +1,9 @@
 """Data: files become a corpus of tokens, and a position in training becomes a batch.
 
     corpus     memory-mapped tokens, their sequences, and a rank's batch at a position
-    documents  text files, JSONL, and datasets that Hugging Face's `datasets` reads
+    documents  files of text and of records, and datasets that Hugging Face's `datasets` reads
+    formats    JSONL, JSON and CSV, compressed or not
+    records    what their keys mean; chats of any usual format as messages
     tokenizer  a local tokenizer.json, with its template of chats, and what of them is learned
     packing    data as a corpus; documents as files of tokens, made once and kept
 

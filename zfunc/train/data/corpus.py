@@ -32,9 +32,10 @@ class TokenStream:
     """Tokens one after another, memory-mapped. Sequences are windows of them; or of whole documents, in the order
     of the data, as many in each as fit, and the rest is padding.
 
-    A document longer than a sequence is cut into pieces, each like a document of its own. `bounds` [pieces + 1] are
-    where pieces begin and the last one ends; sequence r has the pieces from `firsts[r]` up to `firsts[r + 1]`. The
-    place of a sequence is where its window begins, or its number r.
+    A document longer than a sequence is cut into pieces, each like a document of its own, or dropped, or its end is
+    kept. Pieces without a label are left out. `bounds` [pieces + 1] are where pieces begin and the last one ends
+    among those that are there, `starts` [pieces] where they begin in `tokens`; sequence r has the pieces from
+    `firsts[r]` up to `firsts[r + 1]`. The place of a sequence is where its window begins, or its number r.
 
     >>> stream = TokenStream(np.arange(1000, dtype=np.uint16))
     >>> inputs, targets = stream.read(stream.order(10, 4, seq_length=8, seed=0), seq_length=8)
@@ -44,13 +45,14 @@ class TokenStream:
     True
     >>> packed = stream.of_whole_documents(np.array([3, 5, 12, 13]), seq_length=5)  # of 3, 2, 7 and 1 tokens
     >>> packed.bounds.tolist(), packed.firsts.tolist()
-    ([0, 3, 5, 10, 12, 13], [0, 2, 3, 5])
+    ([0, 3, 5, 10, 12], [0, 2, 3, 4])
     """
 
     tokens: np.ndarray  # [tokens] uint8, uint16 or uint32
     loss_mask: np.ndarray | None = None  # [tokens]: false where no loss counts; None: true everywhere
     name: str = "the data"  # as errors call it
-    bounds: np.ndarray | None = None  # int64, as firsts; None for windows
+    bounds: np.ndarray | None = None  # int64, as starts and firsts; None for windows
+    starts: np.ndarray | None = None
     firsts: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -61,20 +63,50 @@ class TokenStream:
         """Whether sequences may have unequally many tokens of which the loss counts."""
         return self.loss_mask is not None or self.firsts is not None
 
-    def of_whole_documents(self, ends: np.ndarray, seq_length: int) -> "TokenStream":
-        """With sequences of whole documents, which end at `ends` [documents], ascending."""
+    def of_whole_documents(self, ends: np.ndarray, seq_length: int, long: str = "cut") -> "TokenStream":
+        """With sequences of whole documents, which end at `ends` [documents], ascending; `long`, one of LONG, says
+        what becomes of a longer one."""
         starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
+        fits = ends - starts <= seq_length
+        if long == "refuse" and not fits.all():
+            raise ValueError(
+                f"{self.name}: got {np.count_nonzero(~fits):,} of {len(ends):,} documents longer than "
+                f"seq_length={seq_length} (the longest has {(ends - starts).max():,} tokens), expected none: raise "
+                "seq_length, or let long_documents drop or cut them"
+            )
+        if long == "drop":
+            starts, ends = starts[fits], ends[fits]
+        elif long == "keep-end":
+            starts = np.maximum(starts, ends - seq_length)
         counts = -(-(ends - starts) // seq_length)  # of pieces
-        # The number of each piece in its document, and where it ends
+        # The number of each piece in its document, where it begins, and where it ends
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        bounds = np.minimum(np.repeat(starts, counts) + (number + 1) * seq_length, np.repeat(ends, counts))
-        bounds = np.concatenate([[0], bounds]).astype(np.int64)
+        starts = np.repeat(starts, counts) + number * seq_length
+        stops = np.minimum(starts + seq_length, np.repeat(ends, counts)).astype(np.int64)
+        learned = self._labels(starts, stops) > 0
+        starts, stops = starts[learned], stops[learned]
+        bounds = np.concatenate([[0], np.cumsum(stops - starts)])
         # The first piece that no longer fits into a sequence that begins with each
         following = (np.searchsorted(bounds, bounds[:-1] + seq_length, side="right") - 1).tolist()
         firsts = [0]
         while firsts[-1] < len(following):
             firsts.append(following[firsts[-1]])
-        return evolve(self, bounds=bounds, firsts=np.array(firsts, np.int64))
+        return evolve(self, bounds=bounds, starts=starts, firsts=np.array(firsts, np.int64))
+
+    def _labels(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """How many labels each of these pieces has, which follow each other: of all its tokens but the first."""
+        if self.loss_mask is None or not len(starts):
+            return stops - starts - 1
+        edges = np.stack([starts, stops], axis=1).ravel()[:-1]
+        sums = np.add.reduceat(self.loss_mask[: stops[-1]], edges, dtype=np.int64)[::2]
+        return sums - self.loss_mask[starts]
+
+    def unlearned(self, seq_length: int) -> int:
+        """How many sequences of an epoch have no label: windows, where these begin at the first token."""
+        if self.loss_mask is None or self.firsts is not None:
+            return 0
+        starts = np.arange(self.num_sequences(seq_length)) * seq_length
+        return int((self._labels(starts, starts + seq_length + 1) == 0).sum())
 
     def num_sequences(self, seq_length: int) -> int:
         """The number of sequences in an epoch. Raises ValueError for data shorter than `seq_length + 1`.
@@ -122,8 +154,8 @@ class TokenStream:
         Inputs of whole documents have `position_ids` too, which start at 0 in each. Raises ValueError for a token
         of `vocab_size` or more.
         """
-        if self.bounds is not None and self.firsts is not None:
-            return self._documents(places, seq_length, self.bounds, self.firsts)
+        if self.bounds is not None and self.starts is not None and self.firsts is not None:
+            return self._documents(places, seq_length, self.bounds, self.starts, self.firsts)
         rows = np.array([self.tokens[start : start + seq_length + 1] for start in places], np.int64)
         if vocab_size is not None and rows.max() >= vocab_size:
             row, column = np.argwhere(rows >= vocab_size)[0]
@@ -140,24 +172,30 @@ class TokenStream:
         return inputs, targets
 
     def _documents(
-        self, numbers: Sequence[int], seq_length: int, bounds: np.ndarray, firsts: np.ndarray
+        self,
+        numbers: Sequence[int],
+        seq_length: int,
+        bounds: np.ndarray,
+        starts: np.ndarray,
+        firsts: np.ndarray,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The label of a token is the next one of its document: there is none at its end, and in the padding."""
         shape = (len(numbers), seq_length)
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions = np.zeros(shape, np.int64)
         for n, row in enumerate(numbers):
-            own = bounds[firsts[row] : firsts[row + 1] + 1]  # of the pieces in this sequence
-            first, last = own[0], own[-1]
-            size = last - first
-            ids[n, :size] = self.tokens[first:last]
-            labels[n, : size - 1] = self.tokens[first + 1 : last]
+            pieces = slice(firsts[row], firsts[row + 1])  # of this sequence
+            own = np.append(bounds[pieces], bounds[pieces.stop])
+            first, size = own[0], own[-1] - own[0]
+            at = np.arange(first, own[-1]) + np.repeat(starts[pieces] - own[:-1], np.diff(own))
+            ids[n, :size] = self.tokens[at]
+            labels[n, : size - 1] = ids[n, 1:size]
             if self.loss_mask is not None:
-                labels[n, : size - 1][self.loss_mask[first + 1 : last] == 0] = IGNORE_INDEX
+                labels[n, : size - 1][self.loss_mask[at[1:]] == 0] = IGNORE_INDEX
             labels[n, own[1:] - first - 1] = IGNORE_INDEX
             lengths = np.append(np.diff(own), seq_length - size)  # the padding is like another document
-            starts = np.append(own - first, size)[: len(lengths)]
-            positions[n] = np.arange(seq_length) - np.repeat(starts, lengths)
+            begins = np.append(own - first, size)[: len(lengths)]
+            positions[n] = np.arange(seq_length) - np.repeat(begins, lengths)
         inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions)}
         return inputs, torch.from_numpy(labels)
 
@@ -266,6 +304,11 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
 
 
 def _tokens_per_row(labels: Sequence[Tensor]) -> float:
-    """Tokens that count in a row, on average; above 0, so that a batch without any has loss and gradient 0."""
+    """Tokens that count in a row, on average; infinitely many if there are none, so that no row weighs anything."""
     count = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
-    return max(1, count) / sum(len(x) for x in labels)
+    return count / sum(len(x) for x in labels) or math.inf
+
+
+def without_labels(batch: Batch) -> bool:
+    """Whether no rank's rows of this batch have a label."""
+    return isinstance(batch[1], tuple) and not batch[1][1].any()

@@ -1,39 +1,40 @@
 """Documents: which files and splits data is in, and what of them is a document.
 
 A text file is one document, a JSONL file has one a line, a dataset, which Hugging Face's `datasets` reads, one a
-row. A record is a text, a prompt with its completion, a chat, or tokens. Nothing is skipped silently: what is not a
-document raises an error with file and line, and keys that are not read are counted. JSONL is read by the standard
-library: Arrow, of which `datasets` makes rows, would take a text like a date for a time, and give every record the
-keys of all others.
+row. Where there are records, texts beside them describe them. Nothing is skipped silently: what is not a document
+raises an error with file and line, and files and keys that are not read are named.
 """
 
 import hashlib
-import json
 import os
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from zfunc.checkpoint.strict_json import unique_keys
 from zfunc.errors import install
+from zfunc.train.data.formats import FORMATS, holds_records, is_packed, opened, records_of, suffix_of
+from zfunc.train.data.records import (
+    EXPECTED,
+    IDS,
+    LABELS,
+    RECORDS,
+    Document,
+    document_of,
+    read_keys,
+    refuse_preferences,
+)
 
 File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
-PARQUET, LINES = ".parquet", (".jsonl", ".ndjson")
+PARQUET = ".parquet"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
-IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
-RECORDS = (  # the keys that make a record a document of a kind, and those that it may have besides; the first holds
-    ((IDS,), (LABELS, MASK)),
-    (("messages",), ("tools",)),  # before the text that somebody made of them
-    (("prompt", "completion"), ()),
-    (("text",), ()),
-)
-EXPECTED = "expected text, or prompt and completion, or messages"
 _HELD_OUT_PERCENT = 8
+_DESCRIPTION = re.compile("README|LICEN[CS]E|dataset_info")  # of a folder as the Hub has it
 # Left out of the standard library: tests (half of the bytes, and many distributions ship without them), packages
 # that distributions split off or newer versions dropped, and generated tables, which are not programs. The rest is
 # nearly the same on every machine with the same version of Python.
@@ -41,15 +42,6 @@ _NOT_IN_STDLIB = frozenset(
     {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"}
     | {"encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 )
-
-
-@frozen(eq=False)
-class Document:
-    """A document as the data has it: the values of the keys that are read; of the kind "bytes", a text file's."""
-
-    kind: str  # the first key in RECORDS that it has, or "bytes"
-    values: Any
-    where: str = ""
 
 
 # Whether they are held out, and the documents of a file or split.
@@ -107,77 +99,75 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def text_files(files: list[File], *, text: bool) -> DocumentSource:
-    """Files of documents, of which a share is held out. With `text` a text file must be UTF-8, else it is bytes."""
+def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSource:
+    """Documents of a file, or of a folder: of its files of records, if there are any, else of its texts.
+
+    Held out is a split, where names of files have it, or a share of the files. With `text` a text must be UTF-8,
+    else it is bytes.
+    """
+    holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in files}
+    told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
+    kind = next((x for x in (True, False, None) if x in told), False)
+    read = [x for x in files if holds[x[0]] is kind]
+    splits, held_out = dict.fromkeys(holds), ""
+    if folder and kind:  # one format of them, as they may be the same records in several
+        first = min((suffix_of(path) for _, path in read), key=[*FORMATS].index)
+        read = [x for x in read if suffix_of(x[1]) == first]
+        splits = {name: _split_of(name) for name, _ in read}
+        held_out = next(
+            (x for x in HELD_OUT if x in splits.values() and {TRAIN, None} & {*splits.values()}), ""
+        )
+        read = [x for x in read if not held_out or splits[x[0]] in (held_out, TRAIN, None)]
 
     def parts(counts: Counter[str]) -> Parts:
-        for name, path in sorted(files, key=lambda x: is_held_out(x[0])):
-            yield is_held_out(name), documents(path, counts)
+        apart = {name: splits[name] == held_out if held_out else is_held_out(name) for name, _ in read}
+        for name, path in sorted(read, key=lambda x: apart[x[0]]):
+            yield apart[name], documents(name, path, counts)
 
-    def documents(path: Path, counts: Counter[str]) -> Iterator[Document]:
+    def documents(name: str, path: Path, counts: Counter[str]) -> Iterator[Document]:
         if not path.stat().st_size:
             counts["empty"] += 1
-        elif path.suffix.lower() in LINES:
-            yield from _records(path, counts)
-        elif b"\0" in (content := path.read_bytes()):
-            counts["binary"] += 1
-        elif not text:
-            yield Document("bytes", content + b"\0")
+        elif kind is not False:
+            yield from (document_of(record, where, counts) for where, record in records_of(path))
         else:
-            try:
-                yield Document("text", {"text": content.decode()})
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"got {path}, which is not UTF-8 at byte {error.start:,}, expected text for a tokenizer: "
-                    "convert it, or leave it out"
-                ) from error
+            with opened(path) as file:
+                content = file.read()
+            if b"\0" in content or is_packed(content):
+                counts.update(["binary", f"file {name}"])
+            else:
+                yield _text_of(path, content, as_text=text)
 
-    return DocumentSource(files, parts)
-
-
-def _records(path: Path, counts: Counter[str]) -> Iterator[Document]:
-    """The document of each line. Raises ValueError with the line."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line.decode(), object_pairs_hook=unique_keys)
-                if b"\\ud" in line.lower():  # half a surrogate pair cannot be encoded
-                    json.dumps(record, ensure_ascii=False).encode()
-            except (ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"{where}: got invalid JSON ({error}), {EXPECTED}: correct or delete the line"
-                ) from error
-            yield document_of(record, where, counts)
+    names = [name for name, path in files if (name, path) not in read]
+    return DocumentSource(read, parts, held_out, notes=(f"left out: {named(names)}",) if names else ())
 
 
-# --- records ----------------------------------------------------------------------------------------------
+def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:
+    if not as_text:
+        return Document("bytes", content + b"\0")
+    try:
+        return Document("text", {"text": content.decode()})
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"got {path}, which is not UTF-8 at byte {error.start:,}, expected text for a tokenizer: convert it, "
+            "or leave it out"
+        ) from error
 
 
-def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
-    """The keys of a record, or columns of a table, that are read; none if it is no document of these kinds.
+def _split_of(name: str) -> str | None:
+    """The split that a file's name says it is of."""
+    words = {*re.split("[^a-z]+", name.lower())}
+    return next((x for x in (TRAIN, *HELD_OUT) if x in words), None)
 
-    >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
-    (('text',), ('messages',), ())
+
+def named(names: Iterable[str], most: int = 5) -> str:
+    """Some names, and how many more there are.
+
+    >>> named("abcdefg", most=3)
+    'a, b, c and 4 more'
     """
-    found = ((*keys, *(x for x in more if x in names)) for keys, more in kinds if {*keys} <= {*names})
-    return next(found, ())
-
-
-def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
-    """The document of a record, of which keys that are not read are counted as `unused`.
-
-    Raises ValueError, with `where` it is, for anything else.
-    """
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
-    if not (read := read_keys(record, kinds)):
-        names = ", ".join(sorted(record)) or "nothing"
-        raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
-    counts["unused"] += len(record.keys() - set(read))
-    return Document(read[0], {name: record[name] for name in read}, where)
+    every = [*names]
+    more = f" and {len(every) - most:,} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 # --- datasets ---------------------------------------------------------------------------------------------
@@ -213,27 +203,29 @@ def open_saved(path: Path) -> DocumentSource:
             "the folder of one"
         )
     names = splits[train].column_names or next(iter(splits[train]), {}).keys()
+    refuse_preferences(next(iter(splits[train]), {}), str(path))
     if not (columns := read_keys(names)):
         raise ValueError(
             f"got {path} with the columns {', '.join(names) or 'none':.300}, {EXPECTED}, or {IDS} with or "
             f"without {LABELS}: rename them with rename_column"
         )
     held_out = next((name for name in HELD_OUT if name in splits and name != train), None)
+    files = walk(path) if path.is_dir() else [(path.name, path)]
     left_out = {
         "columns": [name for name in names if name not in columns],
         "splits": [name for name in splits if name not in (train, held_out)],
+        "files": [] if _from_disk(path) else [x for x, p in files if p.suffix != PARQUET],
     }
-    notes = tuple(f"left out: the {kind} {', '.join(names)}" for kind, names in left_out.items() if names)
+    notes = tuple(f"left out: the {kind} {named(names)}" for kind, names in left_out.items() if names)
 
-    def rows(name: str) -> Iterator[Document]:
+    def rows(name: str, counts: Counter[str]) -> Iterator[Document]:
+        features = splits[name].features or dict.fromkeys(columns)
         for number, row in enumerate(_each(path, splits[name], columns)):
-            given = {k: v for k, v in row.items() if v is not None}
-            yield document_of(given, f"{path}, row {number}", Counter(), RECORDS)
+            yield document_of(_without_nulls(row, features), f"{path}, row {number}", counts, RECORDS)
 
-    def parts(_: Counter[str]) -> Parts:
-        yield from ((name == held_out, rows(name)) for name in (train, held_out) if name is not None)
+    def parts(counts: Counter[str]) -> Parts:
+        yield from ((name == held_out, rows(name, counts)) for name in (train, held_out) if name is not None)
 
-    files = walk(path) if path.is_dir() else [(path.name, path)]
     return DocumentSource(files, parts, held_out or "", columns, notes)
 
 
@@ -250,7 +242,19 @@ def _splits(path: Path) -> dict[str, Any]:
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(str(path), streaming=True)
+            if (kind := next(iter(loaded.values())).info.builder_name) != "parquet":
+                raise ValueError(f"it takes it for {kind} and would leave out the Parquet files")
     return dict(loaded) if isinstance(loaded, dict) else {TRAIN: loaded}
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """A value without the keys that Arrow adds to an object because others of the column have them."""
+    if isinstance(value, dict) and isinstance(feature, Mapping):  # not what is JSON, which has its own
+        return {k: _without_nulls(x, feature[k]) for k, x in value.items() if x is not None}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and not hasattr(inner, "dtype"):
+        return [_without_nulls(x, inner) for x in value]
+    return value
 
 
 def _each(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:

@@ -24,22 +24,20 @@ from zfunc.checkpoint.durable_files import sync
 from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.documents import (
-    IDS,
-    LABELS,
-    LINES,
-    MASK,
-    Document,
     DocumentSource,
+    file_documents,
     holds_tokens,
     is_saved_dataset,
+    named,
     open_saved,
     stdlib_files,
-    text_files,
     walk,
 )
-from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary, chat_of
+from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suffix_of
+from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document
+from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 8  # of the folder, and of what is read as records
+FORMAT = 9  # of the folder, and of what is read as records
 STDLIB = "Python standard library"
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
@@ -57,14 +55,15 @@ def open_data(
     vocab_size: int = 50257,
     split: bool = True,
     whole_documents: int | None = None,
+    long_documents: str = "cut",
 ) -> Corpus:
     """Open the data at `path`; without a path, the sources of Python's standard library.
 
     A `.bin`, or a folder with a `train.bin`, has tokens of the `dtype`, compared with `vocab_size` batch by batch,
     and a `val.bin` beside it is held out. All else is documents, with the tokenizer's end token after each: text,
-    JSONL, a folder of both, Parquet or a saved dataset (docs/finetuning.md has their keys). Without a tokenizer,
-    bytes are the tokens, and zero is the end. Sequences are cut from that regardless of documents, or, of so many
-    tokens, made of `whole_documents`.
+    records (JSONL, JSON, CSV), a folder of them, Parquet or a saved dataset (docs/finetuning.md has their keys).
+    Without a tokenizer, bytes are the tokens, and zero is the end. Sequences are cut from that regardless of
+    documents, or, of so many tokens, made of `whole_documents`; `long_documents` says what becomes of longer ones.
 
     Held out are a dataset's split validation or test; or about 8 % of the files, by a hash of their names, where
     that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only what the data itself
@@ -72,10 +71,9 @@ def open_data(
 
     Raises OSError for what cannot be read, and ValueError, with file and line, for what is not a document.
     """
-    if path is not None and path.is_file() and path.suffix.lower() == ".json":
+    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(
-            f"got {path}, expected JSONL, an object a line: name it .jsonl if it is that, .txt to train on it as "
-            "text, or save it with datasets (docs/finetuning.md)"
+            f"got {path}, which is no file (a pipe?), expected a file or a folder: write it to one"
         )
     saved = None if path is None or not is_saved_dataset(path) else open_saved(path)
     tokenized = saved is not None and saved.tokenized
@@ -94,11 +92,17 @@ def open_data(
         return _mapped(path, np.dtype(dtype).newbyteorder("<"), vocab_size, split)
     vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else tokenizer or BYTES
     text, folder = vocabulary is not BYTES, path is None or path.is_dir()
-    if path is not None and not (saved or folder or text or whole_documents or path.suffix.lower() in LINES):
-        return _mapped(path, np.dtype(np.uint8), BYTES.vocab_size, split)
+    plain = path is not None and not (saved or folder) and suffix_of(path) not in FORMATS
+    if path is not None and plain:
+        with opened(path) as file:
+            if is_packed(file.read(16)):
+                raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+        if not (text or whole_documents or path.suffix.lower() in COMPRESSED):
+            return _mapped(path, np.dtype(np.uint8), BYTES.vocab_size, split)
     files = stdlib_files() if path is None else walk(path) if folder else [(path.name, path)]
-    source = saved or text_files(files, text=text)
-    return _packed(str(path or STDLIB), source, cache, vocabulary, split, whole_documents)
+    source = saved or file_documents(files, text=text, folder=folder)
+    rows = None if whole_documents is None else (whole_documents, long_documents)
+    return _packed(str(path or STDLIB), source, cache, vocabulary, split, rows)
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) -> Corpus:
@@ -145,18 +149,18 @@ def _packed(
     cache: Path,
     vocabulary: Vocabulary,
     split: bool,
-    whole_documents: int | None,
+    rows: tuple[int, str] | None,
 ) -> Corpus:
     """The corpus of the documents of `source`, which are packed unless they are already."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
-    key = repr((FORMAT, vocabulary.digest, stats, source.columns, bool(whole_documents)))
+    key = repr((FORMAT, vocabulary.digest, stats, source.columns, source.held_out_split, bool(rows)))
     folder = cache / f".packed-{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
     if not folder.is_dir():  # hidden: `cache` may lie in the folder that is read
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             dir=cache, prefix=".packing-", ignore_cleanup_errors=True
         ) as unfinished:
-            _write(Path(unfinished), name, source, vocabulary, bool(whole_documents))
+            _write(Path(unfinished), name, source, vocabulary, bool(rows))
             with suppress(OSError):  # another process was first
                 os.rename(unfinished, folder)
     # What was packed
@@ -170,22 +174,43 @@ def _packed(
     elif vocabulary is not BYTES:
         size = f"vocabulary {vocabulary.vocab_size:,}"
         lines.append(f"tokenizer: {vocabulary.name}, {size}, end token {vocabulary.end}")
+        if len(vocabulary.before):
+            lines.append(f"documents begin with {vocabulary.before.tolist()}, as the tokenizer has it")
     lines += [*packed["lines"], *source.notes]
     # What of it is trained on, and what is held out
     end: int = packed["train"] if split or source.held_out_split else len(tokens)
     masks = (None, None) if mask is None else (mask[:end], mask[end:])
     parts = _streams(name, (tokens[:end], tokens[end:]), masks)
     lines += [f"held out: {packed['held_out']}, {len(parts[1]):,} {unit}"] if split else []
-    if whole_documents:
+    if rows is not None:
         ends = offsets[1:]
         both = np.append(ends[ends < end], end), ends[ends > end] - end
-        parts = [part.of_whole_documents(x, whole_documents) for part, x in zip(parts, both, strict=True)]
-        count = parts[0].num_sequences(whole_documents)
-        padding = 1 - len(parts[0]) / (count * whole_documents)
-        lines.append(
-            f"sequences: {count:,} of {whole_documents} tokens, of whole documents, {padding:.0%} padding"
-        )
+        parts = [part.of_whole_documents(x, *rows) for part, x in zip(parts, both, strict=True)]
+        lines += _rows(parts[0], both[0], *rows)
     return Corpus(name, *parts, vocabulary.vocab_size, tuple(lines))
+
+
+def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
+    """Lines for the log on sequences of whole documents. Raises ValueError if there are none."""
+    count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
+    longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
+    if not count:
+        raise ValueError(
+            f"got {len(ends):,} documents, {longer:,} of them longer than seq_length={seq_length}, and none with a "
+            "label in a sequence, expected one at least: raise seq_length"
+        )
+    what = {
+        "drop": "dropped",
+        "keep-end": "their ends alone are kept",
+        "cut": "cut into pieces, each of which sees nothing of the others; long_documents says otherwise",
+    }
+    lines = [
+        f"sequences: {count:,} of {seq_length} tokens, of whole documents, "
+        f"{1 - used / (count * seq_length):.0%} padding"
+    ]
+    lines += [f"longer than that: {longer:,} of {len(ends):,} documents: {what[long]}"] if longer else []
+    left_out = len(stream) - used
+    return [*lines, f"left out: {left_out:,} tokens that no label needs"] if left_out else lines
 
 
 def _write(
@@ -218,7 +243,7 @@ def _write(
                 append(offsets=np.array([lengths["tokens"]]))
                 of_bytes &= kind == "bytes"
                 known = int(np.count_nonzero(learned))
-                pair = kind == "messages" or known < len(ids)
+                pair = kind == CHAT or known < len(ids)
                 counts.update(documents=1, pairs=pair, learned=known)
             train = train if held_out else lengths["tokens"]
         write_headers()
@@ -242,11 +267,19 @@ def _write(
             end = int(ends[np.searchsorted(ends, train)])
             if not of_bytes and end <= train + min(total // 20, 1 << 20):
                 train = end
-    pairs, unused = counts["pairs"], counts["unused"]
+    pairs, turns = counts["pairs"], counts["turns"]
+    keys, files_of = (
+        named(sorted(x.removeprefix(kind) for x in counts if x.startswith(kind)))
+        for kind in ("key ", "file ")
+    )
     said = (
         (pairs, f"learned: {counts['learned']:,} of {total:,}, in {pairs:,} documents not all"),
-        (empty + binary, f"left out: {empty:,} empty and {binary:,} binary files"),
-        (unused, f"left out: {unused:,} keys of records that are not read"),
+        (
+            empty + binary,
+            f"left out: {empty:,} empty and {binary:,} binary files{files_of and ': ' + files_of}",
+        ),
+        (keys, f"left out: keys of records that are not read: {keys}"),
+        (turns, f"left out: {turns:,} messages after the last turn of the assistant"),
     )
     meta = {
         "counted": f"{len(source.files) - empty - binary:,} files, {counts['documents']:,} documents",
@@ -272,7 +305,7 @@ def _encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[
 def _some(documents: Iterator[Document]) -> Iterator[Document]:
     for document in islice(documents, _DOCUMENTS):
         yield document
-        text = document.values.get("text") if document.kind == "text" else document.values
+        text = document.values["text"] if document.kind == "text" else document.values
         if isinstance(text, str | bytes) and len(text) > _LONG:
             break
 
@@ -320,12 +353,13 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
     pairs = [pair for pair in pairs if any(pair)]
     prompts, texts = (tokenizer.encode([pair[n] for pair in pairs]) for n in (0, 1))
     for prompt, text in zip(prompts, texts, strict=True):
-        tokens = np.concatenate([prompt, text, [tokenizer.end]])
-        yield tokens, np.arange(len(tokens)) >= len(prompt)
+        tokens, begun = tokenizer.document(np.concatenate([prompt, text]))
+        asked = begun + len(prompt) if documents[0].kind == "prompt" else 0
+        yield tokens, np.arange(len(tokens)) >= asked
 
 
 def _chats(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    chats = [chat_of(x.values, x.where) for x in documents]
+    chats = [x.values for x in documents]
     if (template := tokenizer.chat) is None:
         raise ValueError(
             f"{chats[0].where}: got a chat for {tokenizer.name}, without a chat template, expected a tokenizer "
@@ -341,5 +375,5 @@ def _chats(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
 
 
 _TOKENS_OF: dict[str, Any] = {
-    **{"bytes": _bytes, IDS: _tokens, "messages": _chats, "prompt": _texts, "text": _texts}
+    **{"bytes": _bytes, IDS: _tokens, CHAT: _chats, "prompt": _texts, "text": _texts}
 }

@@ -1,7 +1,7 @@
 """Tokenizers: text to tokens and back, by a local `tokenizer.json`, or as bytes; and chats to text.
 
 Every tokenizer has an end token; all its tokens are below `vocab_size`; and two that would give different tokens
-have different digests. `tokenizers` is imported when a file is opened: pip install ".[hf]".
+have different digests. transformers is imported when a file is opened: pip install ".[hf]".
 """
 
 import hashlib
@@ -18,18 +18,15 @@ import numpy as np
 from attrs import field, frozen
 
 from zfunc.errors import install
+from zfunc.train.data.records import ASSISTANT, Chat
 
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
 CALL, PIECE = 1 << 20, 1 << 16  # characters of a call of the library, which holds about 150 bytes for each
 SAME = 8  # tokens that two pieces of a text must share
-_CONFIG = "tokenizer_config.json"  # beside the file, where transformers writes it
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
 
-Message = dict[str, Any]  # "role", "content", and what else the template reads
 Span = tuple[int, int]  # characters
-ASSISTANT = "assistant"
-EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template, around what the assistant writes
 
 
@@ -56,7 +53,7 @@ class Vocabulary:
 
 @frozen(eq=False)
 class Tokenizer(Vocabulary):
-    """Text to tokens. `end` follows every document; a chat ends as the template, `chat`, has it, if there is one.
+    """Text to tokens. `end` follows every document; a chat is as the template, `chat`, has it, if there is one.
 
     `locate(texts)` returns the tokens of each text, int64 [tokens], and each one's characters, [tokens, 2].
     """
@@ -66,6 +63,15 @@ class Tokenizer(Vocabulary):
     locate: Callable[[Sequence[str]], list[Located]]
     decode: Callable[[Sequence[int]], str]
     chat: "ChatTemplate | None"
+    before: np.ndarray  # tokens that begin every document, and those that end one; int64
+    after: np.ndarray
+
+    def document(self, text: np.ndarray) -> tuple[np.ndarray, int]:
+        """The tokens of a document from those of its text, and how many begin it; none is there twice."""
+        begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
+        before = self.before[: 0 if begun else None]
+        after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]
+        return np.concatenate([before, text, after]), len(before)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, int64 [tokens]."""
@@ -90,45 +96,67 @@ def _decode_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Tokenizer("bytes", 256, "bytes", 0, _locate_bytes, _decode_bytes, None)
+_NONE, _ZERO = np.zeros(0, np.int64), np.zeros(1, np.int64)
+BYTES = Tokenizer("bytes", 256, "bytes", 0, _locate_bytes, _decode_bytes, None, _NONE, _ZERO)
 """UTF-8, with zero after a document."""
 
 
-def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
-    """The tokenizer of a local `tokenizer.json`. Nothing is added to a text but the end token after a document.
+def open_tokenizer(
+    path: Path, *, end: int | None = None, template_args: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """The tokenizer of a local `tokenizer.json`, as transformers reads it with what is beside it.
 
-    The end token is the `eos_token` in a `tokenizer_config.json` beside it, else `end`, else the first of
-    END_TOKENS that it has. The chat template is that of a `chat_template.jinja` beside it, or in the same
-    `tokenizer_config.json`. Raises ValueError for a file that is not a tokenizer or has no end token, ImportError
-    without the library.
+    Beside a `tokenizer_config.json` that names its class, the tokens, special tokens and templates are those of
+    `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the first of
+    END_TOKENS that it has. `template_args` are variables of the chat template. Raises ValueError for a file that is
+    not a tokenizer or has no end token, ImportError without the library.
     """
     try:
         import tokenizers
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
-        raise ImportError(f"tokenizer: it needs the library tokenizers: {install('hf')}") from error
+        raise ImportError(f"tokenizer: it needs transformers: {install('hf')}") from error
     try:
-        content = path.read_bytes()
-        loaded = tokenizers.Tokenizer.from_str(content.decode())
+        beside = path.with_name("tokenizer_config.json")
+        config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        of_class = AutoTokenizer if config.get("tokenizer_class") else PreTrainedTokenizerFast
+        given = {} if path.name == "tokenizer.json" else {"tokenizer_file": str(path)}
+        loaded: Any = of_class.from_pretrained(path.parent, local_files_only=True, **given)
+        library = loaded.backend_tokenizer
+        if not isinstance(library, tokenizers.Tokenizer):
+            raise TypeError(f"{type(loaded).__name__} has no fast tokenizer")
     except Exception as error:  # the library raises Exception itself
         raise ValueError(
-            f"tokenizer: got {path}, which cannot be read ({error}), expected a tokenizer.json, as "
+            f"tokenizer: got {path}, which cannot be read ({error!r:.300}), expected a tokenizer.json, as "
             "save_pretrained writes it: name that file"
         ) from error
-    loaded.no_padding()
-    loaded.no_truncation()
-    config = _read_config(path.with_name(_CONFIG))
-    end = _end_token(path, loaded, config, end)
-    chat = _chat_template(path, config)
-    digest = hashlib.sha256(content).hexdigest()[:16] + f"-{end}"
-    if chat is not None:
-        digest += "-" + hashlib.sha256(repr(chat).encode()).hexdigest()[:16]
+    library.no_padding()
+    library.no_truncation()
+    end = _end_token(path, loaded, end)
+    chat = None if loaded.chat_template is None else ChatTemplate(loaded, template_args or {})
+    counts = (library.to_str(), end, loaded.special_tokens_map, loaded.chat_template, chat and chat.variables)
 
     def locate(texts: Sequence[str]) -> list[Located]:
-        encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+        encodings = library.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(x.ids, np.int64), np.array(x.offsets, np.int64).reshape(-1, 2)) for x in encodings]
 
-    size = max(end, *loaded.get_vocab(with_added_tokens=True).values()) + 1
-    return Tokenizer(digest, size, str(path), end, partial(in_calls, locate), loaded.decode, chat)
+    # What the post-processor puts around a text, with the end token after it
+    probe = library.encode("a", add_special_tokens=True)
+    own = [n for n, added in enumerate(probe.special_tokens_mask) if not added] or [0]
+    before, after = probe.ids[: own[0]], probe.ids[own[-1] + 1 :]
+    after += [] if after[-1:] == [end] else [end]
+    size = max(end, *library.get_vocab(with_added_tokens=True).values()) + 1
+    return Tokenizer(
+        hashlib.sha256(repr(counts).encode()).hexdigest()[:16],
+        size,
+        str(path),
+        end,
+        partial(in_calls, locate),
+        library.decode,
+        chat,
+        np.array(before, np.int64),
+        np.array(after, np.int64),
+    )
 
 
 # --- long texts ------------------------------------------------------------------------------------------
@@ -185,40 +213,14 @@ def _join(pieces: list[Located], n: int) -> bool:
     return False
 
 
-def _end_token(path: Path, tokenizer: Any, config: dict[str, Any], default: int | None) -> int:
-    name = _token_text(config.get("eos_token"))
-    if name is not None and (token := tokenizer.token_to_id(name)) is not None:
-        return token
-    if default is not None:
-        return default
-    for known in END_TOKENS:
-        if (token := tokenizer.token_to_id(known)) is not None:
-            return token
+def _end_token(path: Path, loaded: Any, default: int | None) -> int:
+    known = (loaded.eos_token_id, default, *map(loaded.backend_tokenizer.token_to_id, END_TOKENS))
+    if (end := next((token for token in known if token is not None), None)) is not None:
+        return end
     raise ValueError(
-        f"tokenizer: got {path} without an end token, expected one, to follow every document: name it as "
-        f"eos_token in a {_CONFIG} beside it"
+        f"tokenizer: got {path} without an end token, expected one, to follow every document: name it as eos_token "
+        "in a tokenizer_config.json beside it"
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """The configuration of a tokenizer; empty without the file."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not an object")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: got a file that cannot be read ({error}), expected a JSON object: correct it"
-        ) from error
-    return config
-
-
-def _token_text(entry: Any) -> str | None:
-    """A token in a configuration: its text, or an object with it."""
-    name = entry.get("content") if isinstance(entry, dict) else entry
-    return name if isinstance(name, str) else None
 
 
 # --- chats ------------------------------------------------------------------------------------------------
@@ -227,40 +229,34 @@ def _token_text(entry: Any) -> str | None:
 # prompt that the model would be given, to the end of the turn. The template is in Jinja, rendered by transformers.
 
 
-@frozen
-class Chat:
-    """The messages of a record, which is `where`. A turn of the assistant with a weight of 0 is not learned."""
-
-    messages: tuple[Message, ...]
-    where: str
-    tools: list[Any] | None = None
-    weights: tuple[float, ...] = ()  # of the messages; () is 1 for each
-
-
-@frozen
+@frozen(eq=False)
 class ChatTemplate:
-    """A tokenizer's template of chats: a Jinja `source`, with special tokens as its variables."""
+    """The templates of a tokenizer of transformers, and other variables of theirs."""
 
-    source: str
-    variables: Mapping[str, str] = field(factory=dict[str, str])
+    tokenizer: Any
+    variables: Mapping[str, Any] = field(factory=dict[str, Any])
 
     def render(self, chat: Chat) -> Iterator[tuple[str, list[Span]]]:
         """Texts of a chat, each with the ranges of its characters that are learned, in ascending order. It is one
         text, or one for each turn of the assistant where the template writes earlier turns otherwise than the last
         (as Qwen 3's, which drops their thoughts).
 
-        Raises ValueError, with the record, for a chat that the template refuses.
+        What is learned of a turn begins where the prompt that the model would be given ends, or where the turn is
+        written otherwise than it is asked for (as by prompts that open a thought). It ends with the turn, or with
+        the special token that ends it. Raises ValueError, with the record, for a chat that the template refuses.
         """
         learns = [*chat.weights] or [1.0] * len(chat.messages)
         turns = [n for n, m in enumerate(chat.messages) if m["role"] == ASSISTANT]
-        text, marked = self._text(chat, len(learns), marks=_MARKS.search(self.source) is not None)
+        text, marked = self._text(chat, len(learns), marks=True)
         if marked and len(marked) == len(turns):
             yield text, [x for n, x in zip(turns, marked, strict=True) if learns[n]]
             return
+        special = tuple(str(x) for x in self.tokenizer.added_tokens_decoder.values() if x.special)
         spans: dict[str, list[Span]] = {}  # by the text that they are in
         for n in turns:
             prompt, until = self._text(chat, n, prompt=True)[0], self._text(chat, n + 1)[0]
-            if not until.startswith(prompt):
+            start = _shared(prompt, until)
+            if start < len(prompt) and start < _shared(prompt, self._text(chat, n)[0]):
                 raise ValueError(
                     f"{chat.where}: got a chat template that writes turn {n + 1} otherwise than it asks for it, "
                     "expected its generation prompt to begin the turn: use another template, or mark what the "
@@ -268,27 +264,31 @@ class ChatTemplate:
                 )
             if learns[n]:
                 whole = text if text.startswith(until) else until
-                spans.setdefault(whole, []).append((len(prompt), len(until)))
+                ended = until.rstrip()
+                stop = len(ended if ended.endswith(special) else until)
+                spans.setdefault(whole, []).append((start, stop))
         yield from (spans or {text: []}).items()
 
     def _text(
         self, chat: Chat, count: int, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
         """The first `count` messages as text, with the beginning of the assistant's turn after a `prompt`; and the
-        ranges that the template itself marks as the assistant's.
+        ranges that the template itself marks as the assistant's, where it does and they are asked for.
         """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
-            from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError as error:
-            raise ImportError(f"data: a chat template needs transformers: {install('hf')}") from error
-        try:
+            source = self.tokenizer.get_chat_template(tools=chat.tools)
+            messages = [*chat.messages[:count]]
+            if "developer" not in source:  # the newer name of a role that every template knows
+                messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
             texts, marked = render_jinja_template(
-                [[*chat.messages[:count]]],
+                [messages],
                 tools=chat.tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=marks,
+                chat_template=source,
+                return_assistant_tokens_mask=marks and _MARKS.search(source) is not None,
                 add_generation_prompt=prompt,
-                **self.variables,
+                **{**self.tokenizer.special_tokens_map, **self.variables},
             )
         except Exception as error:  # Jinja's own, and whatever a template can do wrong
             raise ValueError(
@@ -298,40 +298,8 @@ class ChatTemplate:
         return texts[0], [(start, end) for one in marked for start, end in one]
 
 
-def chat_of(record: Mapping[str, Any], where: str) -> Chat:
-    """The chat of a record with `messages` and perhaps `tools`, as OpenAI's.
-
-    Raises ValueError, with the record, for messages without a role or content, and for a last turn that is not the
-    assistant's.
-    """
-    given = record["messages"]
-    if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given):
-        raise ValueError(
-            f"{where}: got {given!r:.60}, expected a list of objects, as in {EXAMPLE}: write it so"
-        )
-    messages = [{k: x for k, x in m.items() if x is not None} for m in given]  # Arrow has None for no key
-    for n, m in enumerate(messages, 1):
-        missing = [k for k in ("role", "content") if not isinstance(m.get(k), str)]
-        if missing and not (missing == ["content"] and "content" not in m and "tool_calls" in m):
-            got = m.get(missing[0])
-            raise ValueError(
-                f"{where}, message {n}: got {got!r:.60} as {missing[0]}, expected text, as in {EXAMPLE}: correct it"
-            )
-    last = messages[-1]["role"] if messages else None
-    if last != ASSISTANT:
-        raise ValueError(
-            f"{where}: got a chat whose last turn is of the role {last!r}, expected the assistant's, because its "
-            "turns are learned: add it, or leave out what is after the last one"
-        )
-    weights = tuple(m.pop("weight", 1.0) for m in messages)
-    return Chat(tuple(messages), where, record.get("tools"), weights)
-
-
-def _chat_template(path: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    """The template beside a tokenizer, where transformers writes it."""
-    file = path.with_name("chat_template.jinja")
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if not isinstance(source, str):
-        return None
-    named = {name: _token_text(x) for name, x in config.items() if name.endswith("_token")}
-    return ChatTemplate(source, {name: x for name, x in named.items() if x is not None})
+def _shared(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    if b.startswith(a):
+        return len(a)
+    return next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))

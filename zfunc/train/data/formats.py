@@ -1,0 +1,122 @@
+"""Formats: the records of a file, each with its place: a JSON object a line, an array of them, a table; compressed.
+
+Read by the standard library: Arrow, of which `datasets` makes rows, would take a text like a date for a time, and
+give every record the keys of all others.
+"""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+import sys
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zfunc.checkpoint.strict_json import unique_keys
+from zfunc.train.data.records import EXPECTED, RECORDS, read_keys
+
+Placed = Generator[tuple[str, Any]]
+COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+LINES = (".jsonl", ".ndjson")
+_RECORD = ", record "  # in the place of an element of an array
+_PACKED = re.compile(  # gzip, bzip2, xz, zip, zstd, 7z, rar, lz4, Parquet
+    rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ|PK\x03\x04|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|\x04\x22\x4d\x18|PAR1"
+)
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says what a file holds, in small letters: that before the one of its compression.
+
+    >>> suffix_of(Path("train.JSONL.gz")), suffix_of(Path("book.txt"))
+    ('.jsonl', '.txt')
+    """
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+@contextmanager
+def opened(path: Path) -> Generator[BinaryIO]:
+    """The content of a file, decompressed. Raises ValueError for content that is not what its name says."""
+    try:
+        with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+            yield file
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, csv.Error) as error:
+        raise ValueError(
+            f"got {path}, which cannot be read ({error}), expected it whole: copy it again"
+        ) from error
+
+
+def is_packed(content: bytes) -> bool:
+    """Whether content, or the beginning of it, is compressed."""
+    return _PACKED.match(content) is not None
+
+
+def holds_records(path: Path) -> bool | None:
+    """Whether a file of a folder has records; None for a table, or an array of objects, that are no documents."""
+    if (suffix := suffix_of(path)) not in FORMATS or suffix in LINES:
+        return suffix in LINES
+    where, first = "", None
+    with suppress(ValueError), closing(records_of(path)) as records:
+        where, first = next(records, (where, first))
+    if isinstance(first, dict) and read_keys(first, RECORDS[1:]):
+        return True
+    objects = _RECORD in where and isinstance(first, dict)
+    return None if objects or suffix != ".json" else False  # a JSON object is settings, or the like
+
+
+def records_of(path: Path) -> Placed:
+    """The records of a file with its place. Raises ValueError, with the place, for what is no record."""
+    with opened(path) as file:
+        yield from FORMATS[suffix_of(path)](path, file)
+
+
+def _lines(path: Path, file: BinaryIO) -> Placed:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield (where := f"{path}, line {number}"), _parsed(line, where)
+
+
+def _array(path: Path, file: BinaryIO) -> Placed:
+    """Of an array of objects, or of lines as in JSONL."""
+    content = file.read()
+    if content.lstrip().startswith(b"["):
+        yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(_parsed(content, str(path)), 1))
+    else:
+        yield from _lines(path, io.BytesIO(content))
+
+
+def _parsed(content: bytes, where: str) -> Any:
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=unique_keys)
+        if b"\\ud" in content.lower():  # half a surrogate pair cannot be encoded
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: got invalid JSON ({error}), {EXPECTED}: correct or delete it") from error
+    return value
+
+
+def _table(path: Path, file: BinaryIO) -> Placed:
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        names = next(rows, [])
+        for row in filter(None, rows):
+            where = f"{path}, line {rows.line_num}"
+            if len(row) != len(names) or len({*names}) != len(names):
+                raise ValueError(
+                    f"{where}: got {len(row)} cells for the columns {', '.join(names):.200}, expected one each: "
+                    "correct the table"
+                )
+            yield where, dict(zip(names, row, strict=True))
+
+
+FORMATS: dict[str, Callable[[Path, BinaryIO], Placed]] = {
+    **dict.fromkeys(LINES, _lines),
+    **{".json": _array, ".csv": _table, ".tsv": _table},
+}

@@ -1,0 +1,166 @@
+"""Records: what the keys of one mean, and a chat in any of the usual formats as messages that a template reads.
+
+A chat template reads messages of a role and a text, and calls of tools with their arguments as an object. What
+people have is OpenAI's, ShareGPT's, Alpaca's and TRL's formats, parts of text, JSON in text. Whatever cannot be
+brought into that form is refused with its place, never handed to a template that would write something else.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from attrs import frozen
+
+Message = dict[str, Any]  # "role", "content", and what else the template reads
+IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+CHAT, ASSISTANT = "chat", "assistant"
+RECORDS = (  # the keys that make a record a document, and those that it may have besides; the first holds
+    ((IDS,), (LABELS, MASK)),
+    (("messages",), ("tools",)),  # OpenAI; before the text that somebody made of them
+    (("conversations",), ("system", "tools")),  # ShareGPT
+    (("prompt", "completion"), ("tools",)),  # texts, or messages, as TRL has them
+    (("instruction", "output"), ("input", "system")),  # Alpaca
+    (("text",), ()),
+)
+EXPECTED = "expected text, or prompt and completion, or messages"
+EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_ROLES = {  # of ShareGPT
+    **{"system": "system", "human": "user", "user": "user", "tool": "tool", "observation": "tool"},
+    **{"gpt": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT, ASSISTANT: ASSISTANT},
+}
+
+
+@frozen(eq=False)
+class Document:
+    """A document as the data has it: a `Chat`; or the values of the keys that are read, or a text file's bytes."""
+
+    kind: str  # CHAT, "bytes", or the first key in RECORDS that it has
+    values: Any
+    where: str = ""
+
+
+@frozen
+class Chat:
+    """The messages of a record, which is `where`. A turn of the assistant with a weight of 0 is not learned."""
+
+    messages: tuple[Message, ...]
+    where: str
+    tools: list[Any] | None = None
+    weights: tuple[float, ...] = ()  # of the messages; () is 1 for each
+
+
+def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
+    """The keys of a record, or columns of a table, that are read; none if it is no document of these kinds.
+
+    >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
+    (('text',), ('messages',), ())
+    """
+    found = ((*keys, *(x for x in more if x in names)) for keys, more in kinds if {*keys} <= {*names})
+    return next(found, ())
+
+
+def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a preference, of which one half is what nobody wants to be learned."""
+    keys = ("completion", "label") if isinstance(record.get("label"), bool) else ("chosen", "rejected")
+    if {*keys} <= record.keys():
+        raise ValueError(
+            f"{where}: got a preference ({', '.join(keys)}), which zfunc does not train on, {EXPECTED}: keep what "
+            "is to be learned, under one of these names"
+        )
+
+
+def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
+    """The document of a record. Counted are the keys that are not read, by name, and turns that nobody learns from.
+
+    Raises ValueError, with `where` it is, for anything else.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
+    refuse_preferences(record, where)
+    if not (read := read_keys(record, kinds)):
+        names = ", ".join(sorted(record)) or "nothing"
+        raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
+    counts.update(f"key {name}" for name in record.keys() - set(read))
+    values = {name: record[name] for name in read}
+    if read[0] in (IDS, "text") or (read[0] == "prompt" and not isinstance(values["prompt"], list)):
+        values.pop("tools", None)
+        return Document(read[0], values, where)
+    return Document(CHAT, chat_of(values, where, counts), where)
+
+
+def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
+    """The chat of a record's values, without what follows the last turn of the assistant.
+
+    Raises ValueError, with the record, for what is no chat in any of the formats, or has nothing to learn.
+    """
+    context: list[Any] = []  # of which nothing is learned
+    if "instruction" in given:
+        asked, more = given["instruction"], given.get("input")
+        turns = [{"role": "user", "content": f"{asked}\n\n{more}" if more else asked}]
+        turns.append({"role": ASSISTANT, "content": given["output"]})
+    elif "prompt" in given:
+        context, turns = (_objects(given[x], where) for x in ("prompt", "completion"))
+    else:
+        turns = _objects(given.get("messages", given.get("conversations")), where)
+    if given.get("system"):
+        context = [{"role": "system", "content": given["system"]}]
+    every = [_message(m, f"{where}, message {n}") for n, m in enumerate([*context, *turns], 1)]
+    ends = [n for n, m in enumerate(every, 1) if m["role"] == ASSISTANT and n > len(context)]
+    if not ends:
+        raise ValueError(
+            f"{where}: got a chat without a turn of the assistant to learn, expected one: add it"
+        )
+    counts["turns"] += len(every) - ends[-1]
+    weights = [m.pop("weight", 1.0) * (n >= len(context)) for n, m in enumerate(every)]
+    tools = _objects([_of_json(x, where) for x in _objects(given.get("tools") or [], where, str)], where)
+    return Chat(tuple(every[: ends[-1]]), where, tools or None, tuple(weights[: ends[-1]]))
+
+
+def _message(given: Mapping[str, Any], where: str) -> Message:
+    """A message of a role and a text, and calls whose arguments are objects."""
+    m = {k: x for k, x in given.items() if x is not None}  # no value is no key
+    if "from" in m:
+        m = {"role": _ROLES.get(m.pop("from")), "content": m.pop("value", None), **m}
+    if isinstance(parts := m.get("content"), list):
+        texts = [x.get("text") if isinstance(x, Mapping) and x.get("type") == "text" else None for x in parts]
+        m["content"] = "".join(map(str, texts)) if all(isinstance(x, str) for x in texts) else parts
+    if calls := _objects(m.pop("tool_calls", None) or [], where):  # none are no key: templates ask for either
+        m["tool_calls"] = [
+            {**x, "function": _call(x["function"], where)} if "function" in x else _call(x, where)
+            for x in calls
+        ]
+    missing = [k for k in ("role", "content") if not isinstance(m.get(k), str)]
+    if missing and not (missing == ["content"] and "content" not in m and calls):
+        got = given.get("from", m.get("role")) if missing[0] == "role" else m.get("content")
+        raise ValueError(
+            f"{where}: got {got!r:.60} as {missing[0]}, expected text, as in {EXAMPLE}: correct it"
+        )
+    return m
+
+
+def _call(function: Any, where: str) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object, which OpenAI has as JSON text."""
+    arguments = _of_json(function.get("arguments") or {}, where)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"{where}: got the arguments {arguments!r:.60}, expected a JSON object: correct them"
+        )
+    return {**function, "arguments": arguments}
+
+
+def _objects(value: Any, where: str, *other: type) -> list[Any]:
+    """A list of objects, which may be JSON text."""
+    value = _of_json(value, where)
+    if not isinstance(value, list) or not all(isinstance(x, (Mapping, *other)) for x in value):
+        raise ValueError(
+            f"{where}: got {value!r:.60}, expected a list of objects, as in {EXAMPLE}: write it so"
+        )
+    return value
+
+
+def _of_json(value: Any, where: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: got {value!r:.60}, expected JSON ({error}): correct it") from error
