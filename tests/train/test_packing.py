@@ -494,6 +494,10 @@ REFUSED: dict[
         ({"messages": [USER, call("{}")], "tools": "x"}, f"{LINE}: got 'x', expected JSON"),
         ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: got 'bing' as role, expected text"),
         ({"prompt": [USER, call("{}")], "completion": [USER]}, "without a turn of the assistant to learn"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+            "message 1: got ..f.., expected a li",
+        ),
         ({"prompt": [USER], "completion": "a"}, f"{LINE}: got 'a', expected JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, rf"{LINE}: got a preference \(chosen, rejected\)"),
         ({"prompt": "a", "completion": "b", "label": False}, r"got a preference \(completion, label\)"),

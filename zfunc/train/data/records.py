@@ -121,7 +121,7 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
     """A message of a role and a text, and calls whose arguments are objects."""
     m = {k: x for k, x in given.items() if x is not None}  # no value is no key
     if "from" in m:
-        m = {"role": _ROLES.get(m.pop("from")), "content": m.pop("value", None), **m}
+        m = {"role": _ROLES.get(str(m.pop("from"))), "content": m.pop("value", None), **m}
     if isinstance(parts := m.get("content"), list):
         texts = [x.get("text") if isinstance(x, Mapping) and x.get("type") == "text" else None for x in parts]
         m["content"] = "".join(map(str, texts)) if all(isinstance(x, str) for x in texts) else parts
@@ -141,6 +141,7 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
 
 def _call(function: Any, where: str) -> dict[str, Any]:
     """A call of a tool with its arguments as an object, which OpenAI has as JSON text."""
+    (function,) = _objects([function], where)
     arguments = _of_json(function.get("arguments") or {}, where)
     if not isinstance(arguments, Mapping):
         raise ValueError(
