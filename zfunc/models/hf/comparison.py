@@ -21,6 +21,9 @@ from zfunc.runtime.rng import seeded_sequence
 
 SMALL = 30_000_000
 """Parameters of a model, at most, that is compared itself."""
+LOSS_CLOSE = 1e-4  # of the loss: a difference that is rounding
+GRADIENT_CLOSE = 1e-3  # of the largest of a gradient
+ROUNDING = 1e-5  # of the largest of all gradients
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _COUNTS = ("num_attention_heads", "num_key_value_heads")
 _TOKENS = re.compile(r"(window|window_size|chunk_size|local_attention|original_max_position_embeddings)$")
@@ -177,11 +180,12 @@ def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Te
     except Exception as error:
         return str(error).strip().partition("\n")[0][:300] or type(error).__name__
     got, expected = float(y.detach()), float(own.detach())
-    if not abs(got - expected) <= 1e-4 * abs(expected):
+    if not abs(got - expected) <= LOSS_CLOSE * abs(expected):
         return f"a loss of {got:.6g} instead of {expected:.6g}"
     largest = max(float(g.abs().max()) for g in grads)
     for full, g in zip(named, grads, strict=True):
-        if not float((others[full] - g).abs().max()) <= 1e-3 * float(g.abs().max()) + 1e-5 * largest:
+        close = GRADIENT_CLOSE * float(g.abs().max()) + ROUNDING * largest
+        if not float((others[full] - g).abs().max()) <= close:
             return f"another gradient of {full!r}"
     return ""
 
