@@ -12,12 +12,13 @@ import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.engine.compile import tile_attention
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.cost_model import CostModel, SegmentCosts
+from zfunc.planner.profile import load_profile
 from zfunc.planner.traced_costs import traced_costs
 
 TOKENS, HIDDEN, LAYERS = 2048, 64, 3
@@ -129,3 +130,21 @@ def test_million_tokens_of_llama_3_8b_fit_one_card(card: str, tokens: int, count
     answer = plan_model(PlanSettings(hf_config=config, seq_length=tokens, tiles=count, **places))
     assert answer.planned.fits
     assert answer.planned.memory["pinned"] + answer.planned.memory["host"] < 1.9e12
+
+
+def test_advice_leaves_short_tiles_where_activations_on_the_host_make_room() -> None:
+    """None that "auto" stands for has less than 512 tokens: attention is launched for every pair."""
+    assert all(TOKENS * 16 // n >= 512 for n in tile_counts(TOKENS * 16))
+    x = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    given: Any = {"params_on": "host", "precision": "bf16"}
+    machine = evolve(load_profile("rtx4090").hardware("bf16"), launch=1e-4)
+    segments = gpt_segments(evolve(GPT, num_layers=24))
+    whole, short = (
+        zfunc.plan(segments, (x, x), hardware=machine, advice=False, **given, **ways)
+        for ways in ({"activations_on": "host"}, {"tiles": 16})
+    )
+    room = max(whole.memory["device"], short.memory["device"])
+    fits = evolve(machine, memory={**machine.memory, "device": room})
+    found = zfunc.plan(segments, (x, x), hardware=fits, tiles=16, **given)
+    assert "in passes that the host launches no faster" in str(found)
+    assert any("tiles" in s.changes and s.step.seconds < found.step_seconds for s in found.suggestions)

@@ -52,7 +52,9 @@ ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the seg
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
 DOCSTRING_WIDTH = 116  # columns
 MOST_TILES = 1 << 16
-SHORTEST_TILE = 128  # tokens; below, a device waits for launches
+SHORTEST_TILE = (
+    512  # tokens; below, a device waits for launches, whose number grows with the square of the tiles
+)
 MOST_DEVICES = 1024
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
@@ -106,7 +108,7 @@ def tile_counts(tokens: int) -> list[int]:
     """The numbers of tiles that "auto" stands for of a row of so many tokens, the fewest first: divisors.
 
     >>> tile_counts(3000), tile_counts(1)
-    ([1, 4, 15, 20], [1])
+    ([1, 4, 5], [1])
     """
     divisors = [n for n in range(1, tokens // SHORTEST_TILE + 1) if tokens % n == 0] or [1]
     near = (min(divisors, key=lambda n: abs(n - wanted)) for wanted in (1, 4, 16, 64, 256, 1024))

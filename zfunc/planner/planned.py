@@ -359,6 +359,9 @@ def _time(p: Planned) -> Iterator[str]:
     speed = f"{p.tokens_per_second:,.0f} tokens/s, {p.tflops:,.3g} TFLOP/s{each}"
     yield f"a step takes {format_seconds(p.step_seconds)}: {speed}"
     yield f"  bound by {p.bound}"
+    if p.step.settings.tiles != 1 and (launched := sum(p.step.total(_launch_seconds).values())):
+        share = launched / p.devices / p.step_seconds
+        yield f"  {share:.0%} of it in passes that the host launches no faster: fewer tiles have fewer launches"
     lanes = sorted(
         ((lane, share) for lane, share in p.lanes.items() if p.devices == 1 or lane in ("host", "network")),
         key=lambda item: -item[1],
@@ -392,6 +395,12 @@ def _ranges(segments: Sequence[int]) -> str:
     starts = [s for s in segments if s - 1 not in segments]
     ends = [s for s in segments if s + 1 not in segments]
     return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True))
+
+
+def _launch_seconds(step: PlannedStep) -> dict[str, float]:
+    """The seconds of the operations that the device works off while the host launches them."""
+    launch, on = step.hardware.launch, step.hardware
+    return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}
 
 
 def _compute_seconds(step: PlannedStep) -> dict[int, float]:

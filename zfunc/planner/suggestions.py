@@ -30,6 +30,11 @@ from zfunc.planner.search import (
 
 WORTH_SAYING = 0.02  # of a step's time: a change that gains less is not suggested
 MOST = 5  # suggestions
+TAKE_ROOM = (
+    "recompute",
+    "tiles",
+    "micro_batches",
+)  # tried with activations on the host, too, where one does not fit
 
 NOTES = {"moments": "different rounding", "precision": "different rounding"}
 FOLDERS = "needs folders for it: swap"
@@ -169,11 +174,13 @@ class _Advisor:
     # --- to make it faster ---------------------------------------------------------------------------------
 
     def faster(self) -> list[Suggestion]:
-        """The first value of each setting that fits and makes the step faster."""
+        """The first value of each setting that fits, with activations on the host or not, and is faster."""
         found: dict[str, Suggestion] = {}
         for name, values in self._alternatives():
             for value in values:
                 new = self.planned({name: value})
+                if name in TAKE_ROOM and new is not None and "device" in new.step.lacking:
+                    new = self.planned({name: value, "activations_on": "host"})
                 if new is None or not new.step.fits or new.step.seconds >= self._enough:
                     continue
                 if name not in found or new.step.seconds < found[name].step.seconds:
@@ -186,6 +193,7 @@ class _Advisor:
         """Settings with values that may be faster, the fastest first: the first that fits is enough."""
         settings, step = self.settings, self.step
         yield "recompute", self.above("recompute")
+        yield "tiles", self.above("tiles")
         yield "micro_batches", self.above("micro_batches")[-1:]
         if settings.group_size < settings.micro_batches:
             yield "accumulate", ("vertical",)

@@ -121,14 +121,15 @@ def run_plan(settings: PlanSettings) -> int:
 @frozen(eq=False)
 class PlannedModel:
     """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits, and
-    `limit` says what else than memory bounds it, if anything does. With `gpus`, `layouts` are those that were
-    planned."""
+    `limit` says what else than memory bounds it, if anything does; `knee` has lengths up to that one and their
+    tokens/s. With `gpus`, `layouts` are those that were planned."""
 
     settings: PlanSettings
     planned: "Planned"
     model: "SimulatedModel"
     limit: str = ""
     layouts: "tuple[PlannedModel, ...]" = ()
+    knee: tuple[tuple[int, float], ...] = ()
 
     @property
     def layout(self) -> str:
@@ -159,9 +160,18 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
         if not (settings.hf or settings.hf_config):
             model = simulated_model(settings)
     costs = _costs(model, settings, hardware)
+    knee: list[tuple[int, float]] = []
+    for part in (8, 4, 2) if settings.max == "length" else ():
+        if shorter := settings.seq_length // part // LENGTH_UNIT * LENGTH_UNIT:
+            given = evolve(settings, seq_length=shorter)
+            fewer = simulated_model(given) if not (settings.hf or settings.hf_config) else model
+            speed = plan_settings(_costs(fewer, given, hardware), step, advice=False).tokens_per_second
+            knee.append((shorter, speed))
     if settings.max and step.tiles == AUTO:  # as many as the most fits in
         step = evolve(step, tiles=costs.segments.tile_counts[-1])
-    return PlannedModel(settings, plan_settings(costs, step), model, limit)
+    planned = plan_settings(costs, step)
+    knee += [(settings.seq_length, planned.tokens_per_second)] if knee else []
+    return PlannedModel(settings, planned, model, limit, knee=tuple(knee))
 
 
 def _fastest_layout(settings: PlanSettings, gpus: int, of_node: int) -> PlannedModel:
@@ -236,6 +246,7 @@ def as_json(answer: PlannedModel) -> str:
         **{name: getattr(answer.model, name) for name in ("parameters", "trained", "num_layers")},
         **{name: getattr(answer.settings, name) for name in ("batch_size", "seq_length")},
         "limit": answer.limit,
+        "knee": answer.knee,
         "layouts": [x.layout for x in answer.layouts],
         "hardware": p.hardware.name,
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
@@ -253,6 +264,8 @@ def plan_text(answer: PlannedModel) -> str:
         found = f"{getattr(flags, MAXIMA[flags.max]):,} {COUNTED[flags.max]}"
         bounded = f", bounded by {answer.limit} and not by memory" * bool(answer.limit)
         lines.append(f"the most that fits with these settings: {found}{bounded}")
+        known = "; ".join(f"{tokens:,}: {speed:,.0f}" for tokens, speed in answer.knee)
+        lines += [f"  tokens/s by tokens of a sequence: {known}"] if known else []
     lines.append(
         f"{model.name}; a step of {flags.batch_size:,} x {flags.seq_length:,} tokens on {counted(p.world, 'rank')}"
     )
