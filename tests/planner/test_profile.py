@@ -11,6 +11,7 @@ from attrs import asdict, evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import KINDS, Graph, Op
 from zfunc.core.hardware import Measured
@@ -410,3 +411,18 @@ def test_any_profile_is_written_as_it_reads_and_makes_hardware(profile: Profile,
     assert set(on.rates) == set(KINDS)
     assert len(RATES) == 6
     assert ("device" in on.memory) != profile.unified
+
+
+@pytest.mark.parametrize(
+    ("hardware", "said"),
+    [
+        ("rtx4090", "nodes      2, of 1 device and all the node's memory each; 1 GB/s between"),
+        ("rtx4090x8", "nodes      1, of 2 devices and all the node's memory each; 2.61 GB/s inside"),
+    ],
+)
+def test_a_plan_of_ranks_says_their_nodes_and_link(
+    hardware: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --batch-size 4 --world 2"
+    main(["plan", *flags.split(), "--hardware", hardware])
+    assert said in capsys.readouterr().out

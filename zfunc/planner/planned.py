@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from attrs import asdict, evolve, frozen
 
+from zfunc.core.display import counted
 from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import initial_memory
@@ -265,7 +266,7 @@ def report(
     """
     of = f" (chosen of {', '.join(p.profile.precisions)})" if p.profile and chosen_precision else ""
     parts = [
-        [f"hardware   {p.hardware.name}{of}", *wrapped(f"plan       {', '.join(_plan(p))}", 11)],
+        [f"hardware   {p.hardware.name}{of}", *_nodes(p), *wrapped(f"plan       {', '.join(_plan(p))}", 11)],
         [*_memory(p)],
         [*_time(p), *_devices(p), *_disk(p)],
         ["found by search:", *(f"  {reason}" for reason in p.reasons)] if p.reasons else [],
@@ -300,6 +301,16 @@ def wrapped(sentence: str, indent: int = 2) -> list[str]:
     return wrap(
         sentence, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )
+
+
+def _nodes(p: Planned) -> Iterator[str]:
+    """The nodes of several ranks, the devices that are used of each, and the link between ranks."""
+    if p.profile is not None and p.world > 1:
+        local = min(p.world, int(p.profile.value("count", "devices")) // p.devices)
+        nodes = -(-p.world // local)
+        link = f"{p.hardware.rates['network'] / 1e9:,.3g} GB/s {'between' if nodes > 1 else 'inside'}"
+        devices = counted(local * p.devices, "device")
+        yield f"nodes      {nodes}, of {devices} and all the node's memory each; {link}"
 
 
 def _plan(p: Planned) -> Iterator[str]:
