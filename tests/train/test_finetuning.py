@@ -100,6 +100,9 @@ def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: Out) -
     assert "other settings" not in capsys.readouterr().err
     assert measured("part")[-2:] == rows[-2:], "a resume is the training that was not interrupted"
 
+    capsys.readouterr()
+    assert main(["export", "part", "--out", "trained"]) == 2
+    assert "one file: add --hf model for a folder like" in capsys.readouterr().err
     assert main(["export", "part", "--hf", "model", "--out", "trained"]) == 0
     trained = pretrained("trained").eval()
     assert Path("trained/tokenizer.json").read_text() == Path("model/tokenizer.json").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from attrs import NOTHING, frozen
 
-from zfunc.cli.parser import EXIT_OK, Command
+from zfunc.cli.parser import EXIT_OK, Command, with_flags
 from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import one_of, option, path
@@ -48,18 +48,24 @@ class ExportSettings:
 
 def run_export(settings: ExportSettings) -> int:
     """`zfunc export`."""
-    from zfunc.checkpoint.export import export_weights
+    from zfunc.checkpoint.export import SUFFIX, export_weights
+    from zfunc.train.run_folder import settings_of
 
     source, out, given = settings.checkpoint, settings.out, {"dtype": settings.dtype, "ema": settings.ema}
+    trained = settings_of(source)
+    if settings.hf is None and (began := trained.get("hf")):
+        like = f"add `hf={began}` for a folder like the Hugging Face model that training began with"
+        if out.suffix != SUFFIX:
+            raise ValueError(f"out: got {out}, expected a name that ends in {SUFFIX} for one file: {like}")
+        print(with_flags(f"one file: {like}", COMMAND.options))
     with logged(COMMAND.options):
         if settings.hf is None:
             x = export_weights(source, out, **given)
         else:
             from zfunc.models import hf
             from zfunc.train.pretrained import adapters
-            from zfunc.train.run_folder import settings_of
 
-            lora, alone = adapters(settings_of(source)), settings.adapter_only
+            lora, alone = adapters(trained), settings.adapter_only
             x = hf.export(source, out, config=settings.hf, lora=lora, adapter_only=alone, **given)
     what = f"{x.parameters} parameters of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
     print(f"written: {x.path}: {what}")
