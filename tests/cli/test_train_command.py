@@ -302,7 +302,7 @@ def test_stopped_at_once_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) ->
     monkeypatch.setattr("zfunc.train.loop.train_step", _raises(KeyboardInterrupt()))
     assert train("--steps", 3, "--out", "run") == 130
     assert capsys.readouterr().err == "zfunc train: stopped at once\n"
-    assert summary("run")["ended"] == "stopped at once"
+    assert not Path("run").exists(), "no step was taken: the next run may have the name"
 
 
 def test_a_failure_while_training_is_1_and_keeps_what_there_is(capsys: Out) -> None:

@@ -78,6 +78,10 @@ def test_a_signal_ends_evaluation_and_sampling(
     what: str, nth: int, steps: int, how: str, job: TrainingJob, tmp_path: Path
 ) -> None:
     looks = itertools.count()  # after it has begun; the signal comes between the first two
+    if how == INTERRUPT and not steps and what == "evaluation":
+        with pytest.raises(KeyboardInterrupt):  # nothing was trained yet
+            run(job, tmp_path, lambda seen: how if begun(seen, what) > nth and next(looks) else "")
+        return
     events = run(job, tmp_path, lambda seen: how if begun(seen, what) > nth and next(looks) else "")
     (finished,) = (event for event in events if isinstance(event, Finished))
     late = what == "sample" or (nth == 2 and how == INTERRUPT)  # all steps were done

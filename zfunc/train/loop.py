@@ -113,6 +113,8 @@ class _Loop:
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate_apart()
         signal = self._elapsed_and_signal()[1]
+        if signal == INTERRUPT and not at:
+            raise KeyboardInterrupt  # there is nothing yet to save or to report
         self.ended = signal if signal == TERMINATED else self.ended or signal
 
     def step(self) -> Iterator[Event]:

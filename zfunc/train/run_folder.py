@@ -115,6 +115,10 @@ class RunFolder:
     def fail(self, error: BaseException) -> None:
         """Write to the summary why the run failed. Training that had ended stays so: only the sample is missing."""
         stopped = isinstance(error, KeyboardInterrupt)
+        if stopped and self.begun and not self.row.get("step"):  # before the first step: the next run may begin here
+            self.path.joinpath(CONFIG).unlink(missing_ok=True)
+            self.path.joinpath(METRICS).unlink(missing_ok=True)
+            self.begun = False
         if self.begun and not (stopped and self.summary):
             message = f"{type(error).__name__}: {error}".rstrip(": ")
             ended = {} if self.summary else {"ended": "stopped at once" if stopped else "failed"}
