@@ -1,5 +1,6 @@
 """A State to a checkpoint and back: to the bit, whatever reads it, whenever it is written, whatever goes wrong."""
 
+import gc
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -340,6 +342,7 @@ def test_a_used_state_is_not_saved(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from pathlib import Path
+from types import FrameType
 import torch, zfunc
 from torch import nn
 from zfunc.core.memory_model import initial_memory, peak_memory
@@ -440,3 +443,39 @@ def test_a_slice_is_read_in_parts_into_another_type(tmp_path: Path, monkeypatch:
         loading._fill(reader, zfunc.init(program).buffers, [wanted, wanted])
     assert straight.count_nonzero() > 100
     assert torch.equal(converted, straight.double())
+
+
+def test_an_interrupt_at_any_line_of_a_save_leaves_nothing_unfinished(tmp_path: Path) -> None:
+    """And the program saves afterwards. Interrupted are lines that make, name and delete a checkpoint."""
+    program, batch = compiled("tied GPT", precision="fp32")
+    state, _ = zfunc.train_step(program, zfunc.init(program), batch(0))
+    zfunc.save(tmp_path / "whole", program, state)  # what is made once has been made
+
+    def save_until(last: int) -> int:
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal lines
+            if event == "call":
+                return trace if frame.f_code.co_filename.endswith("directory.py") else None
+            lines += event == "line"
+            if lines == last and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            zfunc.save(tmp_path / "cut", program, state)
+        finally:
+            sys.settrace(None)
+        return lines
+
+    every = save_until(0)
+    assert every > 30
+    for line in range(1, every, max(1, every // 12)):
+        try:
+            save_until(line)
+        except (KeyboardInterrupt, CheckpointError):
+            gc.collect()
+        assert not [x for x in os.listdir(tmp_path / "cut") if x.startswith(disk.UNFINISHED)], line
+    assert zfunc.load(zfunc.save(tmp_path / "after", program, state), program).step == state.step

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,18 +35,34 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class UnfinishedCheckpoint:
-    """A checkpoint being written: its shards go into `path`; publish it or abandon it."""
+    """A checkpoint being written: its shards go into `path`; publish it or abandon it.
+
+    An interrupt may come between any two lines of its writer, so `path` is deleted with this object, unless it has
+    been renamed by then.
+    """
 
     folder: Path
     path: Path
     step: int
-    _lock: int
+    _lock: int = -1
+
+    def __attrs_post_init__(self) -> None:
+        weakref.finalize(self, _delete, self.path, os.getpid())
+
+    def hold(self, lock: int) -> None:
+        """Keep the lock, a file descriptor, until `release`."""
+        self._lock = lock
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
         fd, self._lock = self._lock, -1
         if fd >= 0:
             disk.unlock(fd)
+
+
+def _delete(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has a copy of the object, and not the checkpoint
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def shard_name(rank: int, world: int) -> str:
@@ -70,8 +87,10 @@ def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
         disk.sync(folder.parent)
     path = _unfinished(folder, f"step-{step:08d}")
     with disk.locked(folder), disk.os_errors_as(path, "making a folder for a checkpoint"):
+        pending = UnfinishedCheckpoint(folder, path, step)
         path.mkdir()
-        return UnfinishedCheckpoint(folder, path, step, disk.lock(path))
+        pending.hold(disk.lock(path))
+        return pending
 
 
 def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, keep: int = 2) -> Path:

@@ -115,7 +115,9 @@ class RunFolder:
     def fail(self, error: BaseException) -> None:
         """Write to the summary why the run failed. Training that had ended stays so: only the sample is missing."""
         stopped = isinstance(error, KeyboardInterrupt)
-        if stopped and self.begun and not self.row.get("step"):  # before the first step: the next run may begin here
+        if (
+            stopped and self.begun and not self.row.get("step")
+        ):  # before the first step: the next run may begin here
             self.path.joinpath(CONFIG).unlink(missing_ok=True)
             self.path.joinpath(METRICS).unlink(missing_ok=True)
             self.begun = False
