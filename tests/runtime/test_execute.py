@@ -1,5 +1,6 @@
 """The executor: what it waits for, what it says when it waits in vain, what its delays and guard show."""
 
+import sys
 import threading
 import time
 from typing import Any
@@ -14,6 +15,7 @@ import zfunc
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
+from zfunc.engine.compile.program import lock_staging
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.stages import STAGES, forward
 from zfunc.engine.step.update_stages import update
@@ -98,6 +100,74 @@ def test_threads_end_with_the_executor() -> None:
     del executor
     thread.join(5)
     assert not thread.is_alive()
+
+
+# --- threads that cannot start, and interrupts between two instructions ----------------------------------
+
+
+def test_a_thread_that_cannot_start_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is waited for: no lane has begun."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't start {thread.name}")
+
+    seen, waited = list[str](), list[threading.Event]()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(Executor, "_let_end", lambda _, __, lanes: waited.extend(lanes))
+    with pytest.raises(RuntimeError, match="can't start zfunc cpu"):
+        run(two_lanes(), dict.fromkeys(("make", "use"), lambda op, *_: seen.append(op.verb)))
+    assert seen == waited == []
+
+
+def interrupt(n: int, work: Any, code: Any) -> bool:
+    """Whether `work()` was interrupted before the n-th instruction of `code`: it may have fewer."""
+    left = n
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes, left = True, left - (event == "opcode")
+        if event == "opcode" and left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt as error:
+        if type(error) is not KeyboardInterrupt:  # lanes were left behind, and with them the State
+            raise
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_between_two_lanes_that_begin_loses_nothing() -> None:
+    executor, stages = Executor(CPU, patience=5.0), {"make": nothing, "use": nothing}
+    prepared, number = prepare_plan(two_lanes(), stages, CPU), 1
+    step = lambda: executor.run(prepared, {}, None, RunOptions(), {})  # noqa: E731
+    while interrupt(number, step, Executor.run.__code__):
+        number += 1
+    assert number > 100
+    step()
+
+
+def test_an_interrupt_on_the_way_into_a_program_does_not_lock_it() -> None:
+    program, number = compiled()[0], 1
+
+    def enter() -> None:
+        with lock_staging(program, "train_step"):
+            sys.settrace(None)
+
+    while interrupt(number, enter, lock_staging.__wrapped__.__code__):  # type: ignore[attr-defined]
+        assert not program.cache.busy.locked(), number
+        number += 1
+    assert number > 20
+    assert not program.cache.busy.locked()
 
 
 # --- faults and kinds of operations ---------------------------------------------------------------------

@@ -218,19 +218,21 @@ class Executor:
         )
         others = [n for n in range(len(plan.lanes)) if n != prepared.main]
         done = {n: threading.Event() for n in others}
-        handed: list[int] = []
+        queues: dict[int, SimpleQueue[Any]] = {}
         try:
             with deterministic_kernels(self.deterministic):
-                for n in others:
-                    handed.append(n)
-                    self._thread(plan.lanes[n].name).put((self, run, n, done[n]))
+                queues = {n: self._thread(plan.lanes[n].name) for n in others}  # before any of them begins
+                for n, queue in queues.items():
+                    queue.put((self, run, n, done[n]))
                 self._drive(run, prepared.main)
                 for n in others:
                     self._join(run, done[n], plan.lanes[n].name)
         except BaseException as error:  # an interrupt here, or a lane that never ends
             self._fail(run, error)
             if not isinstance(error, LaneTimeout):
-                self._let_end(run, [done[n] for n in handed])
+                for n, queue in queues.items():
+                    queue.put((self, run, n, done[n]))  # one that has not begun, or has ended, ends at once
+                self._let_end(run, [done[n] for n in queues])
         self._finish(run)
         if run.failure is not None:
             raise run.failure
@@ -278,8 +280,8 @@ class Executor:
     def _thread(self, lane: str) -> "SimpleQueue[Any]":
         if lane not in self._threads:
             tasks: SimpleQueue[Any] = SimpleQueue()
-            threading.Thread(target=_work, args=(tasks,), name=f"zfunc {lane}", daemon=True).start()
             weakref.finalize(self, tasks.put, None)
+            threading.Thread(target=_work, args=(tasks,), name=f"zfunc {lane}", daemon=True).start()
             self._threads[lane] = tasks
         return self._threads[lane]
 

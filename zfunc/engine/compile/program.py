@@ -275,16 +275,21 @@ def _computing(plan: Plan, device: int) -> str:
 def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Iterator[None]:
     """Reserve the staging buffers for one caller; RuntimeError if another keeps them for `patience` seconds."""
     program.executor.check_process(action)
-    if not program.cache.busy.acquire(timeout=patience):
-        raise RuntimeError(
-            f"{action}: got a program that is in a step already, expected one call at a time, because its staging "
-            "buffers are shared: call it after the step, to save in one pass save= to train_step, or compile a "
-            "second program for a second thread"
-        )
+    busy, held = program.cache.busy, list[bool]()
     try:
+        held += map(
+            busy.acquire, (True,), (patience,)
+        )  # one call of C: an interrupt comes before it or after it
+        if not held[0]:
+            raise RuntimeError(
+                f"{action}: got a program that is in a step already, expected one call at a time, because its "
+                "staging buffers are shared: call it after the step, to save in one pass save= to train_step, or "
+                "compile a second program for a second thread"
+            )
         yield
     finally:
-        program.cache.busy.release()
+        if held and held[0]:  # no call, or an interrupt could come before the next line
+            busy.release()
 
 
 def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> None:
