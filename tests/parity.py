@@ -280,6 +280,7 @@ TIED = ("pairs", "GPT with dropout", "tied GPT", "GPT in halves")
 JOBS = (  # a model, and on how many ranks
     *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT", "GPT in halves"),
     *("odd sizes on 2", "pairs on 3", "frozen below on 2", "norms on 2", "odd sizes on 3"),
+    *("edits", "aliases", "aliases on 2"),
 )
 STEPS = 4
 SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, num_lanes=3))
@@ -326,7 +327,7 @@ class Row:
             return False  # its rules are of those parameters
         order = str(given.get("order", ""))
         halves = "ZeroBubble" in order or "DualPipeV" in order
-        if "tiles" in given and (self.model != "tied GPT" or halves):
+        if "tiles" in given and (self.model not in ("tied GPT", "edits", "aliases") or halves):
             return False  # a batch of no rows of tokens, or attention with dropout
         apart = self.model in TIED and (self.model == "pairs" or order != "DualPipeV")
         if apart and ("pp" in given or ("devices" in given and "params_on" not in given)):

@@ -193,6 +193,93 @@ def _last(p: dict[str, Tensor], xs: tuple[Tensor, ...], targets: Tensor) -> tupl
     return errors.square().mean(), {"worst": errors.abs().max(), "positive": sign.sum()}
 
 
+def edits() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """Hand-made segments that change copies of their weights and inputs through views."""
+    made, names = list[zfunc.Segment](), [*EDITS, "a shifted weight"]
+    for n, (name, function) in enumerate(zip(names, (*EDITS.values(), _shifted), strict=True)):
+        initial = {f"{name}.w": torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) / 3}
+        parameters = (Parameter(f"{name}.w", (8, 8)),)
+        made.append(zfunc.Segment(name, function, parameters, ("w",), initial=lambda _, own=initial: own))
+    return made, token_rows
+
+
+def token_rows(i: int) -> Batch:
+    g = torch.Generator().manual_seed(i)
+    return torch.randn(12, 16, 8, generator=g), torch.randn(12, 16, generator=g)
+
+
+def _row(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    w = p["w"].clone()
+    w[0] = 0
+    return torch.tanh(x @ w)
+
+
+def _column(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    z = x.clone()
+    z[..., 0] = 0
+    return torch.tanh(z @ p["w"])
+
+
+def _diagonal(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    y = x @ p["w"].clone().fill_diagonal_(0)
+    y[..., 1] += x[..., 0]
+    return y
+
+
+def _scaled(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    w, z = p["w"] * 1, x * 1
+    w[:, 2].mul_(3)
+    z[..., 3:5].mul_(0.5)
+    return torch.tanh(z @ w)
+
+
+def _shifted(p: dict[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
+    w = p["w"].clone()
+    w[1:, 1:] = p["w"][:-1, :-1]
+    return ((x @ w).sum(-1).float() - targets.float()).square().mean()
+
+
+EDITS = {"a row": _row, "a column": _column, "a diagonal": _diagonal, "a scaled column": _scaled}
+
+
+def aliases() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """Rows of tokens, in segments whose results are one tensor, or inputs, and whose gradients are one, or what the
+    gradient of the input is."""
+    torch.manual_seed(0)
+    initial = {name: torch.randn(8, 8) / 3 for name in ("twice.w", "again.w", "sum.v", "sum.w", "sum.u")}
+    initial["loss.p"] = torch.randn(2, 16, 8)
+    made = list[zfunc.Segment]()
+    for function in (_twice, _again, _same, _sum, _loss):
+        name = function.__name__.lstrip("_")
+        own = {full: t for full, t in initial.items() if full.startswith(f"{name}.")}
+        parameters = [Parameter(full, tuple(t.shape)) for full, t in own.items()]
+        short = [full[-1] for full in own]
+        made.append(zfunc.Segment(name, function, parameters, short, initial=lambda _, own=own: own))
+    return made, token_rows
+
+
+def _twice(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    y = torch.tanh(x @ p["w"])
+    return y, y, x
+
+
+def _again(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> Tensor:
+    return xs[0] * 0.5 + xs[1] + torch.tanh(xs[2] @ p["w"])
+
+
+def _same(_: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x
+
+
+def _sum(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ (p["v"] + p["w"])) @ p["u"]
+
+
+def _loss(p: dict[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
+    y = x + torch.cat([p["p"]] * (len(x) // 2))  # of two rows the gradient of both is one
+    return (torch.tanh(y).sum(-1).float() - targets.float()).square().mean()
+
+
 def rows_of(batch: Any, rank: int, world: int) -> Any:
     """This rank's rows of a global batch."""
     if isinstance(batch, Tensor):
@@ -240,10 +327,14 @@ IN_FP32 = {  # parameters that may be fp32 beside others in 16 bits
     "odd sizes": ["scale", "loss.*"],
     **dict.fromkeys(("frozen below", "norms"), "loss.out"),
     "pairs": "b.table",
+    "edits": "a row.w",
+    "aliases": ["twice.w", "loss.*"],
 }
 SHORTER = {  # where many trainings are compared, or a device is told of each operation
     **MODELS,
     "tied GPT": lambda: tied_gpt(num_layers=2),
     "GPT with dropout": lambda: tied_gpt(0.2, num_layers=2),
     "GPT in halves": lambda: in_halves(*tied_gpt(0.2, num_layers=2)),
+    "edits": edits,
+    "aliases": aliases,
 }

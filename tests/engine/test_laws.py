@@ -39,7 +39,7 @@ from parity import (
 )
 from parity import plain as plain_way
 from safetensors.torch import load_file
-from small_models import bits
+from small_models import aliases, bits
 from table import Scattered
 from threaded_ranks import on_every
 from torch import Tensor
@@ -550,6 +550,21 @@ def test_2_and_10_on_any_layout(
         ends.append(([m.loss, m.grad_norm], bits(state)))
     assert all(repr(r[0]) == repr(ends[0][0]) and all(map(torch.equal, r[1], ends[0][1])) for r in ends)
     assert ends[0][0][1] > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_2_and_10_in_tiles_where_gradients_are_one_tensor(seed: int) -> None:
+    """Tiles write into the memory of the gradient that comes down, which would be that of a weight above."""
+    given = {"precision": "fp32", "micro_batches": 6, "tiles": 4, "recompute": "all", "bucket_size": 100}
+    program, batch = trained.compiled(aliases(), schedule="Serial", **given)
+    ends = []
+    for one, step in (
+        (program, {}),
+        (rescheduled(program, Scattered(seed)), {"debug": True, "jitter": Jitter(seed, 3e-4)}),
+    ):
+        state, _ = zfunc.train_step(one, zfunc.init(one, seed=1), batch(0), **step)
+        ends.append(bits(state))
+    assert all(map(torch.equal, *ends))
 
 
 def test_7_a_donated_state_raises_with_what_to_do() -> None:

@@ -2,15 +2,18 @@
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import shared_traces
 import torch
+import trained
 from fuzz_models import CHANGING, KEEPING, Apply, Sine
-from small_models import Loss, regression, tied_gpt
+from small_models import EDITS, Loss, bits, regression, tied_gpt
 from table import in_pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,6 +93,7 @@ FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "rows of a cast": rows_of_a_cast,
     "draws": draws_of_all_kinds,
     "noise beside the result": noise_beside_the_result,
+    **EDITS,
     "draws in backward": lambda p, x: Noisy.apply(F.dropout(x @ p["w"], 0.5))[0],
 }
 
@@ -125,6 +129,7 @@ NOT_TRACED = {
     "RReLU": IN_PLACE,
     "mask by halves": IN_PLACE,
     "noise beside the result": IN_PLACE,
+    **dict.fromkeys([*EDITS][1:], IN_PLACE),
     "fourier": IN_PLACE,
     "LSTM": UNSIZED,
 }
@@ -176,7 +181,7 @@ def test_gradients_are_those_of_vjp_to_the_bit(
         caplog.clear()
         for wrt_input in (True, False) if also_first else (True,):
             moving = wrt_input and recompute != "none"  # then slots are filled anew, with NaN here
-            how: Any = {"wrt_input": wrt_input, "moving": moving, "joints": joints[wrt_input]}
+            how: Any = {"wrt_input": wrt_input, "moving": moving, "joints": joints[wrt_input], "split": True}
             pair = make_vjp(function, recompute=recompute, name="this one", **how)
             if joints[wrt_input]:  # of other fakes than these
                 with FakeTensors(allow_non_fake_inputs=True):
@@ -192,8 +197,16 @@ def test_gradients_are_those_of_vjp_to_the_bit(
                 spoil(weights if moving else {})
                 with torch.no_grad(), seeded(5):
                     x_again, kept = slot if moving else (x, residuals)
-                    grads, moved = pair.backward(SegmentWeights(again, {}), (x_again,), kept, [cotangent])
+                    given = SegmentWeights(again, {}), (x_again,), kept, [cotangent]
+                    halved = NOT_TRACED.get(name) != RECOMPUTE
+                    first, (run, pending) = pair.backward_input(*given) if halved else ([], (dict, []))
+                    grads, moved = pair.backward(*given)
                 spoil((again, slot) if moving else {})
+                with torch.no_grad(), seeded(5):
+                    later = run(*pending)
+                assert not halved or all(
+                    map(torch.equal, [*later.values(), *first], [*grads.values(), *moved])
+                )
                 if name == "draws in backward" and (recompute, wrt_input) == (RECOMPUTE[0], True):
                     expected, (below,) = grads, moved  # the numbers of its draws are zfunc's own
                 assert torch.equal(mine, y), recompute
@@ -481,8 +494,8 @@ def test_a_wrong_guess_of_output_shapes_changes_nothing(recompute: Any) -> None:
         assert all(map(torch.equal, results[0], other))
 
 
-def test_the_first_step_runs_a_segment_three_times_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice to see that it is pure, once to trace it: what that takes grows with its operations."""
+def test_the_first_step_runs_a_segment_four_times_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice to see that it is pure, once to trace it, once to see what the loss depends on."""
     monkeypatch.setattr(shared_traces, "SHARED", ())  # another test may have traced the like
     plain, calls = nn.Linear.forward, list[int]()
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
@@ -492,7 +505,7 @@ def test_the_first_step_runs_a_segment_three_times_on_fakes(monkeypatch: pytest.
     x, targets = regression()(0)
     specialize(program, (x, targets))
     # The last segment keeps its pullback: it is checked twice and costed, and never traced.
-    assert len(calls) == 3 + 3
+    assert len(calls) == 4 + 4
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -514,3 +527,22 @@ def test_a_kernel_may_return_other_strides_than_were_traced(
     known = gradients()
     monkeypatch.setattr(tensor_memory, "MOST_RUN", 0)
     assert all(torch.equal(a, b) for a, b in zip(known, gradients(), strict=True))
+
+
+def test_threads_trace_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    """make_fx patches the process: two traces at once would fail, and segments would run without being traced."""
+
+    def step(_: int) -> Any:
+        program, batch = trained.compiled("pairs", precision="fp32")
+        state, metrics = zfunc.train_step(program, zfunc.init(program), batch(0))
+        return metrics.loss, bits(state)
+
+    caplog.set_level(logging.INFO, "zfunc")
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            (loss, one), *others = threads.map(step, range(4))
+    finally:
+        sys.setswitchinterval(5e-3)
+    assert all(x == loss and all(map(torch.equal, y, one)) for x, y in others)
+    assert "without being traced" not in caplog.text

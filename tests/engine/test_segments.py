@@ -188,6 +188,10 @@ class Residual(nn.Module):
                 return x + self.mlp(x)
         if self.kind == "three":
             x = x + self.mlp(x)
+        if self.kind == "edited":
+            y = x + self.mlp(x)
+            y[..., 0].mul_(2)
+            return y
         return x + self.last(self.mlp(self.norm(x) if self.kind == "shared" else x))
 
 
@@ -234,6 +238,7 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
         ("plain", None, {"attn", "norm"}),
         ("plain", "attn", {"attn", "norm"}),
         ("shared", None, {"attn", "norm"}),
+        ("edited", "attn", {"attn", "norm"}),
         ("three", "attn", {"attn", "norm"}),
         ("chain", "attn", {"attn", "norm"}),  # what nobody reads is the first half's
     ],

@@ -14,7 +14,7 @@ from hf_models import CONFIGS, VOCAB, random_model
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from small_models import bits, tied_gpt
+from small_models import aliases, bits, edits, tied_gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
@@ -409,6 +409,8 @@ TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LoRA": (lora_llama, {"precision": "fp32", "micro_batches": 2, "activations_on": "host"}),
     "bf16": (tied_gpt, {"precision": "bf16", "micro_batches": 2}),
     "fp16": (tied_gpt, {"precision": "fp16", "micro_batches": 2}),
+    "edits": (edits, {"precision": "fp32"}),
+    "aliases": (aliases, {"precision": "fp32", "micro_batches": 6}),
 }
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from trained import compiled, injecting
 
 import zfunc
+import zfunc.engine.step.evaluate as evaluating
 from zfunc.core.layout import Span
 from zfunc.engine.compile import specialize as specialize_module
 from zfunc.engine.compile.program import Program
@@ -524,3 +526,26 @@ def test_parameters_without_elements_change_nothing(name: str, place: str, tmp_p
     full = {k.replace(".inner", ""): x for k, x in got.items() if x.numel()}
     assert full.keys() == expected.keys()
     assert all(torch.equal(x, full[k]) for k, x in expected.items())
+
+
+@pytest.mark.parametrize("read", ["params", "apply", "evaluate", "weights"])
+def test_what_is_read_while_a_step_begins_is_refused(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another thread: it would be weights of both States."""
+    program, batch = compiled("tied GPT", precision="fp32")
+    state, inputs = zfunc.init(program), batch(0)
+
+    def step_before(function: Any) -> Any:
+        def wrapper(*args: Any, **given: Any) -> Any:
+            monkeypatch.undo()
+            result = function(*args, **given)
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(zfunc.train_step, program, state, inputs).result()
+            return result
+
+        return wrapper
+
+    name = {"params": "parameter_weights", "weights": "gathered"}.get(read, "segment_weights")
+    monkeypatch.setattr(evaluating, name, step_before(getattr(evaluating, name)))
+    given = {"apply": (inputs[0],), "evaluate": (inputs,)}.get(read, ())
+    with pytest.raises(DonatedStateError):
+        dict(getattr(zfunc, read)(program, state, *given))

@@ -20,6 +20,7 @@ from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.step.stages import STAGES, forward
 from zfunc.engine.step.update_stages import update
 from zfunc.errors import ExecutionError, LaneTimeout, UndeclaredAccess
+from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
 from zfunc.runtime.fault_injection import Fault, InjectedFault, check_faults
 
@@ -284,6 +285,15 @@ def test_an_undeclared_access_fails_in_debug_mode_with_operation_and_region(
         zfunc.train_step(program, state, batch, debug=True)
     if verb == "forward":  # without debug mode it goes unnoticed
         zfunc.train_step(program, state, batch)
+
+
+def test_memory_that_is_written_is_in_no_region_that_is_not_declared_as_written() -> None:
+    """Of a slot each part may be in a region of its own."""
+    own, other, slot = Region("grad_act", (0, 1)), Region("grads", (0, 1)), torch.ones(8)
+    op = Op("backward", (0, 0), "compute", (own,), (own,))
+    AccessGuard(op, {own: [slot[:4]], other: {"w": slot[4:]}})
+    with pytest.raises(UndeclaredAccess, match=r"writes grad_act\[0,1\], whose memory grads\[0,1\] has, too"):
+        AccessGuard(op, {own: [slot[:5]], other: {"w": slot[4:]}})
 
 
 def test_a_read_of_a_write_only_region_shows_in_debug_mode() -> None:

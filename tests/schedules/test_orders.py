@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import plain
 import pytest
 import torch.distributed.pipelining.schedules as of_torch
+import trained
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import SHORTER
 from table import TIED, chain, spec
 from zfunc.schedules import (
     ORDERS,
@@ -25,6 +28,7 @@ from zfunc.schedules import (
 )
 from zfunc.schedules.csv_file import FromCSV
 
+import zfunc
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND
 from zfunc.core.pipeline import VERBS, B, F, I, Order, R, W
@@ -164,6 +168,20 @@ def test_bubbles_that_gradients_of_weights_fill(devices: int) -> None:
     assert bubble(OneFOneB(), 1) == pytest.approx(3 * (devices - 1))
     assert bubble(ZeroBubble(), 1) == pytest.approx(devices - 1)
     assert bubble(DualPipeV(), 2) == pytest.approx((devices - 1) / 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_under_any_order_are_those_of_autograd(order: str) -> None:
+    """Of segments that edit copies through views, and of such whose tensors are one."""
+    for name in ("edits", "aliases"):
+        program, batch = trained.compiled(
+            SHORTER[name](),
+            **{"precision": "fp32", "micro_batches": 6, "devices": 2, "order": order, "recompute": "all"},
+            **({"params_on": "host", "activations_on": "host"} if order == "RoundPipe" else {}),
+        )
+        program = evolve(program, optimizer=plain.remembering(program.optimizer))
+        parts = [plain.Part.of(x) for x in program.segments]
+        plain.follow(program, zfunc.init(program, seed=1), parts, batch, steps=1, tolerance=3e-6)
 
 
 def backwards_descend(devices: int, segments: int, micro_batches: int) -> Any:

@@ -1,7 +1,7 @@
 """Debug mode: a stage sees only the regions its operation declared, and only in the way it declared them.
 
 What is checked: a key that was not declared raises; a kept tensor that is only written holds NaN beforehand, so a
-read of it shows; tensors that are only read must come out unchanged.
+read of it shows; tensors that are only read must come out unchanged; memory that is written is in no other region.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -23,6 +23,7 @@ class AccessGuard(MutableMapping[Region, Any]):
         reads, writes = set(op.reads), set(op.writes)
         self._may = reads | writes
         self._writable = writes
+        self._refuse_shared(writes)
         self._before = {r: [t.clone() for t in tensors(mem[r])] for r in reads - writes if r in mem}
         for r in writes - reads:
             for t in tensors(mem.get(r)):
@@ -38,6 +39,23 @@ class AccessGuard(MutableMapping[Region, Any]):
                     f"{self._op.name} changed {r}, which it declares as read only: declare it under writes in "
                     "zfunc.core.ops, or do not write it"
                 )
+
+    def _refuse_shared(self, writes: set[Region]) -> None:
+        """Raise if memory that may be written is that of a region which is not declared as written, too."""
+        own: dict[int, list[tuple[int, int, Region]]] = {}
+        for r in writes:
+            for t in tensors(self._mem.get(r)):
+                storage, *place = _place(t)
+                own.setdefault(storage, []).append((*place, r))
+        for r, value in [*self._mem.items()] if own else ():
+            for t in () if r in writes else tensors(value):
+                storage, first, last = _place(t)
+                for start, stop, written in own.get(storage, ()):
+                    if first < stop and start < last:
+                        raise UndeclaredAccess(
+                            f"{self._op.name} writes {written}, whose memory {r} has, too, which it does not "
+                            "declare as written: make one of the two in memory of its own"
+                        )
 
     def _allowed(self, region: Region, allowed: set[Region], how: str) -> None:
         if region not in allowed:
@@ -70,6 +88,13 @@ class AccessGuard(MutableMapping[Region, Any]):
 def tensors(value: Any) -> list[Tensor]:
     """The tensors of a region's value: a tensor, a pytree of them, or a flat buffer with its views."""
     return [t for t in tree_leaves(getattr(value, "flat", value)) if isinstance(t, Tensor)]
+
+
+def _place(t: Tensor) -> tuple[int, int, int]:
+    """The storage of a tensor, and the bytes of that from its first element to after its last."""
+    start, size = t.storage_offset(), t.itemsize
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.untyped_storage()._cdata, start * size, (start + last + 1) * size if t.numel() else start * size
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:

@@ -225,7 +225,7 @@ class _Block:
         between = self._place(given[stream], {x: weights[x] for x in s.short}, output, needs)
         passing = [*given[:stream], between, *given[stream + 1 :]]
         piece = partial(piece_of, graph, needs, weights)
-        first, second = piece(given, passing), piece(passing, output.args[0])
+        first, second = piece(given, passing, between), piece(passing, output.args[0], output)
         if first.draws & second.draws:
             raise ValueError("got random numbers that both halves read, expected each to draw its own")
         read = zip((first.reads, second.reads), self.reads, strict=False)
@@ -239,7 +239,7 @@ class _Block:
 
     def _place(self, x: Node, parameters: Mapping[str, Node], output: Node, needs: Needs) -> Node:
         """The value of the shape of stream `x` at which a graph is cut."""
-        live, weights, fits = needed_for(output.args[0], needs), {*parameters.values()}, list[Node]()
+        live, weights, fits = needed_for([output], needs) - {output}, {*parameters.values()}, list[Node]()
         before = {parameters[name] for name in self.inside} & live
         layout = lambda node: [getattr(node.meta.get("val"), k, None) for k in ("shape", "dtype")]  # noqa: E731
         for node in (y for y in needs if y in live and layout(y) == layout(x)):

@@ -10,6 +10,7 @@ those of a backward by `split_backward`.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import RLock
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
 Needs = Mapping[Node, list[Node]]
 
 
+_TRACING = RLock()
+
+
+def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
+    """The operations of a function of fake tensors, as a graph. One trace at a time: make_fx patches the process,
+    and two threads that trace would break each other."""
+    with _TRACING:
+        return make_fx(function, tracing_mode="fake")(*arguments)
+
+
 def part_of_graph(
     module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
 ) -> GraphModule:
@@ -76,12 +87,14 @@ def piece_of(
     weights: Mapping[str, Node],
     given: Sequence[Node],
     results: Sequence[Any],
+    end: Node,
 ) -> GraphPiece:
-    """The part of a graph that makes `results` of what is `given`, and of those `weights` that it reads."""
-    needed = needed_for(results, needs, given)
+    """The part of a graph that makes `results`, as node `end` reads or is them, of what is `given`, and of those
+    `weights` that it reads."""
+    needed = needed_for([*results, *needs[end]], needs, given)
     reads = tuple(name for name, x in weights.items() if x in needed)
     inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
-    own = [x for x in needs if x in needed and x not in inputs]
+    own = [x for x in needs if x in needed and x not in inputs and x.op != "placeholder"]
     return GraphPiece(
         part_of_graph(module, inputs, own, results), reads, frozenset(filter(is_draw_node, own))
     )
@@ -100,7 +113,8 @@ def needs_of(graph: Graph) -> Needs:
 
 
 def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ()) -> set[Node]:
-    """The nodes that make `results` of what is `given`, and all of these that they use."""
+    """The nodes that make `results` of what is `given`, and all of these that they use: not what is written into
+    their memory later, which who reads them needs."""
     left, needed = [x for x in results if isinstance(x, Node)], set[Node]()
     while left:
         if (node := left.pop()) not in needed:
@@ -178,7 +192,7 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
         primals, tangents = ([x.meta["val"] for x in given] for given in (joint.leaves, joint.cotangents))
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         with unset_fake_temporarily():  # the mode is that of the joint graph's own fake tensors
-            module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
+            module = graph_of(by_name, primals, tangents)
         number_draws(module.graph, joint.forward_draws)
         if _output_strides(module) != _output_strides(joint.module):
             raise ValueError("an operation in place gives other strides out of place")
@@ -212,7 +226,7 @@ def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[G
     *nodes, output = backward.graph.nodes
     results, needs = list(output.args[0]), needs_of(backward.graph)
     gradients, others = results[:trained], results[trained:]
-    given, needed = [x for x in nodes if x.op == "placeholder"], needed_for(results, needs)
+    given, needed = [x for x in nodes if x.op == "placeholder"], needed_for([output], needs)
     # 1. What reads weights, or memory that is written in place, comes between the same operations as before.
     held = {m for x in given[:weights] for m in memory_of(x)}
     held = {x for x in nodes if memory_of(x) & held} | of_written_memory(backward.graph)

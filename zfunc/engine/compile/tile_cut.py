@@ -17,12 +17,19 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from zfunc.engine.compile.recompute import GraphPiece, depending_on, needs_of, part_of_graph, piece_of
+from zfunc.engine.compile.recompute import (
+    GraphPiece,
+    depending_on,
+    graph_of,
+    needs_of,
+    part_of_graph,
+    piece_of,
+)
 from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
@@ -128,14 +135,14 @@ def cut_at_attention(
         raise ValueError(f"got {len(marks)} attentions in a segment, expected one: make each layer a segment")
     if not marks:
         return Split(
-            tile, numbers, None, half(piece([*rows, *constants], results)), make, sliced, passed, spec
+            tile, numbers, None, half(piece([*rows, *constants], results, output)), make, sliced, passed, spec
         )
     (mark,) = marks
     q, k, v = (mark.kwargs[x] for x in ("query", "key", "value"))
     first, window = mark.kwargs.get("first"), mark.kwargs.get("window")
     scale = mark.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
-    before = piece([*rows, *constants], [q, k, v, *([] if first is None else [first])])
-    after = piece([*rows, mark, *constants], results)
+    before = piece([*rows, *constants], [q, k, v, *([] if first is None else [first])], mark)
+    after = piece([*rows, mark, *constants], results, output)
     if before.draws & after.draws:
         raise ValueError(
             "got random numbers before attention that what follows it reads, too, expected them in one of the "
@@ -231,7 +238,7 @@ def forward_graph(
         return results
 
     with seeded(None), _Marked(rows):
-        module = make_fx(flat, tracing_mode="fake")(leaves)
+        module = graph_of(flat, leaves)
     module.graph.eliminate_dead_code()
     return module, out_spec
 

@@ -18,13 +18,14 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vjp
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
 from zfunc.engine.compile.recompute import (
     Cut,
     JointGraph,
+    graph_of,
     keep_as_autograd,
     min_cut,
     mutates,
@@ -157,15 +158,15 @@ def make_vjp(
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
-    if recompute == "none":
+    if keeps := recompute == "none" or (last and recompute == "min-cut"):
         graphs = traced(keeping, f"{runs}out being traced", keep_as_autograd)
-    elif recompute == "min-cut" and last:
-        graphs = traced(keeping, f"{runs} recompute='none'", min_cut)
     else:
         graphs = traced(again, f"{runs}out being traced", repeat_forward, keeps=False)
-    if recompute == "min-cut" and not last:
-        graphs = traced(graphs.passes, f"{runs} recompute='all'", sized_min_cut if moving else min_cut)
-    return _moving(graphs.passes) if moving else graphs.passes
+    if recompute == "min-cut":
+        instead, cut = "none" if keeps else "all", sized_min_cut if moving and not last else min_cut
+        graphs = traced(graphs.passes, f"{runs} recompute={instead!r}", cut)
+    passes = graphs.passes if tiles == 1 else _with_own_gradients(graphs.passes)
+    return _moving(passes) if moving else passes
 
 
 def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:
@@ -435,6 +436,19 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
     )
 
 
+def _with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
+    """The passes with gradients of the input in memory that nothing else has: the tiles below write into it."""
+
+    def backward(
+        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+    ) -> Grads:
+        grads, below = passes.backward(weights, inputs, residuals, cotangents)
+        held = [*_leaves(weights, inputs), *tree_leaves(residuals), *cotangents, *grads.values()]
+        return grads, _apart_from(held, below)
+
+    return evolve(passes, backward=backward)
+
+
 def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
     return [*weights.trained.values(), *weights.fixed.values(), *tree_leaves(inputs)]
 
@@ -510,7 +524,7 @@ def joint_graph(
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in cotangents
         ]
-        module = make_fx(joint, tracing_mode="fake")(leaves, tangents)
+        module = graph_of(joint, leaves, tangents)
     number_draws(module.graph, forward_draws)
     *nodes, output = module.graph.nodes
     given, outputs = len(leaves) + len(tangents), list(output.args[0])

@@ -41,7 +41,11 @@ def params(program: Program, state: State, *, ema: bool = False) -> dict[str, Te
     program.ranks.agree("params")
     _check_ema(program, ema, "params")
     weights = parameter_weights(state.buffers, program.layout, program.ranks, ema=ema)
-    return {name: values.clone() for name, values in weights}
+    copies = {name: values.clone() for name, values in weights}
+    check_owner(
+        program, state, "params"
+    )  # a step of another thread would have changed some of them meanwhile
+    return copies
 
 
 def weights(
@@ -115,11 +119,13 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     check_state(program, state, "buffers")
     if program.spec.over_ranks:
         program.ranks.agree("buffers")
-    return {
+    copies = {
         f"{segment.name}.{short}": t.to("cpu", copy=True)
         for s, segment in enumerate(program.segments)
         for short, t in _module_buffers(program, state, s).items()
     }
+    check_owner(program, state, "buffers")
+    return copies
 
 
 def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]:
@@ -192,6 +198,7 @@ def outputs(
             x = call.evaluate({**weights, **call.constants_on[n], **kept}, x, *extra)
             del views, weights  # before the next segment's are there
         record_use(device, x)
+        check_owner(program, state, "apply")  # a step of another thread would have changed weights meanwhile
         yield x
 
 
