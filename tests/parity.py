@@ -332,6 +332,8 @@ class Row:
         apart = self.model in TIED and (self.model == "pairs" or order != "DualPipeV")
         if apart and ("pp" in given or ("devices" in given and "params_on" not in given)):
             return False  # a weight of both devices, or of two stages
+        if self.model in ("edits", "aliases") and "fp32_params" in given:
+            return False  # their code casts nothing
         if given.get("pp", 1) * self.world > 4:
             return False  # threads enough
         if ":" in order and self.model != "odd sizes":
