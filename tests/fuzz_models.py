@@ -225,6 +225,121 @@ KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
 }
 """Pieces that keep rows and width."""
 
+
+class Depths(nn.Module):
+    """Tokens that a router chooses of its row pass a layer: mixture of depths, or an expert's choice."""
+
+    def __init__(self, width: int, chosen: int | None) -> None:
+        super().__init__()
+        self.router, self.layer, self.chosen = nn.Linear(width, 1), nn.Linear(width, width), chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, at = self.router(x)[..., 0].topk(self.chosen or x.shape[1] // 4, 1)
+        at = at[..., None].expand(-1, -1, x.shape[2])
+        return x.scatter_add(1, at, self.layer(x.gather(1, at)) * score.sigmoid()[..., None])
+
+
+class Beside(nn.Module):
+    """A token, and what `other` makes of the row, by weights that begin at `start`; `mix` joins them."""
+
+    def __init__(self, width: int, start: float, mix: Callable[..., Tensor], other: Any) -> None:
+        super().__init__()
+        self.weight, self.mix = nn.Parameter(torch.full((width,), start)), mix
+        self.other = other(width) if isinstance(other, type) else other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x, self.other(x), self.weight)
+
+
+class Neighbours(nn.Conv1d):
+    """A weak causal convolution of each feature."""
+
+    def __init__(self, width: int, dilation: int = 1) -> None:
+        super().__init__(width, width, 2, padding=dilation, dilation=dilation, groups=width)
+        self.weight.data.mul_(1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class Table(nn.Module):
+    """Positions of a table by other means than their numbers."""
+
+    def __init__(self, width: int, how: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.table, self.how = nn.Parameter(torch.randn(64, width)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.how(self.table, x.shape[1])
+
+
+def _stretched(table: Tensor, rows: int) -> Tensor:
+    return F.interpolate(table.T[None], size=rows, mode="linear")[0].T
+
+
+def _cross_covariance(x: Tensor) -> Tensor:
+    q = F.normalize(x, dim=1)
+    return x + x @ (q.transpose(1, 2) @ q).softmax(-1)
+
+
+def _shifted(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, -1))
+
+
+def _lerp(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return x * w + y * (1 - w)
+
+
+def _gate(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return x + y * torch.sigmoid(w)
+
+
+MIXING: dict[str, Callable[[int, int], nn.Module]] = {
+    "mixture of depths": lambda rows, width: Depths(width, None),
+    "expert choice": lambda rows, width: Depths(width, 3),
+    "capacity": pure(lambda x: x * (x[..., :1] >= x[..., :1].topk(4, 1).values[:, -1:])),
+    "shift that begins at 1": lambda rows, width: Beside(width, 1.0, _lerp, _shifted),
+    "the first token": lambda rows, width: Beside(width, 0.0, lambda x, y, w: x + y * w, lambda x: x[:, :1]),
+    "gate that begins closed": lambda rows, width: Beside(width, -30.0, _gate, Neighbours),
+    "weak convolution": lambda rows, width: Beside(width, 1.0, lambda x, y, w: x + y * w, Neighbours),
+    "norm over the row": pure(lambda x: x + x / x.norm(dim=(1, 2), keepdim=True)),
+    "GRN": pure(lambda x: x + x * (g := x.norm(dim=1, keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6)),
+    "cross-covariance": pure(_cross_covariance),
+    "positions by split": lambda rows, width: Table(width, lambda t, n: t.split(n)[0]),
+    "positions by interpolation": lambda rows, width: Table(width, _stretched),
+    "a number by keyword": pure(lambda x: torch.add(x, x, alpha=1 / x.shape[1])),
+    "variance": pure(lambda x: x + x.var(1, keepdim=True)),
+    "sorted": pure(lambda x: x + 0.1 * x.sort(1).values),
+    "spectrum": pure(lambda x: x + torch.fft.fft(x.float(), dim=1).real.to(x.dtype) * 1e-2),
+    "groups": lambda rows, width: Apply(
+        lambda self, x: x + self.inner(x.transpose(1, 2)).transpose(1, 2), inner=nn.GroupNorm(2, width)
+    ),
+}
+"""Pieces that keep rows and width, in which rows depend on others: not seen in a sum or a mean alone."""
+
+APART = (
+    "linear",
+    "frozen",
+    "residual",
+    "norm",
+    "gelu",
+    "tied inside",
+    "used twice",
+    "scaled",
+    "largest",
+    "masked",
+)
+"""Pieces of which a row depends on no other."""
+
+
+def draw_rows(random: Random) -> tuple[str, ...]:
+    """One to three pieces without random numbers, for rows in tiles."""
+    pieces = [x for x in (*KEEPING, *MIXING) if x not in RANDOM]
+    return tuple(
+        random.choice([random.choice(APART), random.choice(pieces)]) for _ in range(random.randint(1, 3))
+    )
+
+
 CHANGING: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], Size]]] = {
     "wider": (lambda rows, width: nn.Linear(width, width + 2), lambda rows, width: (rows, width + 2)),
     "transposed": (pure(lambda x: x.transpose(1, 2)), lambda rows, width: (width, rows)),

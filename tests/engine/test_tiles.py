@@ -3,8 +3,10 @@ is refused by name."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
+from random import Random
 from typing import Any
 
+import fuzz_models
 import plain
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
-from zfunc.engine.compile import row_attention, tile_attention
+from zfunc.engine.compile import row_attention, tile_attention, tile_check
 from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
 from zfunc.engine.compile.tile_keys import DeviceKeys, HostMemory, keys_in
@@ -32,6 +34,7 @@ from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.hf.adapters import lora_config
 from zfunc.models.sequences import KVCache
 from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.rng import seeded
 
 # --- the law of attention -----------------------------------------------------------------------------------
 
@@ -484,6 +487,55 @@ def test_gradients_in_one_tensor_are_added_once(tiles: int) -> None:
         assert max(far(t, whole[k]) for k, t in got.items()) < 3e-6
 
 
+class Dropped(nn.Module):
+    """2 x where dropout before attention, by which a token sees itself, keeps it; and 8 x where that after does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = F.dropout(x, 0.5, self.training)[:, None]
+        itself = torch.arange(x.shape[1]).expand(x.shape[0], x.shape[1])
+        return attend_row(v, v, v, itself)[:, 0] + 4 * F.dropout(x, 0.5, self.training)
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 16, 8))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def test_no_two_parts_of_a_step_draw_the_same_mask() -> None:
+    """Steps, micro-batches, tiles, and the two halves of each, by the gradient of what they are multiplied with."""
+    segments = [zfunc.segment("drop", Dropped()), zfunc.segment("loss", Weighted())]
+    how: dict[str, Any] = {"precision": "fp32", "micro_batches": 2, "recompute": "all", "clip_norm": None}
+    optimizer = plain.remembering(zfunc.AdamW(1e-3))
+    program = zfunc.compile(segments, optimizer=optimizer, device="cpu", tiles=4, **how)
+    state, x = zfunc.init(program, seed=1), torch.ones(4, 16, 8)
+    x[2:] = 100.0  # the second micro-batch
+    masks = list[bytes]()
+    for _ in range(2):
+        state, _ = zfunc.train_step(program, state, (x, torch.zeros(4)))
+        gradient = plain.reached(program, state)["loss.weight"][1].view(2, 16, 8) * 2
+        for own in (gradient % 100, gradient // 100):
+            assert {*own.flatten().tolist()} == {0.0, 2.0, 8.0, 10.0}
+            masks += [part.numpy().tobytes() for half in (own % 8, own // 8) for part in half.split(4, 1)]
+    assert len({*masks}) == len(masks) == 2 * 2 * 2 * 4
+
+
+def test_backward_of_a_tile_has_the_masks_of_its_forward() -> None:
+    run, weights = (lambda _, x: Dropped()(x)), SegmentWeights({}, {})
+    evaluate = lambda _, x: Dropped().eval()(x)  # noqa: E731
+    passes = make_vjp(run, recompute="all", wrt_input=True, tiles=4, evaluate=evaluate)
+    x = torch.ones(2, 16, 8)
+    with seeded(3):
+        y, _ = passes.forward(weights, (x,))
+    with seeded(3):
+        _, (dx,) = passes.backward(weights, (x,), None, [x.clone()])
+    assert {*y.flatten().tolist()} == {0.0, 2.0, 8.0, 10.0}
+    assert torch.equal(dx, y)
+
+
 # --- what cannot pass in tiles ------------------------------------------------------------------------------
 
 
@@ -559,12 +611,12 @@ def recurrent() -> Body:
 
 
 ROWS = (2, 64, 8)
-OTHERWISE = "got .* expected tokens that depend on others through attention alone: use ti"
+OTHERWISE = "got .* expected tokens that depend on others through attention alone, .*: use ti"
 MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body, its input, what is said
     "a mean": (lambda: Body(lambda _, x: x + x.mean(1, keepdim=True)), ROWS, OTHERWISE),
     "a sum so far": (lambda: Body(lambda _, x: x.cumsum(1)), ROWS, OTHERWISE),
     "the last is the first": (lambda: Body(lambda _, x: x.roll(1, 1)), ROWS, OTHERWISE),
-    "positions of its own": (positions, ROWS, r"shape \[64, 8\], .* index it by torch.arange"),
+    "positions of its own": (positions, ROWS, r"aten.slice.Tensor .* on their place through torch.arange"),
     "a mean behind a gate": (lambda: gated(lambda x: x.mean(1, keepdim=True)), ROWS, OTHERWISE),
     "a sum so far behind a gate": (lambda: gated(lambda x: x.cumsum(1)), ROWS, OTHERWISE),
     "a scale of the tokens": (
@@ -572,7 +624,7 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
         ROWS,
         r"the numbers \[16, 64\] of aten.div.Tensor",
     ),
-    "a capacity": (lambda: Body(with_capacity), ROWS, OTHERWISE),
+    "a capacity": (lambda: Body(with_capacity), ROWS, r"the numbers \[16, 64\] of aten.lt.Scalar"),
     "a mask for the row": (
         lambda: Body(lambda _, x: x * (torch.rand(x.shape[0], 1, 1) > 0.5)),
         ROWS,
@@ -599,13 +651,13 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     "a convolution": (
         lambda: over_time(nn.Conv1d(8, 8, 3), 2),
         ROWS,
-        r"\[2, 8, 18\] in a tile and \[2, 8, 66\] in a row",
+        r"aten.constant_pad_nd.default is not known to keep them apart",
     ),
-    "one far back": (lambda: over_time(nn.Conv1d(8, 8, 3, dilation=20), 40), ROWS, "none that is padded"),
+    "one far back": (lambda: over_time(nn.Conv1d(8, 8, 3, dilation=20), 40), ROWS, OTHERWISE),
     "a recurrence": (recurrent, ROWS, "got other operations for a row than for a tile"),
-    "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, "got aten.mean.dim over the tokens"),
+    "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, r"a result of shape \[2, 8\]"),
     "one of all": (lambda: Body(lambda _, x: x[:, 0]), ROWS, r"got a result of shape \[2, 8\]"),
-    "the first twelve": (lambda: Body(the_first), ROWS, "got aten.cumsum.default over the tokens"),
+    "the first twelve": (lambda: Body(the_first), ROWS, "aten.cumsum.default is not known to"),
     "attention to all": (attending, ROWS, "got attention with all tokens"),
     "a mask": (lambda: attending(attn_mask=torch.ones(64, 64).bool()), ROWS, "got attention with a mask"),
     "dropped": (lambda: attending(is_causal=True, dropout_p=0.1), ROWS, "dropout, .* set its rate to 0"),
@@ -613,14 +665,18 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     "attention by hand, of a buffer": (
         lambda: Body(masked_by, hidden=nn.Buffer(torch.ones(99, 99).bool().triu(1))),
         ROWS,
-        "got a value of .* no attention by hand",
+        "aten.bmm.default is not known to keep them apart",
     ),
     "a buffer as long as the row": (
         lambda: Body(masked_by, hidden=nn.Buffer(torch.ones(64, 64).bool().triu(1))),
         ROWS,
         r"for a tile \(.*aten.slice.Tensor\), .* or a buffer just as long as the row",
     ),
-    "each by its number": (lambda: Body(lambda _, x: x[:, torch.arange(x.shape[1])]), ROWS, OTHERWISE),
+    "each by its number": (
+        lambda: Body(lambda _, x: x[:, torch.arange(x.shape[1])]),
+        ROWS,
+        "got an error on",
+    ),
     "made of nothing": (
         lambda: Body(lambda _, x: torch.ones(x.shape)),
         ROWS,
@@ -629,7 +685,7 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     "noise in evaluation": (
         lambda: Body(lambda _, x: x + torch.randn_like(x)),
         ROWS,
-        "or random numbers in evaluation, expected",
+        "and no random numbers in evaluation",
     ),
     "two layers": (
         lambda: nn.Sequential(attending(is_causal=True), attending(is_causal=True)),
@@ -689,3 +745,173 @@ def test_a_loss_of_its_own_passes_whole() -> None:
             state, metrics = zfunc.train_step(program, state, batch)
             losses[-1].append(metrics.loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# --- what is tried, whatever it is called -------------------------------------------------------------------
+
+
+def in_tiles(
+    module: nn.Module, dtype: torch.dtype = torch.float32, shape: Any = (2, 16, 8), tiles: int = 4
+) -> bool:
+    """Whether it passes in tiles, and then its results and gradients are those of the row; else it is refused."""
+    own, g = zfunc.segment("piece", module), torch.Generator().manual_seed(1)
+    values, x = cast(own.initial(0), dtype), torch.randn(shape, generator=g).to(dtype)
+    try:
+        got = passes_of(own, values, x, 4)
+    except (ValueError, RuntimeError):  # a tile of what takes rows of one length has no forward
+        return False
+    whole = passes_of(own, values, x, 1)
+    off = {k: far(t, whole[k], 1e-3) for k, t in got.items()}
+    assert max(off.values()) < (1e-5 if dtype == torch.float32 else 2e-2), off
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", fuzz_models.MIXING)
+def test_what_mixes_tokens_is_refused_whatever_it_begins_with(name: str, dtype: torch.dtype) -> None:
+    """Shut gates, mixes of 1 and weak ones are seen, and what only orders or counts."""
+    torch.manual_seed(0)
+    assert not in_tiles(fuzz_models.MIXING[name](16, 8), dtype)
+
+
+def test_what_reaches_farther_than_a_tile_is_refused() -> None:
+    """A row of 600 tokens in tiles of 150, of which a convolution sees one 290 before: behind all pieces."""
+    assert not in_tiles(fuzz_models.Neighbours(8, dilation=290), shape=(1, 600, 8))
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds, and passes the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
+
+
+def without_gradient(own: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = own.other(x)
+    return x + y
+
+
+def test_a_backward_that_a_trace_loses_is_refused() -> None:
+    assert not in_tiles(Body(lambda _, x: StraightThrough.apply(x) + x))
+    assert not in_tiles(Body(without_gradient, other=nn.Linear(8, 8)))
+    assert in_tiles(Body(lambda own, x: x + own.other(x).detach(), other=nn.Linear(8, 8)))
+
+
+def test_what_is_known_by_its_trace_runs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So layers of models take no more memory than was planned."""
+    monkeypatch.setattr(tile_check, "_in_pieces", lambda *_: pytest.fail("tried"))
+    for name in ("GPT-2", "Qwen3", "OLMo 2"):
+        segment, values, x = next(layers(name, rows(False)))
+        passes_of(segment, values, x, 2)
+
+
+def test_each_segment_s_own_constants_are_tried() -> None:
+    """Of two that are alike, the second one's buffer lets tokens through."""
+    hidden = lambda own, x: torch.where(own.open, x.sort(1).values, x)  # noqa: E731
+    made = [Body(hidden, open=nn.Buffer(torch.tensor(n > 0))) for n in range(2)]
+    named = [*((f"body{n}", x) for n, x in enumerate(made)), ("loss", TokenLoss())]
+    segments = [zfunc.segment(name, module) for name, module in named]
+    assert segments[0].like(segments[1])
+    program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+    with pytest.raises(zfunc.ExecutionError, match=f"segment 'body1': .*{OTHERWISE}"):
+        zfunc.train_step(program, zfunc.init(program), (torch.rand(ROWS), torch.rand(ROWS[:-1])))
+
+
+class SummedLoss(nn.Module):
+    """Says that its loss is a sum over tokens, which it is if nothing is `added`."""
+
+    def __init__(self, added: Any) -> None:
+        super().__init__()
+        self.out, self.added = nn.Linear(8, 1), added
+        self.summed_targets = lambda y: y
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.out(x + self.added(x))[..., 0] - y).square().sum()
+
+
+@pytest.mark.parametrize(("added", "fits"), [(torch.tanh, True), (lambda x: 1e-3 * x.sort(1).values, False)])
+def test_a_loss_that_is_no_sum_over_tokens_is_refused(added: Any, fits: bool) -> None:
+    segments = [zfunc.segment("body", nn.Linear(8, 8)), zfunc.segment("loss", SummedLoss(added))]
+    program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+    step = lambda: zfunc.train_step(program, zfunc.init(program), (torch.rand(ROWS), torch.rand(ROWS[:-1])))  # noqa: E731
+    if fits:
+        step()
+    else:
+        with pytest.raises(zfunc.ExecutionError, match=f"segment 'loss': .*{OTHERWISE}"):
+            step()
+
+
+def takes(how: Any) -> bool:
+    """Whether an operation takes a tensor, a dimension and what can be filled in."""
+    own = how._schema.arguments
+    required = {str(a.type) for a in own[1:] if not a.has_default_value() and a.name != "dim"}
+    dims = {str(a.type) for a in own if a.name == "dim"}
+    return str(own[0].type) == "Tensor" and bool(dims) and required <= {*FILLED}
+
+
+FILLED = {"int": 1, "bool": False, "number": 2.0}
+ALONG = {
+    f"{name}.{overload}": how
+    for name in sorted(dir(torch.ops.aten))
+    if not name.endswith(("_", "out", "backward"))
+    and hasattr(packet := getattr(torch.ops.aten, name), "overloads")
+    for overload in packet.overloads()
+    if "out" not in overload and "Dimname" not in overload and takes(how := getattr(packet, overload))
+}
+BY_DAY = ("cumsum.default", "logsumexp.default", "max.dim", "softmax.int", "sort.default", "topk.default")
+
+
+def along(how: Any, dim: int) -> Body:
+    """An operation along a dimension of rows, and what it gives added to them."""
+
+    def run(_: Any, x: Tensor) -> Tensor:
+        more = {a.name: FILLED[str(a.type)] for a in how._schema.arguments[1:] if takes_value(a)}
+        given = (
+            [dim]
+            if str(next(a.type for a in how._schema.arguments if a.name == "dim")) == "List[int]"
+            else dim
+        )
+        y = next(t for t in tree_leaves(how(x, **{**more, "dim": given})) if isinstance(t, Tensor))
+        y = torch.view_as_real(y) if y.is_complex() else y
+        if y.shape[:2] != x.shape[:2]:
+            return x + y.to(x.dtype).mean()
+        return x + y.to(x.dtype).reshape(*x.shape[:2], -1).mean(2, keepdim=True)
+
+    takes_value = lambda a: a.name != "dim" and not a.has_default_value()  # noqa: E731
+    return Body(run)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in BY_DAY else pytest.mark.slow) for x in ALONG]
+)
+def test_an_operation_along_tokens_is_that_of_the_row_or_refused(name: str) -> None:
+    """All of torch's that have a dimension. Along features each passes, but where features are made rows."""
+    for dim in (1, 2):
+        body = along(ALONG[name], dim)
+        try:
+            body(torch.randn(2, 16, 8, requires_grad=True)).sum().backward()
+        except (RuntimeError, NotImplementedError, IndexError, StopIteration) as error:
+            pytest.skip(f"it takes other things: {error}")
+        passed = in_tiles(body)
+        assert passed or dim == 1 or name == "renorm.default"  # of which each feature is a norm over tokens
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(3), *(pytest.param(range(n, n + 100), marks=pytest.mark.slow) for n in range(3, 1003, 100))],
+)
+def test_random_pieces_are_those_of_the_row_or_refused(seeds: range) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        pieces = fuzz_models.draw_rows(Random(seed))
+        made = [{**fuzz_models.KEEPING, **fuzz_models.MIXING}[name](16, 8) for name in pieces]
+        assert in_tiles(nn.Sequential(*made)) or not {*pieces} <= {*fuzz_models.APART}, (seed, pieces)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attrs import evolve
 from hf_models import CONFIGS, transformers
+from torch import nn
 
 import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
@@ -50,6 +51,25 @@ def test_a_few_tiles_stand_for_all(
         monkeypatch.setattr(tile_attention, "FEW", count)
         monkeypatch.setattr(tile_attention, "_times", lambda count, **_: [1] * count)
         assert costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped).costs == few.costs
+
+
+class Summed(nn.Linear):
+    """A loss that is a sum over tokens."""
+
+    summed_targets = staticmethod(lambda y: y)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return (super().forward(x)[..., 0] - y).square().sum()
+
+
+def test_a_loss_in_many_tiles_takes_no_memory_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [zfunc.segment("body", nn.Linear(8, 8)), zfunc.segment("loss", Summed(8, 1))]
+    x = torch.empty(1, 512, 8, device="meta"), torch.empty(1, 512, device="meta")
+    found = list[Any]()
+    for few in (3, 256):
+        monkeypatch.setattr(tile_attention, "FEW", few)
+        found.append(traced_costs(segments, x, AdamW()).traced(StepSettings(tiles=256), on_gpu=True).costs)
+    assert found[0] == found[1]
 
 
 def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile() -> None:

@@ -7,6 +7,8 @@
     halves                  a block as two segments, cut at the sum after attention
     tiles                   a segment whose rows of tokens pass in tiles
     tile_cut                their forward, cut at attention; what cannot pass in tiles
+    tile_trace              which operations are known to keep tokens apart
+    tile_check              what is not known is tried before it trains
     tile_attention          attention of a tile of queries over all keys so far
     row_attention           attention of rows with documents or a window, as one operation
     tile_keys               keys and values of their rows, by parts

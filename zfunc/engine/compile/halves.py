@@ -266,7 +266,7 @@ class _Block:
         leaves, spec = tree_flatten((trained, values, (x,)))
         given, known = cotangents_of(self.output), dict[Any, int]()
         whole, halves = (
-            _expression(joint_graph(pull_of(f, True, False), None, leaves, spec, given).module, known)
+            expression(joint_graph(pull_of(f, True, False), None, leaves, spec, given).module, known)
             for f in (s.function, lambda values, x: second(values, first(values, x)))
         )
         if whole != halves:
@@ -276,7 +276,7 @@ class _Block:
             )
 
 
-def _expression(joint: GraphModule, known: dict[Any, int]) -> int:
+def expression(joint: GraphModule, known: dict[Any, int]) -> int:
     """A number for what a graph returns: the same where the same operations make it."""
     numbers = dict[Node, int]()
     for i, (node, needs) in enumerate(needs_of(joint.graph).items()):

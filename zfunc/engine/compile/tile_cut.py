@@ -27,12 +27,14 @@ from zfunc.engine.compile.recompute import (
     depending_on,
     graph_of,
     needs_of,
+    of_written_memory,
     part_of_graph,
     piece_of,
 )
 from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
+from zfunc.engine.compile.tile_trace import arguments, unknown_operation
 from zfunc.runtime.rng import is_draw_node, seeded
 
 Values = dict[str, Tensor]
@@ -42,9 +44,6 @@ ATTENTION = {  # and its arguments that may be positional
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     attend_row: ("query", "key", "value", "first", "window", "scale"),
 }
-# Operations along dimensions, and which argument has these.
-_SO_FAR = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_softmax", "_log_softmax")
-ALONG = dict.fromkeys((*_SO_FAR, "mean", "sum", "amax", "amin", "flip", "index"), 1) | {"roll": 2}
 
 
 @frozen(eq=False)
@@ -64,14 +63,15 @@ class Half:
 class Split:
     """A segment for rows of one shape, cut."""
 
-    tile: int  # tokens
-    rows: tuple[int, ...]  # numbers of the input leaves that are rows of tokens
     before: Half | None
     after: Half
+    tile: int  # tokens
+    rows: tuple[int, ...]  # numbers of the input leaves that are rows of tokens
     constants: Callable[[], list[Any]]  # for the row
     sliced: tuple[int | None, ...]  # of each constant: the dimension of its tokens
     passed: dict[int, int]  # result -> the input leaf that it is
     spec: Any  # of the results
+    unknown: str  # the first operation that is not known to keep tokens apart, or ""
     scale: float = 1.0  # of attention
     window: int | None = None
 
@@ -102,7 +102,8 @@ def cut_at_attention(
     constants = [x for x in free if not depends.isdisjoint(x.users)]
     make = part_of_graph(whole, (), [of_row[x] for x in free], [of_row[x] for x in constants])
     sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
-    _refuse_mixing(of_row, depends, depending_on(rows, needs), tiles)
+    if tiles > 1:
+        _refuse_numbers(of_row, depends)
 
     # 3. Results: rows, or leaves of the input that pass.
     passed, results = dict[int, int](), list[Any]()
@@ -121,7 +122,18 @@ def cut_at_attention(
     if any(user is not output for x in others for user in x.users):
         raise ValueError("got an input of every tile, expected rows of tokens: use tiles=1")
 
-    # 4. Two halves, cut at attention.
+    # 4. What is known of tokens. Then memory may be laid out otherwise than in a trace: views may be copies.
+    marks = [x for x in nodes if x.target in ATTENTION]
+    of_attention = [x for mark in marks for x in mark.all_input_nodes]
+    apart = [x for x in nodes if x in depends]
+    starts = [*nodes[: len(values) + len(leaves)], *constants, *marks]
+    unknown = unknown_operation(of_row, apart, starts, [*of_attention, *results])
+    written = of_written_memory(graph.graph)
+    for x in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        x.target = x.target if x in written else torch.ops.aten.reshape.default
+    graph.recompile()
+
+    # 5. Two halves, cut at attention.
     piece = partial(piece_of, graph, needs, dict(zip(values, nodes, strict=False)))
 
     def half(piece: GraphPiece) -> Half:
@@ -130,13 +142,11 @@ def cut_at_attention(
 
         return Half(make_vjp(run, recompute="none", wrt_input=True), piece.reads)
 
-    marks = [x for x in nodes if x.target in ATTENTION]
     if len(marks) > 1:
         raise ValueError(f"got {len(marks)} attentions in a segment, expected one: make each layer a segment")
+    common = tile, numbers, make, sliced, passed, spec, unknown
     if not marks:
-        return Split(
-            tile, numbers, None, half(piece([*rows, *constants], results, output)), make, sliced, passed, spec
-        )
+        return Split(None, half(piece([*rows, *constants], results, output)), *common)
     (mark,) = marks
     q, k, v = (mark.kwargs[x] for x in ("query", "key", "value"))
     first, window = mark.kwargs.get("first"), mark.kwargs.get("window")
@@ -148,7 +158,7 @@ def cut_at_attention(
             "got random numbers before attention that what follows it reads, too, expected them in one of the "
             "two: drop the input in the segment before, or use tiles=1"
         )
-    return Split(tile, numbers, half(before), half(after), make, sliced, passed, spec, scale, window)
+    return Split(half(before), half(after), *common, scale, window)
 
 
 # --- traces -------------------------------------------------------------------------------------------------
@@ -259,62 +269,27 @@ def tile_of(tokens: int, tiles: int) -> int:
 # --- what tiles cannot do -----------------------------------------------------------------------------------
 
 
-def _refuse_mixing(of_row: Mapping[Node, Node], depends: Set[Node], of_rows: Set[Node], tiles: int) -> None:
-    """Raise ValueError for an operation of which a tile has another part than its tokens of the row's."""
+def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
+    """Raise ValueError for random numbers that are no token's own, and for numbers made of how many tokens there
+    are: neither shows in evaluation, or in a few tokens."""
     for a, b in of_row.items():
         x, y = a.meta.get("val"), b.meta.get("val")
-        alike = isinstance(x, Tensor) and x.shape == y.shape
-        if is_draw_node(a) and (a not in depends or alike):
+        if is_draw_node(a) and (a not in depends or x.shape == y.shape):
             raise ValueError(
                 f"got random numbers of shape {list(y.shape)} that are no token's own, expected such as those of "
                 "nn.Dropout: use it, or tiles=1"
             )
-        if a not in depends:
+        if a not in depends or not isinstance(a.target, OpOverload):
             continue
-        # As many elements for each token, or whatever the tokens.
-        if isinstance(x, Tensor) and y.numel() not in (x.numel(), x.numel() * tiles):
-            raise ValueError(
-                f"got a value of shape {list(x.shape)} in a tile and {list(y.shape)} in a row, expected one token "
-                "after the other, none that is padded or left out, and no attention by hand: use tiles=1"
-            )
-        if a not in of_rows and a.target is torch.ops.aten.slice.Tensor and not alike:
-            source = list(a.args[0].meta["val"].shape)
-            raise ValueError(
-                f"got a slice as long as the tile of a weight or buffer of shape {source}, expected its elements "
-                "by place in the row: index it by torch.arange(tokens), or use tiles=1"
-            )
-        if not isinstance(a.target, OpOverload):
-            continue
-        if numbers := _other_numbers(a, b):
-            raise ValueError(
-                f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
-                "tokens, so no scale or capacity made of their number: use tiles=1"
-            )
-        if a in of_rows and _over_tokens(a, b, of_rows):
-            raise ValueError(
-                f"got {a.target} over the tokens, expected tokens that depend on others through attention alone: "
-                "use tiles=1"
-            )
-
-
-def _other_numbers(short: Node, long: Node) -> list[Any]:
-    """Two numbers that are no sizes, by which an operation of a tile differs from that of a row."""
-    for declared, a, b in zip(short.target._schema.arguments, short.args, long.args, strict=False):
-        if isinstance(a, int | float) and a != b and str(declared.type) in NUMBERS:
-            return [a, b]
-    return []
-
-
-def _over_tokens(short: Node, long: Node, of_rows: Set[Node]) -> bool:
-    """Whether an operation goes along a dimension that is longer in a row than in a tile."""
-    name = short.target._schema.name.removeprefix("aten::")
-    if name not in ALONG:
-        return False
-    a, b = (x.args[0].meta["val"].shape for x in (short, long))
-    along = short.args[ALONG[name]] if len(short.args) > ALONG[name] else range(len(a))
-    if name == "index":  # by numbers that are the same for any row
-        along = [n for n, i in enumerate(along) if i is not None and i not in of_rows]
-    return any(a[n] != b[n] for n in ([along] if isinstance(along, int) else along))
+        short, long = arguments(a), arguments(b)
+        for declared in a.target._schema.arguments:
+            numbers = [short[declared.name], long[declared.name]]
+            plain = str(declared.type) in NUMBERS and all(isinstance(n, int | float) for n in numbers)
+            if plain and numbers[0] != numbers[1]:
+                raise ValueError(
+                    f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
+                    "tokens, so no scale or capacity made of their number: use tiles=1"
+                )
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:

@@ -12,11 +12,10 @@ The sources are FPDT (2408.16978), which cuts attention, and DeepSpeed's ALST, w
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -26,8 +25,6 @@ from zfunc.engine.compile.tile_attention import Attended, View, attend_tile, pul
 from zfunc.engine.compile.tile_cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
 from zfunc.engine.compile.tile_keys import Part, keys_like
 from zfunc.runtime.rng import seeded_part
-
-TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-9}  # of tiles against the row, relative, by the bytes of an element
 
 
 @define(eq=False)
@@ -39,37 +36,35 @@ class Tiled:
     """
 
     function: Function
-    evaluate: Function  # the same without dropout, for the comparison
+    evaluate: Function  # the same without dropout
     tiles: int
     make_vjp: Callable[..., Any]
     wrt_input: bool
     whole: Any  # the passes of a segment that has no rows, as an embedding of tokens
     name: str = ""
     splits: dict[Any, Split] = field(factory=dict)
-    compared: bool = False
+    checked: dict[Any, Any] | None = field(factory=dict)  # see `_check_once`; None: not to be checked
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Any, None]:
         """The segment's output, and no residuals."""
         if not floats_of(inputs):
             return self.whole.forward(weights, inputs)
-        split, leaves = self._split(weights, inputs)
-        if not self.compared and not isinstance(leaves[split.rows[0]], FakeTensor):
-            self._compare(weights, inputs)
-            self.compared = True
+        split, leaves = self.split(weights, inputs)
+        _check_once(self, weights, inputs)
         return self._forward(split, weights, leaves, self.tiles), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
         """The gradients of weights by name, and of the input's rows."""
         if not floats_of(inputs):
             return self.whole.backward(weights, inputs, None, cotangents)
-        split, leaves = self._split(weights, inputs)
+        split, leaves = self.split(weights, inputs)
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
         """Trace both halves of a tile now."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
-        split, leaves = self._split(weights, inputs)
+        split, leaves = self.split(weights, inputs)
         leaves = [x[:, : split.tile] if i in split.rows else x for i, x in enumerate(leaves)]
         y = self._forward(split, weights, leaves, 1)
         given = [torch.empty_like(t) for t in floats_of(y)]
@@ -78,7 +73,7 @@ class Tiled:
     # --- the passes ---------------------------------------------------------------------------------------------
 
     def _forward(self, split: Split, weights: Any, leaves: list[Any], tiles: int) -> Any:
-        row = _Row(split, weights, leaves, tiles)
+        row = Row(split, weights, leaves, tiles)
         results: list[Any] = []
         for i in row.numbers():
             queries, _ = row.queries(i)
@@ -94,7 +89,7 @@ class Tiled:
     def _backward(
         self, split: Split, weights: Any, leaves: list[Any], cotangents: Sequence[Tensor], tiles: int
     ) -> Any:
-        row = _Row(split, weights, leaves, tiles)
+        row = Row(split, weights, leaves, tiles)
         sums: Values = {}
         moved = [i for i in split.rows if leaves[i].is_floating_point()]
         memory = _memory_for if len(moved) == 1 else lambda x, _: torch.empty_like(x)
@@ -124,7 +119,8 @@ class Tiled:
 
     # --- the cut ------------------------------------------------------------------------------------------------
 
-    def _split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
+    def split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
+        """The segment cut for such inputs, and the leaves of these."""
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
         key = layouts(everything)
@@ -136,51 +132,34 @@ class Tiled:
             raise ValueError(f"tiles={self.tiles}: {error}") from error
         return self.splits.setdefault(key, split), leaves
 
-    def _compare(self, weights: Any, inputs: tuple[Any, ...]) -> None:
-        """Raise ValueError unless small tiles of a part of the row give what the part gives, of a tile's memory."""
-        leaves, spec = tree_flatten(inputs)
-        split, _ = self._split(weights, inputs)
-        tile = min(32, max(1, split.tile // 8))
-        count = max(2, min(split.tile, 512) // tile)
-        few = [t[:, : count * tile] if i in split.rows else t for i, t in enumerate(leaves)]
-        inputs, weights = tree_unflatten(few, spec), evolve(weights, trained=_as_trained(weights.trained))
-        small = Tiled(self.evaluate, self.evaluate, count, self.make_vjp, self.wrt_input, None, compared=True)
-        with torch.no_grad():
-            expected = self.evaluate({**weights.trained, **weights.fixed}, *inputs)
-            try:
-                got, _ = small.forward(weights, inputs)
-            except Exception as error:
-                raise ValueError(
-                    f"segment {self.name!r}: tiles={self.tiles}: got an error on {count} tiles of {tile} tokens, "
-                    f"expected a forward of any number of them: use tiles=1 "
-                    f"({str(error).removeprefix(f'tiles={count}: ')})"
-                ) from error
-        for a, b in zip(floats_of(got), floats_of(expected), strict=True):
-            # Where tiles meet, and there for most tokens: by another order of sums a router may choose otherwise.
-            x, y = (t.double().reshape(*t.shape[:2], -1) for t in (a, b))
-            off = (x - y).norm(dim=-1) / y.norm(dim=-1)
-            meet = [off[:, n::tile] for n in (tile, tile - 1)]
-            if (far := max(float(t.nanmedian()) for t in meet)) > TOLERANCE[a.element_size()]:
-                raise ValueError(
-                    f"segment {self.name!r}: tiles={self.tiles}: got results that differ by {far:.1e} from those "
-                    "of a whole row, or random numbers in evaluation, expected tokens that depend on others "
-                    "through attention alone: use tiles=1"
-                )
 
-
-@frozen(eq=False)
+@define(eq=False)
 class TiledLoss:
     """The passes of a last segment whose loss is the sum of those of tiles of its rows, given targets that `summed`
     makes of those it gets; `passes` are those of a tile. Backward computes a tile again."""
 
+    function: Function
+    evaluate: Function  # the same without dropout
     tiles: int
-    passes: Any
+    make_vjp: Callable[..., Any]  # of `function`, for a tile
+    wrt_input: bool
     summed: Function
+    name: str = ""
+    checked: dict[Any, Any] | None = field(factory=dict)  # as in `Tiled`
+    passes: Any = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.passes = self.make_vjp(self.function, recompute="none", wrt_input=self.wrt_input, last=True)
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
         """The loss, and no residuals."""
-        losses = [self.passes.forward(weights, tile)[0] for _, tile in self._each(inputs)]
-        return torch.stack(losses).sum(), None
+        _check_once(self, weights, inputs)
+        losses = list[Tensor]()
+        for n, (_, tile) in enumerate(self._each(inputs)):
+            loss, _ = self.passes.forward(weights, tile)
+            losses = losses or [loss.new_zeros(self.tiles)]  # one tensor, however many are traced
+            losses[0][n] = loss
+        return losses[0].sum(), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
         """The gradients of weights by name, and of the input's rows."""
@@ -211,6 +190,19 @@ class TiledLoss:
                 yield at, tree_unflatten(own, spec)
 
 
+def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
+    """Raise ValueError if tokens depend on others, before the first row of a shape and of a segment's weights.
+    `checked` has what tries a shape, None if it is known, and the names of segments of each."""
+    row = floats_of(inputs)[0]
+    done, key = tiled.checked, (row.shape, weights.name)
+    if done is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
+        return
+    from zfunc.engine.compile.tile_check import check_tokens  # it tries passes, and is of them
+
+    done[row.shape] = check_tokens(tiled, weights, inputs, done.get(row.shape))
+    done[key] = True
+
+
 def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
     """Memory for the gradient of rows `x`: that of the cotangent if there is one like it, which no tile reads after
     its own gradient is there, and nothing else after this pass: what comes down to tiles is in memory that nothing
@@ -230,25 +222,13 @@ def _rounded(sums: Values, trained: Values) -> Values:
     return found
 
 
-def _as_trained(values: Values) -> Values:
-    """Weights, those close to zero replaced by others: gates and positions that begin there hide what they will let
-    through."""
-    made: Values = {}
-    for name, w in values.items():
-        g = torch.Generator(w.device).manual_seed(0)
-        small = float(w.abs().amax()) < 1e-2 if w.numel() else False
-        random = partial(torch.randn, w.shape, generator=g, dtype=w.dtype, device=w.device)
-        made[name] = random().mul_(0.1) if small else w
-    return made
-
-
 def _add(sums: Values, grads: Values) -> None:
     for name, grad in grads.items():  # two weights whose sum is used may have one tensor as their gradient
         sums[name] = sums[name].add_(grad) if name in sums else grad.to(torch.float32, copy=True)
 
 
 @define(eq=False)
-class _Row:
+class Row:
     """The tiles of one row in one pass, with its constants, keys and values."""
 
     split: Split

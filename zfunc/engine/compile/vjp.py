@@ -58,6 +58,7 @@ class SegmentWeights:
 
     trained: Values
     fixed: Values
+    name: str = ""  # of the segment
 
 
 @frozen(eq=False)
@@ -142,10 +143,8 @@ def make_vjp(
     it is given what `recompute` has made.
     """
     if tiles > 1 and last and summed:
-        of_tile = make_vjp(
-            function, recompute="none", wrt_input=wrt_input, last=True, compiled=compiled, name=name
-        )
-        loss = TiledLoss(tiles, of_tile, summed)
+        of_tile = partial(make_vjp, compiled=compiled, name=name)
+        loss = TiledLoss(function, evaluate or function, tiles, of_tile, wrt_input, summed, name)
         return SegmentVJP(loss.forward, loss.backward, False, loss.prepare)
     if tiles > 1 and not last:
         half = partial(make_vjp, compiled=compiled, name=name)

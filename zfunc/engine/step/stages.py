@@ -317,7 +317,7 @@ def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tens
     views = ChainMap(*(mem[r].views for r in op.operands("params")))
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
-    return SegmentWeights(trained, {**fixed, **call.constants_on[op.device], **buffers})
+    return SegmentWeights(trained, {**fixed, **call.constants_on[op.device], **buffers}, call.name)
 
 
 def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
