@@ -200,7 +200,8 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     import torch._functorch.config as partitioning
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    with partitioning.patch(cse=False):  # its own imports the lowerings of a compiler, which takes a second
+    # Its own merging of equal nodes imports the lowerings of a compiler, which takes a second.
+    with _TRACING, partitioning.patch(cse=False):
         merged = _with_equal_nodes_merged(module)
         return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=len(joint.results))
 
