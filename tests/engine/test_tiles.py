@@ -26,6 +26,7 @@ import zfunc
 from zfunc.engine.compile import row_attention, tile_attention, tile_check
 from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
+from zfunc.engine.compile.tile_check import check_tokens
 from zfunc.engine.compile.tile_keys import DeviceKeys, HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.step.evaluate import outputs
@@ -262,7 +263,8 @@ def passes_of(
     weights = SegmentWeights(
         {short: values[full] for short, full in segment.by_short.items()}, segment.constants
     )
-    how = {"recompute": "all", "wrt_input": True, "name": segment.name, "evaluate": segment.evaluation}
+    how: Any = {"recompute": "all", "wrt_input": True, "name": segment.name, "evaluate": segment.evaluation}
+    how["check"] = check_tokens
     passes = make_vjp(segment.function, tiles=tiles, **how)
     with keys_in(host):
         y, residuals = passes.forward(weights, (x,))
@@ -375,6 +377,7 @@ def test_a_loss_in_tiles_is_the_loss(name: str, weighted: bool) -> None:
     found = list[list[Tensor]]()
     for tiles in (1, 2, 4):
         how: Any = {"wrt_input": True, "last": True, "tiles": tiles, "summed": head.module.summed_targets}
+        how["check"] = check_tokens
         passes = make_vjp(head.function, recompute="none", **how)
         loss, residuals = passes.forward(weights, (x, targets))
         grads, below_x = passes.backward(weights, (x, targets), residuals, [torch.tensor(3.0)])
@@ -526,7 +529,7 @@ def test_no_two_parts_of_a_step_draw_the_same_mask() -> None:
 def test_backward_of_a_tile_has_the_masks_of_its_forward() -> None:
     run, weights = (lambda _, x: Dropped()(x)), SegmentWeights({}, {})
     evaluate = lambda _, x: Dropped().eval()(x)  # noqa: E731
-    passes = make_vjp(run, recompute="all", wrt_input=True, tiles=4, evaluate=evaluate)
+    passes = make_vjp(run, recompute="all", wrt_input=True, tiles=4, evaluate=evaluate, check=check_tokens)
     x = torch.ones(2, 16, 8)
     with seeded(3):
         y, _ = passes.forward(weights, (x,))

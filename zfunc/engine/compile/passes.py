@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zfunc.core.pipeline import B, F, R, W
 from zfunc.core.spec import Parts, StepSpec
 from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile.tile_check import check_tokens
 from zfunc.engine.compile.vjp import Detached, Joints, SegmentVJP, evaluated_in_tiles, make_vjp
 from zfunc.engine.step.metrics import Metrics
 from zfunc.engine.step.stage_context import CompiledSegment
@@ -57,10 +58,11 @@ def segment_calls(
                 ahead=options[4],
                 summed=_own(segment.module, "summed_targets"),
                 evaluate=segment.evaluation,
+                check=check_tokens,
             )
             eager = make()
             tiles = 1 if s == last else settings.tiles
-            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name)
+            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name, check_tokens)
             pair = make(compiled=True) if compiled else eager, eager, evaluate
             pairs.append((segment, options, pair))
         names = segment.by_short

@@ -30,7 +30,7 @@ from zfunc.engine.compile.halves import expression
 from zfunc.engine.compile.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.compile.tile_attention import ROW_TOKENS
 from zfunc.engine.compile.tile_cut import floats_of, forward_graph
-from zfunc.engine.compile.tiles import Row, Tiled, TiledLoss
+from zfunc.engine.compile.tiles import Tiled, TiledLoss, TiledRow
 from zfunc.engine.compile.vjp import SegmentVJP, cotangents_of, joint_graph, pull_of
 from zfunc.runtime.rng import seeded
 
@@ -73,7 +73,7 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
 def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
     """A segment in one tile, and in pieces of its evaluation; none of them is checked."""
     counts = [n for n in SIZES if few % n == 0] or [few]
-    how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "checked": None}
+    how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "check": None}
     made = [(1, tiled.function), *((n, tiled.evaluate) for n in counts)]
     own = lambda: {"splits": {}} if isinstance(tiled, Tiled) else {}  # noqa: E731
     return [evolve(tiled, tiles=n, function=f, **how, **own()) for n, f in made]
@@ -194,7 +194,7 @@ def _of_halves(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[st
 
     def run(half: Any, given: list[Tensor]) -> Any:
         own, more = dict(zip(places, given, strict=False)), given[len(places) :]
-        row = Row(split, weights, [own.get(i, x) for i, x in enumerate(leaves)], 1)
+        row = TiledRow(split, weights, [own.get(i, x) for i, x in enumerate(leaves)], 1)
         results, residuals = row.run(half, 0, *more)
         return results, lambda c: row.pull(half, 0, residuals, c, *more)[1]
 

@@ -43,7 +43,8 @@ class Tiled:
     whole: Any  # the passes of a segment that has no rows, as an embedding of tokens
     name: str = ""
     splits: dict[Any, Split] = field(factory=dict)
-    checked: dict[Any, Any] | None = field(factory=dict)  # see `_check_once`; None: not to be checked
+    check: Any = None  # tile_check.check_tokens
+    checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Any, None]:
         """The segment's output, and no residuals."""
@@ -73,7 +74,7 @@ class Tiled:
     # --- the passes ---------------------------------------------------------------------------------------------
 
     def _forward(self, split: Split, weights: Any, leaves: list[Any], tiles: int) -> Any:
-        row = Row(split, weights, leaves, tiles)
+        row = TiledRow(split, weights, leaves, tiles)
         results: list[Any] = []
         for i in row.numbers():
             queries, _ = row.queries(i)
@@ -89,7 +90,7 @@ class Tiled:
     def _backward(
         self, split: Split, weights: Any, leaves: list[Any], cotangents: Sequence[Tensor], tiles: int
     ) -> Any:
-        row = Row(split, weights, leaves, tiles)
+        row = TiledRow(split, weights, leaves, tiles)
         sums: Values = {}
         moved = [i for i in split.rows if leaves[i].is_floating_point()]
         memory = _memory_for if len(moved) == 1 else lambda x, _: torch.empty_like(x)
@@ -145,7 +146,8 @@ class TiledLoss:
     wrt_input: bool
     summed: Function
     name: str = ""
-    checked: dict[Any, Any] | None = field(factory=dict)  # as in `Tiled`
+    check: Any = None  # as in `Tiled`, as is `checked`
+    checked: dict[Any, Any] = field(factory=dict)
     passes: Any = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -195,11 +197,9 @@ def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
     `checked` has what tries a shape, None if it is known, and the names of segments of each."""
     row = floats_of(inputs)[0]
     done, key = tiled.checked, (row.shape, weights.name)
-    if done is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
+    if tiled.check is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
         return
-    from zfunc.engine.compile.tile_check import check_tokens  # it tries passes, and is of them
-
-    done[row.shape] = check_tokens(tiled, weights, inputs, done.get(row.shape))
+    done[row.shape] = tiled.check(tiled, weights, inputs, done.get(row.shape))
     done[key] = True
 
 
@@ -228,7 +228,7 @@ def _add(sums: Values, grads: Values) -> None:
 
 
 @define(eq=False)
-class Row:
+class TiledRow:
     """The tiles of one row in one pass, with its constants, keys and values."""
 
     split: Split

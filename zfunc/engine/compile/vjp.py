@@ -126,6 +126,7 @@ def make_vjp(
     summed: Callable[..., Any] | None = None,
     split: bool = False,
     ahead: bool = False,
+    check: Any = None,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
@@ -139,17 +140,17 @@ def make_vjp(
 
     With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
     dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
-    loss is a sum over tokens. With `split` backward has a half for the input, and one for the weights; with `ahead`
-    it is given what `recompute` has made.
+    loss is a sum over tokens. `check` is called with the first row of each shape (tile_check.py). With `split` backward
+    has a half for the input, and one for the weights; with `ahead` it is given what `recompute` has made.
     """
     if tiles > 1 and last and summed:
         of_tile = partial(make_vjp, compiled=compiled, name=name)
-        loss = TiledLoss(function, evaluate or function, tiles, of_tile, wrt_input, summed, name)
+        loss = TiledLoss(function, evaluate or function, tiles, of_tile, wrt_input, summed, name, check)
         return SegmentVJP(loss.forward, loss.backward, False, loss.prepare)
     if tiles > 1 and not last:
         half = partial(make_vjp, compiled=compiled, name=name)
         whole = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
-        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole, name)
+        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole, name, check=check)
         passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
         return _moving(passes) if moving else passes
     pull = pull_of(function, wrt_input, last)
@@ -168,14 +169,16 @@ def make_vjp(
     return _moving(passes) if moving else passes
 
 
-def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:
+def evaluated_in_tiles(
+    function: Callable[..., Any], tiles: int, name: str, check: Any = None
+) -> Callable[..., Any]:
     """`function` of rows in so many tiles, without gradients; as it is of anything else, such as rows that they do
     not divide, or one token behind those in a cache."""
 
     def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
         return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)
 
-    tiled = Tiled(function, function, tiles, eager, False, None, name)
+    tiled = Tiled(function, function, tiles, eager, False, None, name, check=check)
 
     def evaluate(values: Values, x: Any, *more: Any) -> Any:
         rows = differentiated(x)
