@@ -45,8 +45,8 @@ class AccessGuard(MutableMapping[Region, Any]):
         own: dict[int, list[tuple[int, int, Region]]] = {}
         for r in writes:
             for t in tensors(self._mem.get(r)):
-                storage, *place = _place(t)
-                own.setdefault(storage, []).append((*place, r))
+                storage, start, stop = _place(t)
+                own.setdefault(storage, []).append((start, stop, r))
         for r, value in [*self._mem.items()] if own else ():
             for t in () if r in writes else tensors(value):
                 storage, first, last = _place(t)
@@ -92,9 +92,10 @@ def tensors(value: Any) -> list[Tensor]:
 
 def _place(t: Tensor) -> tuple[int, int, int]:
     """The storage of a tensor, and the bytes of that from its first element to after its last."""
-    start, size = t.storage_offset(), t.itemsize
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.untyped_storage()._cdata, start * size, (start + last + 1) * size if t.numel() else start * size
+    start, size = int(t.storage_offset()), t.itemsize
+    last = sum((int(n) - 1) * int(stride) for n, stride in zip(t.shape, t.stride(), strict=True))
+    storage: Any = t.untyped_storage()
+    return storage._cdata, start * size, (start + last + 1) * size if t.numel() else start * size
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:

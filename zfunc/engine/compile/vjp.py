@@ -140,8 +140,8 @@ def make_vjp(
 
     With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
     dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
-    loss is a sum over tokens. `check` is called with the first row of each shape (tile_check.py). With `split` backward
-    has a half for the input, and one for the weights; with `ahead` it is given what `recompute` has made.
+    loss is a sum over tokens. `check` is called with the first row of each shape (tile_check.py). With `split`
+    backward has a half for the input, and one for the weights; with `ahead` it is given what `recompute` has made.
     """
     if tiles > 1 and last and summed:
         of_tile = partial(make_vjp, compiled=compiled, name=name)
