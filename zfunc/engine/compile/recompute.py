@@ -9,8 +9,10 @@ those of a backward by `split_backward`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from threading import RLock
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 import torch
@@ -48,13 +50,27 @@ Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
 Needs = Mapping[Node, list[Node]]
 
 
-_TRACING = RLock()
+_TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A context in which no other thread traces: make_fx and the partitioner patch the process. A thread that is
+    given a copy of the context, as one that cuts a block in the middle of a trace, is of it."""
+    if _TRACES.get():
+        yield
+        return
+    with _TRACING:
+        token = _TRACES.set(True)
+        try:
+            yield
+        finally:
+            _TRACES.reset(token)
 
 
 def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
-    """The operations of a function of fake tensors, as a graph. One trace at a time: make_fx patches the process,
-    and two threads that trace would break each other."""
-    with _TRACING:
+    """The operations of a function of fake tensors, as a graph."""
+    with alone():
         return make_fx(function, tracing_mode="fake")(*arguments)
 
 
@@ -201,7 +217,7 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     # Its own merging of equal nodes imports the lowerings of a compiler, which takes a second.
-    with _TRACING, partitioning.patch(cse=False):
+    with alone(), partitioning.patch(cse=False):
         merged = _with_equal_nodes_merged(module)
         return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=len(joint.results))
 
