@@ -24,7 +24,6 @@ import zfunc
 from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.engine.compile.program import Program
-from zfunc.engine.state.save_load import restore
 from zfunc.runtime.direct_io import DirectFile
 
 ON_DISK: dict[str, dict[str, Any]] = {
@@ -260,22 +259,6 @@ def die_in_a_commit(at: int) -> None:
     SwapSpace.commit = within
     for name in ("pwritev", "preadv", "fdatasync"):
         setattr(os, name, partial(watched, getattr(os, name)))
-
-
-def test_a_flush_is_on_the_disk_where_a_step_would_be(tmp_path: Path) -> None:
-    """With the `extra` of the commit before; it was a step behind."""
-    chosen = {**on_disk(tmp_path, "half of the state"), "defer": True, "clip_norm": 0.1, "commit_every": 1}
-    program, batch = trained.compiled("odd sizes", **chosen)
-    state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 2)
-    state, _ = zfunc.train_step(program, state, batch(2), save=zfunc.Save(tmp_path, extra={"mine": 7}))
-    zfunc.flush(program, state)
-    expected = zfunc.params(program, state)
-    killed(program)
-    again, _ = trained.compiled("odd sizes", **chosen)
-    restored = restore(tmp_path, again)
-    assert (restored.state.step, restored.extra) == (3, {"mine": 7})
-    got = zfunc.params(again, restored.state)
-    assert all(torch.equal(got[name], x) for name, x in expected.items())
 
 
 def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, s
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.state.swap_state import commit_state
 from zfunc.engine.step.stage_context import StepContext
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import RunOptions, StepRun
@@ -98,8 +97,7 @@ def step_on(
 
 
 def flush(program: Program, state: State) -> State:
-    """Make the deferred update of the last step now, in place, and return `state`. A swap space commits it where
-    `commit_every` says so, with the `extra` of its last commit.
+    """Make the deferred update of the last step now, in place, and return `state`.
 
     The next step, and whoever reads a State, makes it as well. All ranks have to call this together. Raises
     DonatedStateError for a used state.
@@ -107,11 +105,7 @@ def flush(program: Program, state: State) -> State:
     refuse_inference_mode("flush")
     check_state(program, state, "flush")
     refuse_global_modes("flush", program.device)
-    waits = state.buffers.owner.deferred is not None
     make_deferred_update(program, state, "flush")
-    if waits and state.buffers.swap is not None and state.step % program.settings.commit_every == 0:
-        committed = state.buffers.swap.record()
-        commit_state(program, state, None if committed is None else committed["extra"])
     return state
 
 
