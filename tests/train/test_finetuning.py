@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,13 +14,15 @@ import torch
 from attrs import evolve
 from small_trainings import config, measured, rows, summary
 from text_data import save_tokenizer, write_jsonl
+from threaded_ranks import ThreadedRanks, on_every
 
 import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.corpus import held_out_parts, rank_batch, without_labels
-from zfunc.train.loop import evaluate_held_out, sample
+from zfunc.train.events import Stepped
+from zfunc.train.loop import evaluate_held_out, sample, train_events
 from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 from zfunc.train.setup import TrainingJob, prepare_job
 
@@ -214,6 +217,38 @@ def test_a_step_without_a_label_makes_no_update(capsys: Out) -> None:
     assert all(torch.equal(x, weights[skipped[0]]) for x in weights.values())
     assert train(*given, "--out", "second", "--resume", f"to-{skipped[0]}/checkpoints") == 0
     assert measured("second")[-1:] == measured("first")[-1:]
+
+
+def test_ranks_pass_over_the_steps_in_which_no_rank_has_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, also those that read none of the labels; as plain PyTorch on the whole batch."""
+    lines = ({"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (*[60] * 5, *[2] * 9))
+    data = write_jsonl(Path("long.jsonl"), *lines)
+    given = {"data": data, "eval_data": data, "batch_size": 2, "optimizer": "sgd", "lr": 0.1, "warmup": 0}
+    make = partial(job, **given, weight_decay=0.0, clip=None, lr_schedule="constant", steps=12, eval_every=0)
+    whole, model = make(), pretrained("model")
+    ranks, jobs = ThreadedRanks.all(2), list[TrainingJob]()
+    for own in ranks:
+        monkeypatch.setattr("zfunc.engine.compile.compile._ranks", lambda _, own=own: own)
+        monkeypatch.setattr("zfunc.train.setup.RankGroup", SimpleNamespace(of=lambda own=own: own))
+        jobs.append(make())
+    losses = on_every(jobs, lambda job: [x.metrics.loss for x in train_events(job) if isinstance(x, Stepped)])
+    expected, empty, optimizer = (
+        list[float](),
+        set[int](),
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+    )
+    for n in range(0, 24, 2):
+        ids, (labels, _) = whole.batch(n)
+        empty.add(without := int((labels == IGNORE_INDEX).all(1).sum()))
+        if without == 2:
+            continue
+        loss = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert empty == {0, 1, 2}, "both rows have labels, one has, none has"
+    assert losses[0] == losses[1] == pytest.approx(expected, rel=1e-5)
 
 
 def held_out(job: TrainingJob) -> float | None:

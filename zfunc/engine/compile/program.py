@@ -132,7 +132,7 @@ class ProgramCache:
     compares_loss: bool | None = (
         None  # whether the next step compares a loss with those of its halves; None: yet
     )
-    said: set[str] = field(factory=set)  # warnings that have been logged, each once
+    said: set[Any] = field(factory=set)  # warnings that have been logged, each once, and of what
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
     released: tuple[Region, ...] = ()  # what of it `release` has freed
@@ -140,11 +140,11 @@ class ProgramCache:
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
-def warn_once(program: Program, warning: str) -> None:
-    """Log a warning, unless this program has done so."""
-    if warning not in program.cache.said:
-        program.cache.said.add(warning)
-        log.warning("%s", warning)
+def warn_once(program: Program, warning: str, names: tuple[str, ...] = ()) -> None:
+    """Log a warning, of these parameters if there are any, unless this program has done so."""
+    if (names, warning) not in program.cache.said:
+        program.cache.said.add((names, warning))
+        log.warning("%s%s", f"{', '.join(names)}: " if names else "", warning)
 
 
 def check_program(program: Any, action: str) -> None:
@@ -277,9 +277,8 @@ def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Ite
     program.executor.check_process(action)
     busy, held = program.cache.busy, list[bool]()
     try:
-        held += map(
-            busy.acquire, (True,), (patience,)
-        )  # one call of C: an interrupt comes before it or after it
+        # One call of C: an interrupt comes before it or after it.
+        held += map(busy.acquire, (True,), (patience,))
         if not held[0]:
             raise RuntimeError(
                 f"{action}: got a program that is in a step already, expected one call at a time, because its "

@@ -107,7 +107,7 @@ def _train_step(
     shaped = specialize(program, batch, save=save is not None, commit=commit)
     if unused := shaped.spec.unused:
         what = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
-        warn_once(program, f"{', '.join(unused)}: {what}")
+        warn_once(program, what, unused)
     # Those of all ranks are checked: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.whole)
     watch, faults = ranks.watch if ranks.several else None, faults_at(options.faults, ranks.job.rank, number)

@@ -310,5 +310,5 @@ def _tokens_per_row(labels: Sequence[Tensor]) -> float:
 
 
 def without_labels(batch: Batch) -> bool:
-    """Whether no rank's rows of this batch have a label."""
+    """Whether no rank's rows of this batch have a label: every rank has the weight of the whole batch."""
     return isinstance(batch[1], tuple) and not batch[1][1].any()
