@@ -59,6 +59,10 @@ def bits(rank: int) -> dict[str, Any]:
             other = rescheduled(program, make_schedule(schedule))
             again, same = run(other, data, jitter=Jitter(rank, 3e-4))
             seen[f"{name} {schedule}"] = repr(again) == repr(losses) and torch.equal(same, params)
+    # 20 steps of 2 collectives for each of 10 buckets.
+    program, data = compiled("odd sizes", f"pretend:{rank}", bucket_size=600, stage=3)
+    run(program, data, steps=20)
+    seen["remembered"] = len(program.ranks.queued)
     return seen
 
 
@@ -68,7 +72,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
 
     def backward(op: Any, mem: Any, step: Any) -> None:
         if due and op.index == (0, 1):
-            if action == "dies":
+            if action in ("dies", "reports"):
                 os._exit(9)
             if action == "fails":
                 raise ZeroDivisionError("of rank 1")
@@ -81,6 +85,9 @@ def failing(rank: int, action: str) -> dict[str, Any]:
         STAGES["gather"](op, mem, step)
 
     settings: dict[str, Any] = {"bucket_size": 600, "schedule": "Overlapped"}
+    if action == "reports":
+        pretend.load().report_link_errors(True)
+        settings["patience"] = 15.0
     if action == "gathers":
         settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
     else:
@@ -126,10 +133,14 @@ def all_scenarios(folder: Path) -> None:
     """In a process of its own, which forks the ranks."""
     warm()
     pids = []
-    for scenario in ("bits", "dies", "gathers", "fails", "late"):
+    for scenario in ("bits", "dies", "gathers", "reports", "fails", "late"):
         for rank in range(WORLD):
             pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
-        if scenario in ("bits", "gathers"):  # a collective that waits for a busy machine times out as well
+        if scenario in (
+            "bits",
+            "gathers",
+            "reports",
+        ):  # or one that waits for a busy machine times out as well
             while pids:
                 os.waitpid(pids.pop(), 0)
         if scenario == "late":  # when rank 0 has given it up, nobody waits for rank 1
@@ -153,6 +164,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_every_schedule_has_the_serial_bits_on_all_ranks(outcomes: dict[str, Any]) -> None:
     first, second = outcomes["bits-0"], outcomes["bits-1"]
     assert [name for name, seen in first.items() if seen is False] == []
+    assert max(seen.pop("remembered") for seen in (first, second)) < 50  # collectives, of some 400
     assert first == second  # losses, norms and parameters, too
     assert first["stage 3"] == first["stage 3 on the host"]
     assert first["stage 3"]["bits"] == first["plain"]["bits"]
@@ -163,6 +175,7 @@ def test_every_schedule_has_the_serial_bits_on_all_ranks(outcomes: dict[str, Any
     [
         ("dies", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
         ("gathers", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
+        ("reports", "rank 0: got a broken connection.*rank 1 is gone", 12.0),
         ("fails", "rank 1 has left: step 3 failed with ExecutionError: backward.*of rank 1", 30.0),
         ("late", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
     ],

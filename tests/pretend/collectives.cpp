@@ -1,6 +1,7 @@
 // Ranks with pretend devices: a c10d backend that queues gloo's collectives on the caller's current stream, as NCCL
 // does with its own. A collective is issued, not done, when it returns, and waits for missing ranks for ever unless
-// the group is aborted.
+// the group is aborted. Where links report errors, as sockets do and NVLink does not, its work is completed then, with
+// an exception that nothing raises; its kernel waits on.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,10 +9,16 @@
 
 namespace pretend {
 
+inline std::atomic<bool> links_report_errors{false};
+
 class QueuedWork final : public c10d::Work {
  public:
   explicit QueuedWork(Event done, c10::DeviceIndex device) : done_(std::move(done)), device_(device) {}
-  bool isCompleted() override { return done_->query(); }
+  bool isCompleted() override { return exception() || done_->query(); }
+  void set_exception(std::exception_ptr error) {
+    std::lock_guard lock(mutex_);
+    exception_ = error;
+  }
   bool wait(std::chrono::milliseconds) override {  // of the current stream, not of the host
     current_stream(device_)->wait_for(done_);
     return true;
@@ -70,7 +77,9 @@ class Collectives final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> queue(const at::Tensor& t, F collective, Task after = [] {}) {
     auto* stream = current_stream(t.device().index());
     ++launches;
-    stream->put([collective, after, aborted = aborted_]() mutable {
+    auto done = std::make_shared<EventState>();
+    auto work = c10::make_intrusive<QueuedWork>(done, t.device().index());
+    stream->put([collective, after, issued = work, aborted = aborted_]() mutable {
       try {
         auto work = collective();
         while (!work->isCompleted() && !*aborted) StreamQueue::sleep(1e-4);
@@ -79,13 +88,13 @@ class Collectives final : public c10d::Backend {
           return after();
         }
       } catch (const std::exception&) {  // a rank is gone: gloo says so, NCCL's kernel would wait for ever
+        if (links_report_errors) issued->set_exception(std::current_exception());
         while (!*aborted) StreamQueue::sleep(1e-3);
       }
       fail("the group was aborted");
     });
-    auto done = std::make_shared<EventState>();
     stream->record(done);
-    return c10::make_intrusive<QueuedWork>(done, t.device().index());
+    return work;
   }
 };
 
@@ -93,6 +102,7 @@ class Collectives final : public c10d::Backend {
 
 void bind_collectives(py::module_& m) {
   using pretend::Collectives;
+  m.def("report_link_errors", [](bool on) { pretend::links_report_errors = on; });
   py::class_<Collectives, c10::intrusive_ptr<Collectives>, c10d::Backend>(m, "Collectives")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>>());
 }

@@ -227,6 +227,19 @@ def test_numbers_of_another_call_are_no_lengths(monkeypatch: pytest.MonkeyPatch,
     assert ranks.detector.failed()
 
 
+def test_who_waits_for_a_device_learns_that_another_rank_has_left() -> None:
+    """Whether a collective is under way or not; a store that has ended tells nothing of those that trained on."""
+    store = dist.HashStore()
+    waits, leaves = (RankGroup(rank=n, world=2, members=(0, 1), store=store) for n in (0, 1))
+    assert not waits.watch()
+    leaves.leave("of its own accord")
+    with pytest.raises(
+        RankError, match="a wait for the device on rank 0.*rank 1 has left: of its own accord"
+    ):
+        waits.watch()
+    assert not RankGroup(world=2, members=(0, 1), store=SimpleNamespace(check=lambda _: 1 / 0)).watch()
+
+
 # --- missing ranks --------------------------------------------------------------------------------------
 
 

@@ -287,6 +287,8 @@ class RankGroup:
 
     def _queue(self, what: str, issue: Callable[[], Any]) -> None:
         """Issue a collective of an accelerator's tensors on its current stream, and remember it for `watch`."""
+        with self._watching:
+            self._forget_completed()
         work = self._issue(what, issue)
         work.wait()  # of the stream, not of the host
         self.queued.append((what, time.monotonic(), work))
@@ -294,8 +296,8 @@ class RankGroup:
     def watch(self) -> bool:
         """Whether a collective is under way on the device, asked by those who wait for the device.
 
-        Raises RankError, after aborting the group, where another rank has given up, where the time-out is over, or
-        where the collective failed.
+        Raises RankError where another rank has given up, where the time-out is over, or where a collective failed,
+        after aborting the group if one is under way.
         """
         if not self._watching.acquire(blocking=False):
             return True  # another lane asks just now
@@ -305,30 +307,39 @@ class RankGroup:
             self._watching.release()
 
     def _watch(self) -> bool:
-        try:
-            while self.queued and self.queued[0][2].is_completed():
-                self.queued.popleft()
-        except RuntimeError as error:
-            self._abort("broken", error)
-        if not self.queued:
-            return False
-        _, begun, _ = self.queued[0]
+        self._forget_completed()
         try:
             if self.store is not None and self.detector.failed():
                 self._abort("notified")
         except StoreLost as lost:
-            self._abort("broken", lost)
+            if self.queued:  # else its keeper may have ended, and nobody is waited for
+                self._abort("broken", lost)
+        if not self.queued:
+            return False
+        _, begun, _ = self.queued[0]
         if self.store is not None and time.monotonic() - begun > self.limit.total_seconds():
             self._abort("late")
         return True
 
+    def _forget_completed(self) -> None:
+        """Forget the collectives that have ended, first to last: one that failed is completed, too, and says so."""
+        try:
+            while self.queued and (work := self.queued[0][2]).is_completed():
+                if (error := work.exception()) is not None:
+                    raise RuntimeError(str(error)) from error
+                self.queued.popleft()
+        except RuntimeError as error:
+            self._abort("broken", error)
+
     def _abort(self, symptom: Symptom, error: Exception | None = None) -> NoReturn:
-        what, begun, _ = self.queued[0]
+        under_way = bool(self.queued)
+        what, begun, _ = self.queued[0] if under_way else ("a wait for the device", time.monotonic(), None)
         try:
             self._give_up(what, begun, symptom, error)
         finally:
             self.queued.clear()
-            (self.group or dist.group.WORLD).abort()
+            if under_way:
+                (self.group or dist.group.WORLD).abort()
 
     def _issue(self, what: str, issue: Callable[[], Any]) -> Any:
         if self.process != os.getpid():
