@@ -13,6 +13,7 @@ from saved import refused
 from small_models import Loss, norm_modules, regression
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
@@ -28,6 +29,7 @@ PHASES: tuple[tuple[float, tuple[str, ...], str, int], ...] = (
     (0.02, ("frozen", "loss"), "", 1),
 )
 STEPS = 2  # of each
+DECAY = 0.7
 
 
 def modules_with(
@@ -52,9 +54,12 @@ def values(made: Program, state: State) -> dict[str, Tensor]:
     return {**zfunc.params(made, state), **zfunc.buffers(made, state)}
 
 
-def plain_training() -> dict[str, Tensor]:
-    """PyTorch's optimizer keeps the momentum of what stays, and forgets that of what is frozen."""
-    modules = norm_modules()
+def plain_training() -> list[dict[str, Tensor]]:
+    """Values and averages after each phase. PyTorch's optimizer keeps the momentum of what stays, and forgets that
+    of what is frozen; its averages are of all parameters, whether an update changes them or not."""
+    modules, after = norm_modules(), list[dict[str, Tensor]]()
+    average = AveragedModel(nn.ModuleDict(modules), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average.update_parameters(nn.ModuleDict(modules))  # begins as the first weights
     by_name = {f"{name}.{k}": p for name, m in modules for k, p in m.named_parameters()}
     optimizer = torch.optim.SGD(by_name.values(), lr=0.0, momentum=0.9)
     step = 0
@@ -73,16 +78,21 @@ def plain_training() -> dict[str, Tensor]:
                 x = m(x)
             modules[-1][1](x, y).backward()
             optimizer.step()
+            average.update_parameters(nn.ModuleDict(modules))
             step += 1
-    return {f"{name}.{k}": v for name, m in modules for k, v in m.state_dict().items()}
+        now = {f"{name}.{k}": v for name, m in modules for k, v in m.state_dict().items()}
+        averages = {f"average {name}": p for name, p in average.module.named_parameters()}
+        after.append({name: x.detach().clone() for name, x in (now | averages).items()})
+    return after
 
 
 def test_freezing_unfreezing_and_other_rates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """On any number of ranks, which have the same rows here."""
-    got: dict[str, Tensor] = {}
+    """Of a moving average too; on any number of ranks, which have the same rows here."""
+    got, plain = dict[str, Tensor](), plain_training()
     for n, (lr, frozen, still, world) in enumerate(PHASES):
         buffers = {k: v for k, v in got.items() if "running" in k or "tracked" in k}
-        make = partial(program, lr, frozen, still, buffers, schedule=("Serial", "Overlapped")[n % 2])
+        schedule = ("Serial", "Overlapped")[n % 2]
+        make = partial(program, lr, frozen, still, buffers, schedule=schedule, ema=DECAY)
         programs = programs_of(world, make, BATCH(0))
 
         def phase(made: Program, n: int = n) -> dict[str, Tensor]:
@@ -90,10 +100,11 @@ def test_freezing_unfreezing_and_other_rates_are_those_of_a_plain_loop(tmp_path:
             state, _ = trained.steps(made, state, BATCH, n * STEPS, (n + 1) * STEPS)
             assert state.step == (n + 1) * STEPS
             zfunc.save(tmp_path, made, state)
-            return values(made, state)
+            averages = zfunc.params(made, state, ema=True)
+            return values(made, state) | {f"average {name}": x for name, x in averages.items()}
 
         got |= on_every(programs, phase)[-1]
-    torch.testing.assert_close(got, plain_training(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, plain[n], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kept", [{}, {"precision": "bf16", "moments": "8bit", "offload_ratio": 0.5}])
@@ -109,13 +120,45 @@ def test_what_stays_keeps_its_moments_and_averages_to_the_bit(tmp_path: Path, ke
     changed = zfunc.load(path, after, strict=False)
     for ema in (False, True):
         old, new = zfunc.params(before, state, ema=ema), zfunc.params(after, changed, ema=ema)
-        for name in (x for x in old if not ema or x.startswith(("batch", "loss"))):
-            assert torch.equal(new[name], old[name]), name
+        for name, x in old.items():
+            assert torch.equal(new[name], x), name
     back = program(0, ("frozen",), optimizer=adam, **more)
     again = zfunc.load(zfunc.save(tmp_path / "changed", after, changed), back, strict=False)
     for name, moments in moments_of(before, state).items():
         for kind, x in moments_of(back, again)[name].items():
             assert torch.equal(x, moments[kind] if not name.startswith("spectral") else torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_average_of_a_frozen_weight_is_evaluated_saved_exported_and_replaced(
+    tmp_path: Path, precision: str
+) -> None:
+    """It moves toward the fp32 weights, which the device may have rounded."""
+    before = program(0.05, ("frozen",), ema=DECAY, precision=precision)
+    state, _ = trained.steps(before, zfunc.init(before), BATCH, 0, 2)
+    average, weights = (zfunc.params(before, state, ema=ema) for ema in (True, False))
+    made = program(0.05, ("frozen", "spectral"), ema=DECAY, precision=precision)
+    state = zfunc.load(zfunc.save(tmp_path, before, state), made, strict=False)
+    state, _ = trained.steps(made, state, BATCH, 2, 4)
+    now = zfunc.params(made, state, ema=True)
+    for name in (x for x in now if x.startswith(("frozen", "spectral"))):
+        moved = torch.lerp(weights[name], average[name], DECAY**2)
+        torch.testing.assert_close(now[name], moved, rtol=1e-6, atol=1e-7)
+        assert torch.equal(average[name], weights[name]) == name.startswith("frozen")
+    if precision == "fp32":
+        again = zfunc.init(made, params={**now, **zfunc.buffers(made, state)})
+        losses = zfunc.evaluate(made, state, BATCH(9), ema=True), zfunc.evaluate(made, again, BATCH(9))
+        assert losses[0] == losses[1] != zfunc.evaluate(made, state, BATCH(9))
+    state, metrics = zfunc.train_step(made, state, BATCH(4), save=tmp_path / "in a step")
+    export_weights(metrics.saved.path, out := tmp_path / "average.safetensors", ema=True)
+    loaded = zfunc.params(made, zfunc.load(tmp_path / "in a step", made), ema=True)
+    assert all(torch.equal(x[name], value) for x in (loaded, load_file(out)) for name, value in now.items())
+    now, name = zfunc.params(made, state, ema=True), "spectral.0.bias"
+    state = zfunc.replace(made, state, {name: torch.ones_like(now[name])})
+    assert torch.equal(zfunc.params(made, state, ema=True)[name], now[name])
+    state, _ = zfunc.train_step(made, state, BATCH(5))
+    expected = DECAY * now[name] + 1 - DECAY
+    torch.testing.assert_close(zfunc.params(made, state, ema=True)[name], expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -13,7 +13,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
@@ -165,12 +165,10 @@ class Manifest:
         """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
         if BUFFER in entry.pieces:
             return {BUFFER: (entry.numel, tuple(BYTES))}
-        if not entry.trainable:
-            return {FROZEN: (entry.numel, _FLOATS)}
-        buffers = stored_buffers(self.format_of(entry))
-        kinds: dict[str, tuple[int, tuple[str, ...]]] = {
-            x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers
-        }
+        kinds: dict[str, tuple[int, tuple[str, ...]]] = {FROZEN: (entry.numel, _FLOATS)}
+        if entry.trainable:
+            buffers = stored_buffers(self.format_of(entry))
+            kinds = {x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers}
         if EMA.name in entry.pieces:
             kinds[EMA.name] = entry.numel, (DTYPES[EMA.dtype].safetensors,)
         return kinds
@@ -355,13 +353,15 @@ Kinds = Mapping[int, Sequence[StateBuffer]]  # what is kept of the parameters of
 
 
 def stored_kinds(
-    layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False
+    layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False, averaged: Collection[int] = ()
 ) -> dict[int, list[StateBuffer]]:
-    """The kinds of state that a checkpoint has by bucket; `frozen` has the type of each frozen bucket's values, and
-    with `ema` there are moving averages."""
+    """The kinds of state that a checkpoint has by bucket; `frozen` has the type of each frozen bucket's values;
+    with `ema` there are moving averages, of the frozen buckets in `averaged` too."""
     averages = [EMA] if ema else []
     kinds = {x.index: [*stored_buffers(x.state_format), *averages] for x in layout.buckets}
-    return kinds | {b: [StateBuffer(FROZEN, dtype)] for b, dtype in frozen.items()}
+    return kinds | {
+        b: [StateBuffer(FROZEN, dtype), *([EMA] if b in averaged else ())] for b, dtype in frozen.items()
+    }
 
 
 def slices_of(layout: Layout, kinds: Kinds, rank: int, world: int) -> Iterator[Slice]:

@@ -82,10 +82,10 @@ class CheckpointReader:
     def weights(self, name: str, start: int, stop: int, *, ema: bool = False) -> Tensor:
         """The fp32 weights `start` to `stop` of a parameter, exact, trained or frozen; with `ema` their average."""
         entry = self.manifest.by_name[name]
-        kinds = (EMA.name,) if ema else weight_buffers(self.manifest.format_of(entry))
-        values = self.tensors(
-            WantedSlice(x, name, start, stop) for x in (kinds if entry.trainable else (FROZEN,))
-        )
+        kinds = weight_buffers(self.manifest.format_of(entry)) if entry.trainable else (FROZEN,)
+        if ema and (entry.trainable or EMA.name in entry.pieces):
+            kinds = (EMA.name,)
+        values = self.tensors(WantedSlice(x, name, start, stop) for x in kinds)
         only, *others = values.values()
         return master_weights(values, 0, stop - start) if others else only.float()
 

@@ -81,20 +81,20 @@ class CheckpointWriter:
     _writer: ShardWriter
     _slices: Mapping[int, list[Slice]]  # by bucket
     _checksums: dict[str, list[int]]  # of every tensor's chunks
-    _frozen_master: Callable[[int], Tensor | None]
+    _kept_of_frozen: Callable[[int], Mapping[str, Tensor]]
     _failure: str = ""
 
     def write(self, bucket: int, buffers: Mapping[str, Tensor]) -> None:
-        """Write this rank's slices of a bucket from the bucket's buffers, by kind; of a frozen one from its fp32
-        values if they are kept.
+        """Write this rank's slices of a bucket from the bucket's buffers, by kind; of a frozen one what else is
+        kept of it, fp32 values instead of the device's.
 
         A failure does not stop the step: `publish` reports it.
         """
         if self._failure:
             return
         try:
-            if FROZEN in buffers and (master := self._frozen_master(bucket)) is not None:
-                buffers = {FROZEN: master}
+            if FROZEN in buffers:
+                buffers = {**buffers, **self._kept_of_frozen(bucket)}
             chunk, own = self._writer.shard.chunk, self._slices.get(bucket, ())
             items = ((x, BYTES[x.stored.dtype]) for x in own)
             calls = [
@@ -154,11 +154,11 @@ def begin_writing(
     snapshot: Snapshot,
     save: Save,
     ranks: RankGroup,
-    frozen_master: Callable[[int], Tensor | None] = lambda _: None,
+    kept_of_frozen: Callable[[int], Mapping[str, Tensor]] = lambda _: {},
 ) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint: on every rank, or on none.
 
-    `frozen_master` gives this rank's fp32 values of a frozen bucket that is stored so, and None for another.
+    `kept_of_frozen` gives by kind what this rank keeps of a frozen bucket in fp32, values and moving average.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
@@ -180,7 +180,7 @@ def begin_writing(
         raise
     by_bucket = {b: [*own] for b, own in groupby(slices, key=lambda x: x.bucket)}
     checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, writer.shard.chunk) for x in slices}
-    return CheckpointWriter(snapshot, save, ranks, unfinished, writer, by_bucket, checksums, frozen_master)
+    return CheckpointWriter(snapshot, save, ranks, unfinished, writer, by_bucket, checksums, kept_of_frozen)
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:

@@ -365,6 +365,8 @@ class Regions:
                 nbytes = self.shard_bytes(bucket.index, FP32)
                 home = self.whose("host", self.spec.home(bucket.index))
                 yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state", **home)
+            if bucket.index in self.spec.frozen_averages:
+                yield self.ema(bucket.index)
         for b in range(len(layout.buckets)):
             if not self.spec.keeps_high_half(b) and self.spec.params_at(b) != "disk":
                 yield self.params(b)

@@ -351,7 +351,7 @@ class StepSettings:
         "step",
         "keep a moving average of the weights, with this decay a step, such as 0.999",
         "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "
-        "is skipped leaves it. `params`, `apply` and `evaluate` read it with `ema=True`.",
+        "is skipped leaves it, a frozen weight does not. `params`, `apply` and `evaluate` read it with `ema=True`.",
         note=" (default: none)",
     )
     sync_buffers: SyncBuffers = _setting(

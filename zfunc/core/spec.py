@@ -94,8 +94,9 @@ class StepSpec:
     - `paged`: the buckets whose state is on the disk, and in a slot while it is updated.
     - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
       written.
-    - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds. It
-      is of a State that was loaded, and no step reads them.
+    - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds;
+      `frozen_averages`: those of which it keeps the moving average. Both are of a State that was loaded, and no
+      step reads them.
     - `order`: the passes on several devices.
     - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
 
@@ -118,6 +119,7 @@ class StepSpec:
     commit: bool = False
     update_workspace: int = 0
     frozen_masters: frozenset[int] = frozenset()
+    frozen_averages: frozenset[int] = frozenset()
     order: Order | None = None
     stage: int | None = None
 

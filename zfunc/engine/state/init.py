@@ -12,7 +12,6 @@ from torch import Tensor
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.memory_model import initial_memory, peak_memory
-from zfunc.core.optimizer_state import MASTER
 from zfunc.core.regions import Regions
 from zfunc.engine.compile.program import (
     Program,
@@ -29,7 +28,7 @@ from zfunc.engine.state.module_buffers import copy_buffers
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.state.swap_state import commit_state, create_swap, masters_in
-from zfunc.engine.state.weights import begin_again, begin_averages, put_weights
+from zfunc.engine.state.weights import average_frozen, begin_again, begin_averages, put_weights
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -83,7 +82,7 @@ def _initialized(
             if program.spec.owns(layout.bucket_of(spans[name]).index):
                 put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
-    begin_averages(buffers, layout)
+    begin_averages(buffers, layout, program.ranks)
     program.cache.looks.update((x.name, x.look()) for x in program.segments)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
@@ -115,6 +114,7 @@ def replace(
     owner = buffers.owner
     owner.generation, owner.lost = owner.generation + 1, "replace did not finish"
     with lock_staging(program, "replace", patience=program.executor.patience), on_compute_stream(program):
+        average_frozen(buffers, layout, ranks)  # up to now, with the weights that are replaced
         for span in (x for x in (*layout.spans, *layout.frozen) if x.name in params):
             if program.spec.owns(layout.bucket_of(span).index):
                 value, begins = params[span.name].detach(), not keep_moments and span in layout.spans
@@ -147,21 +147,24 @@ def _own_values(segment: Segment, seed: int, params: Mapping[str, Tensor]) -> di
 
 
 def allocate_state(
-    program: Program, action: str, swap: SwapSpace | None = None, masters: frozenset[int] = frozenset()
+    program: Program,
+    action: str,
+    swap: SwapSpace | None = None,
+    kept: Mapping[str, frozenset[int]] | None = None,
 ) -> Buffers:
-    """Zeroed buffers for a State, if a step fits too; with fp32 values of the frozen buckets in `masters`. A
-    collective. Raises OutOfMemory before any allocation.
+    """Zeroed buffers for a State, if a step fits too; with what is `kept` of frozen buckets, by the field of
+    `StepSpec`. A collective. Raises OutOfMemory before any allocation.
 
     If its state is on the disk, it is in a new swap space, unless one is passed.
     """
     if swap is not None:
-        masters = masters_in(swap, program.spec, program.ranks)
-    spec = evolve(program.spec, frozen_masters=masters)
+        kept = {"frozen_masters": masters_in(swap, program.spec, program.ranks)}
+    spec = evolve(program.spec, **kept or {})
     peaks = peak_memory(program.plan)
-    more = sum(
-        r.nbytes for r in Regions(spec).state() if r.buffer == MASTER and r.index[0] in spec.frozen_masters
+    planned, there = (
+        sum(r.nbytes for r in Regions(x).state() if r.tier == "host") for x in (program.spec, spec)
     )
-    peaks["host"] = evolve(peaks["host"], kept=peaks["host"].kept + more)
+    peaks["host"] = evolve(peaks["host"], kept=peaks["host"].kept + there - planned)
     check_memory(program, peaks, action=action)
     swap = swap or create_swap(program, spec)
     if swap is not None:

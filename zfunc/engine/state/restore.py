@@ -41,15 +41,16 @@ def fill_state(
 ) -> list[str]:
     """Read what this rank keeps. Trained parameters on the device are not written.
 
-    Moving averages that are not there begin as the weights. Unless `strict`, so do trained parameters that were
-    frozen, or whose moments the optimizer cannot read, with moments of 0: it returns the names of those of which
-    this rank has a slice. Raises CheckpointError, naming file, tensor and offset, for bytes that are not what was
-    written.
+    Moving averages that are not there begin as the weights; those of frozen parameters are kept. Unless `strict`,
+    trained parameters that were frozen, or whose moments the optimizer cannot read, begin with moments of 0: it
+    returns the names of those of which this rank has a slice. Raises CheckpointError, naming file, tensor and
+    offset, for bytes that are not what was written.
     """
     # 1. What this rank keeps, and whether it was saved as it is kept.
     manifest, world = checkpoint.manifest, ranks.world
     trained = {x.name for x in manifest.parameters if x.trainable}
     kinds = stored_kinds(layout, {}, ema=any(buffers.ema(b.index) is not None for b in layout.buckets))
+    kinds |= {b: [EMA] for b in buffers.averages}
     kinds = {b: kind for b, kind in kinds.items() if buffers.homes.get(b, ranks.stage) == ranks.stage}
     state = [*slices_of(layout, kinds, ranks.rank, world)]
     averages = [x for x in state if x.kind == EMA.name]
@@ -80,7 +81,7 @@ def fill_state(
             # Of what is on the disk, one bucket is in memory at a time.
             _fill(reader, buffers, slices)
         if averages:
-            begin_averages(buffers, layout)
+            begin_averages(buffers, layout, ranks)
             stored = (x for x in averages if EMA.name in manifest.by_name[x.parameter].pieces)
             _fill(reader, buffers, stored)
     return begun
@@ -102,19 +103,20 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
                 into.copy_(values.view(into.shape))
 
 
-def rounded_buckets(manifest: Manifest, spec: StepSpec) -> frozenset[int]:
-    """The frozen buckets with weights that the checkpoint has in another type than a step reads, if that rounds."""
+def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]:
+    """What a State keeps of frozen buckets, by the field of `StepSpec`: weights that the checkpoint has in another
+    type than a step reads, if that rounds, and averages that the checkpoint has, if the program keeps any."""
 
     def rounded(entry: ParameterEntry, dtype: Dtype) -> bool:
         pieces = entry.pieces.get(FROZEN, ())
         return entry.trainable or any(manifest.tensor(x).dtype != DTYPES[dtype].safetensors for x in pieces)
 
-    typed = ((x, spec.dtype(x.index)) for x in spec.layout.frozen_buckets)
-    return frozenset(
-        x.index
-        for x, dtype in typed
-        if dtype != "fp32" and any(rounded(manifest.by_name[s.name], dtype) for s in x.spans)
-    )
+    entries = {x.index: [manifest.by_name[s.name] for s in x.spans] for x in spec.layout.frozen_buckets}
+    narrow = {b: dtype for b in entries if (dtype := spec.dtype(b)) != "fp32"}
+    masters = (b for b, dtype in narrow.items() if any(rounded(x, dtype) for x in entries[b]))
+    averages = (b for b, own in entries.items() if any(EMA.name in x.pieces for x in own))
+    kept = averages if spec.settings.ema is not None else ()
+    return {"frozen_masters": frozenset(masters), "frozen_averages": frozenset(kept)}
 
 
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:

@@ -37,7 +37,7 @@ from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.init import allocate_state
 from zfunc.engine.state.module_buffers import copy_buffers
 from zfunc.engine.state.release import check_state
-from zfunc.engine.state.restore import fill_buffers, fill_state, rounded_buckets
+from zfunc.engine.state.restore import fill_buffers, fill_state, kept_frozen
 from zfunc.engine.state.state import Buffers, State, refuse_inference_mode
 from zfunc.engine.state.swap_state import (
     commit_state,
@@ -48,7 +48,7 @@ from zfunc.engine.state.swap_state import (
     read_memory,
     swap_folders,
 )
-from zfunc.engine.state.weights import send_weights
+from zfunc.engine.state.weights import kept_of_frozen, send_weights
 from zfunc.engine.step.flush import make_deferred_update, step_on
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -113,7 +113,9 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         homes |= enumerate(of_buffers, len(program.layout.all_buckets))
     snapshot = Snapshot(
         layout=program.layout,
-        kinds=stored_kinds(program.layout, frozen, ema=program.spec.settings.ema is not None),
+        kinds=stored_kinds(
+            program.layout, frozen, ema=program.spec.settings.ema is not None, averaged=state.buffers.averages
+        ),
         position=state.position,
         optimizer=optimizer_settings(program, state.step),
         homes=homes,
@@ -123,7 +125,12 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
             for name, t in _named(program, "buffers").items()
         ],
     )
-    return begin_writing(snapshot, save, program.ranks.job, state.buffers.frozen_master)
+    return begin_writing(
+        snapshot,
+        save,
+        program.ranks.job,
+        lambda b: kept_of_frozen(state.buffers, program.layout.all_buckets[b], program.ranks),
+    )
 
 
 def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> State:
@@ -161,7 +168,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
-    buffers: Buffers | None = None
+    buffers, kept = None, None
     ranks.agree("load")
     path = Path(os.fspath(path)).expanduser().absolute()
     if path in swap_folders(program):
@@ -173,10 +180,10 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
         return _resume_swap(program)
     for folder in _folders(path, ranks):
         checkpoint = all_or_none(ranks, partial(_open, folder, program, strict=strict))
-        masters = rounded_buckets(checkpoint.manifest, program.spec)
-        if buffers is None or buffers.masters != masters:
+        if buffers is None or kept != kept_frozen(checkpoint.manifest, program.spec):
             buffers = None  # before others are allocated
-            buffers = all_or_none(ranks, partial(allocate_state, program, "load", masters=masters))
+            kept = kept_frozen(checkpoint.manifest, program.spec)
+            buffers = all_or_none(ranks, partial(allocate_state, program, "load", kept=kept))
         fill = partial(_fill, program, buffers, checkpoint, strict=strict)
         try:
             begun = all_or_none(ranks, fill)

@@ -140,6 +140,10 @@ class Buffers:
         factory=dict[int, int]
     )  # of pipelines over ranks: the stage of each bucket
     masters: frozenset[int] = frozenset()  # frozen buckets whose fp32 values are kept too
+    averages: frozenset[int] = frozenset()  # frozen buckets whose moving average is kept, as it was at first
+    averages_left: float = (
+        1.0  # what updates since have left of the distance of those averages to the weights
+    )
     released: tuple[Region, ...] = ()  # what is not on the device now, or is not known to be there
     parked: dict[Region, Tensor] = field(factory=dict[Region, Tensor], repr=False)  # its copies on the host
     # What the disk has of one bucket's state, in memory between steps, and whether it was changed.
@@ -207,7 +211,7 @@ class Buffers:
         return self.on_disk[b].read_part(MASTER) if b in self.on_disk else self.memory[Region(MASTER, (b,))]
 
     def ema(self, b: int) -> Tensor | None:
-        """This rank's slice of the moving average of a bucket's weights, if there is one."""
+        """This rank's slice of the moving average of a bucket's weights, if there is one; see `averages_left`."""
         return self.memory.get(Region(EMA.name, (b,)))
 
     def close(self) -> None:
@@ -285,7 +289,8 @@ def allocate(
     on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
     homes = {} if spec.stage is None else {x.index: spec.home(x.index) for x in layout.all_buckets}
-    buffers = Buffers({}, on_disk=on_disk, swap=swap, masters=spec.frozen_masters, homes=homes)
+    kept = spec.frozen_masters, spec.frozen_averages
+    buffers = Buffers({}, on_disk=on_disk, swap=swap, masters=kept[0], averages=kept[1], homes=homes)
     buffers.place(memory, layout)
     for bucket in (x for x in layout.buckets if spec.owns(x.index)):
         if bucket.index not in buffers.weights and spec.params_at(bucket.index) != "disk":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.core.optimizer_state import HIGH_HALF, MASTER, state_slice
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, state_slice
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.state import Buffers
@@ -41,20 +41,38 @@ def _of_home(ranks: RankGroup, home: int, bucket: Bucket, own: Tensor | None, dt
 
 
 def _bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: bool) -> Tensor:
-    state, average = buffers.state(bucket.index), buffers.ema(bucket.index) if ema else None
-    if average is not None:
-        shard = average.cpu()
-    elif FROZEN in state and MASTER not in state:
-        shard = state[FROZEN].float()
-    elif state:
-        shard = master_weights(state, 0, bucket.numel // ranks.world)
-    else:
-        shard = buffers.parameters(bucket.index).flat.cpu().float()
+    average = averaged(buffers, bucket, ranks) if ema else None
+    shard = _kept_weights(buffers, bucket, ranks) if average is None else average.cpu()
     if shard.numel() == bucket.numel:
         return shard
     full = torch.empty(bucket.numel, device="cpu")
     ranks.all_gather(full, shard)
     return full
+
+
+def _kept_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
+    """The fp32 weights of a bucket that this rank has, on the host: its slice, or all."""
+    state = buffers.state(bucket.index)
+    if FROZEN in state and MASTER not in state:
+        return state[FROZEN].float()
+    if state:
+        return master_weights(state, 0, bucket.numel // ranks.world)
+    return buffers.parameters(bucket.index).flat.cpu().float()
+
+
+def averaged(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor | None:
+    """This rank's slice of the moving average of a bucket's weights as it is now, if one is kept."""
+    average = buffers.ema(bucket.index)
+    if average is None or bucket.index not in buffers.averages:
+        return average
+    weights = ranks.own_slice(bucket, _kept_weights(buffers, bucket, ranks))
+    return torch.lerp(weights, average, buffers.averages_left)  # to the bit where both are equal
+
+
+def kept_of_frozen(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
+    """This rank's slices of a frozen bucket's fp32 weights and their average, of those that are kept, by kind."""
+    kept = {FROZEN: buffers.frozen_master(bucket.index), EMA.name: averaged(buffers, bucket, ranks)}
+    return {kind: x for kind, x in kept.items() if x is not None}
 
 
 def rounded(name: str, weights: Tensor, dtype: Precision) -> Tensor:
@@ -151,11 +169,22 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
             ranks.all_gather(params, shard)
 
 
-def begin_averages(buffers: Buffers, layout: Layout) -> None:
+def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
+    """Move the averages of frozen weights to where they are now."""
+    for bucket in (x for x in layout.frozen_buckets if x.index in buffers.averages):
+        average, now = buffers.ema(bucket.index), averaged(buffers, bucket, ranks)
+        if average is not None and now is not None:
+            average.copy_(now)
+    buffers.averages_left = 1.0
+
+
+def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
     """Moving averages begin as the weights."""
-    for bucket in layout.buckets:
+    for bucket in layout.all_buckets:
         average = buffers.ema(bucket.index)
-        if average is not None:
+        if average is not None and bucket.index in buffers.averages:
+            average.copy_(ranks.own_slice(bucket, _kept_weights(buffers, bucket, ranks)))
+        elif average is not None:
             state = buffers.state(bucket.index)
             for first in range(0, average.numel(), PART):
                 part = average[first : first + PART]
@@ -199,7 +228,7 @@ def segment_weights(
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):
         bucket = spec.layout.all_buckets[b]
-        if ema and b < len(spec.layout.buckets):
+        if ema and (b < len(spec.layout.buckets) or b in buffers.averages):
             average = bucket_weights(buffers, bucket, ranks, ema=True)
             views = Flat.of(average.to(device, TORCH_DTYPES[spec.dtype(b)]), bucket).views
         elif spec.params_at(b) != "device" and not spec.sharded(b) and not spec.over_ranks:

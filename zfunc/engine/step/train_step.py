@@ -154,6 +154,8 @@ def _train_step(
     except NonFiniteError:  # an overflow at the smallest loss scale
         owner.take_back()  # the step was skipped
         raise
+    if program.settings.ema is not None and not decision.skip:
+        state.buffers.averages_left *= program.settings.ema
 
     # 4. What the step reports.
     names = [span.name for span in program.layout.spans]
