@@ -2,8 +2,11 @@
 
 import inspect
 import multiprocessing
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -16,6 +19,7 @@ from zfunc.schedules import make_schedule
 
 from zfunc.engine.compile import tile_keys
 from zfunc.engine.compile.program import rescheduled
+from zfunc.runtime import accelerator
 from zfunc.runtime import executor as module
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.host_memory import alloc_host
@@ -142,7 +146,7 @@ KEYS = {  # what is removed from tile_keys.py
 }
 
 
-def sums_of_keys(module: Any, place: str) -> list[torch.Tensor]:
+def sums_of_keys(module: Any, place: str, rounds: int = 30) -> list[torch.Tensor]:
     """Sums by parts that are visited in several orders; what was in a slot is overwritten soon."""
     g, parts = torch.Generator().manual_seed(0), [(8 * i, 8 * i + 8) for i in range(5)]
     made = [[torch.rand(1, 2, 8, 4, generator=g).to("pretend") for _ in range(2)] for _ in parts]
@@ -152,7 +156,7 @@ def sums_of_keys(module: Any, place: str) -> list[torch.Tensor]:
     for part, own in zip(parts, made, strict=True):
         keys.put(part, own)
     keys.start_sums()
-    for n in range(30):
+    for n in range(rounds):
         for k, v, *sums in keys.visit(parts[n % 5 :] + parts[: n % 3], sums=True):
             sums[0].add_(k * n)
             sums[1].add_(v)
@@ -170,3 +174,50 @@ def test_what_copies_of_keys_forget_is_noticed(controls: Any, change: tuple[str,
     controls.delay(1e-3, 3)
     module = changed_module(tile_keys, *change) if change else tile_keys
     assert all(map(torch.equal, sums_of_keys(module, "host"), expected)) == (change is None)
+
+
+# --- two threads at once -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enter", [accelerator.work_on, accelerator.in_turn, lambda stream: stream])
+def test_threads_that_meet_on_a_stream_come_out_on_their_own(controls: Any, enter: Any) -> None:
+    """Also where the first to enter is the first to leave; which torch's own object does not do."""
+    shared, meets = torch.Stream("pretend"), threading.Barrier(2, timeout=10)
+
+    def stays(_: int) -> bool:
+        with torch.Stream("pretend") as own:
+            meets.wait()
+            try:
+                with enter(shared):
+                    meets.wait()
+                    assert torch.accelerator.current_stream() == shared
+            except RuntimeError:  # up to torch 2.11
+                meets.abort()
+                return False
+            meets.wait()
+            return torch.accelerator.current_stream() == own
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(stays, range(2))) == enter.__module__.startswith("zfunc")
+
+
+def test_threads_have_keys_on_the_host_at_once(controls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of one, though each is in the middle of a copy when the other begins and ends one."""
+    expected, meets = sums_of_keys(tile_keys, "device", 2), threading.Barrier(2, timeout=30)
+    controls.delay(3e-4, 3)
+
+    @contextmanager
+    def behind(stream: Any) -> Iterator[None]:
+        with accelerator.behind(stream):
+            meets.wait()
+            yield
+            meets.wait()
+
+    def own(stream: Any) -> list[torch.Tensor]:
+        with stream:
+            return sums_of_keys(tile_keys, "host", 2)
+
+    monkeypatch.setattr(tile_keys, "behind", behind)
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(own, [torch.Stream("pretend") for _ in range(2)])]
+    assert all(all(map(torch.equal, x, expected)) for x in found)

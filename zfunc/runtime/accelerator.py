@@ -171,8 +171,15 @@ def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A context in which this thread's work is queued on `stream`, of its device; None changes nothing."""
-    return nullcontext() if stream is None else stream
+    """A context in which this thread's work is queued on `stream`, of its device; None changes nothing.
+
+    Another `torch.Stream` of the same queue: one keeps the streams to restore, and two threads that enter one come
+    out on each other's.
+    """
+    if stream is None:
+        return nullcontext()
+    place = {"device_index": stream.device_index, "device_type": stream.device_type}
+    return torch.Stream(stream_id=stream.stream_id, **place)
 
 
 def behind(stream: torch.Stream | None) -> AbstractContextManager[Any]:
@@ -196,10 +203,15 @@ def in_turn(stream: torch.Stream | None) -> Iterator[None]:
     rejoin(stream)
 
 
-@cache
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """The stream for copies that run beside what computes on a device; None on the CPU."""
-    return torch.Stream(device) if on_accelerator(device) else None
+    """This thread's stream for copies that run beside what computes on a device; None on the CPU."""
+    return _copy_stream(device, threading.get_ident()) if on_accelerator(device) else None
+
+
+@cache
+def _copy_stream(device: torch.device, _: int) -> torch.Stream:
+    """By the number of the thread, which one that comes after its end may have."""
+    return torch.Stream(device)
 
 
 def record_use(device: torch.device, values: Any) -> None:
