@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_380,
     "optim": 3_060,
     "checkpoint": 3_120,
-    "engine": 9_730,
+    "engine": 9_800,
     "viz": 1_080,
     "planner": 3_290,
     "models": 3_340,
     "train": 4_650,
     "cli": 2_400,
-    "tests": 39_560,
+    "tests": 39_760,
 }
 
 
