@@ -7,8 +7,10 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_models import (
@@ -17,6 +19,7 @@ from hf_models import (
     ERNIE,
     GEMMA_IMAGES,
     T5,
+    assert_plain,
     compiled,
     config,
     perturbed,
@@ -342,6 +345,60 @@ def test_a_model_of_images_and_text_trains_on_text(tmp_path: Path) -> None:
     assert torch.allclose(saved(tokens()).logits, zfunc.apply(program, state, tokens()), atol=1e-5)
     changed = {x for x, p in saved.named_parameters() if not torch.equal(p, model.get_parameter(x))}
     assert changed == {x for x, _ in model.named_parameters() if "language_model" in x}
+
+
+LANGUAGE = (
+    "model.language_model.",
+    "model.",
+)  # how the names of a whole model begin, and of its language model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_of_a_model_of_images_and_text_the_language_model_alone_is_trained(
+    tied: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = perturbed(transformers.AutoModelForCausalLM.from_config(GEMMA_IMAGES(tie_word_embeddings=tied)))
+    folder, x = write(model, tmp_path / "m"), tokens()
+    config, cut = zfunc.hf.load(folder, text_only=True)
+    program = compiled(cut)
+    state = zfunc.init(program)
+    own = {
+        k.replace(*LANGUAGE): p for k, p in model.named_parameters() if "vision" not in k and "modal" not in k
+    }
+    values = zfunc.params(program, state)
+    assert values.keys() == own.keys()
+    assert all(torch.equal(values[name], p) for name, p in own.items())
+    whole = SimpleNamespace(named_parameters=own.items)
+    assert_plain(cut, whole, x[:, :-1], x[:, 1:], model(x, labels=x).loss)
+    state, _ = zfunc.train_step(program, state, (x[:, :-1], x[:, 1:]))
+    for place in (folder, config):
+        out = zfunc.hf.save(tmp_path / type(place).__name__, program, state, config=place)
+        saved, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert type(saved).__name__ == "Gemma3ForCausalLM"
+        assert not any(report.values())
+        assert torch.allclose(saved(x).logits, zfunc.apply(program, state, x), atol=1e-5)
+
+
+def test_the_command_takes_the_language_model_alone_and_its_config_without_weights(tmp_path: Path) -> None:
+    GEMMA_IMAGES().save_pretrained(tmp_path)
+    config, cut = zfunc.hf.describe(tmp_path, text_only=True)
+    program = compiled(cut)
+    assert zfunc.init(program).step == 0
+    assert config.model_type == "gemma3_text"
+    np.zeros(400, np.uint16).tofile(tmp_path / "t.bin")
+    given = ["--text-only", "--seq-length", "8", "--batch-size", "2"]
+    data = ["--data", str(tmp_path / "t.bin"), "--out", str(tmp_path / "run"), "--steps", "1", "--no-sample"]
+    assert main(["plan", "--hf-config", str(tmp_path / "config.json"), *given]) == 0
+    transformers.AutoModelForCausalLM.from_config(GEMMA_IMAGES()).save_pretrained(tmp_path)
+    assert main(["train", "--hf", str(tmp_path), *given, *data]) == 0
+    assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(saved).__name__ == "Gemma3ForCausalLM"
+    with pytest.raises(
+        ValueError, match="text_only: got it for a llama, which is of text alone, .*: leave it out"
+    ):
+        zfunc.hf.describe(CONFIGS["Llama"](), text_only=True)
 
 
 def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> None:

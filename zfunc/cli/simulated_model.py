@@ -19,7 +19,7 @@ from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.elementwise import matrices_only
 from zfunc.options import option
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
-from zfunc.train.settings import HF_CONFIG, OPTIMIZERS, GPTFlags, check_exists, gpt_config
+from zfunc.train.settings import HF_CONFIG, NEEDED, OPTIMIZERS, GPTFlags, check_exists, gpt_config
 from zfunc.units import format_parameters
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
     except CheckpointError as error:
         raise ValueError(f"{name}: {error}") from error
     config = (place if place.suffix == ".json" else place / "config.json").read_text(errors="replace")
-    question = [config, settings.lora, settings.lora_alpha, settings.lora_targets, str(settings.hf)]
+    question = [config, *(getattr(settings, x) for x in NEEDED), str(settings.hf)]
     optimizer = _optimizer(settings)
 
     @cache

@@ -71,7 +71,8 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
         return None
     try:
         lora = adapters(attrs.asdict(flags))
-        config, segments = (hf.load if weights else hf.describe)(place, lora=lora)
+        read = hf.load if weights else hf.describe
+        config, segments = read(place, lora=lora, text_only=flags.text_only)
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
             raise ValueError(f"lora_targets: {str(error).removeprefix('lora: ')}") from error

@@ -29,7 +29,7 @@ KEY = "train"  # in a checkpoint's extra
 # Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
 # fmt: off
 DECIDING = (
-    "data", "packing", "dtype", "tokenizer", "hf", "lora_alpha", "vocab_size", "seq_length", "dropout",
+    "data", "packing", "dtype", "tokenizer", "hf", "text_only", "lora_alpha", "vocab_size", "seq_length", "dropout",
     "batch_size", "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
 )
 # fmt: on

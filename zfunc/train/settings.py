@@ -102,6 +102,9 @@ class ModelFlags:
         "FOLDER",
         common=True,
     )
+    text_only: bool = _model(
+        False, "of a model of `hf` for images and text, read, train and export the language model alone"
+    )
     lora: int | None = _model(
         None,
         "rank of LoRA adapters, which alone are trained: the model of `hf` stays as it is, in the precision of the "
@@ -386,14 +389,18 @@ def check_paths(settings: TrainSettings) -> None:
         check_folders([Path(folder).expanduser() for folder in settings.swap])
 
 
+NEEDED = {"text_only": "hf", "lora": "hf", "lora_alpha": "lora", "lora_targets": "lora"}
+"""Settings of a Hugging Face model, and the setting without which each means nothing."""
+
+
 def check_pretrained(settings: Any) -> None:
     """Raise ValueError for flags that do not go with a Hugging Face model, or only with one."""
     sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
     if len(sources) > 1:
         raise ValueError("hf_config: got it with `hf`, expected one of them: leave one out")
-    for name, needs in (("lora", "hf"), ("lora_alpha", "lora"), ("lora_targets", "lora")):
+    for name, needs in NEEDED.items():
         missing = not sources if needs == "hf" else getattr(settings, needs) is None
-        if getattr(settings, name) is not None and missing:
+        if getattr(settings, name) not in (None, False) and missing:
             raise ValueError(f"{name}: got it without `{needs}`, expected both: add `{needs}`")
     for f in attrs.fields(type(settings)) if sources else ():
         if f.name in SIZES and getattr(settings, f.name) != f.default:

@@ -14,6 +14,7 @@ from zfunc.train.settings import (
     CHOSEN,
     DEVICE,
     HF_CONFIG,
+    NEEDED,
     ModelFlags,
     TrainSettings,
     check_rows,
@@ -77,7 +78,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     from zfunc.train.setup import check_size, compile_job, resolve_settings
 
     model, ranks = pretrained_model(settings, weights=False), RankGroup.of()
-    own = {"out", "hf", "lora", "lora_alpha", "lora_targets"}
+    own = {"out", "hf", *NEEDED}
     names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - own
     trained = {name: getattr(settings, name) for name in names}
     # It learns so slowly that nothing overflows.

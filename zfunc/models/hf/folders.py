@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import rounded
 from zfunc.engine.step.evaluate import weights
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights
+from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights, base_name
 from zfunc.models.hf.families import check_transformers, in_fp32
-from zfunc.models.hf.loading import SINGLE, empty_model, read_config, saved_buffers
+from zfunc.models.hf.loading import SINGLE, empty_model, language_config, read_config, saved_buffers
 from zfunc.runtime.accelerator import CPU
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
@@ -147,6 +148,15 @@ def _shapes(program: Program) -> dict[str, Shape]:
     return {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
 
 
+def _trained_config(config: Any, trained: Iterable[str]) -> Any:
+    """The config, or that of the language model in it, where its names are those of what was trained."""
+    with suppress(ValueError):  # there is none
+        text = language_config(config)
+        if {*map(base_name, trained)} >= dict(empty_model(text).named_parameters()).keys():
+            return text
+    return config
+
+
 class _Contents:
     """The contents of a folder to write: files beside the weights, and the names of these."""
 
@@ -159,7 +169,7 @@ class _Contents:
         self.dtype: Precision = one_precision("dtype", dtype)
         self.origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
-            self.config = read_config(self.origin) if self.origin else config
+            self.config = _trained_config(read_config(self.origin) if self.origin else config, trained)
             self.model = empty_model(self.config)
         except CheckpointError:
             raise

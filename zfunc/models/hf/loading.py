@@ -47,7 +47,9 @@ LARGEST = {
 log = logging.getLogger("zfunc")
 
 
-def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
+def load_folder(
+    folder: Path | str, *, lora: Any = None, text_only: bool = False
+) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a folder with config.json and model.safetensors, or its shards.
 
     Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights, in fp64, fp32, bf16
@@ -56,15 +58,18 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     With `lora`, a `peft.LoraConfig`, the model is frozen, and only its adapters are trained: `segments` of what
     `peft.get_peft_model` makes of it. The frozen weights are in the compute precision, without a master.
 
+    With `text_only`, of a model of images and text only the language model is read: the config is its own, and
+    `save` and `export` write it alone.
+
     Raises CheckpointError for missing files, and for names or shapes other than the config's; ValueError for a
     model that `segments` refuses.
     """
     folder = Path(folder).expanduser()
-    config = read_config(folder)
+    config = read_config(folder, text_only=text_only)
     model = empty_model(config, folder)
     check_supported(model, loss=False)  # first, because files of an unsupported family have other names too
     weights = FolderWeights.of(folder, model)
-    log.info("hf: %s: %d tensors", folder, len(weights.parts))
+    log.info("hf: %s: %d tensors", folder, len(weights.names))
     for name, t in weights.buffers().items():
         owner, _, short = name.rpartition(".")
         model.get_submodule(owner)._buffers[short] = t
@@ -82,11 +87,11 @@ def load_folder(folder: Path | str, *, lora: Any = None) -> tuple[Any, tuple[Seg
     return config, tuple(evolve(s, initial=partial(_initial, s, model, weights, names)) for s in segments)
 
 
-def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]]:
+def describe(config: Any, *, lora: Any = None, text_only: bool = False) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
 
     `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
-    values are drawn as transformers draws them. `lora` is a `peft.LoraConfig`, as for `load`. Where the weights are
+    values are drawn as transformers draws them. `lora` and `text_only` are as for `load`. Where the weights are
     quantized, the segments are those of the model without: what a training holds.
 
     Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
@@ -97,7 +102,8 @@ def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]
     zfunc.errors.CheckpointError: nowhere/config.json: got no such file, expected the config.json of a model
     """
     place = Path(config).expanduser() if isinstance(config, str | PathLike) else None
-    config = unquantized = config if place is None else read_config(place)
+    config = config if place is None else read_config(place)
+    config = unquantized = language_config(config) if text_only else config
     if kind_of_quantization(config):
         unquantized = copy.deepcopy(config)
         del unquantized.quantization_config
@@ -106,8 +112,10 @@ def describe(config: Any, *, lora: Any = None) -> tuple[Any, tuple[Segment, ...]
     return config, cut_model(model if lora is None else adapt(model, lora))
 
 
-def read_config(place: Path) -> Any:
-    """The config in a folder, or in a file. Raises CheckpointError without one, ValueError for what is none."""
+def read_config(place: Path, *, text_only: bool = False) -> Any:
+    """The config in a folder, or in a file; or that of the language model in it. Raises CheckpointError without
+    one, ValueError for what is none.
+    """
     check_transformers()
     check_config_file(place)
     from transformers import AutoConfig
@@ -115,17 +123,36 @@ def read_config(place: Path) -> Any:
     with _errors_of_config(place):
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
         of_type("architectures", config.architectures, list | None, "names of classes: correct it")
-        return config
+    return language_config(config) if text_only else config
 
 
-def empty_model(config: Any, place: Path | None = None) -> Any:
-    """The causal language model of a config, on the meta device. `place` is where that was read, for errors.
+def language_config(config: Any) -> Any:
+    """The config of the language model in a model of images and text, with what the whole decides for it.
+
+    Raises ValueError for a config that has no other in it.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    if type(text) is type(config) or config.is_encoder_decoder:
+        raise ValueError(
+            f"text_only: got it for a {config.model_type}, which is of text alone, expected a model of images too: "
+            "leave it out"
+        )
+    for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    return text
+
+
+def empty_model(config: Any, place: Path | None = None, *, images: bool = False) -> Any:
+    """The causal language model of a config, on the meta device, or its model of `images` and text. `place` is
+    where that was read, for errors.
 
     Raises ValueError if transformers has none, and for sizes that no model has.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    import transformers
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    auto: Any = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
         raise why_unsupported(next(iter(config.architectures or ()), config.model_type), kind_of(config))
     for name, most in LARGEST.items():
         size = getattr(config.get_text_config(), name, None)
@@ -134,7 +161,7 @@ def empty_model(config: Any, place: Path | None = None) -> Any:
                 f"{place or 'config'}: got {name} {size!r:.30}, expected a whole number from 1 to {most:,}: {NEXT}"
             )
     with _errors_of_config(place or "config"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 @contextmanager
@@ -172,19 +199,26 @@ class _StoredTensor:
 class FolderWeights:
     """The tensors in the files of a folder, by the names that `model` has for them: parameters, and buffers that
     `save_pretrained` writes, such as the bias of DeepSeek-V3's routers. A tied parameter has its first name.
+
+    `names` are these, by those in the model that is trained, which may be the language model of `model`.
     """
 
     model: Any
     parts: dict[str, list[_StoredTensor]]
+    names: dict[str, str]
 
     @classmethod
-    def of(cls, folder: Path, model: Any) -> "FolderWeights":
-        """The weights of a folder. Raises CheckpointError unless its tensors are the model's, in name and shape.
+    def of(cls, folder: Path, language: Any) -> "FolderWeights":
+        """The weights of a folder, of the model `language`, or one that has it in it. Raises CheckpointError unless
+        its tensors are the model's, in name and shape.
 
         A file may be of the model without its head: then names lack the base model's prefix.
         """
         from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
+        model, config = language, read_config(folder)
+        if type(config) is not type(model.config):
+            model = empty_model(config, folder, images=True)
         first = {id(p): name for name, p in model.named_parameters()}
         owners = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         state, conversions = model.state_dict(), _conversions(model)
@@ -204,7 +238,8 @@ class FolderWeights:
                 raise CheckpointError(
                     f"{t.file}: got {t.name!r}{hint}, which the model does not have: {NEXT}"
                 )
-        weights = cls(model, parts)
+        names = {x: x for x in parts} if model is language else _names_in(model, language)
+        weights = cls(model, parts, {name: owners.get(there, there) for name, there in names.items()})
         for name, own in parts.items():
             if not own:
                 hint = did_you_mean(name, [t.name for t in stored])
@@ -222,7 +257,7 @@ class FolderWeights:
                 )
         t = self.parts[name][0]
         try:
-            shape = tuple(self.read(name, on_meta=True).shape)
+            shape = tuple(self._read(name, on_meta=True).shape)
         except (ValueError, RuntimeError) as error:  # of pieces that do not go together
             raise CheckpointError(f"{t.file}: got {t.name!r} for {name!r} ({error}): {NEXT}") from error
         if shape != expected:
@@ -233,10 +268,14 @@ class FolderWeights:
     def buffers(self) -> Values:
         """The buffers, in their own types."""
         parameters = dict(self.model.named_parameters())
-        return {name: self.read(name).clone() for name in self.parts if name not in parameters}
+        return {name: self.read(name).clone() for name, x in self.names.items() if x not in parameters}
 
-    def read(self, name: str, *, on_meta: bool = False) -> Tensor:
-        """The tensor of this name: a view of the mapped file, or made of several; on meta nothing is read."""
+    def read(self, name: str) -> Tensor:
+        """The tensor of this name in the model that is trained: a view of the mapped file, or made of several."""
+        return self._read(self.names[name])
+
+    def _read(self, name: str, *, on_meta: bool = False) -> Tensor:
+        """The tensor of this name in the model of the folder; on meta nothing is read."""
         first, *others = parts = self.parts[name]
         values = [torch.empty(t.shape, device="meta") if on_meta else t.value() for t in parts]
         if first.pattern is not None:
@@ -252,6 +291,23 @@ class FolderWeights:
                     f"the config ties them to {name!r}: set tie_word_embeddings to false in config.json"
                 )
         return values[0]
+
+
+def _names_in(whole: Any, language: Any) -> dict[str, str]:
+    """The names in a whole model of the tensors of its language model, by those that this has alone."""
+    names: dict[str, str] = {}
+    for part in ("get_decoder", "get_output_embeddings"):
+        own, there = (
+            next(f"{x}." for x, module in model.named_modules() if module is getattr(model, part)())
+            for model in (language, whole)
+        )
+        tensors = language.get_submodule(own[:-1]).state_dict()
+        names |= {
+            f"{own}{x}".lstrip("."): f"{there}{x}" for x in tensors
+        }  # a whole has more than its decoder
+    if names.keys() != language.state_dict().keys() or not {*names.values()} <= whole.state_dict().keys():
+        raise why_unsupported(type(whole).__name__, "whose language model has other parameters alone")
+    return names
 
 
 def _conversions(model: Any) -> list[Any]:
