@@ -76,7 +76,7 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
             raise ValueError(f"lora_targets: {str(error).removeprefix('lora: ')}") from error
-        raise ValueError(f"{name}: {error}") from error
+        raise ValueError(f"{'' if 'text_only: ' in str(error) else f'{name}: '}{error}") from error
     model = PretrainedModel(place, config, segments)
     check_flags(flags, place, model.longest, model.vocab_size)
     return model
