@@ -136,7 +136,7 @@ setup(
         "zfunc.models": ["gpt2.toml"],
         "zfunc.planner": ["profiles/*.toml"],
         "zfunc.train.deepspeed": ["keys.toml"],
-        "zfunc.viz": ["web/*"],
+        "zfunc.viz": ["colours.toml", "web/*"],
     },
     include_package_data=False,  # the kernel's other sources are for the sdist
     ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build") if WITH_KERNEL else [],

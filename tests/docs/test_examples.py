@@ -104,7 +104,7 @@ PRINTS: dict[str, list[str]] = {
     ],
     "10_state_on_disk.py": [
         r"^in memory +\d+ +0 +0 +0$\nstate on the disk +\d+ +[1-9]\d+ +[1-9]\d+ +[1-9]\d+$\neverything ",
-        r"^read .*\n.*\n.*\nwrite .*\nhost ",
+        r"^h2d .*\ncompute .*\nd2h .*\nhost .*\nread .*\nwrite ",
         r"^InjectedFault: page_out\[5\]: .*\nthe last commit is of step 2: training goes on from there$",
         r"^in memory +(first loss \d\.\d+  last \d\.\d+)  same bits: True$\n"
         r"state on the disk +\1  same bits: True$\neverything +\1  same bits: True$",

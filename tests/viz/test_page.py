@@ -21,7 +21,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline, critical_path_of
 from zfunc.train.run_folder import read_history
-from zfunc.viz.legend import PALETTE, colour_of
+from zfunc.viz.legend import PALETTE, colour_of, lanes_of
 from zfunc.viz.timeline_html import data, page
 
 
@@ -44,8 +44,9 @@ def check(plan: Plan, timelines: list[Timeline]) -> None:
     data = shown_data(page(timelines, plan=plan))
     for n, timeline in enumerate(timelines):
         events = read_back(data, n)
-        assert [(e.lane, e.op, e.kind) for e in events] == [(e.lane, e.op, e.kind) for e in timeline.events]
-        for a, b in zip(events, timeline.events, strict=True):
+        ran = sorted(timeline.events, key=lambda e: [*lanes_of([timeline])].index(e.lane))
+        assert [(e.lane, e.op, e.kind) for e in events] == [(e.lane, e.op, e.kind) for e in ran]
+        for a, b in zip(events, ran, strict=True):
             assert (a.start, a.end) == pytest.approx((b.start, b.end), rel=0, abs=timeline.seconds * 1e-9)
         assert data["timelines"][n]["source"] == timeline.source
         op, chain = data["timelines"][n]["last"], list[str]()
@@ -118,11 +119,12 @@ def test_the_numbers_are_there_without_a_script() -> None:
     elements = Elements(page([timeline, late(timeline)], plan=plan))
     rows = [text for of, text in elements.all("th") if of.get("scope") == "row"]
     verbs = dict.fromkeys(op.verb for op in plan.graph)
-    assert rows == [*timeline.lanes, *verbs]
+    lanes = [*lanes_of([timeline])]
+    assert rows == [*lanes, *verbs]
     cells = [text for _, text in elements.all("td")]
     assert len(cells) == 6 * len(rows)
-    shares = [float(text.rstrip("%")) / 100 for text in cells[2 : 6 * len(timeline.lanes) : 6]]
-    assert shares == pytest.approx([timeline.busy(lane) for lane in timeline.lanes], abs=0.006)
+    shares = [float(text.rstrip("%")) / 100 for text in cells[2 : 6 * len(lanes) : 6]]
+    assert shares == pytest.approx([timeline.busy(lane) for lane in lanes], abs=0.006)
     items = [text for _, text in elements.all("li")]
     assert [text.partition(":")[0] for text in items] == ["simulated", "measured"]
     assert all("bound by" in text for text in items)
@@ -170,7 +172,8 @@ def test_text_can_be_read_in_light_and_in_dark() -> None:
     for theme in (light, light | dark):
         for text in ("--ink", "--dim"):
             assert min(contrast(theme[text], theme[on]) for on in ("--page", "--panel")) >= 5.5
-        colours = (*PALETTE, *(colour_of(f"verb{n}") for n in range(100)))
+        built_in = (verb for kind in PALETTE.values() for verb in kind)
+        colours = [*map(colour_of, (*built_in, *(f"verb{n}" for n in range(100))))]
         assert min(contrast(theme["--on-bar"], colour) for colour in colours) >= 5.5
         for mark in ("--critical", "--focus"):
             assert contrast(theme[mark], theme["--page"]) >= 4.5

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from table import chain, plan_of, plans, spec
 from zfunc.schedules import Overlapped
 
-from zfunc.core.graph import Graph, Op
+from zfunc.core.graph import KINDS, Graph, Op
 from zfunc.core.moves import MOVES
 from zfunc.core.ops import VERBS
 from zfunc.core.plan import Plan, build
@@ -25,7 +25,7 @@ from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
 from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
 from zfunc.viz.compare import by_lane, by_verb, sums, table
-from zfunc.viz.legend import PALETTE, colour_of
+from zfunc.viz.legend import colour_of, lanes_of
 from zfunc.viz.timeline_html import data
 from zfunc.viz.timeline_svg import ARROWS_UP_TO, svg
 from zfunc.viz.timeline_text import text
@@ -119,11 +119,6 @@ def test_a_verb_has_one_colour_in_every_picture(verbs: list[str]) -> None:
     assert dict(zip(shown["verbs"], shown["colours"], strict=True)) == {v: colour_of(v) for v in verbs}
 
 
-def test_no_two_built_in_verbs_have_one_colour() -> None:
-    assert len({colour_of(verb) for verb in BUILT_IN}) == len(BUILT_IN) > 20
-    assert set(map(colour_of, BUILT_IN)) <= set(PALETTE)
-
-
 def test_more_verbs_than_letters_can_be_drawn() -> None:
     events = [Event("one", f"verb{n}", "compute", n, n + 1.0) for n in range(60)]
     timeline = Timeline(events, "measured")
@@ -163,9 +158,7 @@ def test_text_fits_and_names_every_lane_and_verb(plan: Plan) -> None:
         head, *rest = picture.splitlines()
         assert max(map(len, rest)) <= width
         assert head.startswith("simulated: ")
-        assert [line.split()[0] for line in rest if line.endswith("|")] == [
-            lane.name for lane in plan.lanes if lane.ops
-        ]
+        assert [line.split()[0] for line in rest if line.endswith("|")] == [*lanes_of([simulate(plan)])]
         legend = picture.partition(" 0 ")[2].partition("\n")[2]
         assert {op.verb for op in plan.graph} <= set(legend.split())
 
@@ -186,6 +179,59 @@ def test_text_is_as_written_down() -> None:
 
 
 # --- all three -------------------------------------------------------------------------------------------
+
+LANES = {  # as an order of passes makes them, and from above
+    "devices": (
+        ["compute:1", "h2d", "host", "compute", "d2h:1", "read", "network", "h2d:1", "d2h", "write"],
+        ["h2d", "compute", "d2h", "h2d:1", "compute:1", "d2h:1", "network", "host", "read", "write"],
+    ),
+    "ranks": (
+        ["host@1", "compute@10", "compute", "host", "network@1", "h2d@1", "network"],
+        ["compute", "network", "host", "h2d@1", "network@1", "host@1", "compute@10"],
+    ),
+    "of one's own": (["fast", "slow:1", "slow"], ["fast", "slow", "slow:1"]),
+}
+
+
+@pytest.mark.parametrize("what", LANES)
+def test_lanes_of_a_device_stand_together_and_copies_are_thin(what: str) -> None:
+    given, expected = LANES[what]
+    kinds = {lane: lane.partition("@")[0].partition(":")[0] for lane in given}
+    ops = tuple(
+        Op("use", (n,), kind if kind in KINDS else "compute") for n, kind in enumerate(kinds.values())
+    )
+    plan = build(Graph(ops), {lane: [n] for n, lane in enumerate(given)})
+    timeline = simulate(plan)
+    picture = svg(timeline)
+    root = ElementTree.fromstring(picture)
+    assert [t.text for t in root.iter(f"{SVG}text") if t.get("class") == "lane"] == expected
+    assert [line.split()[0] for line in text(timeline).splitlines() if line.endswith("|")] == expected
+    shown = data(timeline, plan)["lanes"]
+    assert [lane["name"] for lane in shown] == expected
+    copies = {lane for lane in given if kinds[lane] in ("h2d", "d2h")}
+    high = {ops[int(tip(b)[0][4:-1])].index[0]: float(b.get("height", "")) for b in bars(picture)}
+    assert {given[n] for n, px in high.items() if px == min(high.values()) < max(high.values())} == copies
+    assert {lane["name"] for lane in shown if lane["thin"]} == copies
+
+
+def test_passes_of_a_pipeline_carry_their_micro_batch() -> None:
+    """In boxes that have no room for their name; on one device a narrow box has its index, or nothing."""
+    passes = [(n, m, s) for n, (m, s) in enumerate([(0, 2), (11, 2), (12, 3)])]
+    events = [Event(f"compute:{s}", f"forward[{m},{s}]", "compute", n, n + 0.9) for n, m, s in passes]
+    events.append(Event("host", "update[3,4]", "host", 0.0, 6.0))
+    pipeline, one = (Timeline(events[first:], "simulated") for first in (0, 2))
+    plan = build(
+        Graph((*(Op("forward", (m, s), "compute") for _, m, s in passes), Op("update", (3, 4), "host"))),
+        {e.lane: [n for n, x in enumerate(events) if x.lane == e.lane] for e in events},
+    )
+    assert data(pipeline, plan)["numbered"] == [True, False]
+    for timeline, boxes, row in (
+        (pipeline, ["0", "11", "12", "update[3,4]"], "compute:2  30% |F0ffffffF11fffff·"),
+        (one, ["12,3", "update[3,4]"], "compute:3  15% |················Ffffffff·"),
+    ):
+        root = ElementTree.fromstring(svg(timeline, width=400))
+        assert [t.text for t in root.iter(f"{SVG}text") if t.get("class") == "op"] == boxes
+        assert row in text(timeline, width=66)
 
 
 @pytest.mark.parametrize("draw", [text, svg, chrome_trace])
@@ -395,7 +441,7 @@ def test_text_of_two_has_a_row_for_each_lane_of_each_under_one_axis() -> None:
     lines = text([timeline, doubled(timeline)], width=120).splitlines()
     rows = [line for line in lines if line.endswith("|")]
     assert [row.split()[:2] for row in rows] == [
-        [lane, source] for lane in timeline.lanes for source in ("simulated", "measured")
+        [lane, source] for lane in lanes_of([timeline]) for source in ("simulated", "measured")
     ]
     ends = [max(i for i, c in enumerate(row.partition("|")[2]) if c.isalpha()) for row in rows]
     assert max(ends[0::2]) == pytest.approx(max(ends[1::2]) / 2, abs=1)
@@ -409,7 +455,7 @@ def test_svg_of_two_stacks_the_rows_of_a_lane_under_one_axis() -> None:
     both = bars(picture)
     assert len(both) == 2 * len(plan.graph)
     once, again = both[: len(plan.graph)], both[len(plan.graph) :]
-    ys = [dict.fromkeys(float(b.get("y", "")) for b in of) for of in (once, again)]
+    ys = [sorted({float(b.get("y", "")) for b in of}) for of in (once, again)]
     assert all(0 < b - a < 40 for a, b in zip(*ys, strict=True))
     assert sorted([*ys[0], *ys[1]]) == [y for pair in zip(*ys, strict=True) for y in pair]
     left = min(float(b.get("x", "")) for b in both)

@@ -1,31 +1,30 @@
 """What all pictures of a step share: the colours of verbs, headings, and round times for an axis.
 
-A verb has one colour in every picture. The verbs of `zfunc.core.ops` and `zfunc.core.moves` have one each; the
-colour of any other verb is computed from its name.
+A verb has one colour in every picture. The verbs of `zfunc.core.ops` and `zfunc.core.moves` have theirs in
+`colours.toml`; that of any other verb is computed from its name.
 """
 
+import re
+import tomllib
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
-from math import floor, log10
+from importlib.resources import files
+from math import floor, inf, log10
 from zlib import crc32
 
 from zfunc.core.display import counted
-from zfunc.core.moves import MOVES
-from zfunc.core.ops import VERBS
+from zfunc.core.graph import OF_DEVICE, Kind
+from zfunc.core.pipeline import VERBS as PASSES
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
 
-PALETTE = (  # light enough for black letters, distinct on white and on black
-    *("#9bd5ea", "#d569de", "#6ea8e5", "#78f054", "#f4d35e", "#ffc76b", "#d8b94a", "#e6ee9c", "#f29e7a"),
-    *("#b8b8d1", "#5fbfae", "#d9a5e0"),
-    *("#a7c957", "#f6c177", "#f9604e", "#c9ada7", "#86b56a", "#4fb0c6", "#3ce4f0", "#b4849c", "#9c90c0"),
-    *("#fccca8", "#5ce6c4", "#f0d2ff", "#fc4ca4", "#d69a55", "#94a3b8", "#3cfc60", "#ffe082", "#a98ff0"),
-    *("#80cbc4", "#c378b4", "#8c9bff", "#ffb4c3", "#ff87c3", "#7df297", "#84967b", "#ace840", "#f44cf4"),
-    *("#9f963c", "#e8848c", "#c3e1b4", "#4cc440", "#f48840", "#b48778", "#3ca55a", "#ded98c", "#f9f91f"),
-    *("#f9a21f", "#c0a878", "#ccd8cc", "#3c90fc", "#d0ff9c", "#ffc0e8", "#9cffe0", "#c8b0ff"),
-)
-_COLOURS = dict(zip((*VERBS, *MOVES), PALETTE, strict=False))
+PALETTE: dict[str, dict[str, str]] = tomllib.loads(
+    (files("zfunc.viz") / "colours.toml").read_text()
+)  # by kind
+_COLOURS = {verb: colour for kind in PALETTE.values() for verb, colour in kind.items()}
+_PASSES = frozenset(PASSES.values())
+_FROM_ABOVE: tuple[Kind, ...] = ("h2d", "compute", "d2h", "network", "host", "read", "write")
 
 Timelines = Timeline | Sequence[Timeline]  # several share one axis: simulated and measured, for example
 
@@ -38,9 +37,42 @@ def timeline_tuple(timelines: Timelines) -> tuple[Timeline, ...]:
     return result
 
 
-def lanes_of(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """The lanes of all timelines, in order of appearance."""
-    return tuple(dict.fromkeys(lane for timeline in timelines for lane in timeline.lanes))
+def lanes_of(timelines: Sequence[Timeline]) -> dict[str, bool]:
+    """The lanes of all timelines from above, and whether one only copies between host and device: it is drawn thin.
+
+    Lanes of a device are together, and what its devices share comes below them: network, host cores, drives. Ranks
+    share none of these.
+
+    >>> from zfunc.core.timeline import Event
+    >>> events = (Event(x, x, x.partition(":")[0], 0.0, 1.0) for x in ("host", "d2h", "h2d:1", "h2d"))
+    >>> lanes_of([Timeline(events, "simulated")])
+    {'h2d': True, 'd2h': True, 'h2d:1': True, 'host': False}
+    """
+    kinds: dict[str, set[Kind]] = {}
+    for e in (e for timeline in timelines for e in timeline.events):
+        kinds.setdefault(e.lane, set()).add(e.kind)
+    of_ranks = any("@" in lane for lane in kinds)
+
+    def place(lane: str) -> tuple[float, int]:
+        first = min(map(_FROM_ABOVE.index, kinds[lane]))
+        number = re.search(r"[:@](\d+)$", lane)
+        shared = not of_ranks and _FROM_ABOVE[first] not in OF_DEVICE
+        return inf if shared else int(number[1]) if number else 0, first
+
+    return {lane: kinds[lane] <= {"h2d", "d2h"} for lane in sorted(kinds, key=place)}
+
+
+def micro_batches_of(timelines: Sequence[Timeline]) -> dict[str, str]:
+    """The micro-batch of each pass of a pipeline, by operation; of none where one lane makes all passes.
+
+    >>> from zfunc.core.timeline import Event
+    >>> events = (Event(f"gpu:{n}", f"forward[3,{n}]", "compute", n, n + 1.0) for n in (0, 1))
+    >>> micro_batches_of([Timeline(events, "simulated")])
+    {'forward[3,0]': '3', 'forward[3,1]': '3'}
+    """
+    passes = [e for timeline in timelines for e in timeline.events if verb_of(e.op) in _PASSES]
+    several = len({e.lane for e in passes}) > 1
+    return {e.op: re.sub(r"\D.*", "", e.op.partition("[")[2]) for e in passes if several}
 
 
 def verb_of(op: str) -> str:
@@ -56,7 +88,7 @@ def colour_of(verb: str) -> str:
     """The colour of a verb, the same in every picture.
 
     >>> colour_of("forward"), colour_of("a verb of your own")
-    ('#6ea8e5', '#98e2af')
+    ('#3ba9d5', '#98e2af')
     """
     hue = crc32(verb.encode(errors="replace")) / 2**32
     named = "#" + "".join(f"{round(255 * x):02x}" for x in hls_to_rgb(hue, 0.74, 0.56))

@@ -24,7 +24,16 @@ from zfunc.core.timeline import (
 )
 from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
-from zfunc.viz.legend import Timelines, colour_of, legend_summary, timeline_tuple, verbs_of
+from zfunc.viz.legend import (
+    Timelines,
+    colour_of,
+    lanes_of,
+    legend_summary,
+    micro_batches_of,
+    timeline_tuple,
+    verb_of,
+    verbs_of,
+)
 from zfunc.viz.web_page import web_page
 
 SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
@@ -51,7 +60,7 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
         scripts=SCRIPTS,
         title=title or TITLE,
         summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in shown),
-        tables=_table("lane", shown, sums(shown, by_lane)) + _table("verb", shown, _in_order(shown, plan)),
+        tables=_table("lane", shown, _from_above(shown)) + _table("verb", shown, _in_order(shown, plan)),
         data=_json(data(shown, plan)),
     )
 
@@ -65,11 +74,17 @@ def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
     ops = plan.graph.ops
     verbs = {verb: n for n, verb in enumerate(dict.fromkeys(op.verb for op in ops))}
     regions = {r: n for n, r in enumerate(plan.graph.regions)}
+    shown = timeline_tuple(timelines)
+    numbered = {verb_of(op) for op in micro_batches_of(shown)}
+    on = {lane.name: lane.ops for lane in plan.lanes}
     return {
         "verbs": list(verbs),
         "colours": list(map(colour_of, verbs)),
         "kinds": KINDS,
-        "lanes": [{"name": lane.name, "ops": lane.ops} for lane in plan.lanes if lane.ops],
+        "numbered": [
+            verb in numbered for verb in verbs
+        ],  # by their micro-batch, where their name does not fit
+        "lanes": [{"name": x, "ops": on[x], "thin": thin} for x, thin in lanes_of(shown).items()],
         "regions": list(map(str, regions)),
         "ops": {
             "verb": [verbs[op.verb] for op in ops],
@@ -81,7 +96,7 @@ def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
             "writes": [[regions[r] for r in op.writes] for op in ops],
             "waits": plan.waits,
         },
-        "timelines": [_times(t, plan) for t in timeline_tuple(timelines)],
+        "timelines": [_times(t, plan) for t in shown],
     }
 
 
@@ -109,6 +124,12 @@ def _in_order(shown: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
     """The sums by verb, as verbs come in the graph."""
     number = verbs_of(shown, plan)
     return sorted(sums(shown, by_verb), key=lambda row: number[row.name])
+
+
+def _from_above(shown: tuple[Timeline, ...]) -> list[Sum]:
+    """The sums by lane, as the lanes are drawn."""
+    lanes = [*lanes_of(shown)]
+    return sorted(sums(shown, by_lane), key=lambda row: lanes.index(row.name))
 
 
 def _table(what: str, shown: tuple[Timeline, ...], rows: Iterable[Sum]) -> str:

@@ -1,7 +1,7 @@
 """A step as an SVG file, for light and dark pages: a row of bars for each lane, under one time axis.
 
 Simulated and measured steps look alike but for the source in the heading. Of several timelines the rows of a lane
-stand together.
+stand together. Lanes that only copy are thin.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from zfunc.viz.legend import (
     colour_of,
     lanes_of,
     legend_summary,
+    micro_batches_of,
     ticks,
     timeline_tuple,
     verb_of,
@@ -26,7 +27,7 @@ from zfunc.viz.legend import (
 ARROWS_UP_TO = 200  # operations; with more, arrows hide the bars
 
 # The size of the SVG's parts, in px.
-_MARGIN, _HEAD, _LINE, _ROW, _PAIRED, _BAR, _LETTER = 20.0, 64.0, 17.0, 46.0, 37.0, 32.0, 6.6
+_MARGIN, _HEAD, _LINE, _BETWEEN, _PAIRED, _BAR, _THIN, _LETTER = 20.0, 64.0, 17.0, 14.0, 5.0, 32.0, 15.0, 6.6
 _STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --dim: #656d76; --line: #d8dee4; --track: #f6f8fa; }
 @media (prefers-color-scheme: dark) {
@@ -50,6 +51,7 @@ class _Frame:
     """The geometry of a picture, in px: rows by lane and number of the timeline, and the time axis."""
 
     rows: dict[tuple[str, int], float]
+    high: dict[str, float]  # the bars of a lane
     left: float
     right: float
     head: float
@@ -77,6 +79,7 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
     legend = list(_legend(verbs, width, frame.bottom + 38))
     height = frame.bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
     after = _waits(plan) if plan else {}
+    numbers = micro_batches_of(shown)
     short = sum(len(t.events) for t in shown) <= ARROWS_UP_TO
     thinnest = 1.0 if short else 0.25  # px; many widened bars would hide idle time
     size = f'width="{width}" height="{height:g}"'
@@ -95,7 +98,11 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
             *_axis(max(t.seconds for t in shown), frame),
             *(_lane(shown, lane, n, y, frame) for (lane, n), y in frame.rows.items()),
             *(_arrows(shown[0], after, frame) if short and len(shown) == 1 else ()),
-            *(_bar(e, n, frame, thinnest, verbs, after) for n, t in enumerate(shown) for e in t.events),
+            *(
+                _bar(e, n, frame, thinnest, verbs, after, numbers.get(e.op))
+                for n, t in enumerate(shown)
+                for e in t.events
+            ),
             *(mark for _, mark in legend),
             "</svg>\n",
         ]
@@ -105,14 +112,16 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
 def _frame(shown: tuple[Timeline, ...], width: int) -> _Frame:
     rows: dict[tuple[str, int], float] = {}
     head = y = _HEAD + _LINE * (len(shown) - 1)
-    for lane in lanes_of(shown):
-        rows |= {(lane, n): y + _PAIRED * n for n in range(len(shown))}
-        y += _ROW + _PAIRED * (len(shown) - 1)
+    high = {lane: _THIN if thin else _BAR for lane, thin in lanes_of(shown).items()}
+    for lane, bar in high.items():
+        rows |= {(lane, n): y + (bar + _PAIRED) * n for n in range(len(shown))}
+        y += (bar + _PAIRED) * len(shown) - _PAIRED + _BETWEEN
     sources = [f"{t.source} 100% busy" for t in shown] if len(shown) > 1 else []
-    labels = (*(1.15 * len(lane) for lane in lanes_of(shown)), *map(len, sources))
+    beside = 1 + max(map(len, sources), default=4)  # the name of a thin lane and its share are on one line
+    labels = (*(1.15 * len(x) + beside * (bar == _THIN) for x, bar in high.items()), *map(len, sources))
     left = _MARGIN + max([78.0, *(_LETTER * letters + 16 for letters in labels)])
     right = width - _MARGIN
-    return _Frame(rows, left, right, head, y, (right - left) / (max(t.seconds for t in shown) or 1.0))
+    return _Frame(rows, high, left, right, head, y, (right - left) / (max(t.seconds for t in shown) or 1.0))
 
 
 def _colours(verbs: dict[str, int]) -> Iterator[str]:
@@ -132,18 +141,33 @@ def _axis(seconds: float, frame: _Frame) -> Iterator[str]:
 
 
 def _lane(shown: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Frame) -> str:
-    track = f'width="{frame.right - frame.left:g}" height="{_BAR:g}"'
-    name = f'<text class="lane" x="{_MARGIN:g}" y="{y + 14:g}">{escape(lane)}</text>' if n == 0 else ""
-    source = f"{escape(shown[n].source)} " if len(shown) > 1 else ""
+    bar, several = frame.high[lane], len(shown) > 1
+    track = f'width="{frame.right - frame.left:g}" height="{bar:g}"'
+    name = (
+        f'<text class="lane" x="{_MARGIN:g}" y="{y + (12 if bar == _THIN else 14):g}">{escape(lane)}</text>'
+        if n == 0
+        else ""
+    )
+    share = f"{escape(shown[n].source)} " * several + f"{shown[n].busy(lane):.0%}" + " busy" * (bar != _THIN)
+    place = f'x="{_MARGIN:g}" y="{y + 29:g}"'
+    if bar == _THIN:
+        place = f'text-anchor="end" x="{frame.left - 16:g}" y="{y + 12:g}"'
     return (
         f'<rect class="track" x="{frame.left:g}" y="{y:g}" {track} rx="3"/>{name}'
-        f'<text class="dim" x="{_MARGIN:g}" y="{y + 29:g}">{source}{shown[n].busy(lane):.0%} busy</text>'
+        f'<text class="dim" {place}>{share}</text>'
     )
 
 
 def _bar(
-    e: Event, n: int, frame: _Frame, thinnest: float, verbs: dict[str, int], after: dict[str, tuple[str, ...]]
+    e: Event,
+    n: int,
+    frame: _Frame,
+    thinnest: float,
+    verbs: dict[str, int],
+    after: dict[str, tuple[str, ...]],
+    number: str | None,
 ) -> str:
+    high = frame.high[e.lane]
     x, y, wide = frame.x(e.start), frame.rows[e.lane, n], max(thinnest, e.seconds * frame.scale)
     gap = min(0.8, wide / 5)  # a seam, so that neighbours of one verb can be counted
     tooltip = f"{e.op}\n{e.lane}: {format_seconds(e.seconds)}, from {format_seconds(e.start)}"
@@ -151,13 +175,14 @@ def _bar(
         tooltip += "\nafter " + " ".join(waits)
     bar = (
         f'<rect class="v{verbs[verb_of(e.op)]}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
-        f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(tooltip)}</title></rect>'
+        f'height="{high:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(tooltip)}</title></rect>'
     )
-    names = (e.op, e.op.partition("[")[2].rstrip("]"))  # the colour shows the verb
-    name = next((n for n in names if n and len(n) * _LETTER * 0.92 + 6 <= wide), "")
+    names = (e.op, number or e.op.partition("[")[2].rstrip("]"))  # the colour shows the verb
+    space = 3 if number else 6  # boxes of a pipeline are many
+    name = next((n for n in names if n and len(n) * _LETTER * 0.92 + space <= wide), "")
     if not name:
         return bar
-    middle = f'x="{x + (wide - gap) / 2:.1f}" y="{y + _BAR / 2 + 4:g}"'
+    middle = f'x="{x + (wide - gap) / 2:.1f}" y="{y + high / 2 + 4:g}"'
     return f'{bar}<text class="op" text-anchor="middle" {middle}>{escape(name)}</text>'
 
 
@@ -168,7 +193,8 @@ def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame
         for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):
             upper, lower = frame.rows[a.lane, 0], frame.rows[b.lane, 0]
             x1, x2 = frame.x(a.end) - 0.8, frame.x(b.start) + 1.2
-            y1, y2 = upper + (_BAR if lower > upper else 0), lower + (0 if lower > upper else _BAR)
+            down = lower > upper
+            y1, y2 = upper + frame.high[a.lane] * down, lower + frame.high[b.lane] * (not down)
             bend = (y2 - y1) / 2
             curve = f"M{x1:.1f} {y1:g}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - bend:.1f} {x2:.1f} {y2:g}"
             yield f'<path class="wait" marker-end="url(#tip)" d="{curve}"/>'

@@ -10,14 +10,23 @@ from math import floor
 from string import ascii_lowercase, digits
 
 from zfunc.core.timeline import Event
-from zfunc.viz.legend import Timelines, lanes_of, legend_summary, ticks, timeline_tuple, verb_of, verbs_of
+from zfunc.viz.legend import (
+    Timelines,
+    lanes_of,
+    legend_summary,
+    micro_batches_of,
+    ticks,
+    timeline_tuple,
+    verb_of,
+    verbs_of,
+)
 
 
 def text(timelines: Timelines, width: int = 100) -> str:
     """The lanes as rows of letters, at most `width` columns wide, with a time axis and a legend.
 
-    A cell shows the verb that fills most of it, as a capital where an operation begins. Raises ValueError for a
-    width that is too small.
+    A cell shows the verb that fills most of it, as a capital where an operation begins; behind that of a pipeline's
+    pass is its micro-batch. Raises ValueError for a width that is too small.
 
     >>> from zfunc.core.timeline import Timeline
     >>> events = Event("gpu", "fill[0]", "compute", 0.0, 3e-3), Event("cpu", "use[0]", "host", 3e-3, 4e-3)
@@ -37,7 +46,7 @@ def text(timelines: Timelines, width: int = 100) -> str:
     if cells < 16:
         raise ValueError(f"got a width of {width} columns, expected {width - cells + 16} or more: widen it")
     verbs = verbs_of(shown)
-    letters = _letters(verbs)
+    letters, numbers = _letters(verbs), micro_batches_of(shown)
     seconds = max(t.seconds for t in shown)
     per_cell = (seconds or 1.0) / cells
     axis = [" "] * (cells + 1)
@@ -47,7 +56,7 @@ def text(timelines: Timelines, width: int = 100) -> str:
     lines = [
         *map(legend_summary, shown),
         *(
-            f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters)}|"
+            f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters, numbers)}|"
             for name, lane, t in rows
         ),
         " " * (names + 7) + "".join(axis),
@@ -66,9 +75,12 @@ def _letters(verbs: Iterable[str]) -> dict[str, str]:
     return letters
 
 
-def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str, str]) -> str:
+def _row(
+    events: Iterable[Event], cells: int, per_cell: float, letters: dict[str, str], numbers: dict[str, str]
+) -> str:
     filled: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(cells)]
     begins: set[tuple[int, str]] = set()
+    numbered: list[tuple[int, str]] = []
     for e in events:
         letter = letters[verb_of(e.op)]
         first = min(cells - 1, floor(e.start / per_cell + 1e-9))
@@ -77,8 +89,14 @@ def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str
             if n > first and n * per_cell >= e.end - 1e-9 * per_cell:
                 break
             filled[n][letter] += min(e.end, (n + 1) * per_cell) - max(e.start, n * per_cell)
+        number = numbers.get(e.op, "")
+        if number and (first + 1 + len(number)) * per_cell <= e.end + 1e-9 * per_cell:
+            numbered.append((first + 1, number))
     most = [max(cell, key=lambda c: cell[c]) if cell else "·" for cell in filled]
-    return "".join(c.upper() if (n, c) in begins else c for n, c in enumerate(most))
+    row = [c.upper() if (n, c) in begins else c for n, c in enumerate(most)]
+    for n, number in numbered:
+        row[n : n + len(number)] = number
+    return "".join(row)
 
 
 def _wrapped(words: Sequence[str], width: int) -> Iterator[str]:

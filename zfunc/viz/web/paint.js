@@ -7,10 +7,10 @@ const FULL_UP_TO = 200; // operations; with more, narrow ones in full colour wou
 // Where everything is on a canvas `width` px wide: a row for each lane and timeline, timelines of a lane together.
 function layout(model, width) {
   const many = model.timelines.length > 1;
-  const bar = many ? 24 : 32;
   const rows = [];
   let y = AXIS + 6;
-  model.lanes.forEach((_, lane) => {
+  model.lanes.forEach(({ thin }, lane) => {
+    const bar = (many ? 24 : 32) / (thin ? 2 : 1);
     model.timelines.forEach((_, timeline) => {
       rows.push({ lane, timeline, y, bar });
       y += bar + STRIPE;
@@ -75,17 +75,19 @@ function painter(context, model, place, state, colour) {
     for (const op of rows[lane].order) busy += to[op] - from[op];
     const share = `${Math.round((100 * busy) / (seconds || 1))}%`;
     const many = model.timelines.length > 1;
+    const beside = many || model.lanes[lane].thin;
     const middle = y + bar / 2 + 4;
     context.textAlign = "left";
     if (timeline === 0) {
       context.font = `600 12px ${colour.font}`;
       context.fillStyle = colour.ink;
-      context.fillText(model.lanes[lane].name, 2, many ? middle : middle - 7, place.gutter * (many ? 0.5 : 0.95));
+      context.fillText(model.lanes[lane].name, 2, beside ? middle : middle - 7, place.gutter * (beside ? 0.5 : 0.95));
     }
     context.font = `12px ${colour.font}`;
     context.fillStyle = colour.dim;
-    context.textAlign = many ? "right" : "left";
-    context.fillText(many ? `${source} ${share}` : `${share} busy`, many ? place.gutter - 10 : 2, many ? middle : middle + 8);
+    context.textAlign = beside ? "right" : "left";
+    const words = many ? `${source} ${share}` : beside ? share : `${share} busy`;
+    context.fillText(words, beside ? place.gutter - 10 : 2, beside ? middle : middle + 8);
   }
 
   // The operations of one row; those wide enough to be told apart are returned, with their place.
@@ -110,17 +112,18 @@ function painter(context, model, place, state, colour) {
     return wide;
   }
 
-  // The name where it fits, else the index, because the colour tells the verb.
+  // The name where it fits, else the index, because the colour tells the verb; of a pipeline's pass its micro-batch.
   function name(op, x0, x1, row) {
-    const from = Math.max(0, x0), room = Math.min(place.plot, x1) - from - 6;
+    const numbered = model.numbered[model.ops.verb[op]]; // boxes of a pipeline are many
+    const from = Math.max(0, x0), space = numbered ? 3 : 6, room = Math.min(place.plot, x1) - from - space;
     if (room < LETTER) return;
-    const full = model.name(op);
-    const text = [full, String(model.ops.index[op])].find((t) => t && t.length * LETTER <= room);
+    const index = numbered ? model.ops.index[op].slice(0, 1) : model.ops.index[op];
+    const text = [model.name(op), String(index)].find((t) => t && t.length * LETTER <= room);
     if (!text) return;
     context.font = `11px ${colour.font}`;
     context.textAlign = "center";
     context.fillStyle = colour.onBar;
-    context.fillText(text, from + 3 + room / 2, row.y + row.bar / 2 + 4);
+    context.fillText(text, from + (space + room) / 2, row.y + row.bar / 2 + 4);
   }
 
   // The critical path: a stripe below its operations, and lines where it goes from lane to lane, if they can be told
