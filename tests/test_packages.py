@@ -47,7 +47,7 @@ BUDGETS = {
     "optim": 3_060,
     "checkpoint": 3_120,
     "engine": 9_800,
-    "viz": 1_090,
+    "viz": 1_100,
     "planner": 3_290,
     "models": 3_340,
     "train": 4_650,
