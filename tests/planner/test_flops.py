@@ -17,6 +17,7 @@ from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import cost_trace
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.traced_costs import traced_costs
+from zfunc.runtime import accelerator
 
 ROWS, LENGTHS = 2, (8, 32)
 BY_DAY = {"GPT-2", "Llama", "Mistral, window", "Gemma 2", "Mixtral", "GPT-OSS"}
@@ -208,3 +209,41 @@ def test_an_operation_with_a_kernel_of_its_own_is_one_launch() -> None:
     with cost_trace.AllocationTracker(of_accelerator=True) as seen:
         torch.ops.aten.silu_backward(x, x)
     assert seen.launches == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "size", "tokens"), [((4, 4), 64, 256), ((32, 8), 128, 384), ((4, 2), 72, 200)]
+)
+@pytest.mark.parametrize("ranges", [None, 5])
+def test_backward_of_attention_counts_what_its_kernel_on_cuda_allocates(
+    heads: tuple[int, int], size: int, tokens: int, ranges: int | None, deterministic: bool
+) -> None:
+    """The tensors of `mha_bwd` and `mha_varlen_bwd`, in the words of flash_api.cpp."""
+    round_multiple = lambda x, m: (x + m - 1) // m * m  # noqa: E731
+    num_heads, num_heads_k = heads
+    head_size_rounded = round_multiple(size, 32 if size <= 128 else 64)
+    room = (2, round_multiple(tokens, 128)) if ranges is None else (tokens + 128 * ranges,)
+    nsplits = -(-160 // ((ranges or 2) * num_heads)) if deterministic else 1
+    shape = (2, tokens) if ranges is None else (tokens,)
+    with torch.device("meta"):
+        softmax_d = torch.empty(*room, num_heads)
+        dq_accum = torch.empty(nsplits, *room, num_heads, head_size_rounded)
+        expanded = torch.empty(
+            2, *shape, num_heads if num_heads_k < num_heads else 0, size, dtype=torch.bfloat16
+        )
+        q, k, out = (torch.empty(*shape, n, size, dtype=torch.bfloat16) for n in (*heads, num_heads))
+        scattered = torch.empty(*shape, size, num_heads, dtype=torch.bfloat16).mT
+        sums = torch.empty(2, num_heads, tokens)
+    given = scattered, q, k, k, out
+    if ranges is None:
+        run, given = (
+            torch.ops.aten._scaled_dot_product_flash_attention_backward,
+            [x.transpose(1, 2) for x in given],
+        )
+    else:
+        run = torch.ops.aten._flash_attention_backward
+    at = None if ranges is None else torch.empty(ranges + 1, dtype=torch.int32)
+    with accelerator.deterministic_kernels(deterministic):
+        counted = cost_trace.cuda_kernel_bytes(run.default, (*given, sums, at, at))
+    assert counted == sum(x.nbytes for x in (softmax_d, dq_accum, expanded, scattered))

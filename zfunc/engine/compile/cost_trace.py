@@ -50,6 +50,12 @@ LOOKED_UP = {  # they read some rows or elements of their first argument
     torch.ops.aten.index_select,
     torch.ops.aten.nll_loss_forward,
 }
+ATTENTION_BACKWARDS = {
+    torch.ops.aten._flash_attention_backward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
+MULTIPROCESSORS = 160  # of a GPU that is not here, at most
 UNFUSED = {  # by a compiler with their neighbours, as products are not
     torch.ops.aten.cumsum,
     torch.ops.aten.embedding_dense_backward,
@@ -161,21 +167,32 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
 def cuda_kernel_bytes(func: Any, args: Any) -> int:
     """The bytes that CUDA's kernel of an operation allocates beside its results.
 
-    Backward of flash attention adds up dq in fp32, for each range with room for 128 more tokens, and has dk and dv
-    of every query head where these share keys (`mha_bwd` and `mha_varlen_bwd` in torch's
-    ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    Backward of flash attention adds up dq in fp32, for heads of whole blocks, with a number for each row; a range
+    has room for 128 more rows. `deterministic` takes as many sums as keep every multiprocessor busy. It has dk and
+    dv of every query head where these share keys, as cuDNN has, and copies what is not contiguous (`mha_bwd` and
+    `mha_varlen_bwd` in torch's ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
     """
-    of_ranges = func._overloadpacket is torch.ops.aten._flash_attention_backward
-    if (
-        func._overloadpacket is not torch.ops.aten._scaled_dot_product_flash_attention_backward
-        and not of_ranges
-    ):
+    if (packet := func._overloadpacket) not in ATTENTION_BACKWARDS:
         return 0
-    q, k, ranges = args[1], args[2], args[6] if of_ranges else None
-    heads, key_heads = (x.shape[-2 if of_ranges else 1] for x in (q, k))
-    room = 0 if ranges is None else 128 * (len(ranges) - 1) * heads * q.shape[-1]
-    every = 2 * k.numel() // key_heads * heads if key_heads < heads else 0
-    return 4 * (q.numel() + room) + every * k.element_size()
+    of_ranges = packet is torch.ops.aten._flash_attention_backward
+    given, q, k, _, out = (x if of_ranges else x.transpose(1, 2) for x in args[:5])
+    heads, size = q.shape[-2:]
+    every = 2 * k.nbytes // k.shape[-2] * heads if k.shape[-2] < heads else 0
+    if packet is torch.ops.aten._scaled_dot_product_cudnn_attention_backward:
+        return every
+    if of_ranges and args[6] is not None:
+        count = len(args[6]) - 1
+        rows = len(q) + 128 * count
+    else:
+        count = len(q)
+        rows = count * round_up(q.shape[1], 128)
+    splits = -(-_multiprocessors(q) // (count * heads)) if torch.are_deterministic_algorithms_enabled() else 1
+    sums = 4 * rows * heads * (1 + splits * round_up(size, 32 if size <= 128 else 64))
+    return sums + every + sum(x.nbytes for x in (given, out) if not x.is_contiguous())
+
+
+def _multiprocessors(t: Tensor) -> int:
+    return torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else MULTIPROCESSORS
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
