@@ -7,6 +7,8 @@
 # moments, and the update itself. A loop does not see much of that. It compiles a program, makes a state,
 # and hands the state from step to step. This file writes such a loop and checks it against plain PyTorch.
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -79,10 +81,10 @@ print(f"updates made: {state.step}, rows seen: {state.sequences}")
 
 # ## The same in plain PyTorch
 #
-# The modules still hold their initial values, so this starts where the loop above did: autograd, two
+# The modules still hold their initial values, so a copy starts where the loop above did: autograd, two
 # micro-batches, `clip_grad_norm_`, AdamW.
 
-model = nn.ModuleDict(pieces)
+model = nn.ModuleDict(copy.deepcopy(pieces))
 optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
 theirs = []
 for number in range(STEPS):

@@ -245,9 +245,9 @@ class Dropped(nn.Module):
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an attribute": (lambda m: setattr(m.drop, "p", 0.0), r"attribute drop.p \(0.5, then 0.0\)"),
     "eval": (lambda m: m.eval(), r"attribute training \(True, then False\)"),
-    "a buffer": (lambda m: m.shift.add_(1), "attribute shift was"),
-    "a parameter": (lambda m: setattr(m, "weight", nn.Parameter(torch.ones(8))), "attribute weight was"),
-    "frozen": (lambda m: m.weight.requires_grad_(False), "attribute weight was"),
+    "a buffer": (lambda m: m.shift.add_(1), "attribute shift changed"),
+    "a parameter": (lambda m: setattr(m, "weight", nn.Parameter(torch.ones(8))), "attribute weight changed"),
+    "frozen": (lambda m: m.weight.requires_grad_(False), "attribute weight changed"),
     "a child": (lambda m: setattr(m, "drop", nn.Tanh()), "attribute drop "),
     "a hook": (lambda m: m.drop.register_forward_hook(lambda *_: None), "drop._forward_hooks"),
 }
@@ -273,7 +273,7 @@ LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
     **CHANGES,
     "an attribute of its own": (lambda m: setattr(m, "warmth", 3.0), r"attribute warmth \(2.0, then 3.0\)"),
     "an item of a dict": (lambda m: m.kept.update(one=3), "attribute kept"),
-    "values": (lambda m: m.weight.detach().mul_(2), "the values of s.weight was"),
+    "values": (lambda m: m.weight.detach().mul_(2), "the values of s.weight changed"),
     "an item of a global": (lambda m: SETTINGS.update(warmth=5.0), "global SETTINGS"),
     "the class": (lambda m: setattr(Warm, "power", 2), "class attribute Warm.power"),
     "a global tensor": (lambda m: TABLE.add_(0), "global TABLE"),

@@ -120,7 +120,7 @@ def _check_values(program: Program) -> None:
         if change := segment.changed() or (before and first_change(before.values, look.values)):
             warn_once(
                 program,
-                f"segment {segment.name!r}: {change} was changed after zfunc.segment copied the module, which has "
+                f"segment {segment.name!r}: got {change} changed after zfunc.segment copied the module, which has "
                 "no effect: call zfunc.segment after such changes, or set weights with zfunc.replace",
             )
         cache.looks[segment.name] = look
