@@ -24,6 +24,7 @@ import zfunc
 from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.engine.compile.program import Program
+from zfunc.engine.state.save_load import restore
 from zfunc.runtime.direct_io import DirectFile
 
 ON_DISK: dict[str, dict[str, Any]] = {
@@ -190,8 +191,8 @@ def test_what_memory_alone_has_is_in_the_next_commit(before: str, tmp_path: Path
     assert all(torch.equal(got[name], x) for name, x in expected.items())
 
 
-def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
-    """A process that trains from the last commit on, and says what it sees."""
+def live(pipe: int, last: int, chosen: dict[str, Any], between: Callable[..., Any]) -> None:
+    """A process that trains from the last commit on, and says what it sees; `between` two steps it does this."""
     program, batch = trained.compiled("frozen below", **chosen)
     try:
         state = zfunc.load(chosen["swap"][0], program)
@@ -200,22 +201,34 @@ def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
     while state.batches < last:
         number = state.batches
         state, seen = trained.steps(program, state, batch, number, number + 1)
+        state = between(program, state)
         os.write(pipe, f"{number} {seen}\n".encode())
     os.write(pipe, b"end\n")
 
 
+BETWEEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "nothing": (lambda _, state: state, {}),
+    "a flush, which commits": (zfunc.flush, {"clip_norm": 0.1}),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(
+    name: str, tmp_path: Path
+) -> None:
     """By SIGKILL. Each life comes one call further, and does not tell of its last step."""
-    numbers = NUMBERS["bf16 in 2, 16 bits"]
+    between, more = BETWEEN[name]
+    numbers = {**NUMBERS["bf16 in 2, 16 bits"], **more}
     chosen, last = on_disk(tmp_path, "everything", **numbers), 7
     program, batch = trained.compiled("frozen below", **numbers)
     _, expected = trained.steps(program, zfunc.init(program, seed=2), batch, 0, last)
     program, _ = trained.compiled("frozen below", **chosen)
-    trained.steps(program, zfunc.init(program, seed=2), batch, 0, 1)  # what it traces is for all lives
+    state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 1)  # traced for all lives
+    between(program, state)
     killed(program)
     at, lives, grown = 1, 0, set[int]()
-    while not (told := one_life(lives, last, chosen)).endswith("end\n"):
+    while not (told := one_life(lives, last, chosen, between)).endswith("end\n"):
         now = at + told.count("\n")
         assert told == "".join(f"{n} {expected[n : n + 1]}\n" for n in range(at, now))
         at = open_swap_checkpoint(tmp_path).manifest.position.batches
@@ -225,13 +238,13 @@ def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(
     assert lives > 6
 
 
-def one_life(at: int, last: int, chosen: dict[str, Any]) -> str:
+def one_life(at: int, last: int, chosen: dict[str, Any], between: Callable[..., Any]) -> str:
     """What a process says of its steps that is killed before that call of its commits."""
     source, pipe = os.pipe()
     if not (child := os.fork()):
         try:
             die_in_a_commit(at)
-            live(pipe, last, chosen)
+            live(pipe, last, chosen, between)
         except BaseException as error:
             os.write(pipe, f"-1 {error!r}\n".encode())
         finally:
@@ -259,6 +272,41 @@ def die_in_a_commit(at: int) -> None:
     SwapSpace.commit = within
     for name in ("pwritev", "preadv", "fdatasync"):
         setattr(os, name, partial(watched, getattr(os, name)))
+
+
+FLUSHED: dict[str, dict[str, Any]] = {
+    "half of it": {"commit_every": 1},
+    "read before": {"commit_every": 1},
+    "every third": {},
+    "a skipped step": {"precision": "fp16", "clip_norm": None, "commit_every": 1},
+}
+
+
+@pytest.mark.parametrize("way", FLUSHED)
+def test_a_flush_commits_what_the_next_step_would(way: str, tmp_path: Path) -> None:
+    """The updates so far, with the `extra` of the commit before; a second flush commits nothing."""
+    chosen = {**on_disk(tmp_path, "half of the state"), "defer": True, "clip_norm": 0.1, **FLUSHED[way]}
+    skipping = trained.injecting(float("inf"), {3} if "precision" in chosen else set())
+    program, batch = trained.compiled("odd sizes", **chosen, stages=skipping)
+    state = zfunc.init(program, seed=2, loss_scale=zfunc.LossScale(scale=2.0))
+    save = zfunc.Save(tmp_path, extra={"mine": 7})
+    numbers, swap = list[int](), program.cache.swap
+    assert swap
+    for n in range(3):
+        state, _ = zfunc.train_step(program, state, batch(n), save=save)
+        before = swap.number
+        if way == "read before":
+            zfunc.params(program, state)
+        state = zfunc.flush(program, zfunc.flush(program, state))
+        numbers.append(swap.number - before)
+    assert numbers == ([0, 0, 1] if way == "every third" else [1, 1, 1])
+    expected, position = zfunc.params(program, state), state.position
+    killed(program)
+    again, _ = trained.compiled("odd sizes", **chosen)
+    restored = restore(tmp_path, again)
+    assert (restored.state.position, restored.extra) == (position, {"mine": 7})
+    got = zfunc.params(again, restored.state)
+    assert all(torch.equal(got[name], x) for name, x in expected.items())
 
 
 def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path) -> None:

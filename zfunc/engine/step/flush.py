@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zfunc.checkpoint.strict_json import to_plain
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.recipes import flush_recipe
@@ -17,6 +18,7 @@ from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, s
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.state.swap_state import commit_state
 from zfunc.engine.step.stage_context import StepContext
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import RunOptions, StepRun
@@ -99,13 +101,22 @@ def step_on(
 def flush(program: Program, state: State) -> State:
     """Make the deferred update of the last step now, in place, and return `state`.
 
-    The next step, and whoever reads a State, makes it as well. All ranks have to call this together. Raises
-    DonatedStateError for a used state.
+    The next step, and whoever reads a State, makes it as well. With `defer`, a swap space gets the commit here that
+    the next step would make of this State by `commit_every`, with the `extra` of its last one. All ranks have to
+    call this together. Raises DonatedStateError for a used state, and CheckpointError or DiskError where a commit
+    fails.
     """
     refuse_inference_mode("flush")
     check_state(program, state, "flush")
     refuse_global_modes("flush", program.device)
     make_deferred_update(program, state, "flush")
+    swap = state.buffers.swap
+    if swap is None or not program.spec.deferred or state.step % program.settings.commit_every:
+        return state
+    last = swap.record()
+    if last is None or last["position"] != to_plain(state.position):
+        with lock_staging(program, "flush", patience=program.executor.patience):
+            commit_state(program, state, last and last["extra"])
     return state
 
 
