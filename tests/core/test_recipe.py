@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 from small_models import MODELS
+from table import SPECS, Segments, layouts, spec
 
 import zfunc
-from zfunc.core.graph import Op, Region
-from zfunc.core.recipes import deferred, zero_offload
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.recipes import deferred, plain, zero_offload
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile.program import Program
+from zfunc.errors import PlanError
 
 
 def compiled(recipe: Any, **more: Any) -> Program:
@@ -28,6 +32,35 @@ def without(*verbs: str) -> Callable[[StepSpec], Iterator[Op]]:
 
 def test_zero_offload_is_the_default_recipe() -> None:
     assert compiled(zero_offload).plan == compiled(None).plan
+
+
+@given(layouts(), st.data())
+def test_plain_is_zero_offload_where_nothing_else_is_set(
+    made: tuple[Segments, int, int], data: st.DataObject
+) -> None:
+    segments, bucket_size, _ = made
+    own = spec(
+        segments,
+        bucket_size=bucket_size,
+        state_format=data.draw(st.sampled_from(["fp32", "16bit", "8bit", "muon-8bit"])),
+        micro_batches=data.draw(st.integers(1, 3)),
+        recompute=data.draw(st.tuples(*[st.booleans()] * len(segments))),
+        **{name: data.draw(st.booleans()) for name in ("barrier", "save")},
+        **{name: data.draw(st.integers(1, 3)) for name in ("grad_slots", "host_slots")},
+    )
+    if any(len(b.deliveries) > 1 or own.updated_in_parts(b.index) for b in own.layout.buckets):
+        with pytest.raises(PlanError, match="tied parameters or updates of whole matrices"):
+            Graph(plain(own))
+    else:
+        assert Graph(plain(own)) == Graph(zero_offload(own))
+
+
+def test_plain_refuses_other_settings_and_trains() -> None:
+    with pytest.raises(PlanError, match="plain: got params_on, expected one device"):
+        compiled(plain, params_on="host")
+    with pytest.raises(PlanError, match="plain: got ranks"):
+        Graph(plain(SPECS["tied neighbours"]))
+    assert compiled(plain, clip_norm=1.0).plan == compiled(None, clip_norm=1.0).plan
 
 
 @pytest.mark.parametrize(

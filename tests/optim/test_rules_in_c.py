@@ -35,13 +35,13 @@ def test_the_printed_file_is_current() -> None:
 )  # fmt: skip
 def test_a_rule_is_printed_as_it_is_written(update, expected) -> None:
     """Old moments have names of their own: the new ones, which may be they, are stored last."""
-    assert expected in rules_in_c.plain(Rule(update, ("m", "v"), "own"))
+    assert expected in rules_in_c.plain_loop(Rule(update, ("m", "v"), "own"))
 
 
 @pytest.mark.parametrize("update", [lambda o, k, g: (g if g else k.rate,), lambda o, k, g: (abs(g),)])
 def test_a_rule_that_branches_or_does_more_has_no_c(update) -> None:
     with pytest.raises(TypeError):
-        rules_in_c.plain(Rule(update, (), "own"))
+        rules_in_c.plain_loop(Rule(update, (), "own"))
 
 
 # ---- one's own -----------------------------------------------------------------------------------------

@@ -7,19 +7,95 @@ A recipe is a generator of operations. Lanes, streams and waits follow from the 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 
+from attrs import fields
+
 from zfunc.core.graph import Op
 from zfunc.core.ops import OpBuilder
 from zfunc.core.pipeline import VERBS, B, F, I, R, W
+from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
 
 Recipe = Callable[[StepSpec], Iterable[Op]]
 Update = Callable[[StepSpec, OpBuilder, int], Iterator[Op]]
+# What `plain` reads, or what changes no operation of a step on one device.
+PLAIN = {
+    *(
+        "micro_batches",
+        "clip_norm",
+        "precision",
+        "schedule",
+        "recompute",
+        "compile_segments",
+        "deterministic",
+    ),
+    *("bucket_size", "grad_slots", "host_slots", "weight_slots", "moments", "accumulate"),
+}
 
 
 def recipe_of(spec: StepSpec) -> Recipe:
     """The recipe of most steps of a spec."""
     return deferred if spec.deferred else zero_offload
+
+
+def plain(spec: StepSpec) -> Iterator[Op]:
+    """`zero_offload` to read first: parameters on one device, all else on the host, and no setting but `PLAIN`.
+
+    Raises PlanError for other settings, several ranks, tied parameters and updates of whole matrices.
+    """
+    _check_plain(spec)
+    emit, last = OpBuilder(spec), spec.settings.micro_batches - 1
+
+    def deliver(m: int, b: int) -> Iterator[Op]:
+        if not last:
+            yield emit.square_sum(b, waits=False)
+            yield emit.squares_to_host(b)
+        yield emit.to_host(m, b, 0)
+        if last:
+            yield emit.accumulate(m, b, 0, first=m == 0)
+
+    def update(b: int) -> Iterator[Op]:
+        yield emit.update(b)
+        yield emit.to_device(b)
+
+    if spec.save:
+        yield from _write(spec, emit)
+    for m in range(last + 1):
+        yield emit.load(m, 0)
+        for s in range(spec.num_segments):
+            yield emit.forward(m, s)
+        if m == last and not spec.barrier:  # without clipping no update waits for the norm
+            yield emit.decide()
+        for s in reversed(range(spec.layout.first_trainable, spec.num_segments)):
+            yield emit.backward(m, s)
+            for b, _, segments in spec.layout.contributions(s):
+                yield emit.pack(m, b, s, first=s == segments[0])
+                if s == segments[-1]:
+                    yield from deliver(m, b)
+                    if m == last and not spec.barrier:
+                        yield from update(b)
+    yield emit.global_norm()
+    if spec.barrier:
+        yield emit.decide()
+        for bucket in reversed(spec.layout.buckets):
+            yield from update(bucket.index)
+    yield from _keep_buffers(spec, emit)
+    if spec.save:
+        yield emit.publish(last=True)
+
+
+def _check_plain(spec: StepSpec) -> None:
+    """Raise PlanError for a step that has other operations than those of `plain`."""
+    changed = {f.name for f in fields(StepSettings) if getattr(spec.settings, f.name) != f.default}
+    others = any(len(b.deliveries) > 1 or spec.updated_in_parts(b.index) for b in spec.layout.buckets)
+    if changed - PLAIN or others or spec.world > 1 or spec.settings.group_size > 1:
+        got = (
+            ", ".join(sorted(changed - PLAIN))
+            or "ranks, groups, tied parameters or updates of whole matrices"
+        )
+        raise PlanError(
+            f"plain: got {got}, expected one device and settings of recipes.PLAIN: use zero_offload"
+        )
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:

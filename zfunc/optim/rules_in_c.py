@@ -162,7 +162,7 @@ def bits_of(x: float) -> int:
     return struct.unpack("I", struct.pack("f", x))[0]
 
 
-def plain(rule: Rule) -> str:
+def plain_loop(rule: Rule) -> str:
     """The loop of a rule over some elements, whose moments are float arrays."""
     k: Any = Factors._make(name(f"k.{x}") for x in Factors._fields)
     o, printer, g, p = _Names(), Printer(), name("g"), name("p[i]")
@@ -233,7 +233,7 @@ def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
         "#define ZF_FACTORS(each) \\\n    " + " \\\n    ".join(f"each({x})" for x in Factors._fields),
         "#define ZF_AS_FLOAT(name) float name;\ntypedef struct { ZF_FACTORS(ZF_AS_FLOAT) } zf_factors;",
         "\n".join(floors),
-        *(plain(x) for x in printed),
+        *(plain_loop(x) for x in printed),
         "/* The rule of a call, over the elements of a block: of p and moments m, with gradients g. */\n"
         "#define ZF_APPLY(a, p, m, g, n) \\\n    " + " \\\n    ".join(calls),
         "#endif",
