@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -708,6 +709,23 @@ def test_backward_runs_on_the_lane_that_computes(device: str, recompute: Any) ->
     program = zfunc.compile(parts, device=device, precision="fp32", recompute=recompute)
     zfunc.train_step(program, zfunc.init(program), (torch.ones(4, 8), torch.ones(4)))
     assert threads == {threading.get_ident()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_graphs_of_a_device_are_refused_beside_the_main_thread(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch has none there; another device computes on a thread of its own."""
+    run = vjp._as_device_graph(lambda *given: [*given])
+    for has_them in (True, False):
+        monkeypatch.setattr(vjp, "GRAPHS_IN_THREADS", has_them)
+        run(torch.ones(1, device=device))
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(run, torch.ones(1, device=device))
+            assert isinstance(done.exception(), ValueError) != has_them
+    with pytest.raises(ValueError, match=r'"reduce-overhead" beside the main thread.*devices=1'):
+        needs(2)
+        compiled("tied GPT", device, devices=2, micro_batches=2, compile_segments="reduce-overhead")
 
 
 def test_with_deterministic_the_serial_bits_stay(device: str) -> None:

@@ -4,6 +4,7 @@ is refused by name."""
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import fuzz_models
@@ -918,3 +919,45 @@ def test_random_pieces_are_those_of_the_row_or_refused(seeds: range) -> None:
         pieces = fuzz_models.draw_rows(Random(seed))
         made = [{**fuzz_models.KEEPING, **fuzz_models.MIXING}[name](16, 8) for name in pieces]
         assert in_tiles(nn.Sequential(*made)) or not {*pieces} <= {*fuzz_models.APART}, (seed, pieces)
+
+
+ON_HOPPER = {"capability": (9, 0), "version": 91900, "tokens": (512, 384), "size": 128, "said": None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "_OnCudnn"),
+        ({"size": 64}, "_OnCudnn"),
+        ({"said": "0"}, "_OnCudnn"),
+        ({"version": 91500}, "_OnCuda"),  # its own fix came after
+        ({"version": None}, "_OnCuda"),
+        ({"capability": (10, 0)}, "_OnCuda"),
+        ({"capability": (10, 3)}, "_OnCuda"),
+        ({"capability": (8, 0)}, "_OnCuda"),
+        ({"tokens": (512, 192)}, "_OnCuda"),
+        ({"tokens": (320, 512)}, "_OnCuda"),
+        ({"tokens": (32, 32)}, "_OnCuda"),
+        ({"size": 192}, "_OnCuda"),
+        ({"said": "1"}, "_OnCuda"),
+        ({"said": "yes"}, "_OnCuda"),
+        ({"size": 224, "capability": (8, 0)}, "_OnCuda"),
+        ({"size": 224}, "_OnCuda"),
+        *(({"size": 200, "capability": x}, "_InTorch") for x in ((8, 6), (8, 9), (12, 0))),
+        *(({"size": n, "capability": (8, 9)}, "_OnCuda") for n in (192, 256)),
+    ],
+)
+def test_a_kernel_of_cuda_is_taken_where_it_is_known_to_be_right(
+    changed: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch itself has it, and no cut block of cuDNN's."""
+    given = {**ON_HOPPER, **changed}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: given["version"])
+    monkeypatch.delenv(tile_attention.DEPRIORITIZED, raising=False)
+    if given["said"] is not None:
+        monkeypatch.setenv(tile_attention.DEPRIORITIZED, given["said"])
+    like = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "is_cuda": True}
+    q, k = (SimpleNamespace(shape=(1, 4, n, given["size"]), **like) for n in given["tokens"])
+    pair: Any = tile_attention.Pair(q, k, k, View(512, 1.0), (0, 512))  # pyright: ignore[reportArgumentType]
+    assert tile_attention._kernel(pair).__name__ == expected

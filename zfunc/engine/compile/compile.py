@@ -29,6 +29,7 @@ from zfunc.engine.compile.passes import segment_calls
 from zfunc.engine.compile.program import Program, ProgramCache, make_plan
 from zfunc.engine.compile.segment import Segment, checked_segments
 from zfunc.engine.compile.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
+from zfunc.engine.compile.vjp import check_device_graphs
 from zfunc.engine.state.state import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.step.batches import Batch, unpacked
 from zfunc.engine.step.stage_context import Stage
@@ -122,6 +123,8 @@ def compile(
         return first_that_fits(ways, example, settings.automatic)
     settings = settings.scheduled(on_cpu=not on_gpu)
     devices = devices_from(device, settings.devices)
+    if settings.compile_segments == "reduce-overhead" and on_gpu:
+        check_device_graphs(settings.devices > 1)
 
     # 2. Spec: the layout of the parameters, and what a recipe asks of the settings.
     optimizer = with_moments(optimizer, settings)

@@ -5,6 +5,7 @@ takes a part of the keys with the log-sum-exp of all. The device's fused kernel 
 else, and where a key is hidden by more than its place, `_scores` of a tile by as many keys, in fp32.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeGuard
@@ -20,6 +21,9 @@ from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
 Keys = DeviceKeys | HostKeys
+DEPRIORITIZED = (
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # the environment's word to torch to take flash attention first
+)
 FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
 ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
@@ -267,19 +271,37 @@ class _OnCudnn:
 
 
 def _fits(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash attention takes such tensors."""
-    alike = q.shape[-1] == v.shape[-1] <= 256 and not q.shape[-1] % 8
-    return alike and not runs_on_cpu(q.device) and fuses_grouped_queries(q.device, q.dtype)
+    """Whether CUDA's flash attention takes such tensors; of 193 to 224 features no smaller GPU has a backward."""
+    alike = (size := q.shape[-1]) == v.shape[-1] <= 256 and not size % 8
+    if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
+        return False
+    return not (q.is_cuda and 192 < size <= 224) or _capability(q) in ((8, 0), (9, 0), (10, 0))
+
+
+def _capability(q: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(q.device)
+
+
+def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether cuDNN's attention is known to be right for a pair: where torch itself takes it first
+    (`check_prefer_cudnn_attention` in its sdp_utils.cpp), on Hopper, and if no block of 128 keys or queries is cut,
+    whose rest cuDNN takes into account in backward (pytorch/pytorch#196678)."""
+    if not q.is_cuda or _capability(q) != (9, 0) or q.shape[-1] > 128:
+        return False
+    whole, preferred = (
+        not q.shape[2] % 128 and not k.shape[2] % 128,
+        os.environ.get(DEPRIORITIZED, "0") == "0",
+    )
+    newer = (torch.backends.cudnn.version() or 0) > 91500 and torch.backends.cuda.cudnn_sdp_enabled()
+    return whole and preferred and newer and not torch.are_deterministic_algorithms_enabled()
 
 
 def _kernel(pair: Pair) -> Any:
     """The device's fused kernel for a pair, or torch."""
     q = pair.q
     if _fits(q, pair.v) and not pair.view.hides:
-        # Where torch takes it first, too: on one H200 it took 0.6 of the time of flash attention.
-        newer = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
-        fast = newer and q.shape[-1] <= 128 and torch.backends.cuda.cudnn_sdp_enabled()
-        return _OnCudnn if fast and not torch.are_deterministic_algorithms_enabled() else _OnCuda
+        # On one H200 cuDNN took 0.6 of the time of flash attention.
+        return _OnCudnn if _fits_cudnn(q, pair.k) else _OnCuda
     return _OnCpu if runs_on_cpu(q.device) and q.shape[-1] == pair.v.shape[-1] else _InTorch
 
 

@@ -6,6 +6,7 @@ last segment never recomputes, because its backward follows its forward at once.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,10 +37,11 @@ from zfunc.engine.compile.recompute import (
 )
 from zfunc.engine.compile.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
 from zfunc.engine.compile.tiles import Tiled, TiledLoss
-from zfunc.runtime.accelerator import record_use
+from zfunc.runtime.accelerator import on_accelerator, record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
 Compiled = bool | Literal["reduce-overhead"]
+GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
@@ -570,7 +572,19 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
     fills."""
 
     def call(*tensors: Any) -> list[Any]:
+        if any(isinstance(x, Tensor) and on_accelerator(x.device) for x in tensors):
+            check_device_graphs(threading.current_thread() is not threading.main_thread())
         torch.compiler.cudagraph_mark_step_begin()
         return [x.clone() if isinstance(x, Tensor) else x for x in run(*tensors)]
 
     return call
+
+
+def check_device_graphs(beside: bool) -> None:
+    """Raise ValueError if passes that are launched as graphs run `beside` the main thread, where torch has none."""
+    if beside and not GRAPHS_IN_THREADS:
+        raise ValueError(
+            f'compile_segments: got "reduce-overhead" beside the main thread with torch {torch.__version__}, whose '
+            "graphs of a device are the main thread's: expected torch 2.13 or later, or devices=1 with all steps "
+            "in the main thread, or compile_segments=True"
+        )
