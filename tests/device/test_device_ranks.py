@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ import torch
 import torch.distributed as dist
 from device_training import compiled, run
 from forked import fork, played, warm
+from torch import Tensor
 from zfunc.schedules import make_schedule
 
 import zfunc
 from zfunc.engine.compile.program import rescheduled
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import RankError
+from zfunc.runtime.collectives import _all_gather, _reduce_scatter
 from zfunc.runtime.executor import Jitter
 
 WORLD = 2
@@ -40,12 +44,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "stage 3": {"micro_batches": 2, "stage": 3},
     "stage 3 on the host": {"micro_batches": 2, "stage": 3, "params_on": "host", "activations_on": "host"},
+    "pipeline": {"micro_batches": 2, "parallel": zfunc.Mesh(pp=2)},
 }
+DEFAULT_STREAMS = range(4)  # of the four pretend devices
 
 
 def bits(rank: int) -> dict[str, Any]:
     """Whether every schedule has the serial bits, and what those are."""
     seen: dict[str, Any] = {}
+    issued, messages = pretend.load().issued, watched_messages()
     for name, settings in SETTINGS.items():
         program, data = compiled(
             "odd sizes", f"pretend:{rank}", bucket_size=600, schedule="Serial", **settings
@@ -59,11 +66,57 @@ def bits(rank: int) -> dict[str, Any]:
             other = rescheduled(program, make_schedule(schedule))
             again, same = run(other, data, jitter=Jitter(rank, 3e-4))
             seen[f"{name} {schedule}"] = repr(again) == repr(losses) and torch.equal(same, params)
+        calls = issued()
+        seen[f"{name} issued"] = [call[:3] for call in calls]
+        seen[f"{name} streams"] = sorted({stream for *_, stream in calls})
+        seen[f"{name} messages"] = dict(Counter(messages))
+        messages.clear()
     # 20 steps of 2 collectives for each of 10 buckets.
     program, data = compiled("odd sizes", f"pretend:{rank}", bucket_size=600, stage=3)
     run(program, data, steps=20)
     seen["remembered"] = len(program.ranks.queued)
+    seen["refused"] = refused(rank)
     return seen
+
+
+def watched_messages() -> list[str]:
+    """What this process sends and receives from now on, by tag and size; from rank 0 to 1 as 1 has it, and back."""
+    found: list[str] = []
+
+    def watched(issue: Any, sent: bool) -> Any:
+        def message(part: Tensor, peer: int, group: Any = None, tag: int = 0) -> Any:
+            assert part.is_contiguous(), "expected a dense tensor"
+            assert (part.device.type, part.dtype) in (("cpu", torch.uint8), ("cpu", torch.int64)), part
+            found.append(f"to {peer if sent else 1 - peer}, tag {tag}: {part.numel()} {part.dtype}")
+            return issue(part, peer, group=group, tag=tag)
+
+        return message
+
+    dist.isend, dist.irecv = watched(dist.isend, True), watched(dist.irecv, False)
+    return found
+
+
+WRONG: dict[str, Callable[[Tensor], Any]] = {
+    "strides": lambda x: dist.all_reduce(x.view(4, 4).t()),
+    "which NCCL has not": lambda x: dist.all_reduce(x.to(torch.int16)),
+    "communicator": lambda x: dist.all_reduce(torch.ones(4, device=f"pretend:{3 - x.device.index}")),
+    "expected one": lambda x: _all_gather(x, x[:8].to(torch.bfloat16)),
+    "times as many": lambda x: _all_gather(x, x[:5].clone()),
+    "overlaps": lambda x: _reduce_scatter(x[4:12], x),
+}
+
+
+def refused(rank: int) -> list[str]:
+    """What the pretend backend says of collectives that gloo takes, and NCCL does not."""
+    found: list[str] = []
+    x = torch.ones(16, device=f"pretend:{rank}")
+    for what, issue in WRONG.items():
+        try:
+            issue(x)
+            found.append(f"{what}: taken")
+        except RuntimeError as error:
+            found.append("" if what in str(error) else str(error))
+    return found
 
 
 def failing(rank: int, action: str) -> dict[str, Any]:
@@ -165,9 +218,32 @@ def test_every_schedule_has_the_serial_bits_on_all_ranks(outcomes: dict[str, Any
     first, second = outcomes["bits-0"], outcomes["bits-1"]
     assert [name for name, seen in first.items() if seen is False] == []
     assert max(seen.pop("remembered") for seen in (first, second)) < 50  # collectives, of some 400
-    assert first == second  # losses, norms and parameters, too
+    assert {k: v for k, v in first.items() if "streams" not in k} == {
+        k: v for k, v in second.items() if "streams" not in k
+    }  # losses, norms and parameters, too
     assert first["stage 3"] == first["stage 3 on the host"]
-    assert first["stage 3"]["bits"] == first["plain"]["bits"]
+    assert first["stage 3"]["bits"] == first["plain"]["bits"] == first["pipeline"]["bits"]
+
+
+def test_collectives_and_messages_are_such_as_nccl_takes(outcomes: dict[str, Any]) -> None:
+    """Tensors on the rank's device, dense, of one type and of sizes that fit, as the pretend backend checks; on one
+    stream of a program, which is not the device's own; the same and in one order on all ranks. Messages are bytes
+    on the host, each sent as it is received."""
+    first, second = outcomes["bits-0"], outcomes["bits-1"]
+    assert first["refused"] == second["refused"] == [""] * len(WRONG)
+    for name, settings in SETTINGS.items():
+        calls, messages = first[f"{name} issued"], first[f"{name} messages"]
+        assert calls == second[f"{name} issued"]
+        assert messages == second[f"{name} messages"]
+        if name == "pipeline":
+            assert (calls, len(messages) > 4) == ([], True)
+            continue
+        gradients = {type for what, type, _ in calls if what == "reduce_scatter"}
+        assert gradients == {"Float" if settings.get("precision") == "fp32" else "BFloat16"}
+        for seen in (first, second):
+            assert 1 <= len(seen[f"{name} streams"]) <= 3  # that of each of the three programs
+            assert not {*seen[f"{name} streams"]} & {*DEFAULT_STREAMS}
+        assert messages == {}
 
 
 @pytest.mark.parametrize(
