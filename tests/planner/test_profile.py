@@ -47,8 +47,11 @@ GB = {  # of each card, as it is sold
         "gb200": 186,
         "gb300": 288,
         "h100-96gb": 96,
+        "rtx3090x2": 24,
         "rtx3090x4": 24,
+        "rtx4090x2": 24,
         "rtx4090x8": 24,
+        "rtx5090x2": 32,
     },
 }
 SHIPPED = tuple(sorted(GB))
@@ -326,6 +329,7 @@ WRONG: tuple[tuple[str, Any, str], ...] = (  # where, what is there (None: nothi
     ("bytes", 5, "bytes: got 5, expected an object"),
     ("sources.x", 5, "sources.x: got 5, expected a text"),
     ("unified", "yes", "unified: got 'yes', expected true or false"),
+    ("base", "rtx4091", "base: got 'rtx4091', expected one of |did you mean 'rtx4090'"),
     ("shared", {"cores": {"compute": figure(2.0)}}, "shared.cores.compute: got 2, |1e-06 and 1 (shared)"),
     ("shared", {"cores": {"gpu": figure(0.5)}}, "shared.cores.gpu: got an unknown name, expected on"),
     ("bytes.context", figure(3.4e10), "bytes.context: got 3.4e+10, expected less"),
@@ -416,13 +420,34 @@ def test_any_profile_is_written_as_it_reads_and_makes_hardware(profile: Profile,
 @pytest.mark.parametrize(
     ("hardware", "said"),
     [
-        ("rtx4090", "nodes      2, of 1 device and all the node's memory each; 1 GB/s between"),
-        ("rtx4090x8", "nodes      1, of 2 devices and all the node's memory each; 2.61 GB/s inside"),
+        ("rtx4090 --world 2", "nodes      2, of 1 device and all the node's memory each; 1 GB/s between"),
+        (
+            "rtx4090x8 --world 2",
+            "nodes      1, of 2 devices and all the node's memory each; 2.61 GB/s inside",
+        ),
+        ("rtx4090 --gpus 2", "nodes      1, of 2 devices and all the node's memory each; 5.99 GB/s inside"),
+        ("rtx4090 --gpus 2", "planned in one machine, rtx4090x2: that of rtx4090 has 1 device"),
+        ("rtx4090 --gpus 4", "planned in one machine, rtx4090x8: that of rtx4090 has 1 device"),
+        ("rtx4090x2 --gpus 2", "2 ranks of 1 device: "),
+        ("rtx4090 --gpus 4 --world 2 --params-on host --stage 3", "2 ranks of 2 devices: "),
+        ("t4 --gpus 4", "nodes      1, of 4 devices"),
+        ("rtx4090 --gpus 2 --with count.devices=2 --with bytes_per_s.network_in_node=2e10", "got no figure"),
+        ("rtx4090 --gpus 4 --world 4 --devices 2", "--gpus: got 4 with --world 4 and --devices 2, expected"),
+        ("rtx4090 --devices 2", "at most the 1 of a node: use more ranks, or the profile rtx4090x2"),
     ],
 )
 def test_a_plan_of_ranks_says_their_nodes_and_link(
     hardware: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --batch-size 4 --world 2"
-    main(["plan", *flags.split(), "--hardware", hardware])
-    assert said in capsys.readouterr().out
+    flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --batch-size 4"
+    main(["plan", *flags.split(), "--hardware", *hardware.split()])
+    assert said in "".join(capsys.readouterr())
+
+
+def test_cards_of_one_machine_share_what_it_has() -> None:
+    """By the figures of the profile of one card: host, memory of a card, half of its lanes."""
+    one, two = load_profile("rtx4090").hardware("bf16"), load_profile("rtx4090x2").hardware("bf16", 2)
+    assert (two.memory["device"], two.memory["host"]) == (one.memory["device"], one.memory["host"] // 2)
+    halves = [pytest.approx(x / 2) for x in (one.rates["d2h"], one.rates["read"], one.rates["host"])]
+    assert [two.rates[kind] for kind in ("d2h", "read", "host")] == halves
+    assert (two.flops, two.launch) == (one.flops, one.launch)

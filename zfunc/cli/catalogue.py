@@ -124,7 +124,7 @@ ELSEWHERE = {
         *("--cpu-offload", "--offload-optimizer", "--optimizer-offload"),
     ),
     "--params-on host": ("--offload-param", "--offload-params", "--param-offload"),
-    "torchrun --nproc-per-node N -m zfunc train, and --world N in a plan": (
+    "torchrun --nproc-per-node N -m zfunc train, and --gpus N in a plan": (
         *("--ranks", "--nproc-per-node", "--num-processes", "--world-size", "--num-gpus"),
     ),
     "--pp or --devices: layers of several devices; no layer is divided": (

@@ -27,6 +27,7 @@ from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import KINDS, Kind, Tier
 from zfunc.core.hardware import Hardware, Measured
 from zfunc.errors import did_you_mean
+from zfunc.options import one_of
 
 FOLDER = Path(__file__).parent / "profiles"
 
@@ -179,7 +180,8 @@ class Profile:
         rank with more devices than a node has.
         """
         if devices > (of_node := int(self.value("count", "devices"))):
-            self._refuse("devices", str(devices), f"at most the {of_node} of a node: use more ranks")
+            box = f", or the profile {x}" if (x := box_of(self.name, devices)) != self.name else ""
+            self._refuse("devices", str(devices), f"at most the {of_node} of a node: use more ranks{box}")
         if precision not in self.precisions:
             has = f"one it has: use {', '.join(self.precisions)}, or calibrate with it"
             raise ValueError(f"{self.name}: got precision {precision!r}, expected {has}")
@@ -344,6 +346,17 @@ def load_profile(name: str | PathLike[str]) -> Profile:
     return parse_profile(path.read_text(), str(path))
 
 
+def box_of(name: str, gpus: int) -> str:
+    """The profile of the smallest machine that is known to have so many of a profile's cards, else its own name.
+
+    >>> box_of("rtx4090", 2), box_of("rtx4090", 4), box_of("h100", 8), box_of("t4", 2)
+    ('rtx4090x2', 'rtx4090x8', 'h100', 't4')
+    """
+    boxes = filter(re.compile(rf"{re.escape(name)}(x\d+)?").fullmatch, profile_names())
+    counts = {x: load_profile(x).value("count", "devices") for x in boxes}
+    return min((x for x in counts if counts[x] >= gpus), key=lambda x: counts[x], default=name)
+
+
 Table: TypeAlias = Mapping[str, Figure]
 
 
@@ -352,8 +365,10 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @frozen
 class _File:
-    """The tables that a profile's file may have."""
+    """The tables that a profile's file may have; with a profile as `base`, figures that are left out, `unified`
+    and `grouped` are as there."""
 
+    base: str = ""
     title: str = ""
     unified: bool = False
     grouped: bool = True
@@ -386,7 +401,13 @@ def parse_profile(text: str, name: str) -> Profile:
         ) from error
     figures: dict[str, Table] = {table: of for table in TABLES if (of := getattr(found, table))}
     figures |= {f"{SHARED}{resource}": of for resource, of in found.shared.items()}
-    more = found.sources, found.unified, found.grouped, found.measured
+    sources = found.sources
+    if found.base:
+        base = load_profile(one_of(profile_names())(f"{name}: base", found.base))
+        sources = {**base.sources, **sources}
+        figures = {x: {**base.figures.get(x, {}), **figures.get(x, {})} for x in {**base.figures, **figures}}
+        found = evolve(found, unified=base.unified, grouped=base.grouped)
+    more = sources, found.unified, found.grouped, found.measured
     return Profile(name, found.title or name, figures, *more)
 
 

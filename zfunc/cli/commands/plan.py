@@ -22,7 +22,7 @@ from zfunc.core.pipeline import B, F
 from zfunc.core.settings import BY_DEVICE, StepSettings
 from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused, shortage_text
-from zfunc.planner.profile import Profile
+from zfunc.planner.profile import Profile, box_of
 from zfunc.train.settings import CHOSEN, STEP, check_rows, check_together, step_flags, step_settings
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class PlanSettings(PlannedStepFlags):
     )
     gpus: int | None = option(
         None,
-        "GPUs in all: they are divided into `world` ranks of so many `devices` each as is fastest (default: what "
-        "those say)",
+        "GPUs in all, in one machine where a profile has so many of the card: they are divided into `world` ranks "
+        "of so many `devices` each, what is not given of these as is fastest (default: what those say)",
         count,
         group="hardware",
         common=True,
@@ -122,7 +122,8 @@ def run_plan(settings: PlanSettings) -> int:
 class PlannedModel:
     """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits, and
     `limit` says what else than memory bounds it, if anything does; `knee` has lengths up to that one and their
-    tokens/s. With `gpus`, `layouts` are those that were planned."""
+    tokens/s. With `gpus`, `layouts` are those that were planned, and `box` says what machine
+    other than that of the profile named has them."""
 
     settings: PlanSettings
     planned: "Planned"
@@ -130,6 +131,7 @@ class PlannedModel:
     limit: str = ""
     layouts: "tuple[PlannedModel, ...]" = ()
     knee: tuple[tuple[int, float], ...] = ()
+    box: str = ""
 
     @property
     def layout(self) -> str:
@@ -150,7 +152,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     hardware = settings.profile
     assert hardware is not None
     if settings.gpus is not None:
-        return _fastest_layout(settings, settings.gpus, int(hardware.value("count", "devices")))
+        return _fastest_layout(settings, settings.gpus, hardware)
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
     begin = settings if settings.max != "length" else evolve(settings, seq_length=1)
     model, limit = simulated_model(begin), ""
@@ -174,20 +176,31 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     return PlannedModel(settings, planned, model, limit, knee=tuple(knee))
 
 
-def _fastest_layout(settings: PlanSettings, gpus: int, of_node: int) -> PlannedModel:
-    """The plan of the fastest division of the GPUs into ranks of several devices that fits, if one does."""
+def _fastest_layout(settings: PlanSettings, gpus: int, hardware: Profile) -> PlannedModel:
+    """The plan of the fastest division of the GPUs into ranks of several devices that fits, if one does; in one
+    machine where one is known that has them all."""
     planned: list[PlannedModel] = []
     refused: list[ValueError] = []
-    for devices in (n for n in range(1, min(gpus, of_node) + 1) if gpus % n == 0):
+    own, box = int(hardware.value("count", "devices")), ""
+    if gpus > own and (name := box_of(hardware.name, gpus)) != hardware.name:
+        box = f"planned in one machine, {name}: that of {hardware.name} has {counted(own, 'device')}"
+        settings, own = evolve(settings, hardware=name), gpus
+    ways = ((gpus // n, n) for n in range(1, min(gpus, own) + 1) if gpus % n == 0)
+    given = [(w, n) for w, n in ways if settings.world in (1, w) and settings.devices in (1, n)]
+    if not given:
+        raise ValueError(
+            f"gpus: got {gpus} with world={settings.world} and devices={settings.devices}, expected their product "
+            "on machines that have them: leave out `gpus`"
+        )
+    for world, devices in given:
         try:
-            given = evolve(settings, gpus=None, world=gpus // devices, devices=devices)
-            planned.append(plan_model(given))
+            planned.append(plan_model(evolve(settings, gpus=None, world=world, devices=devices)))
         except ValueError as error:  # too few sequences for its ranks, or segments for its devices
             refused.append(error)
     if not planned:
         raise refused[0]
     best = min(planned, key=lambda x: (sum(x.planned.lacking.values()), x.planned.step_seconds))
-    return evolve(best, layouts=tuple(planned))
+    return evolve(best, layouts=tuple(planned), box=box)
 
 
 def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -> "CostModel":
@@ -248,6 +261,7 @@ def as_json(answer: PlannedModel) -> str:
         "limit": answer.limit,
         "knee": answer.knee,
         "layouts": [x.layout for x in answer.layouts],
+        "box": answer.box,
         "hardware": p.hardware.name,
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
     }
@@ -272,7 +286,7 @@ def plan_text(answer: PlannedModel) -> str:
     found = _found(p) if AUTO in (flags.schedule, flags.order) else []
     if not p.fits and model.trained == model.parameters and (flags.hf or flags.hf_config):
         found.append("or train adapters alone (--lora 16): weights in 16 bits, no optimizer state of them")
-    lines += [f"  {x.layout}" for x in answer.layouts]
+    lines += [f"  {x}" for x in (answer.box, *(x.layout for x in answer.layouts)) if x]
     told = report(p, chosen_precision=flags.precision == AUTO, found=found, written=_typed)
     return "\n".join([*lines, told])
 
