@@ -7,6 +7,7 @@ operation show where a bucket's bytes are while it runs.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 import one_bucket as step
@@ -17,6 +18,7 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import zero_offload
 from zfunc.core.settings import StepSettings
@@ -126,6 +128,84 @@ def lifetimes(graph: Graph) -> Timeline:
             name = f"{writer}[the step before]" if born is None else names[born]
             bars.append(Event(str(region), name, "host", start, min(end, after)))
     return Timeline(tuple(bars), timeline.source)
+
+
+# --- where the bytes are ----------------------------------------------------------------------------------
+
+PLACES: dict[str, dict[str, Any]] = {  # settings of a step, by what is said of it
+    "everything on the card": {"offload_ratio": 0.0},
+    "gradients and Adam on the host": {},
+    "parameters and activations too": {"params_on": "host", "activations_on": "host"},
+    "Adam's state on a drive": {
+        "params_on": "host",
+        "activations_on": "host",
+        "state_on": "disk",
+        "swap": ("x",),
+    },
+}
+CARD, LABEL, ROW, GIB = (
+    24e9 / 2**30,
+    212.0,
+    38.0,
+    3.5,
+)  # GiB of the card; px of the labels, of a row, of a GiB
+
+
+def planned_bytes(settings: dict[str, Any]) -> dict[str, float]:
+    """GiB by tier of a step of a GPT of 32 layers of 4,096 (6.9 billion parameters) with 4 rows of 2,048 tokens."""
+    width, vocabulary, rows = 4096, 50257, 4 * 2048
+    table, block = Parameter("table", (vocabulary, width)), (12, width, width)
+    segments = [[table], *([Parameter(f"block{n}", block)] for n in range(32)), [evolve(table, name="head")]]
+    chosen = StepSettings(clip_norm=1.0, **settings)
+    layout = make_layout(segments, bucket_size=table.numel, within_segments=chosen.streams)
+    every, none = frozenset(range(len(layout.buckets))), frozenset[int]()
+    cost = SegmentCost(PassCost(1), PassCost(2), input_bytes=2 * width * rows)
+    spec = StepSpec(layout, (cost,) * len(segments), chosen)
+    spec = evolve(
+        spec,
+        resident=none if chosen.offload_ratio else every,
+        paged=every if chosen.state_on == "disk" else none,
+    )
+    peaks = peak_memory(schedules.Overlapped()(Graph(tuple(zero_offload(spec)))))
+    return {tier: (peak.kept + peak.transient) / 2**30 for tier, peak in peaks.items()}
+
+
+def bytes_picture() -> str:
+    """Where the bytes of a step are, a row for each of `PLACES`, and the card as a line."""
+    width, bottom = LABEL + 110 * GIB + 190, 84 + ROW * len(PLACES)
+    size_ = f'width="{width:g}" height="{bottom + 26:g}"'
+    line = LABEL + CARD * GIB
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size_} viewBox="0 0 {width:g} {bottom + 26:g}" role="img">',
+        f'{STYLE}<rect class="page" {size_} rx="8"/>',
+        _text(MARGIN, 28, "One step of a GPT of 6.9 billion parameters, 8,192 tokens, in GiB", "title"),
+        _text(LABEL, 58, "on the card", "name"),
+        *(
+            _text(width - right, 58, name, "name", "end")
+            for right, name in ((100, "host"), (MARGIN, "drive"))
+        ),
+    ]
+    for n, (label, settings) in enumerate(PLACES.items()):
+        gib, y = planned_bytes(settings), 70 + ROW * n
+        host, fits = gib["pinned"] + gib["host"], gib["device"] < CARD
+        colour = colour_of("forward") if fits else "var(--dim)"
+        parts += [
+            _text(MARGIN, y + 16, label),
+            f'<rect x="{LABEL}" y="{y:g}" width="{gib["device"] * GIB:.1f}" height="22" rx="3" fill="{colour}"/>',
+            _text(
+                max(LABEL + gib["device"] * GIB, 0 if not fits else line) + 8,
+                y + 16,
+                f"{gib['device']:.1f}",
+                "name",
+            ),
+            _text(width - 100, y + 16, f"{host:.0f}", "", "end"),
+            _text(width - MARGIN, y + 16, f"{gib['disk']:.0f}", "", "end"),
+        ]
+    parts += [
+        f'<path class="arrow" d="M{line:.1f} 64V{bottom - 8:g}" stroke-dasharray="5 4"/>',
+        _text(line, bottom + 8, "a card of 24 GB", "dim small", "middle"),
+    ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 # --- one operation ---------------------------------------------------------------------------------------
@@ -281,6 +361,7 @@ def _besides(op: Op) -> str:
 
 def pictures() -> Iterator[tuple[str, str]]:
     """Every picture, by file name."""
+    yield "bytes.svg", bytes_picture()
     yield from schedule_pictures()
     yield from pipeline_pictures()
     yield from bucket_timelines()

@@ -121,10 +121,16 @@ def test_the_index_has_every_page_and_every_picture_is_shown() -> None:
     assert [p.name for p in (ROOT / "docs").glob("*.svg") if f"{p.name})" not in text] == []
 
 
-def test_the_readme_is_short_and_names_every_package() -> None:
-    text = README.read_text()
-    assert len(text) < 11_000
+def test_the_readme_is_short_and_begins_with_code() -> None:
+    """At most 650 words beside code, and 150 before the first."""
+    before, *rest = re.split(r"^```.*?^```$", README.read_text(), flags=re.M | re.S)
+    assert len(before.split()) <= 150
+    assert len(" ".join([before, *rest]).split()) <= 650
+
+
+def test_the_design_names_every_package() -> None:
     packages = {path.parent.name for path in (ROOT / "zfunc").glob("*/__init__.py")}
+    text = (ROOT / "docs" / "design.md").read_text()
     assert set(re.findall(r"^zfunc/(\w+)/ ", text, re.M)) == packages
 
 
