@@ -119,6 +119,8 @@ def test_every_use_of_a_bucket_is_delivered_once_in_the_order_of_backward(inputs
         tied = {sum(name in [p.name for p in used] for used in segments) > 1 for name in names}
         assert len(tied) == 1  # all of a bucket, or none
         assert len(bucket.deliveries) == (len(users) if tied == {True} else 1)
+        for group in bucket.deliveries:  # a delivery has all parameters, so packing zeroes padding alone
+            assert names <= {p.name for s in group for p in segments[s]}
     for s in range(len(segments)):
         used = {p.name for p in segments[s]}
         assert layout.buckets_of(s) == tuple(

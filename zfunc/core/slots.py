@@ -4,6 +4,7 @@ What is used again stays in its slot until another item needs it, so what was us
 turns round. What only passes through gets the slots of its class in turn.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,6 +15,7 @@ from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.errors import PlanError
 
+Slots = OrderedDict[Region, None]
 SizeClass = tuple[Sequence[int], int, int]  # items, the slots they share, and the room of each in bytes
 
 ALIKE: Mapping[int, Dtype] = {}  # items of the dtype of their region
@@ -30,7 +32,8 @@ def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[lis
     classes: list[list[int]] = []
     for item in sorted(sizes, key=lambda x: (kinds.get(x, ""), -sizes[x], x)):
         first = classes[-1][0] if classes else item
-        if classes and 2 * sizes[item] > sizes[first] and kinds.get(item) == kinds.get(first):
+        alike = 2 * sizes[item] > sizes[first] or not sizes[first]
+        if classes and alike and kinds.get(item) == kinds.get(first):
             classes[-1].append(item)
         else:
             classes.append([item])
@@ -49,9 +52,10 @@ class Ring:
     classes: Sequence[SizeClass]
     stays: bool  # an item that has a slot is not given another
     dtypes: Mapping[int, Dtype] = ALIKE  # by item, where they are not all of the region's
-    _by_use: list[list[Region]] = field(init=False, factory=list[list[Region]])  # of each class, oldest first
-    _class_of: dict[int, list[Region]] = field(init=False, factory=dict[int, list[Region]])
+    _by_use: list[Slots] = field(init=False, factory=list[Slots])  # of each class, oldest first
+    _class_of: dict[int, Slots] = field(init=False, factory=dict[int, Slots])
     _held: dict[int, Region] = field(init=False, factory=dict[int, Region])
+    _last: dict[Region, int] = field(init=False, factory=dict[Region, int])  # whom each slot was given to
     kept: set[int] = field(init=False, factory=set[int])  # items whose slot no other is given
 
     def __attrs_post_init__(self) -> None:
@@ -59,7 +63,8 @@ class Ring:
             numbers = range(n := sum(map(len, self._by_use)), n + count)
             nbytes, dtype = room if self.region.kept else 0, self.dtypes.get(items[0], self.region.dtype)
             own = self.region.index  # begins that of a slot
-            slots = [evolve(self.region, index=(*own, k), nbytes=nbytes, dtype=dtype) for k in numbers]
+            slots = (evolve(self.region, index=(*own, k), nbytes=nbytes, dtype=dtype) for k in numbers)
+            slots = OrderedDict.fromkeys(slots)
             self._by_use.append(slots)
             self._class_of |= dict.fromkeys(items, slots)
 
@@ -125,13 +130,12 @@ class Ring:
     def give(self, item: int) -> Region:
         """Give an item a slot: the one that it has, if it stays there."""
         slots, kept = self._class_of[item], [self._held[x].index for x in self.kept]
-        slot = next((x for x in slots if x.index not in kept), slots[0])
+        slot = next((x for x in slots if x.index not in kept), next(iter(slots)))
         slot = self._held.get(item, slot) if self.stays else slot
-        for other in [x for x, held in self._held.items() if held is slot]:
+        if self._held.get(other := self._last.get(slot, item)) is slot:
             del self._held[other]
-        slots.remove(slot)
-        slots.append(slot)
-        self._held[item] = slot
+        slots.move_to_end(slot)
+        self._held[item], self._last[slot] = slot, item
         return slot
 
     def take(self, items: Sequence[int]) -> list[int]:

@@ -215,8 +215,9 @@ def _paths(function: Callable[..., Any], weights: SegmentWeights, inputs: tuple[
         nodes = [torch.autograd.graph.get_gradient_edge(y).node] if y.requires_grad else []
         known = {*nodes}
         for node in nodes:  # which grows
-            nodes += {x for x, _ in node.next_functions if x is not None} - known
-            known |= {*nodes}
+            further = {x for x, _ in node.next_functions if x is not None} - known
+            nodes += further
+            known |= further
         found.append({names[id(x.variable)] for x in nodes if id(getattr(x, "variable", None)) in names})
     return found
 

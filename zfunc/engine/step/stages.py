@@ -5,7 +5,6 @@ gets no others. It returns nothing: it writes the regions that its operation wri
 """
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
@@ -151,14 +150,11 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one segment's gradients into its bucket's slot; the first segment zeroes what none fills."""
-    _, b, s = op.index
+    """Copy one segment's gradients into its bucket's slot; the first one of a delivery zeroes padding."""
+    _, b, _ = op.index
     bucket, slot, grads = step.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
     if op.write("grad") not in op.reads:
-        (together,) = (group for group in bucket.deliveries if s in group)
-        filled = {name for t in together for name in step.calls[t].trained.values()}
-        covered = [(x.start, x.stop) for x in bucket.spans if x.name in filled]
-        for start, stop in gaps(bucket.start, bucket.start + bucket.numel, covered):
+        for start, stop in gaps(bucket.start, bucket.stop, ((x.start, x.stop) for x in bucket.spans)):
             slot[start - bucket.start : stop - bucket.start].zero_()
     own = [grads[x.name] for x in bucket.spans if x.name in grads]
     torch._foreach_copy_(_places(slot, bucket, grads), own)
@@ -313,8 +309,10 @@ STAGES: dict[str, Stage] = {
 
 
 def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tensor]) -> SegmentWeights:
-    # No copy of the views: a bucket may have those of many segments.
-    views = ChainMap(*(mem[r].views for r in op.operands("params")))
+    views, names = dict[str, Tensor](), {*call.trained.values(), *call.fixed.values()}
+    for r in op.operands("params"):
+        own = mem[r].views  # a bucket may have those of many segments, and a segment many buckets
+        views.update((name, own[name]) for name in own.keys() & names)
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
     return SegmentWeights(trained, {**fixed, **call.constants_on[op.device], **buffers}, call.name)
