@@ -384,6 +384,18 @@ def test_a_fault_of_zfuncs_own_is_a_failure_that_says_so(reading_fails: Any, cap
     assert "--debug" in err
 
 
+def test_short_memory_says_what_to_do_and_which_limit_there_is(
+    reading_fails: Any, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    said = "RLIMIT_AS gives this process 3.0 GiB of addresses: raise it by ulimit -v"
+    reading_fails(MemoryError())
+    assert "got no more memory: make the model, the batch or" in refused(capsys, "report", "empty")
+    monkeypatch.setattr("zfunc.cli.main.address_limit", lambda: 3 << 30)
+    assert said in refused(capsys, "report", "empty")
+    reading_fails(ValueError("got no number"))
+    assert said not in refused(capsys, "report", "empty")
+
+
 def test_an_error_of_many_lines_fits_on_a_screen(reading_fails: Any, capsys: Out) -> None:
     reading_fails(ValueError("got \x1b[2J" + "\n".join("x" * 5000 for _ in range(100))))
     assert main(["report", "empty"]) == 2

@@ -5,6 +5,8 @@ import errno
 import gc
 import os
 import re
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from itertools import pairwise
@@ -64,6 +66,26 @@ def test_a_control_group_limits_it(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
     assert available_host_bytes() == 650  # the page cache can be dropped
     (tmp_path / "memory.max").write_text("max\n")
     assert available_host_bytes() == pytest.approx(unlimited, rel=0.5)
+
+
+def test_the_limit_of_the_process_limits_it() -> None:
+    """In a process of its own: two ranks of a machine have a limit each."""
+    code = (
+        "import psutil, resource\n"
+        "from zfunc.runtime.host_memory import available_host_bytes as free\n"
+        "limit = psutil.Process().memory_info().vms + (1 << 28)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "print(free())"
+    )
+    for ranks, most in ((1, 1 << 28), (2, 1 << 29)):
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "LOCAL_WORLD_SIZE": str(ranks)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert most * 0.8 < int(ran.stdout) <= most
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1001, (1 << 20) + 3])

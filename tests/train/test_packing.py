@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from small_trainings import losses, train
 from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, trained, write_jsonl
 
 from zfunc.models.loss import IGNORE_INDEX
+from zfunc.train.data import documents
 from zfunc.train.data.documents import holds_tokens, is_held_out, stdlib_files
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
@@ -445,6 +447,34 @@ def test_parquet_files_of_chats_as_the_hub_has_them(tokenizer_file: Path, tmp_pa
         opened(tmp_path / "d", tmp_path, tokenizer=tokenizer)
 
 
+def test_of_parquet_a_few_rows_are_in_memory_and_a_large_row_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one group of 4,000 rows, 24 MB with a column that is not read; and of 64 rows, one of them of 8 MB."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("datasets")
+    pool, usual = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    monkeypatch.setattr(documents, "_BATCH", 1 << 20)
+    rows = [f"{n:06}" * 512 for n in range(4000)]
+    many, one = pa.table({"text": rows, "id": rows}), pa.table({"text": ["x" * 8_000_000, *["y"] * 63]})
+    pa.set_memory_pool(pool)
+    try:
+        for table, of_arrow, of_python in ((many, 6e6, 4e6), (one, 24e6, 40e6)):
+            parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
+            del table
+            before = pool.bytes_allocated(), pool.max_memory()
+            tracemalloc.start()
+            corpus = opened(tmp_path / "a.parquet", tmp_path)
+            _, most = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert most < of_python
+            assert pool.max_memory() <= max(before[1], before[0] + of_arrow)
+            texts = bytes(tokens_of(corpus)).split(b"\0")[:-1]
+            assert [len(x) for x in texts] == ([3072] * 4000 if len(texts) > 64 else [8_000_000, *[1] * 63])
+    finally:
+        pa.set_memory_pool(usual)
+
+
 @pytest.mark.usefixtures("own_folder")
 def test_a_training_on_tokens_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     ids = [[(n * k + n) % 300 for k in range(40)] for n in range(60)]
@@ -599,6 +629,9 @@ def test_missing_and_unreadable_data_is_named(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("zfunc.train.data.documents.opened", refuse)
+    monkeypatch.setattr(np, "memmap", lambda *_, **__: os.fstat(-1))  # an error without a name
+    assert train("--data", "in/a.txt") == 2
+    assert "--data: got in/a.txt, which cannot be read (Bad file descriptor)" in capsys.readouterr().err
     assert train("--data", "in") == 2
     message = "--data: got in/a.txt, which cannot be read (Permission denied), expected"
     assert message in capsys.readouterr().err

@@ -8,6 +8,7 @@ arguments, bad data or an unsuitable machine; 130 for a second Ctrl-C, which sto
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,11 +29,16 @@ from zfunc.cli.parser import (
 )
 from zfunc.cli.terminal import printable
 from zfunc.errors import did_you_mean
+from zfunc.runtime.host_memory import address_limit
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
+from zfunc.units import format_bytes
 
 MAX_LINES, MAX_LETTERS = 20, 900  # of an error, and of a line of it, so that it fits on a screen
 SIMILAR = 0.6  # how similar an unknown command or option and a known one have to be for a hint
+OUT_OF_MEMORY = (
+    "got no more memory: make the model, the batch or the largest document smaller, or see --debug"
+)
 BUG = "\nThis is a bug in zfunc: please report it, with the output of --debug"
 
 
@@ -165,12 +171,12 @@ def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
     """Print it on one screen, and return the exit code. With --debug, the traceback before it, and all lines."""
     if args.debug and not isinstance(sys.exc_info()[1], UsageError):
         traceback.print_exc()
+    message = message.strip() or OUT_OF_MEMORY
+    if (most := address_limit()) is not None and re.search("memory|new thread", message):
+        message += f"\nRLIMIT_AS gives this process {format_bytes(most)} of addresses: raise it by ulimit -v"
     if "command" in args:
         message = as_typed(message, COMMANDS[args.command].options)
-    lines = [
-        printable(line)
-        for line in (message.strip() or "out of memory, or no more is known: see --debug").splitlines()
-    ]
+    lines = [*map(printable, message.splitlines())]
     if not args.debug:
         lines = [line if len(line) <= MAX_LETTERS else f"{line[:MAX_LETTERS]}..." for line in lines]
         if len(lines) > MAX_LINES:

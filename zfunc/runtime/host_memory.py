@@ -10,12 +10,13 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zfunc.runtime.thread_budget import default_nodes, default_threads
+from zfunc.runtime.thread_budget import default_nodes, default_threads, local_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +33,15 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def available_host_bytes() -> int:
-    """Host memory this process may still take, in bytes: the machine's, or its control group's if less."""
+    """Host memory this process may still take, in bytes: the machine's, or its control group's, or that of the
+    limits of its ranks here (RLIMIT_AS) if less.
+    """
     import psutil
 
     available = psutil.virtual_memory().available
+    if (most := address_limit()) is not None:
+        own = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        available = max(0, min(available, (most - own) * local_ranks()))
     try:
         limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
         cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
@@ -43,6 +49,12 @@ def available_host_bytes() -> int:
         return available
     # Used counts the page cache: what was read of a data set and can be dropped is room.
     return max(0, min(available, limit - used + int(cached.get("inactive_file", 0))))
+
+
+def address_limit() -> int | None:
+    """The bytes of addresses that this process may have at most (RLIMIT_AS, `ulimit -v`); None without a limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if most == resource.RLIM_INFINITY else most
 
 
 class HostPages(mmap.mmap):

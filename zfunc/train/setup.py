@@ -163,12 +163,12 @@ def _open_corpus(
     def opened(name: str, *, split: bool) -> Corpus:
         given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": of_tokens}
         given |= {"whole_documents": whole, "long_documents": settings.long_documents}
+        path = getattr(settings, name)
         try:
-            path = getattr(settings, name)
             return open_data(path, cache=cache, split=split, **given)
         except OSError as error:
             raise ValueError(
-                f"{name}: got {error.filename}, which cannot be read ({error.strerror}), expected text, JSONL, a "
+                f"{name}: got {error.filename or path}, which cannot be read ({error.strerror}), expected text, JSONL, a "
                 "folder of them, a dataset or a .bin of tokens: check the path and its permissions"
             ) from error
         except ValueError as error:

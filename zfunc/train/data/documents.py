@@ -34,6 +34,10 @@ File = tuple[str, Path]  # a name, the same on every machine, and the path on th
 PARQUET = ".parquet"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _HELD_OUT_PERCENT = 8
+_BUFFER, _BATCH = (
+    1 << 20,
+    1 << 24,
+)  # bytes of a column of a Parquet file that are read at once, and of its rows
 _DESCRIPTION = re.compile("README|LICEN[CS]E|dataset_info")  # of a folder as the Hub has it
 # Left out of the standard library: tests (half of the bytes, and many distributions ship without them), packages
 # that distributions split off or newer versions dropped, and generated tables, which are not programs. The rest is
@@ -202,7 +206,7 @@ def open_saved(path: Path) -> DocumentSource:
             f"got {path} with the splits {', '.join(splits) or 'none'}, expected one called {TRAIN}: name "
             "the folder of one"
         )
-    names = splits[train].column_names or next(iter(splits[train]), {}).keys()
+    names = splits[train].column_names
     refuse_preferences(next(iter(splits[train]), {}), str(path))
     if not (columns := read_keys(names)):
         raise ValueError(
@@ -236,15 +240,49 @@ def _splits(path: Path) -> dict[str, Any]:
         raise ValueError(f"reading {path} needs datasets ({error}): {install('datasets')}") from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nothing is sent
     with _reading(path):
-        if path.is_file():
-            loaded = datasets.load_dataset("parquet", data_files=str(path), streaming=True)
-        elif _from_disk(path):
+        if not path.is_file() and _from_disk(path):
             loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path), streaming=True)
-            if (kind := next(iter(loaded.values())).info.builder_name) != "parquet":
-                raise ValueError(f"it takes it for {kind} and would leave out the Parquet files")
-    return dict(loaded) if isinstance(loaded, dict) else {TRAIN: loaded}
+            return dict(loaded) if isinstance(loaded, dict) else {TRAIN: loaded}
+        given = ("parquet", str(path)) if path.is_file() else (str(path),)
+        builder = datasets.load_dataset_builder(given[0], data_files=[*given[1:]] or None)
+        if (kind := builder.info.builder_name) != "parquet":
+            raise ValueError(f"it takes it for {kind} and would leave out the Parquet files")
+        return {x: _ParquetRows.of([*files]) for x, files in builder.config.data_files.items()}
+
+
+@frozen(eq=False)
+class _ParquetRows:
+    """The rows of a split of Parquet files, as one of `datasets` has them. A few are in memory at a time, and no
+    other columns: a group of rows, which `datasets` reads whole, may have all the rows of a file.
+    """
+
+    files: list[str]
+    features: Any
+
+    @classmethod
+    def of(cls, files: list[str]) -> "_ParquetRows":
+        from datasets import Features
+        from pyarrow.parquet import read_schema
+
+        return cls(files, Features.from_arrow_schema(read_schema(files[0])))
+
+    @property
+    def column_names(self) -> list[str]:
+        return [*self.features]
+
+    def select_columns(self, names: list[str]) -> "_ParquetRows":
+        return _ParquetRows(self.files, type(self.features)({x: self.features[x] for x in names}))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        from pyarrow.parquet import ParquetFile
+
+        for path in self.files:
+            with ParquetFile(path, buffer_size=_BUFFER) as file:
+                groups = map(file.metadata.row_group, range(file.num_row_groups))
+                size = max(1, sum(x.total_byte_size for x in groups))
+                rows = min(1024, max(1, _BATCH * file.metadata.num_rows // size))
+                for batch in file.iter_batches(rows, columns=self.column_names):
+                    yield from map(self.features.decode_example, batch.to_pylist())
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
@@ -259,7 +297,9 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 def _each(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     with _reading(path):
-        yield from split.with_format(None).select_columns([*columns])
+        yield from (split if isinstance(split, _ParquetRows) else split.with_format(None)).select_columns(
+            [*columns]
+        )
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def _write(
 
         def append(**values: np.ndarray) -> None:
             for x, more in values.items():
-                files[x].write(more.astype(dtypes[x]).tobytes())
+                files[x].write(np.ascontiguousarray(more, dtypes[x]))
                 lengths[x] += len(more)
 
         write_headers()
@@ -355,7 +355,9 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
     for prompt, text in zip(prompts, texts, strict=True):
         tokens, begun = tokenizer.document(np.concatenate([prompt, text]))
         asked = begun + len(prompt) if documents[0].kind == "prompt" else 0
-        yield tokens, np.arange(len(tokens)) >= asked
+        learned = np.ones(len(tokens), bool)
+        learned[:asked] = False
+        yield tokens, learned
 
 
 def _chats(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:

@@ -71,7 +71,7 @@ class Tokenizer(Vocabulary):
         begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
         before = self.before[: 0 if begun else None]
         after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]
-        return np.concatenate([before, text, after]), len(before)
+        return np.concatenate([before, text, after], dtype=text.dtype, casting="unsafe"), len(before)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, int64 [tokens]."""
