@@ -389,10 +389,10 @@ def test_short_memory_says_what_to_do_and_which_limit_there_is(
 ) -> None:
     said = "RLIMIT_AS gives this process 3.0 GiB of addresses: raise it by ulimit -v"
     reading_fails(MemoryError())
-    assert "got no more memory: make the model, the batch or" in refused(capsys, "report", "empty")
+    assert "got no memory, expected more: make the model" in refused(capsys, "report", "empty")
     monkeypatch.setattr("zfunc.cli.main.address_limit", lambda: 3 << 30)
     assert said in refused(capsys, "report", "empty")
-    reading_fails(ValueError("got no number"))
+    reading_fails(ValueError("got no number, expected one"))
     assert said not in refused(capsys, "report", "empty")
 
 

@@ -36,9 +36,7 @@ from zfunc.units import format_bytes
 
 MAX_LINES, MAX_LETTERS = 20, 900  # of an error, and of a line of it, so that it fits on a screen
 SIMILAR = 0.6  # how similar an unknown command or option and a known one have to be for a hint
-OUT_OF_MEMORY = (
-    "got no more memory: make the model, the batch or the largest document smaller, or see --debug"
-)
+OUT_OF_MEMORY = "got no memory, expected more: make the model, the batch or the largest document smaller"
 BUG = "\nThis is a bug in zfunc: please report it, with the output of --debug"
 
 

@@ -168,8 +168,8 @@ def _open_corpus(
             return open_data(path, cache=cache, split=split, **given)
         except OSError as error:
             raise ValueError(
-                f"{name}: got {error.filename or path}, which cannot be read ({error.strerror}), expected text, JSONL, a "
-                "folder of them, a dataset or a .bin of tokens: check the path and its permissions"
+                f"{name}: got {error.filename or path}, which cannot be read ({error.strerror}), expected text, "
+                "JSONL, a folder of them, a dataset or a .bin of tokens: check the path and its permissions"
             ) from error
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error

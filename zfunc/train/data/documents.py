@@ -297,9 +297,8 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 def _each(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     with _reading(path):
-        yield from (split if isinstance(split, _ParquetRows) else split.with_format(None)).select_columns(
-            [*columns]
-        )
+        rows = split if isinstance(split, _ParquetRows) else split.with_format(None)
+        yield from rows.select_columns([*columns])
 
 
 @contextmanager
