@@ -85,6 +85,7 @@ class ForgetfulFile:
 
     path: Path
     _inode: int
+    nbytes: int = 1 << 60  # room is reserved
 
     drive = Drive(random.Random(0))
 
@@ -132,6 +133,9 @@ class ForgetfulFile:
         file.pending.append(blocks)
         if last:
             raise Killed
+
+    def extend(self, _nbytes: int) -> None:
+        """It has room."""
 
     def sync(self) -> None:
         last = self.drive.count()

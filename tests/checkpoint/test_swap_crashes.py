@@ -21,8 +21,8 @@ from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
 SIZES = {"low": 2 * 4096, "scale": 100, "high": 3 * 4096}
-EXTENTS = {b: Extent.of(SIZES.items(), generations=1 if b == 1 else 2) for b in range(3)}  # 1: written once
-CHANGING = [b for b, extent in EXTENTS.items() if extent.generations == 2]
+EXTENTS = {b: Extent.of(SIZES.items(), generations=1 if b == 1 else 2) for b in range(3)}  # 1: seldom
+CHANGING = {b: 0.6 if extent.generations == 2 else 0.1 for b, extent in EXTENTS.items()}  # in so many steps
 IDENTITY = {"model": "three buckets"}
 
 
@@ -62,7 +62,12 @@ class Training:
 
     def write(self) -> None:
         self.writes += 1
-        chosen = [b for b in CHANGING if self.by.random() < 0.6] if self.number else [*EXTENTS]
+        chosen = (
+            [b for b, often in CHANGING.items() if self.by.random() < often] if self.number else [*EXTENTS]
+        )
+        if self.number and 1 in chosen:
+            for space in self.spaces:
+                space.make_room()
         for b in chosen:
             names = list(SIZES)
             halves = [names[: (cut := self.by.randrange(4))], names[cut:]]

@@ -154,7 +154,20 @@ def test_what_is_written_once_has_one_generation(tmp_path: Path) -> None:
         reopen(tmp_path / "twice", extents=extents)
     space = reopen(tmp_path / "once", extents=extents)
     assert (read(space, 0), read(space, 7)) == (expected(0, 3), expected(7, 1))
+    for salt in (4, 5, 6):  # with room for it, it changes as the others do
+        space.make_room()
+        write(space, 7, salt)
+        space.commit({"step": salt})
+        space.close()
+        space = reopen(tmp_path / "once", extents=extents)
+        assert (read(space, 0), read(space, 7)) == (expected(0, 3), expected(7, salt))
+    path = tmp_path / "once" / "rank-00000-of-00001-folder-0.swap"
+    assert path.stat().st_size == space.header.sizes_of_two[0] > space.header.sizes[0]
     space.close()
+    for size in (space.header.sizes[0], 1 << 20):
+        os.truncate(path, size)
+        with refused(f"got {size} bytes, expected its .*: it was cut off"):
+            reopen(tmp_path / "once", extents=extents)
 
 
 def test_ranks_go_back_to_the_commit_that_all_have(tmp_path: Path) -> None:

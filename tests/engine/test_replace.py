@@ -1,5 +1,8 @@
 """`zfunc.replace`: weights that come from elsewhere in a run, with or without the moments of trained ones."""
 
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 
 import zfunc
 from zfunc.errors import DonatedStateError
+from zfunc.runtime.direct_io import DirectFile
 
 BATCH = regression()
 WAYS: dict[str, dict[str, Any]] = {
@@ -19,27 +23,45 @@ WAYS: dict[str, dict[str, Any]] = {
     "8 bits": {"precision": "fp16", "moments": "8bit", "update_on": "device"},
     "Adafactor": {"optimizer": zfunc.Adafactor(0.1), "offload_ratio": 0.5},
     "deferred, with an average": {"defer": True, "clip_norm": 1.0, "ema": 0.5},
+    "all on the disk": {
+        **{
+            "state_on": "disk",
+            "params_on": "disk",
+            "grads_on": "disk",
+            "precision": "bf16",
+            "moments": "16bit",
+        },
+    },
+    "half on the disk, deferred": {
+        **{"state_on": "disk", "disk_ratio": 0.5, "defer": True, "clip_norm": 1.0, "commit_every": 9},
+    },
+    "8 bits on the disk": {"state_on": "disk", "params_on": "host", "precision": "bf16", "moments": "8bit"},
 }
 
 
-def modules() -> dict[str, nn.Module]:
+def modules(norm: Any = nn.BatchNorm1d) -> dict[str, nn.Module]:
     """A trained part, a frozen one, running statistics."""
     torch.manual_seed(0)
     frozen = nn.Linear(100, 16).requires_grad_(False)
-    return {"body": nn.Sequential(nn.Linear(8, 100), nn.BatchNorm1d(100)), "frozen": frozen, "loss": Loss(16)}
+    return {"body": nn.Sequential(nn.Linear(8, 100), norm(100)), "frozen": frozen, "loss": Loss(16)}
 
 
-def compiled(**way: Any) -> Any:
+def compiled(swap: Path = Path(), **way: Any) -> Any:
+    """A program; where the state's place is named without running statistics, which a swap space does not have."""
     split = way.pop("split_master", False)
+    if way.get("state_on") == "disk":
+        (swap / "second").mkdir(parents=True, exist_ok=True)
+        way["swap"] = [swap, swap / "second"]
     settings = {"optimizer": zfunc.AdamW(0.1, split_master=split), "precision": "fp32", **way}
-    return zfunc.compile(
-        [zfunc.segment(*x) for x in modules().items()], device="cpu", bucket_size=300, **settings
-    )
+    segments = [
+        zfunc.segment(*x) for x in modules(nn.LayerNorm if "state_on" in way else nn.BatchNorm1d).items()
+    ]
+    return zfunc.compile(segments, device="cpu", bucket_size=300, **settings)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_it_has_the_bits_of_a_state_that_began_so(name: str) -> None:
-    program = compiled(**WAYS[name])
+def test_it_has_the_bits_of_a_state_that_began_so(name: str, tmp_path: Path) -> None:
+    program = compiled(tmp_path / "swap", **WAYS[name])
     state = zfunc.init(program)
     values = {x: t * 1.1 + 1 / 3 for x, t in zfunc.params(program, state).items()}
     values |= {x: t + 2 for x, t in zfunc.buffers(program, state).items()}
@@ -52,10 +74,76 @@ def test_it_has_the_bits_of_a_state_that_began_so(name: str) -> None:
     with pytest.raises(DonatedStateError):
         zfunc.train_step(program, given, BATCH(0))
     # 2. Without moments it is a new State but for its counters; with them, moments stay.
-    new = bits(zfunc.init(program, params=values))
+    other = compiled(tmp_path / "other", **WAYS[name])
+    new = bits(zfunc.init(other, params=values))
     state = zfunc.replace(program, state, values, keep_moments=False)
     assert all(torch.equal(a, b) for a, b in zip(bits(state), new, strict=True))
     assert (state.step, state.batches) == (given.step, given.batches)
+    # 3. On the disk it is committed.
+    if (swap := program.cache.swap) is not None:
+        swap.close()
+        state = zfunc.load(tmp_path / "swap", program)
+        assert (state.step, state.batches) == (given.step, given.batches)
+        assert all(torch.equal(a, b) for a, b in zip(bits(state), new, strict=True))
+
+
+CALLS = ("write", "sync", "extend")
+
+
+@pytest.mark.parametrize("name", [x for x in WAYS if "disk" in x])
+def test_a_drive_that_fails_anywhere_leaves_all_of_the_weights_or_none(name: str, tmp_path: Path) -> None:
+    """As a kill there does; the moments stay, and training goes on as in memory."""
+    way, in_memory = (
+        WAYS[name],
+        {k: x for k, x in WAYS[name].items() if k in ("precision", "moments", "clip_norm")},
+    )
+    program, plain = compiled(tmp_path, **way), compiled(**in_memory, state_on="host")
+    state, like = zfunc.init(program), zfunc.init(plain)
+    for i in range(2):
+        state, like = (
+            zfunc.train_step(program, state, BATCH(i))[0],
+            zfunc.train_step(plain, like, BATCH(i))[0],
+        )
+    old = zfunc.params(program, zfunc.flush(program, state))
+    zfunc.save(tmp_path, program, state)
+    new = {x: (t * 1.1 + 1 / 3).bfloat16().float() for x, t in old.items()}
+    seen = list[str]()
+    for n in range(999):
+        calls = count()
+
+        def failing(call: Any, n: int = n, calls: Any = calls) -> Any:
+            def attempt(self: Any, *of: Any) -> None:
+                if next(calls) >= n:
+                    raise zfunc.DiskError("the drive is gone")
+                call(self, *of)
+
+            return attempt
+
+        with pytest.MonkeyPatch.context() as patch, suppress(zfunc.DiskError, zfunc.CheckpointError):
+            for call in CALLS:
+                patch.setattr(DirectFile, call, failing(getattr(DirectFile, call)))
+            zfunc.replace(program, state, new)
+        program.cache.swap.close()
+        program = compiled(tmp_path, **way)
+        state = zfunc.load(tmp_path, program)
+        got = zfunc.params(program, state)
+        (which,) = (x for x, all_of in (("old", old), ("new", new)) if same(got, all_of))
+        seen.append(which)
+        if next(calls) <= n:
+            break
+        if which == "new":
+            state = zfunc.replace(program, state, old)
+    assert (seen[0], seen[-1], len(seen) > 9) == ("old", "new", True)
+    like = zfunc.replace(plain, like, new)
+    for i in range(2, 4):
+        state, a = zfunc.train_step(program, state, BATCH(i))
+        like, b = zfunc.train_step(plain, like, BATCH(i))
+        assert repr(a.loss) == repr(b.loss)
+    assert same(zfunc.params(program, state), zfunc.params(plain, like))
+
+
+def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(got[x], t) for x, t in expected.items())
 
 
 def test_a_trained_weight_and_a_teacher_move_as_in_torch() -> None:
@@ -78,15 +166,31 @@ def test_a_trained_weight_and_a_teacher_move_as_in_torch() -> None:
         torch.testing.assert_close(value, plain.state_dict()[x], rtol=1e-4, atol=1e-5)
 
 
-def test_ranks_replace_together() -> None:
+@pytest.mark.parametrize("way", [{}, WAYS["half on the disk, deferred"]], ids=["in memory", "on the disk"])
+def test_ranks_replace_together(way: dict[str, Any], tmp_path: Path) -> None:
     """Slices of parameters, and parameters that each has whole."""
-    programs = programs_of(2, lambda: compiled(stage=3))
+    programs = programs_of(2, lambda: compiled(tmp_path, stage=3, **way))
     states = on_every(programs, zfunc.init)
-    alone = compiled()
+    alone = compiled(tmp_path / "alone", **way)
     values = {x: t * 1.1 + 1 / 3 for x, t in zfunc.params(alone, zfunc.init(alone)).items()}
     states = on_every(programs, lambda program, state: zfunc.replace(program, state, values), states)
     got = on_every(programs, zfunc.params, states)
     assert all(torch.equal(own[x], t) for own in got for x, t in values.items())
+
+
+@pytest.mark.parametrize("way", [{}, {"state_on": "disk"}, WAYS["all on the disk"]], ids=str)
+def test_a_frozen_weight_that_is_kept_in_fp32_too_is_another_there(
+    way: dict[str, Any], tmp_path: Path
+) -> None:
+    wide = compiled(state_on="host")
+    zfunc.save(tmp_path / "wide", wide, zfunc.init(wide))
+    program = compiled(tmp_path / "swap", **{"state_on": "host", **way, "precision": "bf16"})
+    state = zfunc.load(tmp_path / "wide", program)
+    given = {"frozen.weight": torch.full((16, 100), 1 / 3)}
+    state = zfunc.replace(program, state, given)
+    zfunc.save(tmp_path / "saved", program, state)
+    assert same(zfunc.params(wide, zfunc.load(tmp_path / "saved", wide)), given)
+    assert same(zfunc.params(program, state), given)
 
 
 def test_what_it_cannot_do_is_refused(tmp_path: Any) -> None:

@@ -58,6 +58,31 @@ def refused(words: str) -> Any:
     return pytest.raises(DiskError, match=words)
 
 
+def test_it_is_extended_where_there_is_room(
+    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallocate = os.posix_fallocate
+
+    def full(fd: int, start: int, nbytes: int) -> None:
+        fallocate(fd, start, nbytes // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pages[:] = os.urandom(len(pages))
+    with memoryview(pages) as data:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with refused("No space left on device.*reserving"):
+            file.extend(2 * len(pages))
+        file.write(data, 0)  # as before
+        monkeypatch.undo()
+        for nbytes in (2 * len(pages), ALIGNED):  # the second has no effect
+            file.extend(nbytes)
+        file.write(data, len(pages))
+        expected = bytes(pages)
+        pages[:] = bytes(len(pages))
+        file.read(data, len(pages))
+        assert (bytes(pages), file.nbytes) == (expected, 2 * len(pages))
+
+
 # --- what the system may do -------------------------------------------------------------------------
 
 

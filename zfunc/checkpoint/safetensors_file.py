@@ -289,9 +289,10 @@ class ShardReader:
 
 
 def open_shard(path: Path, shard: Shard) -> ShardReader:
-    """Open the file that `shard` describes. Raises CheckpointError if it has another size or header."""
+    """Open the file that `shard` describes. Raises CheckpointError if it has another size or header; that of a swap
+    space may have been extended."""
     file = disk.open_file(path)
-    if file.size != shard.size:
+    if file.size < shard.size or (file.size > shard.size and shard.places is None):
         do = f"the file is truncated or another one; {USE_ANOTHER}"
         disk.reject(path, f"{file.size} bytes", f"{shard.size}", do)
     header = b"" if shard.places is not None else file.read(0, shard.header_size)

@@ -7,6 +7,7 @@ A file holds, each part padded to 4,096 bytes:
                other
     2 records  in the first folder's file alone: number and generation of every extent, checksums of their bytes,
                and the metadata of the commit
+    extents    the second generation of those that have one at first: once one of them is written again
 
 The invariant: what is read is what was written, or refused. Buffers are moved on all drives at once: each has its
 own threads, so that none waits for a slower one; after an error or an interrupt none goes on.
@@ -253,26 +254,33 @@ class SwapHeader:
         return evolve(self, folder=folder)
 
     @cached_property
-    def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int]:
-        """The stripes, where they end in each file, and how many checksums they have in one generation."""
-        ends, stripes = (
-            [len(self.of(n).raw) for n in range(len(self.folders))],
-            dict[int, tuple[Stripes, ...]](),
-        )
-        first = last = 0
+    def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int, list[int]]:
+        """The stripes, where those before the records end in each file, how many checksums they have in one
+        generation, and where all of them end."""
+        ends, firsts = [len(self.of(n).raw) for n in range(len(self.folders))], dict[int, int]()
+        stripes, last = dict[int, tuple[Stripes, ...]](), 0
+
+        def lay(b: int, extent: Extent, ends: list[int], last: int) -> int:
+            laid = dict[str, tuple[Stripe, ...]]()
+            for x in extent.parts:
+                laid[x.name] = lay_stripes(x.nbytes, self.shares, ends, last)
+                last = num_checksums(laid[x.name]) or last
+            stripes[b] = (*stripes.get(b, ()), laid)
+            return last
+
         for b, extent in self.extents.items():
+            firsts[b] = last
             for _ in range(extent.generations):
-                last, laid = first, dict[str, tuple[Stripe, ...]]()
-                for x in extent.parts:
-                    laid[x.name] = lay_stripes(x.nbytes, self.shares, ends, last)
-                    last = num_checksums(laid[x.name]) or last
-                stripes[b] = (*stripes.get(b, ()), laid)
-            first = last
-        return stripes, ends, last
+                last = lay(b, extent, ends, firsts[b])
+        behind = [ends[0] + 2 * record_bytes(len(self.extents), last), *ends[1:]]
+        for b, extent in self.extents.items():
+            if extent.generations == 1:
+                lay(b, extent, behind, firsts[b])
+        return stripes, ends, last, behind
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """The ranges in the files of each bucket's buffers, by name, for each generation; checksums are shared."""
+        """The ranges in the files of each bucket's buffers, by name, for both generations; checksums are shared."""
         return self._laid[0]
 
     @property
@@ -290,6 +298,11 @@ class SwapHeader:
         """Bytes of each folder's file."""
         first, *others = self._laid[1]
         return [first + 2 * self.record_size, *others]
+
+    @property
+    def sizes_of_two(self) -> list[int]:
+        """The same, with room for two generations of every extent."""
+        return self._laid[3]
 
     def record_at(self, number: int) -> int:
         """The offset of a commit's record in the first file: two places alternate."""
@@ -377,6 +390,11 @@ class CommitRecord:
     number: int = field(default=0, metadata=IN_MEMORY)
     checksums: Sequence[int] = field(default=(), repr=False, metadata=IN_MEMORY)
 
+    def written_again(self, header: SwapHeader) -> bool:
+        """Whether it has the second generation of an extent that had one at first."""
+        pairs = zip(self.generations, header.extents.values(), strict=False)
+        return any(g == x.generations for g, x in pairs)
+
     def raw(self, room: int) -> bytes:
         """Its bytes. Raises CheckpointError if they are more than `room`."""
         raw = frame_record(self.number, strict_json.render(strict_json.to_plain(self)), self.checksums)
@@ -418,8 +436,7 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
     if zlib.crc32(body, zlib.crc32(raw[: _RECORD.size - 4])) != checksum or size != 4 * header.num_checksums:
         return None
     said: CommitRecord = strict_json.parse_json(body[:length], where).read(CommitRecord)
-    most = [x.generations for x in header.extents.values()] if number else []
-    if len(said.generations) != len(most) or any(g >= n for g, n in zip(said.generations, most, strict=True)):
+    if len(said.generations) != (len(header.extents) if number else 0):
         return None
     return evolve(said, number=number, checksums=struct.unpack(f"<{size // 4}I", body[length:]))
 

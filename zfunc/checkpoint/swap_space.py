@@ -2,7 +2,7 @@
 
 Nothing here knows what a bucket is for: it has a number, and buffers of a name and a size. An extent has two
 generations. `write` goes to the one that is not committed, in place until `commit` makes it the committed one; an
-extent of one generation is written before the first commit alone:
+extent of one generation is written before the first commit, and again where `make_room` gave it a second one:
 
     first write after a commit   retire the older of the two records, wait until that is on the disk, and write
     commit                       wait until all data is on the disk, write a record, wait until it is on the disk
@@ -178,9 +178,12 @@ class SwapSpace:
                 other = {b: x for b, x in (instead or {}).items() if own.extents.get(b) == x}
                 allowed = evolve(expected, extents={**expected.extents, **other})
                 check_header(paths[n], own, header.of(n), allowed)
+            _check_sizes(files, header.sizes)
             for file in files:  # what a killed process wrote may still be in a cache
                 file.sync()
             records = read_records(_reads(files[0]), header, str(paths[0]))
+            if any(x.written_again(header) for x in records.values()):
+                _check_sizes(files, header.sizes_of_two)
             if at is not None:
                 if at not in records:
                     there, do = (
@@ -224,6 +227,13 @@ class SwapSpace:
         """The buffers of a bucket that have to be written before `commit`, because others of it were."""
         return self._buckets[b].missing
 
+    def make_room(self) -> None:
+        """Reserve a second generation for what has one, which may be written after a commit then. Raises DiskError
+        where there is no room; the space can still be used."""
+        self._check_not_lost()
+        for file, nbytes in zip(self._files, self.header.sizes_of_two, strict=True):
+            file.extend(nbytes)
+
     def read(self, b: int, names: Sequence[str], into: Sequence[memoryview]) -> None:
         """Fill buffers with what was last written of a bucket's, committed or not, and compare the checksums.
 
@@ -239,10 +249,13 @@ class SwapSpace:
         """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
 
         After a write that failed the space cannot be used: what it was to replace is gone. Raises ValueError for a
-        bucket of one generation that was committed.
+        bucket of one generation that was committed, without `make_room`.
         """
         bucket = self._usable(b, names, data)
-        if bucket.other == len(bucket.stripes):
+        again = bucket.other == self.header.extents[b].generations
+        if again and any(
+            file.nbytes < n for file, n in zip(self._files, self.header.sizes_of_two, strict=True)
+        ):
             raise ValueError(f"bucket {b}: got a write after a commit, expected none: it has one generation")
         self._retire_older()
         with self._lost_if_it_fails(f"a write of bucket {b}"):
@@ -331,6 +344,14 @@ def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
     """Make a record invalid, and wait until that is on the disk."""
     _write(file, bytes(BLOCK), header.record_at(record.number), f"the record of commit {record.number}")
     file.sync()
+
+
+def _check_sizes(files: Sequence[DirectFile], sizes: Sequence[int]) -> None:
+    """Raise CheckpointError for a file that has fewer bytes than it was made with."""
+    for file, nbytes in zip(files, sizes, strict=True):
+        if file.nbytes < nbytes:
+            do = "it was cut off: resume from a checkpoint, with another swap folder"
+            disk.reject(file.path, f"{file.nbytes} bytes", f"its {nbytes}", do)
 
 
 def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:

@@ -60,7 +60,7 @@ class Extent:
     """The buffers of one bucket on the disk. The first `moved` of them are moved by every update.
 
     `moved` is not compared, because the header of a swap space does not have it. What one commit names and the next
-    one has anew needs two `generations`; what never changes after the first commit, one.
+    one has anew needs two `generations`; what no step changes, one.
 
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes

@@ -67,7 +67,8 @@ class _Request:
 
 @define(eq=False)
 class DirectFile:
-    """A file of fixed size, read and written past the page cache in requests of 8 MiB on a few threads.
+    """A file whose size `extend` alone changes, read and written past the page cache in requests of 8 MiB on a few
+    threads.
 
     THREADS make the requests of a direction; all files of a drive share them. Where the file system refuses
     O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once. One that
@@ -165,6 +166,21 @@ class DirectFile:
         Raises DiskError; the content of these bytes of the file is undefined then.
         """
         self._transfer("write", data, offset, what)
+
+    def extend(self, nbytes: int) -> None:
+        """Let the file have `nbytes`, if it has fewer, with their space reserved. No transfer may be under way.
+
+        Raises DiskError where there is no room; the file is as it was then.
+        """
+        if nbytes <= self.nbytes:
+            return
+        with self._in_use(), _reserving(self.path, nbytes):
+            try:
+                os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)
+            except OSError:
+                os.ftruncate(self._fd, self.nbytes)
+                raise
+        self.nbytes = nbytes
 
     def sync(self) -> None:
         """Wait until everything written is on the drive, also out of the drive's own cache.

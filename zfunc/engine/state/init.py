@@ -1,4 +1,4 @@
-"""`init`: the first State, and the zeroed buffers of any State; `replace`: other weights in one.
+"""`init` makes the first State, `allocate_state` the zeroed buffers of any State; `replace` sets weights in one.
 
 Initial values depend on the seed, the segments and `params`, never on the layout or the ranks.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.memory_model import initial_memory, peak_memory
 from zfunc.core.regions import Regions
 from zfunc.engine.compile.program import (
@@ -27,9 +28,9 @@ from zfunc.engine.compile.segment import Segment
 from zfunc.engine.state.module_buffers import copy_buffers
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import Buffers, State, allocate, refuse_inference_mode
-from zfunc.engine.state.swap_state import commit_state, create_swap, masters_in
+from zfunc.engine.state.swap_state import commit_again, commit_state, create_swap, masters_in
 from zfunc.engine.state.weights import average_frozen, begin_again, begin_averages, put_weights
-from zfunc.engine.step.flush import make_deferred_update
+from zfunc.engine.step.flush import make_deferred_update, way_on
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.host_memory import give_back_freed
@@ -91,39 +92,42 @@ def _initialized(
 def replace(
     program: Program, state: State, params: Mapping[str, Tensor], *, keep_moments: bool = True
 ) -> State:
-    """The State with other weights, `params` ({full name: tensor}); `state` is donated. Frozen ones are such as a
-    teacher, a target network or the other half of a GAN.
+    """Set the weights of parameters, trained or frozen, to those of `params` ({full name: tensor}), and return the
+    State that has them. `state` is donated; parameters that `params` does not name stay as they are.
 
-    A trained parameter keeps its moments, and its moving average what it was; without `keep_moments` both begin as
-    in `init`. `params` may have the buffers that forward changes as well. With several ranks all of them have to
-    call this, with equal values. Raises DonatedStateError for a used state, ValueError or TypeError for names,
-    shapes or types that the program does not have, and ValueError for a state on the disk.
+    A trained parameter keeps its moments and its moving average; without `keep_moments` both begin as in `init`.
+    `params` may have the buffers that forward changes as well. A swap space commits the result, with the `extra` of
+    its last commit: a process that is killed goes on with all of these weights or none. With several ranks all of
+    them have to call this, with equal values. Raises DonatedStateError for a used state, ValueError or TypeError
+    for names, shapes or types that the program does not have, and DiskError where a drive fails or has no room:
+    the first call that sets a frozen parameter reserves the bytes of all frozen ones in the swap space once more.
     """
     refuse_inference_mode("replace")
     check_state(program, state, "replace")
     of_type("replace: params", params, Mapping, "{full name: tensor}: pass such as zfunc.params returns")
     _check_params(program, params)
-    if state.buffers.on_disk:
-        raise ValueError(
-            "replace: got a program with its state on the disk, where frozen weights are written once, expected "
-            "one that has it in memory: pass zfunc.params with your changes to init(program, params=...)"
-        )
     make_deferred_update(program, state, "replace")
     program.ranks.agree("replace", "what is replaced", f"{[*params]}, keep_moments={keep_moments}")
     buffers, layout, ranks = state.buffers, program.layout, program.ranks
-    owner = buffers.owner
-    owner.generation, owner.lost = owner.generation + 1, "replace did not finish"
-    with lock_staging(program, "replace", patience=program.executor.patience), on_compute_stream(program):
-        average_frozen(buffers, layout, ranks)  # up to now, with the weights that are replaced
-        for span in (x for x in (*layout.spans, *layout.frozen) if x.name in params):
-            if program.spec.owns(layout.bucket_of(span).index):
-                value, begins = params[span.name].detach(), not keep_moments and span in layout.spans
-                if begins:
-                    begin_again(buffers, layout, span, value, ranks)
-                put_weights(buffers, layout, span, value, ranks, keep_moments=not begins)
+    owner, spans = buffers.owner, [x for x in (*layout.spans, *layout.frozen) if x.name in params]
+
+    def put() -> None:
+        for span in (x for x in spans if program.spec.owns(layout.bucket_of(x).index)):
+            value, begins = params[span.name].detach(), not keep_moments and span in layout.spans
+            if begins:
+                begin_again(buffers, layout, span, value, ranks)
+            put_weights(buffers, layout, span, value, ranks, keep_moments=not begins)
         for s, segment in enumerate(program.segments):
             for short, into in module_buffers(program, buffers, s).items():
                 into.copy_(params.get(f"{segment.name}.{short}", into))
+
+    with lock_staging(program, "replace", patience=program.executor.patience), on_compute_stream(program):
+        if buffers.swap is not None and any(x.name in params for x in layout.frozen):
+            all_or_none(ranks, buffers.swap.make_room)
+        owner.generation, owner.lost = owner.generation + 1, f"replace did not finish. {way_on(program)}"
+        average_frozen(buffers, layout, ranks)  # up to now, with the weights that are replaced
+        all_or_none(ranks, put)
+        commit_again(program, state, changed={layout.bucket_of(x).index for x in spans})
     owner.lost, buffers.compared = "", False
     return evolve(state, generation=owner.generation)
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,22 @@ def open_swap(program: Program) -> SwapSpace:
     return swap
 
 
-def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None = None) -> None:
-    """Make `state` the one that the disk has, if the program has a swap space. A collective."""
+def commit_state(
+    program: Program, state: State, extra: Mapping[str, Any] | None = None, *, changed: Collection[int] = ()
+) -> None:
+    """Make `state` the one that the disk has, if the program has a swap space: what a step since the last commit
+    has updated, and these `changed` buckets. A collective."""
     if (swap := state.buffers.swap) is None:
         return
-    all_or_none(program.ranks, partial(_write_missing, program, state, swap))
+    all_or_none(program.ranks, partial(_write_missing, program, state, swap, changed))
     commit_on_all(program.ranks, swap, commit_metadata(program, state, extra or {}))
+
+
+def commit_again(program: Program, state: State, *, changed: Collection[int] = ()) -> None:
+    """`commit_state` with the `extra` of the last commit."""
+    if (swap := state.buffers.swap) is not None:
+        last = swap.record()
+        commit_state(program, state, last and last["extra"], changed=changed)
 
 
 def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
@@ -87,13 +97,14 @@ def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]
         raise
 
 
-def _write_missing(program: Program, state: State, swap: SwapSpace) -> None:
+def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Collection[int]) -> None:
     """Write what the next commit of `swap` needs of `state` and the disk does not have."""
     state.buffers.close()
     committed = swap.record()
     updated = committed is not None and committed["position"]["step"] != state.step
     for b, on_disk in state.buffers.on_disk.items():
-        stale = on_disk.all if updated and on_disk.in_memory and b in program.spec.offloaded else []
+        now = b in changed or (updated and b in program.spec.offloaded)
+        stale = on_disk.all if now and on_disk.in_memory else []
         if missing := stale or swap.missing(b):
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
             if on_disk.is_written and not set(missing).isdisjoint(on_disk.moved):

@@ -143,7 +143,8 @@ def begin_again(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     """Zero this rank's moments of a trained parameter; its moving average, if there is one, begins as `value`."""
     bucket, piece = layout.bucket_of(span), layout.piece(span, ranks.rank, ranks.world)
     start, stop = piece.at, piece.at + piece.stop - piece.start
-    for x in state_slice(bucket.state_format, buffers.state(bucket.index), start, stop).values():
+    state = buffers.state(bucket.index, write=True)
+    for x in state_slice(bucket.state_format, state, start, stop).values():
         x.zero_()
     if (average := buffers.ema(bucket.index)) is not None:
         average[start:stop].copy_(value.flatten()[piece.start : piece.stop])

@@ -18,7 +18,7 @@ from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, s
 from zfunc.engine.compile.specialize import specialize_without_batch
 from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.state.swap_state import commit_state
+from zfunc.engine.state.swap_state import commit_again
 from zfunc.engine.step.stage_context import StepContext
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import RunOptions, StepRun
@@ -40,20 +40,26 @@ def run_on_state(
 ) -> tuple[StepRun, dict[Region, Any]]:
     """Run the plan that makes update `number` on the memory of `state`, donated or changed in place, and the plan's
     `own` regions; ranks that wait are told of a failure. Returns the memory too, with what the plan wrote to it."""
-    way_on = "Go on from an earlier copy of the parameters, with init(program, params=...)"
-    if program.spec.swaps:
-        way_on = f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
     step, mem = step_on(program, shaped, state, number)
     mem |= own
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
     try:
-        with owner.running(name, ops, defers=shaped.spec.deferred, donated=donated, way_on=way_on) as started:
+        with owner.running(
+            name, ops, defers=shaped.spec.deferred, donated=donated, way_on=way_on(program)
+        ) as started:
             return program.executor.run(shaped.prepared, mem, step, options, started), mem
     except NonFiniteError:  # raised by `decide` on all ranks alike, with no collective under way
         raise
     except BaseException as error:
         program.ranks.leave(f"{name} failed with {type(error).__name__}: {error}")
         raise
+
+
+def way_on(program: Program) -> str:
+    """What to do where a State is lost."""
+    if program.spec.swaps:
+        return f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
+    return "Go on from an earlier copy of the parameters, with init(program, params=...)"
 
 
 def step_on(
@@ -116,7 +122,7 @@ def flush(program: Program, state: State) -> State:
     last = swap.record()
     if last is None or last["position"] != to_plain(state.position):
         with lock_staging(program, "flush", patience=program.executor.patience):
-            commit_state(program, state, last and last["extra"])
+            commit_again(program, state)
     return state
 
 
