@@ -31,7 +31,7 @@ from zfunc.runtime.collectives import _all_gather, _reduce_scatter
 from zfunc.runtime.executor import Jitter
 
 WORLD = 2
-TIMEOUT = {"late": 3.0, "dies": 3.0, "gathers": 3.0}  # seconds; LONG where nobody waits for it
+TIMEOUT = {"late": 3.0, "dies": 3.0, "gathers": 3.0, "begins": 3.0}  # seconds; LONG where nobody waits for it
 LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2},
@@ -141,7 +141,9 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     if action == "reports":
         pretend.load().report_link_errors(True)
         settings["patience"] = 15.0
-    if action == "gathers":
+    if action == "begins":
+        settings |= {"stage": 3, "stages": {"gather": gather}}
+    elif action == "gathers":
         settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
     else:
         settings["stages"] = {"backward": backward}
@@ -149,7 +151,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     state, begun = zfunc.init(program, seed=1), 0.0
     try:
         for i in range(4):
-            begun, due = time.monotonic(), i == 2 and rank == 1
+            begun, due = time.monotonic(), i == 2 * (action != "begins") and rank == 1
             state, _ = zfunc.train_step(program, state, data(i))
     except RankError as error:
         return {"error": str(error), "seconds": time.monotonic() - begun, "free": _is_free(program.device)}
@@ -186,12 +188,13 @@ def all_scenarios(folder: Path) -> None:
     """In a process of its own, which forks the ranks."""
     warm()
     pids = []
-    for scenario in ("bits", "dies", "gathers", "reports", "fails", "late"):
+    for scenario in ("bits", "dies", "gathers", "begins", "reports", "fails", "late"):
         for rank in range(WORLD):
             pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
         if scenario in (
             "bits",
             "gathers",
+            "begins",
             "reports",
         ):  # or one that waits for a busy machine times out as well
             while pids:
@@ -251,6 +254,7 @@ def test_collectives_and_messages_are_such_as_nccl_takes(outcomes: dict[str, Any
     [
         ("dies", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
         ("gathers", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
+        ("begins", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
         ("reports", "rank 0: got a broken connection.*rank 1 is gone", 12.0),
         ("fails", "rank 1 has left: step 3 failed with ExecutionError: backward.*of rank 1", 30.0),
         ("late", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),

@@ -81,9 +81,13 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 def wait_for_copies(step: StepContext) -> None:
     """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
-    if step.ranks.several and on_accelerator(step.devices[0]):
-        stream = torch.accelerator.current_stream(step.devices[0])
-        synchronize(stream, step.patience, "copies to the host", step.ranks.watch)
+    wait_for_device(step, step.devices[0], "copies to the host")
+
+
+def wait_for_device(step: StepContext, device: torch.device, what: str) -> None:
+    """Synchronize with `device`, of several ranks, whose collectives may wait for one that is gone."""
+    if step.ranks.several and on_accelerator(device):
+        synchronize(torch.accelerator.current_stream(device), step.patience, what, step.ranks.watch)
 
 
 CLIPPING_STAGES = named_like_verbs(global_norm, mean_loss, decide)

@@ -25,7 +25,7 @@ from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
-from zfunc.engine.step.clipping_stages import CLIPPING_STAGES
+from zfunc.engine.step.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.step.move_stages import MOVE_STAGES, weights_in_page
 from zfunc.engine.step.stage_context import (
     CompiledSegment,
@@ -91,20 +91,23 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
     weights = _weights(op, mem, call, buffers)
     rows = max((len(t) for t in tree_leaves(inputs[1:]) if isinstance(t, Tensor) and t.dim()), default=0)
 
-    def loss_of(start: int, stop: int) -> float:
+    def loss_of(start: int, stop: int) -> Tensor:
         part = tree_map_only(Tensor, lambda t: t[start:stop] if t.dim() and len(t) == rows else t, inputs)
         with torch.no_grad(), step.randomness(*op.index):
-            return float(
-                loss_and_aux(call.name, call.evaluate({**weights.trained, **weights.fixed}, *part))[0]
-            )
+            return loss_and_aux(call.name, call.evaluate({**weights.trained, **weights.fixed}, *part))[0]
 
     if rows > 1:
         half = rows // 2
         try:
-            whole, parts = loss_of(0, rows), half * loss_of(0, half) + (rows - half) * loss_of(half, rows)
+            losses = loss_of(0, rows), loss_of(0, half), loss_of(half, rows)
         except Exception:  # of code for one number of rows, which nobody cuts otherwise
             return
-        parts, near = parts / rows, 1e-3 if step.dtype == torch.float32 else 3e-2
+        wait_for_device(step, step.devices[op.device], "the first loss")
+        whole, first, second = map(float, losses)
+        parts, near = (
+            (half * first + (rows - half) * second) / rows,
+            1e-3 if step.dtype == torch.float32 else 3e-2,
+        )
         if not math.isclose(whole, parts, rel_tol=near, abs_tol=1e-3):
             warn(
                 f"segment {call.name!r}: the loss is no mean over rows: {whole:.4g} of {rows} rows, {parts:.4g} as "
