@@ -173,12 +173,12 @@ def test_a_folder_is_read_as_transformers_reads_it(name: str, tmp_path: Path) ->
         {"text": f"<s>{texts[0]}</s>"},
     ]
     corpus = opened(write_jsonl(tmp_path / "a.jsonl", *records), tmp_path, tokenizer=tokenizer)
-    plain = [own(text, add_special_tokens=False).input_ids for text in texts]
+    plain = [own(text, add_special_tokens=False).input_ids for text in (texts[0], "".join(texts))]
     ids = own(texts[0]).input_ids
     before, after = ids[: len(ids) - len(plain[0]) - (ids[-1] == end)], [end]
     assert ids == [*before, *plain[0], *after[: ids[-1] == end]]
     whole = own(records[2]["text"], add_special_tokens=False).input_ids
-    expected = [*before, *plain[0], *after, *before, *plain[0], *plain[1], *after, *whole]
+    expected = [*before, *plain[0], *after, *before, *plain[1], *after, *whole]
     assert tokens_of(corpus) == expected
     mask = [*corpus.train.loss_mask.tolist(), *corpus.held_out.loss_mask.tolist()]  # pyright: ignore
     first = len(before) + len(plain[0]) + 1

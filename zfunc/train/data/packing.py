@@ -37,7 +37,7 @@ from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suf
 from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 9  # of the folder, and of what is read as records
+FORMAT = 10  # of the folder, and of what is read as records
 STDLIB = "Python standard library"
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
@@ -351,10 +351,14 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
                 )
     pairs = [("", *x.values.values())[-2:] for x in documents]  # a prompt, or none, and what follows it
     pairs = [pair for pair in pairs if any(pair)]
-    prompts, texts = (tokenizer.encode([pair[n] for pair in pairs]) for n in (0, 1))
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens, begun = tokenizer.document(np.concatenate([prompt, text]))
-        asked = begun + len(prompt) if documents[0].kind == "prompt" else 0
+    located = tokenizer.locate([prompt + text for prompt, text in pairs])
+    for (prompt, text), (ids, places) in zip(pairs, located, strict=True):
+        asked = int(np.searchsorted(places[:, 0], len(prompt)))
+        if prompt and (not asked or places[asked - 1, 1] > len(prompt)):  # a token of both, or bytes
+            before, after = tokenizer.encode([prompt, text])
+            ids, asked = np.concatenate([before, after]), len(before)
+        tokens, begun = tokenizer.document(ids)
+        asked = begun + asked if documents[0].kind == "prompt" else 0
         learned = np.ones(len(tokens), bool)
         learned[:asked] = False
         yield tokens, learned
