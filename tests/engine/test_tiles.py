@@ -691,6 +691,11 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
         ROWS,
         "and no random numbers in evaluation",
     ),
+    "a random walk": (
+        lambda: Body(lambda own, x: x + own.training * torch.randn_like(x).cumsum(1)),
+        ROWS,
+        r"got random numbers of tokens in aten.cumsum.default",
+    ),
     "two layers": (
         lambda: nn.Sequential(attending(is_causal=True), attending(is_causal=True)),
         ROWS,

@@ -6,7 +6,7 @@ is made for the row and sliced. At attention the graph of a tile is cut in two, 
 `after`.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -128,6 +128,7 @@ def cut_at_attention(
     apart = [x for x in nodes if x in depends]
     starts = [*nodes[: len(values) + len(leaves)], *constants, *marks]
     unknown = unknown_operation(of_row, apart, starts, [*of_attention, *results])
+    _refuse_noise(of_row, apart, starts, depends)
     written = of_written_memory(graph.graph)
     for x in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         x.target = x.target if x in written else torch.ops.aten.reshape.default
@@ -290,6 +291,25 @@ def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
                     f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
                     "tokens, so no scale or capacity made of their number: use tiles=1"
                 )
+
+
+def _refuse_noise(
+    of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
+) -> None:
+    """Raise ValueError unless what is made of random numbers alone is known to keep tokens apart: no poisoned token
+    shows it, as a sum of them along tokens, which would begin anew in each tile."""
+    noise = {x for x in apart if is_draw_node(x)}
+    draws, made = [*noise], list[Node]()
+    for x in (x for x in apart if x not in noise):
+        of_input = depends.intersection(x.all_input_nodes)
+        if of_input and of_input <= noise:
+            noise.add(x)
+            made.append(x)
+    if unknown := unknown_operation(of_row, made, [*starts, *draws], ()):
+        raise ValueError(
+            f"got random numbers of tokens in {unknown}, which is not known to keep tokens apart, expected such as "
+            "those of nn.Dropout: use it, or tiles=1"
+        )
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
