@@ -46,7 +46,7 @@ BUDGETS = {
     "runtime": 3_380,
     "optim": 3_060,
     "checkpoint": 3_120,
-    "engine": 9_800,
+    "engine": 9_830,
     "viz": 1_100,
     "planner": 3_290,
     "models": 3_340,
