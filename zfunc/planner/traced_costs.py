@@ -15,7 +15,7 @@ from zfunc.core.spec import Parts, StepSpec
 from zfunc.engine.compile.compile import compile
 from zfunc.engine.compile.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.compile.passes import segment_calls
-from zfunc.engine.compile.program import Program
+from zfunc.engine.compile.program import Program, kept_in
 from zfunc.engine.compile.segment import Segment, checked_segments
 from zfunc.engine.compile.specialize import specialize, traced_spec
 from zfunc.engine.compile.step_spec import passes_key
@@ -109,8 +109,9 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
         else f"with {x.arguments} it would still be {shortage_text(x.step.lacking)}"
         for x in suggest(model.step, step, costs.rows, costs.tile_counts, settable=settable)
     ]
+    kept = "".join(kept_in(program, tier) for tier in step.lacking)
     raise OutOfMemory(
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
-        f"{parts}; nothing was allocated. {'; '.join(effects) or 'no single change that was tried helps'}; or make "
-        "the model smaller (num_layers, hidden_size)"
+        f"{parts}; nothing was allocated{kept}. {'; '.join(effects) or 'no single change that was tried helps'}; "
+        "or make the model smaller (num_layers, hidden_size)"
     )

@@ -24,7 +24,7 @@ from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
 from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
-from zfunc.core.settings import Schedule, StepSettings
+from zfunc.core.settings import TIERS_OF, Schedule, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with
 from zfunc.engine.compile.purity import Facts
@@ -320,19 +320,22 @@ def memory_shortage(
             fewer = (
                 " fewer segments on it (`cut` of the order)," if len(apart) > 1 and memory in apart else ""
             )
-            kept = "" if memory == "host" and apart else _kept_on_device(program)
             return (
                 f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
-                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started{kept}. Use{fewer} "
+                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started"
+                f"{kept_in(program, memory)}. Use{fewer} "
                 "more micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
     return ""
 
 
-def _kept_on_device(program: Program) -> str:
-    """The settings by which a device keeps what it need not."""
-    spec, settings = program.spec, program.settings
-    persistent = [x for x in spec.layout.all_buckets if x.persistent]
-    reasons = [f"offload_ratio={settings.offload_ratio}"] if spec.resident else []
-    reasons += [f"persistent_params={settings.persistent_params}"] if persistent and settings.streams else []
-    return f"; {' and '.join(reasons)} keeps state or parameters on the device" if reasons else ""
+def kept_in(program: Program, memory: str) -> str:
+    """The settings by which a memory, "host" or of a device, has what need not be there; "" without one."""
+    spec, settings, usual = program.spec, program.settings, StepSettings()
+    placed = ((x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host")
+    kept = [x for x, place in placed if "host" in place.split(",") and place != getattr(usual, x)]
+    if memory != "host" or not on_accelerator(program.device):
+        persistent = settings.streams and any(x.persistent for x in spec.layout.all_buckets)
+        kept += ["offload_ratio"] * bool(spec.resident) + ["persistent_params"] * persistent
+    reasons = " and ".join(f"{x}={getattr(settings, x)}" for x in kept)
+    return f"; {reasons} keeps state, parameters or activations there" if kept else ""
