@@ -10,7 +10,7 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test quick gpu gpu-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test quick gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -49,13 +49,26 @@ $(TOOLS): $(STAMP)
 
 # On a machine with a GPU: builds in place with what is installed, installs nothing from a registry. ONLY=tests,large
 # runs a part; `python -m benchmarks.gpu --list` says which there are, and how long each may take.
-gpu:
-	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
+gpu: gpu-ready
 	$(PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
+
+# What wants several GPUs of one machine, on two of them or GPUS, up to eight.
+GPUS ?= 2
+gpu-node: gpu-ready
+	$(PYTHON) -m benchmarks.gpu --gpus $(GPUS) $(if $(ONLY),--only $(ONLY))
+
+# What benchmarks/gpu_wheels.sh has collected, if that came along, and zfunc.
+gpu-ready:
+	-test ! -d build/gpu-wheels || $(PYTHON) -m pip install --quiet --no-index --find-links build/gpu-wheels \
+		deepspeed pytest-xdist hypothesis
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
 
 # The same list in toy sizes on the pretend device, so that the list itself is known to work. Needs g++ and ninja.
 gpu-toy: $(TOOLS)
 	$(BIN)/python -m benchmarks.gpu --device pretend --toy $(if $(ONLY),--only $(ONLY))
+
+gpu-node-toy: $(TOOLS)
+	$(BIN)/python -m benchmarks.gpu --device pretend --toy --gpus 2 $(if $(ONLY),--only $(ONLY))
 
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results

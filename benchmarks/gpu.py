@@ -7,6 +7,7 @@ script: what ran, for how long, how it ended, its last lines and every warning. 
     python -m benchmarks.gpu [--only tests,large]
     python -m benchmarks.gpu --list                      # the commands, and nothing runs
     python -m benchmarks.gpu --device pretend --toy      # the same list, in toy sizes, without a GPU
+    python -m benchmarks.gpu --gpus 2                    # the list of several GPUs: `make gpu-node`
 """
 
 import argparse
@@ -39,6 +40,8 @@ class Item:
     full: str
     toy: str
     limit: int  # seconds
+    variables: str = ""  # of its environment
+    ranks: bool = False  # a process for each GPU, by torchrun
 
 
 WIDE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
@@ -54,13 +57,28 @@ ITEMS = (
         160,
     ),
     Item(
-        "step",
-        "benchmarks.step",
-        "--apart --device {device} --json {results}",
-        "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 "
-        "--precision bf16 --turns 7 --compile-segments",
-        f"--num-layers 1 --turns 1 --warmup 1 {TOY_GPT}",
-        240,
+        "attention",
+        "benchmarks.experiments",
+        "attention --device {device} --json {results}",
+        "",
+        "--tiles 64",
+        60,
+    ),
+    Item(
+        "workspace",
+        "benchmarks.experiments",
+        "workspace --device {device} --json {results}",
+        "",
+        "--tokens 256 --heads 4 --head-size 16",
+        60,
+    ),
+    Item(
+        "threads",
+        "benchmarks.experiments",
+        "threads --device {device} --json {results}",
+        "--num-layers 2",
+        f"{TOY_GPT} --num-layers 1 --turns 2 --precision fp32",
+        90,
     ),
     Item(
         "calibrate",
@@ -71,12 +89,54 @@ ITEMS = (
         120,
     ),
     Item(
+        "small-steps",
+        "benchmarks.simulated",
+        "--device {device} --folder {results} --json {results} --schedules Serial,Overlapped",
+        "--models 6x768x8x64x2,4x256x4x64x2 --bucket-sizes 262144,2097152,8388608 --turns 5",
+        "--models 1x128x2x32x4 --bucket-sizes 16384,262144 --turns 2 --precision fp32",
+        240,
+    ),
+    Item(
+        "launches",
+        "benchmarks.experiments",
+        "launches --device {device} --json {results}",
+        "--num-layers 6 --hidden-size 768 --num-attention-heads 8 --seq-length 64 --batch-size 2",
+        f"{TOY_GPT} --num-layers 1 --turns 2 --precision fp32",
+        60,
+    ),
+    Item(
+        "rates",
+        "benchmarks.experiments",
+        "rates --device {device} --json {results}",
+        "",
+        "--elements 65536",
+        40,
+    ),
+    Item(
         "large",
         "benchmarks.large",
         "--device {device} --hardware {profile} --json {results}",
         f"--num-layers 10 --memory-gib 12 --moments 8bit --precision bf16 {WIDE}",
         f"--num-layers 2 --precision fp32 --turns 1 --vocab-size 64 --memory-gib 0.1 {TOY_GPT}",
         150,
+    ),
+    Item(
+        "step",
+        "benchmarks.step",
+        "--apart --device {device} --json {results}",
+        "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 "
+        "--precision bf16 --turns 7 --compile-segments",
+        f"--num-layers 1 --turns 1 --warmup 1 {TOY_GPT}",
+        240,
+    ),
+    Item(
+        "long-rows",
+        "benchmarks.long_rows",
+        "--device {device} --json {results}",
+        "--num-layers 2 --rows 65536x16 --kernels default,flash,deterministic,deterministic",
+        "--num-layers 1 --warmup 0 --precision fp32 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 "
+        "--rows 64x1,64x4 --kernels default,deterministic",
+        200,
     ),
     Item(
         "streaming",
@@ -87,13 +147,12 @@ ITEMS = (
         240,
     ),
     Item(
-        "long-rows",
-        "benchmarks.long_rows",
-        "--device {device} --json {results}",
-        "--num-layers 2 --rows 65536x1,65536x16,262144x64",
-        "--num-layers 1 --warmup 0 --precision fp32 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 "
-        "--rows 64x1,64x4",
-        200,
+        "updates",
+        "benchmarks.experiments",
+        "updates --device {device} --json {results}",
+        "--elements 1000000000",
+        "--elements 65536 --pinned-gib 0.01",
+        120,
     ),
     Item(
         "simulated",
@@ -138,16 +197,109 @@ ITEMS = (
     Item("plan", "benchmarks.plan", "--json {results}", "", "--sizes 100,200 --repeats 1", 300),
 )
 
+# Of a machine with two to eight GPUs.
+TOY_NODE = (
+    f"{TOY_GPT} --num-layers 2 --turns 4 --elements 65536 --bucket-size 4096 --precision fp32 --limit 5"
+)
+NODE_ITEMS = (
+    Item(
+        "collectives",
+        "benchmarks.node",
+        "collectives --device {device} --ranks {gpus} --json {results}",
+        "",
+        TOY_NODE,
+        180,
+    ),
+    Item(
+        "killed",
+        "benchmarks.node",
+        "killed --device {device} --ranks {gpus} --json {results}",
+        "",
+        TOY_NODE,
+        120,
+    ),
+    Item(
+        "killed-sockets",
+        "benchmarks.node",
+        "killed --device {device} --ranks {gpus} --json {results}",
+        "",
+        TOY_NODE,
+        120,
+        "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
+    ),
+    Item(
+        "stages",
+        "benchmarks.node",
+        "stages --device {device} --ranks {gpus} --json {results}",
+        "",
+        TOY_NODE,
+        120,
+    ),
+    Item(
+        "devices",
+        "benchmarks.node",
+        "devices --device {device} --ranks {gpus} --json {results}",
+        "--hidden-size 4096 --seq-length 1024 --batch-size 16 --num-layers 2",
+        TOY_NODE,
+        150,
+    ),
+    Item(
+        "messages",
+        "benchmarks.node",
+        "messages --device {device} --ranks {gpus} --json {results}",
+        "",
+        TOY_NODE,
+        60,
+    ),
+    Item(
+        "sweeps",
+        "benchmarks.node",
+        "sweeps --device {device} --ranks {gpus} --json {results}",
+        "--elements 67108864",
+        TOY_NODE,
+        90,
+    ),
+    Item(
+        "ranks",
+        "benchmarks.ranks",
+        "--json {results}",
+        "--worlds 1,{gpus} --num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+        "--batch-size 16 --precision bf16",
+        f"--worlds 1,2 --rounds 1 --turns 1 --num-layers 1 {TOY_GPT}",
+        240,
+    ),
+    Item(
+        "8b-stage-3",
+        "benchmarks.large",
+        "--stage 3 --device {device} --json {results}",
+        f"--num-layers 39 --memory-gib 70 --precision bf16 {WIDE}",
+        f"--num-layers 2 --precision fp32 --turns 1 --vocab-size 64 --memory-gib 0.1 {TOY_GPT}",
+        400,
+        ranks=True,
+    ),
+    Item(
+        "8b-pp",
+        "benchmarks.large",
+        "--pp 2 --device {device} --json {results}",
+        f"--num-layers 39 --memory-gib 70 --precision bf16 {WIDE}",
+        f"--num-layers 2 --precision fp32 --turns 1 --vocab-size 64 --memory-gib 0.1 {TOY_GPT}",
+        400,
+        ranks=True,
+    ),
+)
+
 
 def command(item: Item, args: argparse.Namespace) -> list[str]:
     """The command of an item, as a list for `subprocess`."""
     profile = args.results / f"machine-{hardware_name()}-{date.today()}.toml"
     text = f"{item.shared} {item.toy if args.toy else item.full}"
-    arguments = shlex.split(text.format(device=args.device, results=args.results, profile=profile))
-    # pytest and the measuring processes of `launch` load the pretend device themselves.
-    loads_itself = item.module in ("pytest", "benchmarks.launch")
+    named = {"device": args.device, "results": args.results, "profile": profile, "gpus": args.gpus}
+    arguments = shlex.split(text.format(**named))
+    # pytest and the processes that these start load the pretend device themselves.
+    loads_itself = item.module in ("pytest", "benchmarks.launch", "benchmarks.node", "benchmarks.ranks")
     wrapper = ["benchmarks.on_pretend"] if args.device == "pretend" and not loads_itself else []
-    return [sys.executable, "-m", *wrapper, item.module, *arguments]
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(args.gpus), "-m"] if item.ranks else []
+    return [sys.executable, "-m", *launcher, *wrapper, item.module, *arguments]
 
 
 def stopped(process: subprocess.Popen[str]) -> str:
@@ -168,7 +320,7 @@ def run(item: Item, args: argparse.Namespace) -> dict[str, Any]:
     process = subprocess.Popen(
         line,
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(x.split("=") for x in item.variables.split())},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -200,7 +352,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--toy", action="store_true", help="toy sizes")
-    p.add_argument("--only", help=f"some of {', '.join(x.name for x in ITEMS)}, comma separated")
+    p.add_argument("--gpus", type=int, default=1, help="2 to 8: what wants several")
+    p.add_argument("--only", help="some of the names that --list prints, comma separated")
     p.add_argument("--list", action="store_true", help="print the commands and end")
     p.add_argument(
         "--results", type=Path, help="a folder (default: benchmarks/results, of toys build/gpu-toy)"
@@ -212,21 +365,22 @@ def main() -> None:
     args = parser().parse_args()
     os.chdir(ROOT)  # names in results are relative to it
     args.results = args.results or Path("build/gpu-toy" if args.toy else "benchmarks/results")
-    names = args.only.split(",") if args.only else [item.name for item in ITEMS]
-    if unknown := set(names) - {item.name for item in ITEMS}:
-        raise SystemExit(
-            f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(x.name for x in ITEMS)}"
-        )
-    chosen = [item for item in ITEMS if item.name in names]
+    items = ITEMS if args.gpus == 1 else NODE_ITEMS
+    known = [item.name for item in items]
+    names = args.only.split(",") if args.only else known
+    if unknown := set(names) - {*known}:
+        raise SystemExit(f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+    chosen = [item for item in items if item.name in names]
     if args.list:
         for item in chosen:
-            print(f"{item.limit:>4} s  {shlex.join(command(item, args)[1:])}")
+            print(f"{item.limit:>4} s  {item.name:14} {item.variables} {shlex.join(command(item, args)[1:])}")
         return
     args.results.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    label = "gpu" if args.gpus == 1 else f"gpu{args.gpus}"
     for item in chosen:
         rows.append(run(item, args))
-        write(str(args.results), f"gpu-{'-'.join(names) if args.only else 'all'}", {"rows": rows})
+        write(str(args.results), f"{label}-{'-'.join(names) if args.only else 'all'}", {"rows": rows})
     failed = [row for row in rows if row["outcome"] != "ok"]
     print("\n" + "\n".join(f"{row['name']:12} {row['seconds']:6.0f} s  {row['outcome']}" for row in rows))
     sys.exit(1 if failed else 0)

@@ -5,15 +5,18 @@ with 8-bit moments, for a host with 128 GiB. With `--hardware`, a profile that `
 the step is predicted too.
 
     python -m benchmarks.large --hardware machine.toml --json benchmarks/results
+    torchrun --nproc-per-node 2 -m benchmarks.large --stage 3      # or --pp 2: each rank has all rows
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import zfunc
 from benchmarks.machine import make_parser, write
@@ -40,6 +43,13 @@ def config_of(args: argparse.Namespace, **more: Any) -> GPTConfig:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "stage": args.stage,
+        "micro_batches": args.pp,
+        "parallel": zfunc.Mesh(pp=args.pp),
+    }
+    if args.pp > 1:
+        settings["order"] = "DualPipeV"  # the first and the last segment share a weight
     device = pick_device(args.device)
     limit_memory(device, int(args.memory_gib * GIB))
     program = zfunc.compile(
@@ -49,6 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         clip_norm=1.0,
         bucket_size=args.bucket_size,
         device=device,
+        **settings,
     )
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.seq_length + 1))
     batch = tokens[:, :-1], tokens[:, 1:]
@@ -96,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--bucket-size", type=int, default=50_000_000)
     p.add_argument("--device", default=accelerator_type())
     p.add_argument("--memory-gib", type=float, default=30.5, help="what a card of 32 GB has free")
+    p.add_argument("--stage", type=int, default=2, help="of ZeRO, on several ranks")
+    p.add_argument("--pp", type=int, default=1, help="pipeline stages, each on ranks of its own")
     p.add_argument("--turns", type=int, default=3, help="after one that is not counted")
     p.add_argument("--hardware", metavar="FILE", help="a profile of this machine, to predict the step")
     return p
@@ -105,7 +118,16 @@ def main() -> None:
     args = parser().parse_args()
     if args.device is None:
         raise SystemExit("got no accelerator, expected one: on a CPU there is no device memory to limit")
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        kind = torch.device(args.device).type
+        args.device = f"{kind}:{os.environ['LOCAL_RANK']}"
+        dist.init_process_group(f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}")
+    torch.manual_seed(0)
     r = measure(args)
+    if rank:
+        return
     print(
         f"{r['parameters']:,} parameters on {device_name(torch.device(args.device))}: {r['seconds']:.3f} s a step"
         + (f", predicted {r['predicted_seconds']:.3f} s" if r["predicted_seconds"] else "")
@@ -114,7 +136,9 @@ def main() -> None:
     )
     write(
         args.json,
-        f"large-{args.num_layers}x{args.hidden_size}-{args.precision}",
+        f"large-{args.num_layers}x{args.hidden_size}-{args.precision}-stage{args.stage}-pp{args.pp}"
+        if "RANK" in os.environ
+        else f"large-{args.num_layers}x{args.hidden_size}-{args.precision}",
         {"arguments": vars(args), **r},
     )
 

@@ -3,10 +3,13 @@
     python -m benchmarks.long_rows --rows 65536x1,65536x16,262144x64 --json benchmarks/results
 
 One row is a batch. Activations wait on the host. Losses of one length are compared: they have the same weights.
+`--kernels` runs each row with what torch chooses, without cuDNN's attention, or with deterministic kernels: these
+give the same bits each time, so `deterministic,deterministic` shows whether they do.
 """
 
 import argparse
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,13 +40,14 @@ def model(args: argparse.Namespace) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def measure(args: argparse.Namespace, segments: Any, tokens: int, tiles: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, segments: Any, tokens: int, tiles: int, kernels: str) -> dict[str, Any]:
     """A step of one row, after `--warmup`."""
     device = pick_device(args.device)
     row = torch.randint(args.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
     batch = row[:, :-1], row[:, 1:]
     start = time.perf_counter()
-    result: dict[str, Any] = {"tokens": tokens, "tiles": tiles}
+    result: dict[str, Any] = {"tokens": tokens, "tiles": tiles, "kernels": kernels}
+    torch.backends.cuda.enable_cudnn_sdp(kernels != "flash")
     try:
         program = zfunc.compile(
             segments,
@@ -52,6 +56,7 @@ def measure(args: argparse.Namespace, segments: Any, tokens: int, tiles: int) ->
             clip_norm=1.0,
             tiles=tiles,
             activations_on="host",
+            deterministic=kernels == "deterministic",
             device=device,
             example=batch,
         )
@@ -74,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
         __doc__, num_layers=2, hidden_size=4096, num_attention_heads=32, vocab_size=32_768, warmup=1
     )
     p.add_argument("--rows", default="65536x1,65536x16,262144x64", help="TOKENSxTILES, comma separated")
+    p.add_argument("--kernels", default="default", help="of default, flash, deterministic; comma separated")
     p.add_argument("--precision", default="bf16")
     p.add_argument("--device", default=accelerator_type() or "cpu")
     return p
@@ -83,15 +89,15 @@ def main() -> None:
     args = parser().parse_args()
     segments = zfunc.hf.segments(model(args))
     results: list[dict[str, Any]] = []
-    for text in args.rows.split(","):
+    for text, kernels in product(args.rows.split(","), args.kernels.split(",")):
         tokens, tiles = map(int, text.split("x"))
-        r = measure(args, segments, tokens, tiles)
+        r = measure(args, segments, tokens, tiles, kernels)
         results.append(r)
         measured = r.get("error") or (
             f"{r['seconds']:.2f} s a step, {r['device_bytes'] / GIB:.2f} GiB, "
             f"planned {r['planned_device_bytes'] / GIB:.2f}, loss {r['losses'][-1]:.5f}"
         )
-        print(f"{tokens:>9,} tokens in {tiles:>3} tiles: {measured}", flush=True)
+        print(f"{tokens:>9,} tokens in {tiles:>3} tiles, {kernels}: {measured}", flush=True)
     name = f"long-rows-{args.num_layers}x{args.hidden_size}-{args.precision}"
     write(args.json, name, {"arguments": vars(args), "rows": results})
 

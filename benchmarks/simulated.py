@@ -14,7 +14,7 @@ its interquartile range. Device memory is what a step allocates beyond what is a
 
 import argparse
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -137,6 +137,7 @@ def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:
             low, _, high = quantiles(taken, n=4)
             yield {
                 "model": one.name,
+                "bucket_size": one.programs[name].settings.bucket_size,
                 "schedule": name,
                 "predicted": simulate(specialize(program, one.batch).plan, on).seconds,
                 "measured": median(taken),
@@ -157,25 +158,29 @@ def order(one: Measured, told: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, predict, print and return everything."""
-    print(f"{'model':>16} {'schedule':>14} {'measured':>10} {'quartiles':>17} {'predicted':>10}  ratio")
+    print(
+        f"{'model':>16} {'bucket':>10} {'schedule':>14} {'measured':>10} {'quartiles':>17} {'predicted':>10}  ratio"
+    )
     results: dict[str, Any] = {
         "settings": vars(args).copy(),
         "steps": [],
         "order": {},
         "memory": [],
     }
-    for model in args.models.split(","):
+    sizes = [int(size) for size in args.bucket_sizes.split(",")]
+    for model, size in product(args.models.split(","), sizes):
+        args.bucket_size = size
         one = measured(args, model)
         told = list(rows(one, calibrated(args, one)))
         for row in told:
             low, high = (f"{x * 1e3:.1f}" for x in row["quartiles"])
             taken, said = row["measured"], row["predicted"]
             print(
-                f"{model:>16} {row['schedule']:>14} {taken * 1e3:8.1f}ms {low + '..' + high:>17} "
-                f"{said * 1e3:8.1f}ms  {said / taken:.3f}"
+                f"{model:>16} {args.bucket_size:>10,} {row['schedule']:>14} {taken * 1e3:8.1f}ms "
+                f"{low + '..' + high:>17} {said * 1e3:8.1f}ms  {said / taken:.3f}"
             )
         results["steps"] += told
-        results["order"][model] = order(one, told)
+        results["order"][f"{model}, buckets of {args.bucket_size:,}"] = order(one, told)
         results["memory"].append({"model": model, "planned": one.planned, "allocated": one.allocated})
     return results
 
@@ -214,7 +219,7 @@ def main() -> None:
         "--clip", type=float, default=0.0, help="largest gradient norm; 0: none, so Adam starts at once"
     )
     parser.add_argument("--precision", default=best_precision(pick_device()))
-    parser.add_argument("--bucket-size", type=int, default=1 << 18)
+    parser.add_argument("--bucket-sizes", default=str(1 << 18), help="elements, comma separated")
     parser.add_argument("--device", default=accelerator_type() or "cpu")
     parser.add_argument("--folder", default=".", help="on the disk that is measured")
     args = parser.parse_args()

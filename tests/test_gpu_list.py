@@ -17,6 +17,7 @@ from zfunc.cli import main as cli
 from zfunc.cli.catalogue import COMMANDS
 
 ROOT = Path(__file__).parents[1]
+ALL = (*gpu.ITEMS, *gpu.NODE_ITEMS)
 
 
 class ParsedError(Exception):
@@ -24,7 +25,7 @@ class ParsedError(Exception):
 
 
 def arguments(tmp_path: Path, *, toy: bool) -> argparse.Namespace:
-    return argparse.Namespace(device="cpu", toy=toy, results=tmp_path, only=None)
+    return argparse.Namespace(device="cpu", toy=toy, results=tmp_path, only=None, gpus=2)
 
 
 def take(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +43,7 @@ def take(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("toy", [False, True], ids=["full", "toy"])
-@pytest.mark.parametrize("item", gpu.ITEMS, ids=[x.name for x in gpu.ITEMS])
+@pytest.mark.parametrize("item", ALL, ids=[x.name for x in ALL])
 def test_every_command_is_taken(
     item: gpu.Item, toy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
