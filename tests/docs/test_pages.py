@@ -15,7 +15,10 @@ from trained import compiled, steps
 
 import zfunc
 from zfunc import schedules
+from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse as parse
+from zfunc.cli.main import _settings as settings_of
+from zfunc.cli.main import main
 from zfunc.engine.step.stages import STAGES
 from zfunc.runtime.accelerator import Vendor
 
@@ -76,18 +79,38 @@ def test_no_python_of_a_page_is_left_out() -> None:
     assert {page.name for page in PAGES if python(page)} == {*PRINTED, *elsewhere}
 
 
-def test_every_command_of_a_page_is_one_that_zfunc_takes() -> None:
-    """As far as its options go: the folders and GPUs that it names are elsewhere."""
-    seen = 0
+def commands() -> list[list[str]]:
+    """The words after `zfunc` of every command of a page."""
+    found: list[list[str]] = []
     for page in PAGES:
         blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```$", page.read_text(), re.M | re.S)
         for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             start = next((n for n, x in enumerate(words) if x == "zfunc"), len(words))
             if (start == 0 or words[start - 1 : start] == ["-m"]) and words[start + 1 :]:
-                parse(words[start + 1 :], argparse.Namespace())
-                seen += 1
-    assert seen > 40
+                found.append(words[start + 1 :])
+    return found
+
+
+def test_every_command_of_a_page_is_one_that_zfunc_takes() -> None:
+    """As far as its options and their values go, together: the folders and GPUs that it names are elsewhere."""
+    assert len(commands()) > 40
+    for words in commands():
+        parse(words, args := argparse.Namespace(prog="zfunc"))
+        if "config" not in args:
+            settings_of(COMMANDS[args.command], args)
+
+
+@pytest.mark.slow
+def test_every_plan_and_picture_of_a_page_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of models without a folder. A plan that does not fit ends with 1."""
+    monkeypatch.chdir(tmp_path)
+    there = {"--hf", "--hf-config", "--config", "--data", "--compare"}  # files and folders of the reader's
+    made = [
+        x for x in commands() if x[0] in ("plan", "draw") and not there & {*x} and ".toml" not in " ".join(x)
+    ]
+    assert len(made) > 8
+    assert all(main(words) in (0, 1) for words in made)
 
 
 def test_every_name_of_a_page_is_there() -> None:

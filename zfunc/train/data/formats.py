@@ -1,7 +1,7 @@
-"""Formats: the records of a file, each with its place: a JSON object a line, an array of them, a table; compressed.
+"""Formats: the records of a file with the place of each: JSON Lines, a JSON array, CSV or TSV, compressed or not.
 
-Read by the standard library: Arrow, of which `datasets` makes rows, would take a text like a date for a time, and
-give every record the keys of all others.
+The standard library reads these files: `datasets` would read them by Arrow, which takes a text like a date for a
+time, and gives every record the keys of all others.
 """
 
 import bz2
@@ -31,7 +31,7 @@ _PACKED = re.compile(  # gzip, bzip2, xz, zip, zstd, 7z, rar, lz4, Parquet
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says what a file holds, in small letters: that before the one of its compression.
+    """The suffix of a file's name that says its format, in small letters, without the suffix of its compression.
 
     >>> suffix_of(Path("train.JSONL.gz")), suffix_of(Path("book.txt"))
     ('.jsonl', '.txt')
@@ -41,7 +41,7 @@ def suffix_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Generator[BinaryIO]:
-    """The content of a file, decompressed. Raises ValueError for content that is not what its name says."""
+    """A file opened to read, decompressed as its suffix says. Raises ValueError for a file that is damaged."""
     try:
         with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
             yield file
@@ -52,12 +52,12 @@ def opened(path: Path) -> Generator[BinaryIO]:
 
 
 def is_packed(content: bytes) -> bool:
-    """Whether content, or the beginning of it, is compressed."""
+    """Whether the bytes of a file, or the first 16 of them, are of a compressed format, or of Parquet."""
     return _PACKED.match(content) is not None
 
 
 def holds_records(path: Path) -> bool | None:
-    """Whether a file of a folder has records; None for a table, or an array of objects, that are no documents."""
+    """Whether a file has records that are documents; None for a table, or an array of objects, of other keys."""
     if (suffix := suffix_of(path)) not in FORMATS or suffix in LINES:
         return suffix in LINES
     where, first = "", None
@@ -70,7 +70,7 @@ def holds_records(path: Path) -> bool | None:
 
 
 def records_of(path: Path) -> Placed:
-    """The records of a file with its place. Raises ValueError, with the place, for what is no record."""
+    """The records of a file, each after its place. Raises ValueError, with the place, for a damaged record."""
     with opened(path) as file:
         yield from FORMATS[suffix_of(path)](path, file)
 
@@ -82,7 +82,7 @@ def _lines(path: Path, file: BinaryIO) -> Placed:
 
 
 def _array(path: Path, file: BinaryIO) -> Placed:
-    """Of an array of objects, or of lines as in JSONL."""
+    """The records of a JSON array, or of a file of that name with a JSON object a line."""
     content = file.read()
     if content.lstrip().startswith(b"["):
         yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(_parsed(content, str(path)), 1))

@@ -1,8 +1,8 @@
-"""Records: what the keys of one mean, and a chat in any of the usual formats as messages that a template reads.
+"""Records: what the keys of a record mean, and its chat, in any of the usual formats, as messages for a template.
 
-A chat template reads messages of a role and a text, and calls of tools with their arguments as an object. What
-people have is OpenAI's, ShareGPT's, Alpaca's and TRL's formats, parts of text, JSON in text. Whatever cannot be
-brought into that form is refused with its place, never handed to a template that would write something else.
+A chat template reads messages of a role and a text, and calls of tools with their arguments as an object. Data has
+chats in the formats of OpenAI, ShareGPT, Alpaca and TRL, with texts in parts and JSON as text. A chat that cannot
+be brought into the template's form is refused with its place: the template would write something else.
 """
 
 import json
@@ -15,7 +15,7 @@ from attrs import frozen
 Message = dict[str, Any]  # "role", "content", and what else the template reads
 IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 CHAT, ASSISTANT = "chat", "assistant"
-RECORDS = (  # the keys that make a record a document, and those that it may have besides; the first holds
+RECORDS = (  # the keys that make a record a document, and keys read beside them; the first pair that fits holds
     ((IDS,), (LABELS, MASK)),
     (("messages",), ("tools",)),  # OpenAI; before the text that somebody made of them
     (("conversations",), ("system", "tools")),  # ShareGPT
@@ -33,16 +33,18 @@ _ROLES = {  # of ShareGPT
 
 @frozen(eq=False)
 class Document:
-    """A document as the data has it: a `Chat`; or the values of the keys that are read, or a text file's bytes."""
+    """A document before it is tokenized. `values` are a `Chat`, the bytes of a text file, or the values of a record
+    by the keys that are read; `where` is the file and line, for errors.
+    """
 
-    kind: str  # CHAT, "bytes", or the first key in RECORDS that it has
+    kind: str  # CHAT, "bytes", or the first key in RECORDS of the record
     values: Any
     where: str = ""
 
 
 @frozen
 class Chat:
-    """The messages of a record, which is `where`. A turn of the assistant with a weight of 0 is not learned."""
+    """The messages of a record, whose file and line are `where`. A turn with a weight of 0 is not learned."""
 
     messages: tuple[Message, ...]
     where: str
@@ -51,7 +53,7 @@ class Chat:
 
 
 def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
-    """The keys of a record, or columns of a table, that are read; none if it is no document of these kinds.
+    """The keys of a record, or columns of a table, that are read; none if these names make no document of `kinds`.
 
     >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
     (('text',), ('messages',), ())
@@ -61,7 +63,7 @@ def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
 
 
 def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a preference, of which one half is what nobody wants to be learned."""
+    """Raise ValueError for a preference, whose rejected half is not to be learned."""
     keys = ("completion", "label") if isinstance(record.get("label"), bool) else ("chosen", "rejected")
     if {*keys} <= record.keys():
         raise ValueError(
@@ -71,9 +73,9 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
 
 
 def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
-    """The document of a record. Counted are the keys that are not read, by name, and turns that nobody learns from.
+    """The document of a record. `counts` gets the keys that are not read and messages after the last turn.
 
-    Raises ValueError, with `where` it is, for anything else.
+    Raises ValueError, with the place `where`, for a record that is no document.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
@@ -90,9 +92,9 @@ def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECO
 
 
 def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
-    """The chat of a record's values, without what follows the last turn of the assistant.
+    """The chat of a record's values, without the messages after the last turn of the assistant.
 
-    Raises ValueError, with the record, for what is no chat in any of the formats, or has nothing to learn.
+    Raises ValueError, with the place `where`, for values that are no chat in any format, or have no turn to learn.
     """
     context: list[Any] = []  # of which nothing is learned
     if "instruction" in given:
@@ -118,7 +120,7 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
 
 
 def _message(given: Mapping[str, Any], where: str) -> Message:
-    """A message of a role and a text, and calls whose arguments are objects."""
+    """A message of any format with the keys of OpenAI's: a role, a text, and calls whose arguments are objects."""
     m = {k: x for k, x in given.items() if x is not None}  # no value is no key
     if "from" in m:
         m = {"role": _ROLES.get(str(m.pop("from"))), "content": m.pop("value", None), **m}
