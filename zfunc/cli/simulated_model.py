@@ -168,7 +168,10 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
 
         trace = kept_trace([*question, rows, seq_length], lambda *asked: traced().trace(*asked))
         sizes = known.constant_bytes, known.buffer_bytes, tile_counts(seq_length)
-        return SegmentCosts(known.parameters, optimizer, rows, rows * seq_length, trace, world, *sizes)
+        resized = partial(costs, seq_length=seq_length, world=world)
+        return SegmentCosts(
+            known.parameters, optimizer, rows, rows * seq_length, trace, world, *sizes, resized
+        )
 
     known = kept(question, facts, ModelFacts)
     check_flags(settings, place, known.longest, known.vocab_size)

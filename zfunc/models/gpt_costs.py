@@ -87,8 +87,16 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
         costs = [cost(kind, spec.grad_bytes[s], *parts[s]) for s, kind in enumerate(kinds)]
         return StepCosts(costs, _held(8 * tokens))
 
-    tokens, counts = rows * config.seq_length, tile_counts(config.seq_length)
-    return SegmentCosts(gpt_parameters(config), optimizer, rows, tokens, trace, world, tile_counts=counts)
+    return SegmentCosts(
+        gpt_parameters(config),
+        optimizer,
+        rows,
+        rows * config.seq_length,
+        trace,
+        world,
+        tile_counts=tile_counts(config.seq_length),
+        resized=lambda count: gpt_costs(config, count, optimizer, world),
+    )
 
 
 def _sizes(config: GPTConfig) -> dict[str, int]:

@@ -28,7 +28,7 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
 from zfunc.core.graph import KINDS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory, persistent_bytes
+from zfunc.core.memory_model import Peak, initial_memory, peak_breakdown, peak_memory, persistent_bytes
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.settings import StepSettings
@@ -216,8 +216,9 @@ class PlannedStep:
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
-        """The bytes that do not fit, by tier."""
-        return self.hardware.lacking(self.memory)
+        """The bytes that do not fit, by tier; of `init` where a step fits."""
+        initial: dict[Tier, int] = {x: peak.nbytes for x, peak in initial_memory(self.spec).items()}
+        return self.hardware.lacking(self.memory) or self.hardware.lacking(initial)
 
     @property
     def fits(self) -> bool:

@@ -50,7 +50,7 @@ Tracer: TypeAlias = Callable[[StepSettings, StepSpec, bool, bool], StepCosts]
 class SegmentCosts:
     """Segments by their `parameters`, an optimizer, and one rank's batch of so many `rows`; `tokens` are the
     elements of its targets. `trace` is asked for the costs; the bytes are as in `make_spec`, `tile_counts`
-    those to try."""
+    those to try; `resized` has the costs of another number of rows, where these are known."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -61,6 +61,7 @@ class SegmentCosts:
     constant_bytes: int = 0
     buffer_bytes: Sequence[int] = ()
     tile_counts: Sequence[int] = (1,)
+    resized: Callable[[int], "SegmentCosts"] | None = None
 
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The spec of these settings, with costs of 0."""

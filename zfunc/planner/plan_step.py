@@ -7,23 +7,26 @@ hardware. Nothing is allocated and no GPU is used, whatever the size of the mode
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import product
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, fields
 
 from zfunc.core.bucketing import default_bucket_size
+from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
 from zfunc.engine.compile.step_spec import choose_optimizer
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, step_of
+from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, shortage_text, step_of
 from zfunc.planner.cost_model import CostModel, precision_for
-from zfunc.planner.planned import Planned
-from zfunc.planner.profile import Profile, load_profile, profile_names
-from zfunc.planner.search import SPACE, Space, moved, search
+from zfunc.planner.planned import Planned, launch_seconds
+from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
+from zfunc.planner.search import SPACE, Space, differing, moved, search
 from zfunc.planner.suggestions import WORTH_SAYING, Suggestion, effect, suggest
 from zfunc.schedules import __all__ as SCHEDULES
 from zfunc.values import of_type
@@ -31,6 +34,12 @@ from zfunc.values import of_type
 if TYPE_CHECKING:
     from zfunc.engine.compile.segment import Segment
 
+# The bytes of host memory and of drives that are sold.
+SOLD: dict[Tier, tuple[float, ...]] = {
+    "host": tuple(n * 1e9 for k in range(4, 12) for n in (2**k, 3 * 2 ** (k - 1))),
+    "disk": tuple(n * 1e12 for n in (1, 2, 4, 8, 16, 32)),
+}
+DOUBLED, KNEE = (2, 4, 8, 16), 1.05  # times a batch that are tried; what the next has to gain
 GUESSES = 6  # of the most that fits, along a line; then the range is halved
 # Settings that a search does not vary: only these are worth a suggestion after one.
 UNSEARCHED = ("precision", "micro_batches", "moments", "stage")
@@ -112,7 +121,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     suggestions: list[Suggestion] = []
     if advice:
         rows, tiles = model.segments.rows, model.segments.tile_counts
-        suggestions += suggest(model.step, step, rows, tiles, settable=settable)
+        suggestions += suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model))
         suggestions += _beyond_settings(model, step)
     return Planned(
         step.hardware,
@@ -135,24 +144,70 @@ def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSet
     return settings
 
 
+def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
+    """The suggestion with the least host memory, or drives, that one can buy and with which it fits; None where it
+    lacks anything else."""
+    step, profile = lacking.step, model.machine
+    for tier, sizes in SOLD.items() if isinstance(profile, Profile) else ():
+        for size in sizes if {*step.lacking} == {tier} else ():
+            larger = replace_figures(profile, {f"bytes.{tier}": size})
+            hardware = larger.hardware(step.settings.precision, step.spec.world, step.settings.devices)
+            if hardware.lacking(step.memory) or not (new := evolve(step, hardware=hardware)).fits:
+                continue
+            gains = [lacking.effect.partition(";")[0]] if lacking.changes else []
+            bought = f"fits, {shortage_text(step.lacking)}: {size / 1e9:,.0f} GB"
+            figure = f"bytes.{tier}={size:.4g}".replace("e+", "e")
+            return Suggestion({**lacking.changes, "with_": figure}, new, "; ".join([bought, *gains]))
+    return None
+
+
 def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
     """Advice beyond settings: a larger batch where the device waits, or another card."""
-    if step.fits and step.work["compute"] < step.seconds * (1 - WORTH_SAYING):
-        count = 2 * step.settings.micro_batches
-        new = step_of(step.spec, evolve(step.settings, micro_batches=count), step.hardware)
-        if new.fits and (gain := 2 * step.seconds / new.seconds) > 1 + WORTH_SAYING:
-            changes = {"batch_size": 2 * model.segments.rows * step.spec.world, "micro_batches": count}
-            yield Suggestion(changes, new, f"{gain:.3g} times the tokens/s")
+    if step.fits:
+        yield from _larger_batch(model, step)
     if isinstance(model.machine, Profile) and not step.fits:
+        given = model.machine.given
         larger = [x for x in map(load_profile, profile_names()) if x.grouped == model.machine.grouped]
         for profile in sorted(larger, key=lambda x: (x.device_bytes, x.name)):
             with suppress(ValueError):  # a precision or a network that it does not have
-                given = step.settings
-                hardware = profile.hardware(given.precision, step.spec.world, given.devices)
+                precision, profile = step.settings.precision, replace_figures(profile, given)
+                hardware = profile.hardware(precision, step.spec.world, step.settings.devices)
                 if not profile.unified and not hardware.lacking(step.memory):
                     new = evolve(step, hardware=hardware)
-                    yield Suggestion({"hardware": profile.name}, new, effect({}, new, step))
+                    own = {} if precision_for(profile, AUTO) == precision else {"precision": precision}
+                    yield Suggestion({"hardware": profile.name, **own}, new, effect({}, new, step))
                     return
+
+
+def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
+    """The batch, doubled as long as that gains: of more micro-batches where the device waits, of larger ones where
+    it is the host that launches; with activations on the host where the device has no room."""
+    settings, segments = step.settings, model.segments
+    launched = sum(step.total(launch_seconds).values()) > WORTH_SAYING * step.seconds
+    if not launched and step.work["compute"] >= step.seconds * (1 - WORTH_SAYING):
+        return
+
+    def larger(times: int) -> Iterator[PlannedStep]:
+        ways = [(model, times * settings.micro_batches)]
+        if launched and segments.resized is not None:
+            ways.append(
+                (CostModel(segments.resized(times * segments.rows), model.machine), settings.micro_batches)
+            )
+        for (of, count), places in product(ways, ({}, {"activations_on": "host"})):
+            with suppress(ValueError):  # tiles or micro-batches beyond what there may be
+                if (way := moved(settings, step.spec.world, **places)) is not None:
+                    new = step_of(of.spec(way), evolve(way, micro_batches=count), step.hardware)
+                    yield new.without_operations()
+
+    found, known = list[Suggestion](), 1 + WORTH_SAYING
+    for times in DOUBLED:
+        new = min((x for x in larger(times) if x.fits), key=lambda x: x.seconds, default=None)
+        if new is None or (gain := times * step.seconds / new.seconds) <= known:
+            break
+        batch = {"batch_size": times * segments.rows * step.spec.world}
+        changes = {**batch, **differing(new.settings, settings)}
+        found, known = [Suggestion(changes, new, f"{gain:.3g} times the tokens/s")], gain * KNEE
+    yield from found
 
 
 def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:

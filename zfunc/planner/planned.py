@@ -109,9 +109,7 @@ class Planned:
     @property
     def lacking(self) -> dict[Tier, int]:
         """The bytes that do not fit, by tier; of `init` where a step fits."""
-        peaks = initial_memory(self.step.spec).items()
-        initial: dict[Tier, int] = {tier: peak.nbytes for tier, peak in peaks}
-        return self.step.lacking or self.hardware.lacking(initial)
+        return self.step.lacking
 
     @property
     def step_seconds(self) -> float:
@@ -361,7 +359,7 @@ def _memory(p: Planned) -> Iterator[str]:
         out = f"{format_bytes(lent.bytes_out)} to the host in {format_seconds(lent.seconds_out)}"
         back = f"{format_bytes(lent.bytes_back)} back in {format_seconds(lent.seconds_back)}"
         yield f"  released between steps: {out}, {back}"
-    if p.step.fits and not p.fits:
+    if p.lacking and not p.hardware.lacking(p.memory):
         yield f"  a step fits, init does not: it has {initial_memory(p.step.spec)['host'].op} beside the state"
 
 
@@ -370,7 +368,7 @@ def _time(p: Planned) -> Iterator[str]:
     speed = f"{p.tokens_per_second:,.0f} tokens/s, {p.tflops:,.3g} TFLOP/s{each}"
     yield f"a step takes {format_seconds(p.step_seconds)}: {speed}"
     yield f"  bound by {p.bound}"
-    if p.step.settings.tiles != 1 and (launched := sum(p.step.total(_launch_seconds).values())):
+    if p.step.settings.tiles != 1 and (launched := sum(p.step.total(launch_seconds).values())):
         share = launched / p.devices / p.step_seconds
         yield f"  {share:.0%} of it in passes that the host launches no faster: fewer tiles have fewer launches"
     lanes = sorted(
@@ -408,7 +406,7 @@ def _ranges(segments: Sequence[int]) -> str:
     return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True))
 
 
-def _launch_seconds(step: PlannedStep) -> dict[str, float]:
+def launch_seconds(step: PlannedStep) -> dict[str, float]:
     """The seconds of the operations that the device works off while the host launches them."""
     launch, on = step.hardware.launch, step.hardware
     return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}

@@ -80,6 +80,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "reached": (1e-3, 1),
     "shared": (1e-6, 1),
 }
+GIVEN = "given with the command"  # the reason of a figure that was replaced
 NONE_SENT = 1.0  # B/s of the network of a single rank, which sends nothing
 
 
@@ -160,6 +161,12 @@ class Profile:
         """A peak times its share that is counted on."""
         share = f"{key}_bytes" if table == "bytes" else key
         return self.value(table, key) * self.value("reached", share)
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The figures that `replace_figures` replaced, by table and key."""
+        of = ((f"{x}.{key}", f) for x, figures in self.figures.items() for key, f in figures.items())
+        return {place: figure.value for place, figure in of if figure.assumed == GIVEN}
 
     @property
     def device_bytes(self) -> float:
@@ -309,7 +316,7 @@ def replace_figures(profile: Profile, values: Mapping[str, float]) -> Profile:
         table, _, key = place.rpartition(".")
         now = figures.setdefault(table, {})
         if key not in now or now[key].value != value:
-            now[key] = Figure(value, assumed="given with the command")
+            now[key] = Figure(value, assumed=GIVEN)
     return evolve(profile, figures=figures)
 
 

@@ -319,6 +319,8 @@ def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 COORDINATES: tuple[Coordinate, ...] = (
     _orders,
     _values("micro_batches", lambda x: x.settings.devices == 1),
+    _values("precision"),
+    _values("moments"),
     _values("schedule"),
     _places,
     _tiers,
@@ -340,7 +342,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _shares("disk_ratio"),
     _values("state_slots", lambda x: x.settings.state_on == DISK),
     _values("update_slots", lambda x: bool(x.spec.staged)),
-    _values("tiles", lambda x: not x.fits),
+    _values("tiles", lambda x: not x.fits or x.settings.tiles != 1),
     _values("keys_on", lambda x: x.settings.tiles != 1),
 )
 

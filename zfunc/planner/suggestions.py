@@ -1,66 +1,33 @@
 """Changes that make a step fit, or make it faster: each a step of the search from where it is, planned.
 
-A change is one move (`zfunc.planner.search`) to another value of a setting, here also of those that change numbers.
-Where no single one is enough, the one that helps most is made, and so on, and what was not needed is taken back.
+A change is one move of the search (`zfunc.planner.search`), here also of settings that change numbers. Where no
+single one is enough, the search goes on, and what was not needed of its result is taken back.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from functools import cached_property
+from itertools import islice
+from typing import Any
 
 from attrs import field, frozen
 
 from zfunc.core.display import brief
-from zfunc.core.graph import Tier
 from zfunc.core.optimizer_state import STATE_FORMATS, format_with
-from zfunc.core.settings import DISK, TIERS_OF, StepSettings
+from zfunc.core.settings import DISK, StepSettings
+from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.pipelines import shifted
-from zfunc.planner.search import (
-    VALUES,
-    beside,
-    cuts_of,
-    differing,
-    lacks_host,
-    most_persistent,
-    moved,
-    share_of_state,
-    shares_that_fit,
-)
+from zfunc.planner.search import COORDINATES, NUMBERS, VALUES, Space, differing, moved, search
 
 WORTH_SAYING = 0.02  # of a step's time: a change that gains less is not suggested
 MOST = 5  # suggestions
-TAKE_ROOM = (
-    "recompute",
-    "tiles",
-    "micro_batches",
-)  # tried with activations on the host, too, where one does not fit
+TRACED = ("tiles", "micro_batches")  # with each value, which takes longest: others only where the last fits
+TAKE_ROOM = (*TRACED, "recompute")  # tried with activations on the host, too, where one does not fit
+LESS_ARITHMETIC = (*TAKE_ROOM, "accumulate", "bucket_size")  # what is worth trying where no device waits
 
 NOTES = {"moments": "different rounding", "precision": "different rounding"}
 FOLDERS = "needs folders for it: swap"
-# The settings whose values further on take less memory of a tier, by what they cost a step at most.
-SAVING: dict[Tier, tuple[str, ...]] = {
-    "device": (
-        *(
-            "order",
-            "update_slots",
-            "grads_on",
-            "update_on",
-            "grad_slots",
-            "bucket_size",
-            "stage",
-            "recompute",
-            "offload_ratio",
-            "activations_on",
-        ),
-        *("params_on", "micro_batches", "tiles", "keys_on"),
-    ),
-    "host": (
-        *("moments", "precision", "host_slots", "bucket_size", "activations_on", "state_on"),
-        *("disk_ratio", "params_on", "grads_on"),
-    ),
-    "disk": ("moments", "bucket_size"),
-}
 
 
 @frozen(eq=False)
@@ -91,17 +58,18 @@ def suggest(
     tile_counts: Sequence[int] = (1,),
     *,
     settable: Collection[str] | None = None,
+    buy: Callable[[Suggestion], Suggestion | None] = lambda _: None,
 ) -> tuple[Suggestion, ...]:
     """Changes that help `step`, the best first. `rows` is the size of a rank's batch, `tile_counts` are the tiles
-    of a row to try; `step_of` plans others.
+    of a row to try; `step_of` plans others, and `buy` adds the memory that a suggestion lacks, if that is sold.
 
     Where `step` does not fit: every setting that alone makes it fit, changed as little as that takes, the fastest
-    first; if there is none, a combination of which none can be left out; if all of them together are not enough,
-    those. Where it fits: changes that make it faster and still fit. Only settings in `settable` change, if it is
-    given.
+    first; if there is none, of what a search finds, what cannot be left out; if that is not enough, what it
+    found; and the least memory to buy. Where it fits: changes that make it faster and still fit. Only settings in
+    `settable` change, if it is given.
     """
     advisor = _Advisor(step_of, step, rows, tile_counts, settable)
-    return tuple([*(advisor.faster() if step.fits else advisor.fitting())][:MOST])
+    return tuple(advisor.faster()[:MOST] if step.fits else advisor.fitting(buy))
 
 
 @frozen(eq=False)
@@ -122,50 +90,47 @@ class _Advisor:
     def _enough(self) -> float:
         return self.step.seconds * (1 - WORTH_SAYING)
 
-    def above(self, name: str) -> Sequence[Any]:
-        """The values of a setting that take more memory of the device than the present one."""
-        values, now = self._values(name), getattr(self.settings, name)
-        return values[: values.index(now)] if now in values else ()
+    @cached_property
+    def space(self) -> Space:
+        """The values of a search, and of settings that change numbers those that take less memory or time."""
+        now, fits = self.settings, self.step.fits
+        formats, moments = {b.state_format for b in self.step.spec.layout.buckets}, dict[Any, Any]()
+        for x in VALUES["moments"][VALUES["moments"].index(now.moments) :]:
+            # Without those that have the buffers of others, as Adafactor's of 8 bits have.
+            moments.setdefault(tuple(STATE_FORMATS.get(format_with(y, x)) for y in formats), x)
+        parts = [n for n in range(1, self.rows + 1) if self.rows % n == 0]
+        fewer, more = ([n for n in parts if (n - now.micro_batches) * sign > 0] for sign in (-1, 1))
+        coarse = VALUES["precision"][-1:] if now.precision == VALUES["precision"][0] else ()
+        # Rows one by one cost less than tiles.
+        tiles = () if more and not fits else tuple(self.tile_counts)
+        numbers = {"moments": tuple(moments.values()), "micro_batches": tuple(fewer[-1:] if fits else more)}
+        space = {**VALUES, **numbers, "precision": () if fits else coarse, "tiles": tiles}
+        return {x: of for x, of in space.items() if self.settable is None or x in self.settable}
 
-    def below(self, name: str) -> Sequence[Any]:
-        """The values that take less."""
-        values, now = self._values(name), getattr(self.settings, name)
-        return values[values.index(now) + 1 :] if now in values else ()
-
-    def _values(self, name: str) -> list[Any]:
-        """The values of a setting, those that take most memory of the device first."""
-        now, spec = getattr(self.settings, name), self.step.spec
-        match name:
-            case "micro_batches":
-                return [n for n in range(1, self.rows + 1) if self.rows % n == 0]
-            case "tiles":
-                return sorted({*self.tile_counts, now})
-            case "offload_ratio" | "disk_ratio":
-                return sorted({*(shares_that_fit(self.step, name) if self.step.fits else (1.0,)), now})
-            case "order":
-                return [now, *shifted(self.step)]
-            case "bucket_size":
-                return sorted({*VALUES[name], now}, reverse=True)
-            case "moments":  # without those that have the buffers of others, as Adafactor's of 8 bits have
-                formats, first = {b.state_format for b in spec.layout.buckets}, dict[tuple[Any, ...], Any]()
-                for x in VALUES[name][VALUES[name].index(now) :]:
-                    first.setdefault(tuple(STATE_FORMATS.get(format_with(y, x)) for y in formats), x)
-                return [*first.values()]
-            case _:
-                # One rank has no slices.
-                values = VALUES[name][:2] if name == "stage" and spec.world == 1 else VALUES[name]
-                return [x for x in values if str(x).count(",") < spec.num_segments]
+    def moves(self) -> dict[str, list[Any]]:
+        """The moves of a search's first round that change one setting: its values in their order."""
+        values: dict[str, list[Any]] = {"order": [*shifted(self.step)]}
+        for changes in (x for coordinate in COORDINATES for x in coordinate(self.step, self.space, True)):
+            new = [(name, value) for name, value in changes.items() if value != getattr(self.settings, name)]
+            if len(new) == 1 and new[0][1] not in values.setdefault(new[0][0], []):
+                values[new[0][0]].append(new[0][1])
+        return values
 
     def planned(self, changes: Mapping[str, Any] | None) -> Suggestion | None:
         """The step with these changes and all that they need; None where they are not possible or not settable, or
-        where it is by arithmetic not faster than one that fits."""
+        where by arithmetic it is not faster than one that fits, or lacks more than one that does not."""
         new = moved(self.settings, self.step.spec.world, **changes) if changes else None
         found = differing(new, self.settings) if new is not None else {}
         if new is None or not found or not (self.settable is None or found.keys() <= {*self.settable}):
             return None
         with suppress(ValueError):
             step = self.step_of(new)
-            if not self.step.fits or max(*step.work.values(), step.unsettled_seconds) < self._enough:
+            lacking = sum(step.hardware.lacking(step.kept).values())
+            if (
+                max(*step.work.values(), step.unsettled_seconds) < self._enough
+                if self.step.fits
+                else lacking <= sum(self.step.lacking.values())
+            ):
                 step = step.without_operations()
                 return Suggestion(found, step, effect(found, step, self.step))
             step.forget_operations()
@@ -174,126 +139,79 @@ class _Advisor:
     # --- to make it faster ---------------------------------------------------------------------------------
 
     def faster(self) -> list[Suggestion]:
-        """The first value of each setting that fits, with activations on the host or not, and is faster."""
-        found: dict[str, Suggestion] = {}
-        for name, values in self._alternatives():
-            for value in values:
+        """The fastest value of each setting that fits, with activations on the host or not, and is faster."""
+        found: list[Suggestion] = []
+        waits = self.step.work["compute"] < self._enough
+        for name, values in self.moves().items():
+            tried: list[Suggestion | None] = []
+            for value in values if waits or name in LESS_ARITHMETIC else ():
                 new = self.planned({name: value})
                 if name in TAKE_ROOM and new is not None and "device" in new.step.lacking:
                     new = self.planned({name: value, "activations_on": "host"})
-                if new is None or not new.step.fits or new.step.seconds >= self._enough:
-                    continue
-                if name not in found or new.step.seconds < found[name].step.seconds:
-                    found[name] = new
-                break
+                tried.append(new)
+            faster = (x for x in tried if x is not None and x.step.fits and x.step.seconds < self._enough)
+            found += sorted(faster, key=lambda x: x.step.seconds)[:1]
         # The deferred update first: it changes no number and takes no memory.
-        return sorted(found.values(), key=lambda x: ("defer" not in x.changes, x.step.seconds))
-
-    def _alternatives(self) -> Iterator[tuple[str, Sequence[Any]]]:
-        """Settings with values that may be faster, the fastest first: the first that fits is enough."""
-        settings, step = self.settings, self.step
-        yield "recompute", self.above("recompute")
-        yield "tiles", self.above("tiles")
-        yield "micro_batches", self.above("micro_batches")[-1:]
-        if settings.group_size < settings.micro_batches:
-            yield "accumulate", ("vertical",)
-        cuts = cuts_of(step, settings.bucket_size)
-        for size in beside(VALUES["bucket_size"], settings.bucket_size):
-            yield "bucket_size", [size] if cuts_of(step, size) != cuts else ()
-        if step.work["compute"] >= self._enough:
-            return  # the others take no arithmetic from a device that does not wait
-        yield from ((place, self.above(place)) for place in TIERS_OF)
-        share = share_of_state(settings)
-        yield share, self.above(share)
-        if step.spec.offloaded and not step.hardware.unified:
-            yield "update_on", [x for x in VALUES["update_on"] if x != settings.update_on]
-        if step.spec.barrier and not settings.defer:
-            if step.total(_after_decision)["decide"] >= WORTH_SAYING * step.seconds:
-                yield "defer", (True,)
-                yield "moments", self.below("moments")[-1:]
-        else:
-            yield "moments", self.below("moments")[-1:]
-        if max(step.work.values()) < self._enough:  # these do the same work
-            yield from (("schedule", (x,)) for x in VALUES["schedule"] if x != settings.schedule)
-            yield from ((name, (getattr(settings, name) + 1,)) for name in ("grad_slots", "host_slots"))
-        if settings.state_on == DISK:
-            yield "state_slots", (settings.state_slots + 1,)
-        if settings.streams:
-            yield "weight_slots", (settings.weight_slots + 1,)
-            if not settings.persistent_params:
-                yield "persistent_params", (most_persistent(step),)
+        return sorted(_once(found), key=lambda x: "defer" not in x.changes)
 
     # --- to make it fit ------------------------------------------------------------------------------------
 
-    def fitting(self) -> list[Suggestion]:
-        """Single changes after which it fits, or as few together as can be, or all of them."""
-        smaller = self._smaller(self.step)
-        known = {
-            name: x for name, values in smaller.items() if (x := self._least({}, name, values)) is not None
-        }
-        fitting = [self._needed(x) for x in known.values() if x.step.fits]
-        if fitting or len(known) < 2:
-            once = {frozenset(x.changes): x for x in sorted(fitting, key=lambda x: -x.step.seconds)}
-            return [*reversed(once.values())] or [*known.values()]
-        together, options = min(known.values(), key=_shortage), [*known.values()]
-        while options and not together.step.fits:  # what has moved may be too much for its new tier
-            more = {x: values[-1] for x, values in self._smaller(together.step).items()}
-            names = more.keys() - together.changes.keys()
-            tried = (self.planned({**together.changes, x: more[x]}) for x in sorted(names))
-            options = [x for x in tried if x is not None and _shortage(x)[0] <= _shortage(together)[0]]
-            together = min(options, key=_shortage, default=together)
-        if not together.step.fits:
-            return [together]
-        # What slows a step most, alone, is taken back first.
-        slowest = sorted(together.changes, key=lambda x: -known[x].step.seconds if x in known else 0.0)
-        return [self._needed(together, slowest)]
+    def fitting(self, buy: Callable[[Suggestion], Suggestion | None]) -> list[Suggestion]:
+        """Single changes after which it fits, or of a search's result what is needed; and the least to buy."""
+        found: list[Suggestion] = []
+        short = [Suggestion({}, self.step, "")]
+        for name, values in self.moves().items():
+            strongest = self.planned({name: values[-1]}) if values else None
+            if name in TRACED and (strongest is None or not strongest.step.fits):
+                values = values[-1:]
+            for new in (x for value in values if (x := self.planned({name: value})) is not None):
+                if new.step.fits:
+                    found.append(self._needed(new))
+                    break
+                short.append(new)
+        fitting = _once(found)[:MOST] or [self._searched()]
+        if {"host", "disk"} & self.step.lacking.keys() or not fitting[0].step.fits:
+            short += [x for x in fitting if not x.step.fits]
+            short.sort(key=lambda x: (not x.changes.keys().isdisjoint(NUMBERS), len(x.changes), _shortage(x)))
+            fitting += [*islice((x for x in map(buy, short) if x is not None), 1)]
+        return [x for x in fitting if x.changes]
 
-    def _smaller(self, step: PlannedStep) -> dict[str, Sequence[Any]]:
-        """The settings that save what `step` lacks, with the values that do so, the least change first."""
-        unified, off_host = step.hardware.unified, lacks_host(step)
-        tiers = {
-            cast("Tier", place.partition(":")[0]) for place in step.lacking
-        }  # of several devices, of any
-        off_device = "device" in tiers and not unified
-        tiers = ("device", "host") if unified else sorted(tiers)
-        found: dict[str, Sequence[Any]] = {}
-        for name in dict.fromkeys(x for tier in tiers for x in SAVING[tier]):
-            values = self.below(name)
-            if name == "grads_on" and not step.spec.staged:  # which wait there already
-                values = [x for x in values if x != "host"]
-            if name in TIERS_OF:
-                values = [x for x in values if (off_host if DISK in x.split(",") else off_device)]
-            if name == "tiles" and step.settings.micro_batches < self.rows:  # rows one by one cost less
-                values = []
-            stays = not (off_device or self.settings.stashes)  # on the device, which has room
-            useless = stays if name == "activations_on" else name == "grads_on" and not self.step.spec.barrier
-            found |= {name: values} if values and not useless else {}
-        return found
+    def _searched(self) -> Suggestion:
+        """What is needed of a search's result, which changes numbers only where nothing else fits."""
 
-    def _least(self, others: Mapping[str, Any], name: str, values: Sequence[Any]) -> Suggestion | None:
-        """Beside `others` the least of the changes after which it fits; else the strongest."""
-        strongest = self.planned({**others, name: values[-1]})
-        if strongest is None or not strongest.step.fits:
-            return strongest
-        tried = (self.planned({**others, name: value}) for value in values[:-1])
-        return next((x for x in tried if x is not None and x.step.fits), strongest)
+        def planned(settings: StepSettings) -> PlannedStep:
+            if self.settable is not None and not differing(settings, self.settings).keys() <= {
+                *self.settable
+            }:
+                raise PlanError(f"got {settings}, expected changes of {', '.join(self.settable)} alone")
+            return self.step_of(settings)
 
-    def _needed(self, found: Suggestion, order: Sequence[str] = ()) -> Suggestion:
-        """Without the changes without which it fits, in this order, and the others as small as they can be."""
-        for name in order or (*found.changes,):
-            others = {x: value for x, value in found.changes.items() if x != name}
-            without = self.planned(others)
-            if without is not None and without.step.fits:
-                found = without
-            elif order and (values := [*self.below(name)]):
-                least = self._least(others, name, values[: values.index(found.changes[name]) + 1])
-                found = least if least is not None and least.step.fits else found
+        best, space = self.step, {**self.space, "tiles": tuple(self.tile_counts)}
+        for given in ({x: of for x, of in space.items() if x not in NUMBERS}, space):
+            if not best.fits:
+                best = search(planned, self.settings, given).step
+        changes = differing(best.settings, self.settings)
+        return self._needed(Suggestion(changes, best, effect(changes, best, self.step)))
+
+    def _needed(self, found: Suggestion) -> Suggestion:
+        """Without the changes without which it fits, those to the disk and of numbers first."""
+        names = sorted(found.changes, key=lambda x: (DISK not in str(found.changes[x]), x not in NUMBERS))
+        for name in 2 * names if len(names) > 1 else ():
+            back = moved(found.step.settings, found.step.spec.world, **{name: getattr(self.settings, name)})
+            without = None if back is None else self.planned(differing(back, self.settings))
+            found = without if without is not None and without.step.fits else found
         return found
 
 
 def _shortage(suggestion: Suggestion) -> tuple[int, float]:
     """The bytes that are lacking; the less, and the faster, the better."""
     return sum(suggestion.step.lacking.values()), suggestion.step.seconds
+
+
+def _once(found: Sequence[Suggestion]) -> list[Suggestion]:
+    """The fastest of those that change the same settings, the fastest first."""
+    by_speed = sorted(found, key=lambda x: x.step.seconds)
+    return [*{frozenset(x.changes): x for x in reversed(by_speed)}.values()][::-1]
 
 
 def effect(changes: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
@@ -304,8 +222,3 @@ def effect(changes: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> st
     notes += [FOLDERS] if DISK in changes.values() and not old.settings.needs_folders else []
     numbers = ", ".join(notes)
     return f"{fits}{gains_and_costs(new, old)}{shortage}{f' ({numbers})' if numbers else ''}"
-
-
-def _after_decision(step: PlannedStep) -> dict[str, float]:
-    """The seconds after the decision: with a barrier no update comes before, and nothing else after."""
-    return {e.op: step.seconds - e.end for e in step.timeline.events if e.op == "decide"}

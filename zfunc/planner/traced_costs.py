@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.settings import StepSettings, tile_counts
@@ -65,18 +65,27 @@ def traced_costs(
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
         return StepCosts(found.costs, found.target_bytes, found.aux)
 
+    def resized(count: int) -> SegmentCosts:
+        def longer(x: Any) -> Any:
+            batched = isinstance(x, Tensor) and x.dim() and x.shape[0] == rows
+            return x.new_empty((count, *x.shape[1:]), device="meta") if batched else x
+
+        return traced_costs(segments, tree_map(longer, example), optimizer, world)
+
     segments = checked_segments(segments)
     tensors, targets = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (example, example[1]))
+    rows = next((t.shape[0] for t in tensors if t.dim()), 1)
     return SegmentCosts(
         [s.parameters for s in segments],
         optimizer,
-        rows=next((t.shape[0] for t in tensors if t.dim()), 1),
+        rows=rows,
         tokens=sum(t.numel() for t in targets),
         trace=trace,
         world=world,
         constant_bytes=sum(s.constant_bytes for s in segments),
         buffer_bytes=[s.buffer_bytes for s in segments],
         tile_counts=tile_counts(row_tokens(example)),
+        resized=resized,
     )
 
 

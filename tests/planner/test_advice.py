@@ -1,0 +1,87 @@
+"""What a plan's page suggests can be typed, and does what the page says of it."""
+
+import re
+from random import Random
+from typing import Any
+
+import pytest
+
+from zfunc.cli.catalogue import COMMANDS
+from zfunc.cli.commands.plan import PlannedModel, PlanSettings, _typed, plan_model
+from zfunc.cli.parser import make_parser
+from zfunc.planner.plan_step import SOLD
+from zfunc.planner.profile import replace_figures
+
+PARSER = make_parser(COMMANDS)[1]["plan"]
+
+
+def planned(flags: str, advice: bool = False) -> PlannedModel:
+    given = {
+        x: value
+        for x, value in vars(PARSER.parse_args(flags.split())).items()
+        if x in COMMANDS["plan"].options
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in () if advice else ("suggest", "_beyond_settings"):
+            patch.setattr(f"zfunc.planner.plan_step.{name}", lambda *_, **__: ())
+        return plan_model(PlanSettings(**given))
+
+
+def check_typed(flags: str) -> PlannedModel:
+    """Each suggestion, typed behind the flags, gives the step that the page says."""
+    answer = planned(flags, advice=True)
+    for x in answer.planned.suggestions:
+        typed, _, effect = _typed(x).partition(": ")
+        new = planned(f"{flags} {typed}").planned
+        assert (new.step_seconds, new.memory) == (x.step.seconds, x.step.memory), typed
+        assert new.fits == (answer.planned.fits or effect.startswith("fits, ")), typed
+        if times := re.fullmatch(r"([\d.]+) times the tokens/s", effect):
+            gain = new.tokens_per_second / answer.planned.tokens_per_second
+            assert gain == pytest.approx(float(times[1]), rel=0.01)
+        if "with_" in x.changes:
+            check_bought(new, x.changes["with_"])
+    return answer
+
+
+def check_bought(p: Any, figure: str) -> None:
+    """One size smaller is not enough."""
+    place, _, nbytes = figure.partition("=")
+    smaller = [size for size in SOLD[place.removeprefix("bytes.")] if size < float(nbytes)]
+    for size in smaller[-1:]:
+        less = replace_figures(p.profile, {place: size})
+        assert less.hardware(p.step.settings.precision, p.world, p.devices).lacking(p.step.memory), figure
+
+
+def drawn(seed: int) -> str:
+    """A job, more or less too large for its machine."""
+    draw = Random(seed)
+    hidden, world = draw.choice([256, 512, 1024]), draw.choice([1, 1, 1, 2])
+    flags = f"--num-layers {draw.choice([2, 4, 8])} --hidden-size {hidden} --num-attention-heads 8 --seq-length 256"
+    flags += f" --vocab-size 5000 --batch-size {world * draw.choice([1, 4, 8])} --world {world}"
+    flags += f" --hardware {draw.choice(['rtx4090', 'h100', 'rtx4090x8'])} --bucket-size 10000000"
+    flags += f" --with bytes.context=1e6 --with bytes.device={10 ** draw.uniform(7.8, 8.8):.3g}"
+    flags += f" --with bytes.host={world * 10 ** draw.uniform(8.0, 9.2):.3g}"
+    return flags + draw.choice(
+        ["", "", " --params-on host --stage 3", " --activations-on host", " --moments 8bit"]
+    )
+
+
+FEW = (9, 14, 16)
+
+
+@pytest.mark.parametrize(
+    "seed", [*FEW, *(pytest.param(x, marks=pytest.mark.slow) for x in range(60) if x not in FEW)]
+)
+def test_where_a_search_finds_a_plan_that_fits_so_does_the_advice(seed: int) -> None:
+    flags = drawn(seed)
+    p = check_typed(flags).planned
+    if not p.fits and planned(f"{flags} --schedule auto").planned.fits:
+        assert any(x.step.fits and not {"with_", "hardware"} & x.changes.keys() for x in p.suggestions)
+
+
+def test_where_drives_bound_a_step_a_larger_batch_is_advised() -> None:
+    flags = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 256 --vocab-size 5000"
+    p = check_typed(f"{flags} --batch-size 2 --hardware rtx4090 --state-on disk --params-on host").planned
+    assert p.disk is not None
+    assert p.disk.busy > 1
+    assert [x for x in p.suggestions if x.changes.get("batch_size", 0) >= 8]
