@@ -1,16 +1,23 @@
 """What a plan's page suggests can be typed, and does what the page says of it."""
 
 import re
+from itertools import starmap
 from random import Random
 from typing import Any
 
 import pytest
 
 from zfunc.cli.catalogue import COMMANDS
-from zfunc.cli.commands.plan import PlannedModel, PlanSettings, _typed, plan_model
+from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
 from zfunc.cli.parser import make_parser
+from zfunc.options import as_flag
 from zfunc.planner.plan_step import SOLD
 from zfunc.planner.profile import replace_figures
+
+
+def _nothing(*_: Any, **_more: Any) -> tuple[()]:
+    return ()
+
 
 PARSER = make_parser(COMMANDS)[1]["plan"]
 
@@ -23,7 +30,7 @@ def planned(flags: str, advice: bool = False) -> PlannedModel:
     }
     with pytest.MonkeyPatch.context() as patch:
         for name in () if advice else ("suggest", "_beyond_settings"):
-            patch.setattr(f"zfunc.planner.plan_step.{name}", lambda *_, **__: ())
+            patch.setattr(f"zfunc.planner.plan_step.{name}", _nothing)
         return plan_model(PlanSettings(**given))
 
 
@@ -31,7 +38,7 @@ def check_typed(flags: str) -> PlannedModel:
     """Each suggestion, typed behind the flags, gives the step that the page says."""
     answer = planned(flags, advice=True)
     for x in answer.planned.suggestions:
-        typed, _, effect = _typed(x).partition(": ")
+        typed, effect = " ".join(starmap(as_flag, x.changes.items())), x.effect
         new = planned(f"{flags} {typed}").planned
         assert (new.step_seconds, new.memory) == (x.step.seconds, x.step.memory), typed
         assert new.fits == (answer.planned.fits or effect.startswith("fits, ")), typed
@@ -46,7 +53,8 @@ def check_typed(flags: str) -> PlannedModel:
 def check_bought(p: Any, figure: str) -> None:
     """One size smaller is not enough."""
     place, _, nbytes = figure.partition("=")
-    smaller = [size for size in SOLD[place.removeprefix("bytes.")] if size < float(nbytes)]
+    sold: dict[str, tuple[float, ...]] = {**SOLD}
+    smaller = [size for size in sold[place.removeprefix("bytes.")] if size < float(nbytes)]
     for size in smaller[-1:]:
         less = replace_figures(p.profile, {place: size})
         assert less.hardware(p.step.settings.precision, p.world, p.devices).lacking(p.step.memory), figure
