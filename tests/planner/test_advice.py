@@ -93,3 +93,12 @@ def test_where_drives_bound_a_step_a_larger_batch_is_advised() -> None:
     assert p.disk is not None
     assert p.disk.busy > 1
     assert [x for x in p.suggestions if x.changes.get("batch_size", 0) >= 8]
+
+
+def test_lengths_beside_the_most_are_of_whole_tiles() -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 100 --batch-size 1 --tiles 12"
+    )
+    answer = planned(f"{flags} --hardware h100 --with bytes.context=1e6 --with bytes.device=5e6 --max length")
+    assert len(answer.knee) > 1
+    assert all(tokens % 12 == 0 for tokens, _ in answer.knee)

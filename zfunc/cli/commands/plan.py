@@ -163,8 +163,9 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
             model = simulated_model(settings)
     costs = _costs(model, settings, hardware)
     knee: list[tuple[int, float]] = []
+    unit = LENGTH_UNIT if step.tiles == AUTO else math.lcm(LENGTH_UNIT, int(step.tiles))
     for part in (8, 4, 2) if settings.max == "length" else ():
-        if shorter := settings.seq_length // part // LENGTH_UNIT * LENGTH_UNIT:
+        if shorter := settings.seq_length // part // unit * unit:
             given = evolve(settings, seq_length=shorter)
             fewer = simulated_model(given) if not (settings.hf or settings.hf_config) else model
             speed = plan_settings(_costs(fewer, given, hardware), step, advice=False).tokens_per_second
