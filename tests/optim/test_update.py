@@ -37,7 +37,7 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
 from zfunc.engine.compile.cost_trace import AllocationTracker
 from zfunc.errors import CheckpointError
-from zfunc.optim import rules, updates
+from zfunc.optim import formats, rules, updates
 from zfunc.optim.by_name import CLASSES
 from zfunc.optim.elementwise import Elementwise
 
@@ -501,3 +501,12 @@ def test_state_goes_through_fp32_into_other_formats_and_to_no_other_optimizer() 
         back = wide.with_moments(moments, split_master=row.endswith("split"))
         again = back.convert_state(wide.convert_state(kept, name, 3), wide.state_format(), 3)
         assert_same(again.values(), kept.values())
+
+
+def test_what_is_not_rounded_takes_no_dithers() -> None:
+    """Of fp32 moments nothing is computed to keep them."""
+    p, *moments = torch.ones(3, 256)
+    with AllocationTracker() as seen:
+        kept = formats.pack(p, moments, "fp32", 1)
+    assert seen.launches == 0
+    assert all(x is y for x, y in zip(kept.values(), (p, *moments), strict=True))

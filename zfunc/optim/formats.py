@@ -299,16 +299,19 @@ def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tenso
 def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: int) -> dict[str, Tensor]:
     """Float32 weights and moments as the buffers of a format, rounded as step `step` does; None: moments alone."""
     kinds = moment_buffers(state_format)
-    spread = [dither(step, i, x) for i, x in enumerate(moments)]
+
+    def spread(moment: int) -> Tensor:
+        return dither(step, moment, moments[moment])
+
     if state_format == "8bit":
-        codes = pack_floats(moments[1], spread[1], signed=False)
-        packed = [pack_exp_avg(moments[0], spread[0], *codes), *codes]
+        codes = pack_floats(moments[1], spread(1), signed=False)
+        packed = [pack_exp_avg(moments[0], spread(0), *codes), *codes]
     elif any(x.dtype == "uint8" for x in kinds):
-        each = zip(kinds[::2], moments, spread, strict=True)
-        packed = [y for kind, x, d in each for y in pack_floats(x, d, signed=kind.signed)]
+        each = enumerate(zip(kinds[::2], moments, strict=True))
+        packed = [y for i, (kind, x) in each for y in pack_floats(x, spread(i), signed=kind.signed)]
     else:
-        each = zip(kinds, moments, spread, strict=True)
-        packed = [pack_bf16(x, d) if kind.dtype == "bf16" else x for kind, x, d in each]
+        each = enumerate(zip(kinds, moments, strict=True))
+        packed = [pack_bf16(x, spread(i)) if kind.dtype == "bf16" else x for i, (kind, x) in each]
     weights: tuple[Tensor, ...] = ()
     masters = weight_buffers(state_format)
     if p is not None and len(masters) == 3:  # the sign of exp_avg_sq says how a tie was rounded
