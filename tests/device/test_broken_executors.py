@@ -133,16 +133,19 @@ def _without_the_end() -> None:
 # --- copies of keys, inside of one operation ---------------------------------------------------------------------
 
 KEYS = {  # what is removed from tile_keys.py
-    "a copy waits for who used its slot": (
-        "with behind(stream):\n            slot",
-        "with stream:\n            slot",
-    ),
+    "a copy waits for who used its slot": ("with behind(up)", "with (up)"),
     "attention waits for its part": (".wait_event(ready)", ""),
     "sums are taken when they have been added": (
-        "with behind(stream):\n                        self",
-        "with stream:\n                        self",
+        "with behind(down):\n                        self.sums",
+        "with down:\n                        self.sums",
     ),
-    "slots outlive their copies": ("rejoin(stream)", "None"),
+    "sums are taken before others come": ("up.wait_stream(down)", "None"),
+    "keys are taken when they have been put": (
+        "with behind(down):\n                self.kept",
+        "with down:\n                self.kept",
+    ),
+    "keys are put where none are on their way": (".wait_event(sent)", ""),
+    "slots outlive their copies": ("rejoin(down)", "None"),
 }
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from zfunc.engine.compile.fit_to_memory import measured_rates
 from zfunc.engine.compile.specialize import specialize
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.state.memory import ActivationSlot
+from zfunc.engine.step import move_stages
 from zfunc.engine.step.stages import STAGES
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import Head, gpt_segments
@@ -47,6 +49,7 @@ from zfunc.models.loss import linear_next_token_loss
 from zfunc.optim.by_name import make_optimizer
 from zfunc.planner.calibrate import measure_launch
 from zfunc.runtime import accelerator
+from zfunc.runtime.executor import Executor
 from zfunc.runtime.host_memory import alloc_host
 
 pytestmark = pytest.mark.usefixtures("own_format")
@@ -538,8 +541,26 @@ def test_updates_are_where_they_take_least(
     assert program.settings.update_on == expected
 
 
-def test_the_rates_of_updates_are_measured(device: str) -> None:
+def test_the_rates_of_updates_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sweep by what no cache holds, of copies both ways at once."""
+    swept, copied, update, copy = list[int](), list[str](), zfunc.AdamW.host_update, torch.Tensor.copy_
+    synchronize = torch.accelerator.synchronize
+
+    def host_update(_: Any, state: dict[str, Tensor], grad: Tensor, *more: Any, **given: Any) -> None:
+        few = {name: x[:4096] for name, x in state.items()}
+        swept.append(grad.nbytes + sum(x.nbytes for x in state.values()))
+        update(zfunc.AdamW(), few, grad[:4096], *more, **given)
+
+    def copy_(into: Tensor, source: Tensor, **given: Any) -> Tensor:
+        copied.append(into.device.type)
+        return copy(into[:4096], source[:4096], **given)
+
+    monkeypatch.setattr(zfunc.AdamW, "host_update", host_update)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *x: (synchronize(*x), copied.append("wait")))
     assert min(measured_rates(torch.device(device, 0))) > 1e6
+    assert min(swept) >= 1 << 30
+    assert copied == [device, "cpu", "wait"] * (len(copied) // 3)
 
 
 def test_init_never_has_the_whole_model_on_the_device(device: str) -> None:
@@ -726,6 +747,45 @@ def test_graphs_of_a_device_are_refused_beside_the_main_thread(
     with pytest.raises(ValueError, match=r'"reduce-overhead" beside the main thread.*devices=1'):
         needs(2)
         compiled("tied GPT", device, devices=2, micro_batches=2, compile_segments="reduce-overhead")
+
+
+@pytest.mark.parametrize("verb", ["send_act", "send_grad_act"])
+def test_what_passes_between_ranks_is_in_pinned_memory(
+    device: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the way from a device and on that to another, so that no copy waits."""
+    wire: list[Any] = []
+
+    def receive(*_: Any, pinned: bool = False) -> list[Any]:
+        assert pinned
+        return wire
+
+    ranks = SimpleNamespace(send=lambda _, __, *message: wire.extend(message), receive=receive)
+    one = torch.device(device, 0)
+    step: Any = SimpleNamespace(ranks=ranks, devices=[one], calls=[None], device_of=lambda *x: x[-1])
+    monkeypatch.setattr(move_stages, "wait_for_copies", lambda _: torch.accelerator.synchronize())
+    mem: Any = {"made": {"x": torch.arange(6.0, device=one)}}
+    for name, source, target in ((verb, "made", "wire"), (verb.replace("send", "recv"), "wire", "arrived")):
+        op: Any = SimpleNamespace(verb=name, index=(0, 1), nbytes=512, reads=[source], writes=[target])
+        move_stages._between_ranks(op, mem, step)
+    assert wire[1].is_pinned()
+    assert mem["arrived"]["x"].device == one
+    assert mem["arrived"]["x"].tolist() == [*range(6)]
+
+
+def test_programs_one_after_another_have_the_same_streams(device: str) -> None:
+    """Those of two at once are apart: torch has 32 of a device."""
+
+    def streams(program: Executor) -> set[int]:
+        found = [program.stream(lane) for lane in ("compute", "h2d", "d2h")]
+        return {x.stream_id for x in found if x is not None}
+
+    one, other = (Executor(torch.device(device, 0)) for _ in range(2))
+    first, second = streams(one), streams(other)
+    assert len(first | second) == 6
+    del one
+    gc.collect()
+    assert streams(Executor(torch.device(device, 0))) == first
 
 
 def test_with_deterministic_the_serial_bits_stay(device: str) -> None:

@@ -9,11 +9,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import frozen
@@ -170,6 +170,9 @@ def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
 # ---- streams and events ----------------------------------------------------------------------------
 
 
+_spare_streams: dict[torch.device, list[torch.Stream]] = {}
+
+
 def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """A context in which this thread's work is queued on `stream`, of its device; None changes nothing.
 
@@ -203,13 +206,26 @@ def in_turn(stream: torch.Stream | None) -> Iterator[None]:
     rejoin(stream)
 
 
-def copy_stream(device: torch.device) -> torch.Stream | None:
-    """This thread's stream for copies that run beside what computes on a device; None on the CPU."""
-    return _copy_stream(device, threading.get_ident()) if on_accelerator(device) else None
+def take_stream(device: torch.device) -> torch.Stream:
+    """A stream for one user: one that was given back, else a new one. Of 33 that torch makes two are one queue."""
+    spare = _spare_streams.setdefault(device, [])
+    return spare.pop() if spare else torch.Stream(device)
+
+
+def give_back(streams: Mapping[Any, torch.Stream]) -> None:
+    """Leave these to the next `take_stream`; what is queued on them is before what that queues."""
+    for stream in streams.values():
+        _spare_streams.setdefault(stream.device, []).append(stream)
+
+
+def copy_stream(device: torch.device, way: Literal["up", "down"]) -> torch.Stream | None:
+    """This thread's stream for copies beside what computes on a device: `up` to it, or `down` from it, as each has
+    an engine of its own; None on the CPU."""
+    return _copy_stream(device, way, threading.get_ident()) if on_accelerator(device) else None
 
 
 @cache
-def _copy_stream(device: torch.device, _: int) -> torch.Stream:
+def _copy_stream(device: torch.device, *_: object) -> torch.Stream:
     """By the number of the thread, which one that comes after its end may have."""
     return torch.Stream(device)
 

@@ -36,9 +36,11 @@ from zfunc.errors import AbandonedCalls, ExecutionError, LaneTimeout, RankError
 from zfunc.runtime.accelerator import (
     delay_stream,
     deterministic_kernels,
+    give_back,
     on_accelerator,
     poll,
     record_use,
+    take_stream,
     work_on,
 )
 from zfunc.runtime.access_guard import AccessGuard
@@ -188,6 +190,7 @@ class Executor:
         self.deterministic = deterministic
         self._process = 0  # that has made a step
         self._streams: dict[tuple[str, int], torch.Stream] = {}
+        weakref.finalize(self, give_back, self._streams)
         self._threads: dict[str, SimpleQueue[Any]] = {}
         # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
         # change with it. Made here, it has happened before any step, whatever lanes come later.
@@ -274,7 +277,7 @@ class Executor:
         if not on_accelerator(self.devices[n]):
             return None
         if (lane, n) not in self._streams:
-            self._streams[lane, n] = torch.Stream(self.devices[n])
+            self._streams[lane, n] = take_stream(self.devices[n])
         return self._streams[lane, n]
 
     def _thread(self, lane: str) -> "SimpleQueue[Any]":

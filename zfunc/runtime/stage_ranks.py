@@ -75,9 +75,9 @@ class StageRanks(RankGroup):
         for part in (sizes, data):
             self._point_to_point("send to", dist.isend, part, stage, tag)
 
-    def receive(self, stage: int, tag: int, nbytes: int) -> tuple[bytes, Tensor]:
-        """The text and the `nbytes` that that rank has sent with this tag. Raises RankError where they do not come,
-        or others do: no memory is taken for what a message says of itself."""
+    def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
+        """The text and the `nbytes` that that rank has sent with this tag, in `pinned` memory or not. Raises
+        RankError where they do not come, or others do: no memory is taken for what a message says of itself."""
         sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
         message = self._point_to_point("receive from", dist.irecv, sizes, stage, tag)
         self._arrived(message)
@@ -90,7 +90,7 @@ class StageRanks(RankGroup):
                 f"{message.what} on rank {self.job._me}: got {why}: start every rank with the same code, settings "
                 "and versions, and equal batches"
             )
-        data = torch.empty(nbytes + head, dtype=torch.uint8, device="cpu")
+        data = torch.empty(nbytes + head, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._arrived(self._point_to_point("receive from", dist.irecv, data, stage, tag))
         return data[nbytes:].numpy().tobytes(), data[:nbytes]
 

@@ -121,7 +121,7 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
     for (k, v, *own), part, count in zip(row.visit(parts, sums=sums), parts, times, strict=True):
         before = COUNTED.set(COUNTED.get() * count)
         if isinstance(row, HostKeys):
-            row.host.count(k, v, *own, *own)
+            row.host.count(*((k, v) if row.still_here(part) is None else ()), *own, *own)
         yield Pair(q, k, v, view, part), own
         COUNTED.reset(before)
 

@@ -4,9 +4,11 @@ Attention sees them by parts, one for each tile: on the device, or one by one fr
 same, and so are the bits.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 import torch
 from attrs import define, field
@@ -90,7 +92,7 @@ def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
 @define(eq=False)
 class HostKeys:
     """The same in host memory, and two parts on the device. While one is attended, a stream of copies takes the
-    sums of the one before and brings the next."""
+    sums of the one before, and another brings the next."""
 
     host: HostMemory
     device: torch.device
@@ -100,18 +102,31 @@ class HostKeys:
     kept: Tensor | None = field(init=False)  # [parts, elements]
     sums: Tensor | None = None  # of those
     summed: set[Part] = field(factory=set)  # those whose sums are there; the others' are zero
+    # Keys and values on their way to the host, and the event of their arrival.
+    leaving: deque[tuple[Part, Tensor, torch.Event | None]] = field(factory=deque)
 
     def __attrs_post_init__(self) -> None:
         self.kept = self.host.rows(0, self.count, self._numel, self.dtype)
 
     def put(self, part: Part, made: Sequence[Tensor]) -> None:
         """Keep keys and values of a part."""
+        if len(self.leaving) == SLOTS:
+            _, _, sent = self.leaving.popleft()
+            if sent is not None:  # or its memory would be another's
+                torch.accelerator.current_stream(self.device).wait_event(sent)
         slot = self._slot(self.dtype)
         for x, y in zip(self._views(slot), made, strict=True):
             x.copy_(y)
         self.host.count(slot)
+        down = self._stream("down")
         if self.kept is not None:
-            self.kept[self._row(part)].copy_(slot, non_blocking=True)
+            with behind(down):
+                self.kept[self._row(part)].copy_(slot, non_blocking=True)
+        self.leaving.append((part, slot, None if down is None else down.record_event()))
+
+    def still_here(self, part: Part) -> Tensor | None:
+        """Keys and values of a part that was put last, which need not come back."""
+        return next((slot for other, slot, _ in self.leaving if other == part), None)
 
     def start_sums(self) -> None:
         """Zero the sums."""
@@ -122,22 +137,24 @@ class HostKeys:
         """Keys and values of each part, and its `sums`: what is added to these is kept."""
         dtypes = (self.dtype, torch.float32) if sums else (self.dtype,)
         slots = [[self._slot(dtype) for dtype in dtypes] for _ in parts[:SLOTS]]
-        stream = None if self.kept is None else copy_stream(self.device)
+        up, down = self._stream("up"), self._stream("down")
         try:
-            arrived = self._fetch(parts[0], slots[0], stream)
+            arrived = self._fetch(parts[0], slots[0], up, down)
             for n, part in enumerate(parts):
                 slot, ready = slots[n % SLOTS], arrived
                 if parts[n + 1 :]:  # behind the pair before, which had its slot
-                    arrived = self._fetch(parts[n + 1], slots[(n + 1) % SLOTS], stream)
+                    arrived = self._fetch(parts[n + 1], slots[(n + 1) % SLOTS], up, down)
                 if ready is not None:
                     torch.accelerator.current_stream(self.device).wait_event(ready)
                 yield [x for flat in slot for x in self._views(flat)]
                 if sums and self.sums is not None:
-                    with behind(stream):
+                    with behind(down):
                         self.sums[self._row(part)].copy_(slot[1], non_blocking=True)
                     self.summed.add(part)
         finally:
-            rejoin(stream)  # before the memory of the slots is another's
+            rejoin(up)
+            rejoin(down)  # before the memory of the slots is another's
+            self.leaving.clear()
 
     def sums_of(self, part: Part) -> list[Tensor]:
         """The sums of a part."""
@@ -147,18 +164,26 @@ class HostKeys:
             slot.copy_(self.sums[self._row(part)], non_blocking=True)
         return self._views(slot)
 
-    def _fetch(self, part: Part, slot: Sequence[Tensor], stream: torch.Stream | None) -> torch.Event | None:
+    def _fetch(
+        self, part: Part, slot: Sequence[Tensor], up: torch.Stream | None, down: torch.Stream | None
+    ) -> torch.Event | None:
         """Copy a part to its slot; the event of its arrival."""
         if self.kept is None:
             return None
-        with behind(stream):
-            slot[0].copy_(self.kept[self._row(part)], non_blocking=True)
+        here = self.still_here(part)
+        with behind(up):
+            slot[0].copy_(self.kept[self._row(part)] if here is None else here, non_blocking=True)
+            if slot[1:] and up is not None:
+                up.wait_stream(down)  # which takes the sums that are in the slot
             for total in slot[1:]:
                 if self.sums is not None and part in self.summed:
                     total.copy_(self.sums[self._row(part)], non_blocking=True)
                 else:
                     total.zero_()
-        return None if stream is None else stream.record_event()
+        return None if up is None else up.record_event()
+
+    def _stream(self, way: Literal["up", "down"]) -> torch.Stream | None:
+        return None if self.kept is None else copy_stream(self.device, way)
 
     @property
     def _numel(self) -> int:

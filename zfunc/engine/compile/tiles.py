@@ -237,6 +237,9 @@ class TiledRow:
     tiles: int
     constants: list[Any] = field(init=False)
     keys: Any = None  # keys and values, with the sums of their gradients
+    there: set[int] = field(
+        factory=set
+    )  # the tiles whose keys and values are kept; made again, they are the same
 
     def __attrs_post_init__(self) -> None:
         self.constants = list(self.split.constants())
@@ -285,7 +288,9 @@ class TiledRow:
             return [], None
         (q, k, v, *first), residuals = self.run(self.split.before, i)
         self.keys = self.keys or keys_like((k, v), self.tiles)
-        self.keys.put(self.part(i), (k, v))
+        if i not in self.there:
+            self.keys.put(self.part(i), (k, v))
+        self.there.add(i)
         return [q, *(first or [None])], residuals
 
     def part(self, i: int) -> Part:

@@ -17,12 +17,13 @@ from zfunc.errors import RankError
 FORM = "tensors, numbers, text and None, in lists, tuples and dicts"
 
 
-def as_message(tree: Any, nbytes: int) -> tuple[bytes, Tensor]:
-    """A tree without its tensors, and these in host memory [nbytes], copied from an accelerator without waiting.
+def as_message(tree: Any, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
+    """A tree without its tensors, and these in host memory [nbytes], copied from an accelerator without waiting if
+    that is `pinned`.
 
     Raises TypeError for what is not of FORM.
     """
-    slot = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+    slot = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned))
     slot.put(tree)
     return json.dumps(_written(slot.tree)).encode(), slot.flat
 

@@ -92,13 +92,14 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     way = F if row.thing == "input" else B
     stages = [step.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
     tag = 2 * (m * len(step.calls) + s) + (way == B)
+    apart = on_accelerator(step.devices[0])
     if row.to == "device":
-        tree = from_message(*step.ranks.receive(stages[0], tag, op.nbytes))  # pyright: ignore  # StageRanks
-        apart = on_accelerator(step.devices[0])
+        message = step.ranks.receive(stages[0], tag, op.nbytes, pinned=apart)  # pyright: ignore  # StageRanks
+        tree = from_message(*message)
         mem[target] = _arrived(tree, op.nbytes, step.devices[0]) if apart else tree
         wait_for_copies(step)  # or what has come may be freed before
     else:
-        head, flat = as_message(mem[source], op.nbytes)
+        head, flat = as_message(mem[source], op.nbytes, pinned=apart)
         wait_for_copies(step)
         step.ranks.send(stages[1], tag, head, flat)  # pyright: ignore
         mem[target] = None
