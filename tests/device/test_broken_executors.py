@@ -3,6 +3,7 @@
 import inspect
 import multiprocessing
 import threading
+import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+import pretend
 import pytest
 import torch
 from attrs import evolve
@@ -156,8 +158,13 @@ def sums_of_keys(module: Any, place: str, rounds: int = 30) -> list[torch.Tensor
     host = module.HostMemory(alloc_host(1 << 16, torch.uint8, pinned_for=made[0][0].device))
     with module.keys_in(host if place == "host" else None):
         keys = module.keys_like(made[0], len(parts))
+    if place == "host":  # whose copies of keys begin late
+        with accelerator.work_on(accelerator.copy_stream(made[0][0].device, "down")):
+            pretend.load().stall()
     for part, own in zip(parts, made, strict=True):
         keys.put(part, own)
+    time.sleep(0.1)
+    pretend.load().end_stalls()
     keys.start_sums()
     for n in range(rounds):
         for k, v, *sums in keys.visit(parts[n % 5 :] + parts[: n % 3], sums=True):

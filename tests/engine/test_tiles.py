@@ -28,7 +28,7 @@ from zfunc.engine.compile import row_attention, tile_attention, tile_check
 from zfunc.engine.compile.row_attention import attend_row
 from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
 from zfunc.engine.compile.tile_check import check_tokens
-from zfunc.engine.compile.tile_keys import DeviceKeys, HostMemory, keys_in
+from zfunc.engine.compile.tile_keys import DeviceKeys, HostKeys, HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
 from zfunc.engine.step.evaluate import outputs
 from zfunc.models.gpt import Head, gpt_segments
@@ -334,6 +334,20 @@ def test_keys_on_the_host_change_no_bit(name: str, documents: bool, dtype: torch
         assert 0 < host.nbytes < 1 << 20
         assert (host.flat[host.nbytes :] == 255).all()
         assert host.copied_bytes
+
+
+@pytest.mark.parametrize("place", [DeviceKeys, HostKeys])
+def test_a_pass_keeps_the_keys_of_a_tile_once(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though backward makes them twice."""
+    kept, put = list[Any](), place.put
+    monkeypatch.setattr(
+        place, "put", lambda keys, part, made: (kept.append((keys, part)), put(keys, part, made))
+    )
+    host = HostMemory(torch.empty(1 << 20, dtype=torch.uint8)) if place is HostKeys else None
+    segment, values, x = next(layers("GPT-2", rows(documents=False)))
+    passes_of(segment, values, x, 4, host)
+    assert len(kept) >= 2 * 4  # alive, so that each has a number of its own
+    assert len({(id(keys), part) for keys, part in kept}) == len(kept)
 
 
 @pytest.mark.parametrize("documents", [False, True])
