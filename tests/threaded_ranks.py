@@ -91,7 +91,7 @@ class ThreadedStage(StageRanks, ThreadedRanks):
     def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
         self._queue(self.job.rank, stage * self.world + self.rank, tag).put((head, flat))
 
-    def receive(self, stage: int, tag: int, nbytes: int) -> tuple[bytes, Tensor]:
+    def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
         head, flat = self._queue(stage * self.world + self.rank, self.job.rank, tag).get(timeout=PATIENCE)
         assert flat.numel() == nbytes
         return head, flat
