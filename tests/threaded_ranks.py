@@ -94,6 +94,7 @@ class ThreadedStage(StageRanks, ThreadedRanks):
     def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
         head, flat = self._queue(stage * self.world + self.rank, self.job.rank, tag).get(timeout=PATIENCE)
         assert flat.numel() == nbytes
+        assert not pinned  # on the CPU
         return head, flat
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
