@@ -46,13 +46,13 @@ BUDGETS = {
     "runtime": 3_380,
     "optim": 3_060,
     "checkpoint": 3_120,
-    "engine": 9_870,
+    "engine": 9_920,
     "viz": 1_100,
     "planner": 3_290,
     "models": 3_340,
     "train": 4_650,
     "cli": 2_400,
-    "tests": 40_660,
+    "tests": 40_800,
 }
 
 

@@ -60,8 +60,10 @@ def _forward_of(spec: StepSpec, index: tuple[int, ...]) -> int:
 
 
 def _square_bytes(spec: StepSpec, b: int) -> int:
-    """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter."""
-    return SUM_PARTS * FP64 * (len(spec.layout.buckets[b].spans) if spec.settings.norms else 1)
+    """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter; with room for what
+    a device has instead, a norm of each parameter."""
+    parameters, row = len(spec.layout.buckets[b].spans), SUM_PARTS * FP64
+    return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
 
 def _stashed_bytes(spec: StepSpec, s: int) -> int:

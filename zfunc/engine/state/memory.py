@@ -69,6 +69,20 @@ class OnHost:
 
 
 @define(eq=False)
+class Squares:
+    """Sums of the squares of one bucket's gradient: SUM_PARTS numbers in fp64 for each row, a bucket's or a
+    parameter's. Or, with `rows`, norms in fp32 that begin `flat`, and the row of each, which the host squares."""
+
+    flat: Tensor  # fp64
+    rows: Sequence[int] | None = None
+
+    @property
+    def norms(self) -> Tensor:
+        """The norms, one for each of `rows`."""
+        return self.flat.view(torch.float32)[: len(self.rows or ())]
+
+
+@define(eq=False)
 class ActivationSlot:
     """Memory that has the tensors of one pytree at a time: what backward of a segment needs."""
 
@@ -258,7 +272,7 @@ def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Regio
 
 # --- allocation ----------------------------------------------------------------------------------------------
 
-HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot}  # by role; of others the tensor itself
+HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot, "squares": Squares}  # or the tensor itself
 
 
 def allocate_regions(

@@ -1,13 +1,17 @@
 """Gradient norm, clipping, skipping on overflow: the stages that turn a gradient into a `StepDecision`."""
 
 import math
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from zfunc.core.graph import Op
 from zfunc.core.regions import SUM_PARTS
+from zfunc.engine.state.memory import Squares
 from zfunc.engine.step.stage_context import Memory, StepContext, named_like_verbs
 from zfunc.errors import NonFiniteError
+from zfunc.optim.updates import exact_parts
 from zfunc.runtime.accelerator import on_accelerator, synchronize
 
 
@@ -18,10 +22,22 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     buckets and slices changes no bit of a norm.
     """
     wait_for_copies(step)
-    found = {r.index[0]: mem[r] for r in op.reads}  # of this stage's buckets, if there are others
+    found: dict[int, Squares] = {
+        r.index[0]: mem[r] for r in op.reads
+    }  # of this stage's buckets, if there are others
     sizes = [len(x.spans) if step.settings.norms else 1 for x in step.layout.buckets]
-    none = [torch.zeros(n * SUM_PARTS, dtype=torch.float64, device="cpu") for n in sizes]
-    rows = torch.cat([found.get(b, x).view(-1, SUM_PARTS) for b, x in enumerate(none)])  # of each parameter
+    starts = [0, *accumulate(sizes)]
+    rows = torch.zeros(starts[-1], SUM_PARTS, dtype=torch.float64, device="cpu")  # of each parameter
+    of_rows, norms = list[int](), list[Tensor]()
+    for b, squares in found.items():
+        if squares.rows is None:
+            rows[starts[b] : starts[b + 1]] = squares.flat[: sizes[b] * SUM_PARTS].view(-1, SUM_PARTS)
+        else:
+            of_rows += [starts[b] + row for row in squares.rows]
+            norms.append(squares.norms)
+    if of_rows:  # of all buckets at once: each is a dozen calls of torch
+        squared = torch.cat(norms).double().square_()
+        rows.index_add_(0, torch.tensor(of_rows, device="cpu"), exact_parts(squared[:, None]))
     if not op.touches("norms"):
         rows = rows.sum(0, keepdim=True)
     sums = torch.tensor(step.ranks.sums(rows.flatten().tolist()), dtype=torch.float64, device="cpu")

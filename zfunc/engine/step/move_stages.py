@@ -124,8 +124,10 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def squares(op: Op, mem: Memory, step: StepContext) -> None:
-    """The sums of the squares of a bucket's gradient."""
-    mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
+    """The sums of the squares of a bucket's gradient, or the norms that they are made of."""
+    source, target = mem[op.read("squares")], mem[op.write("squares")]
+    target.rows = source.rows
+    target.flat.copy_(source.flat, non_blocking=True)
 
 
 def waiting_gradient(op: Op, mem: Memory, step: StepContext) -> None:

@@ -23,7 +23,7 @@ from zfunc.core.spec import FROZEN
 from zfunc.engine.compile.passes import aux_names, check_aux_names, loss_and_aux
 from zfunc.engine.compile.tile_keys import HostMemory, keys_in
 from zfunc.engine.compile.vjp import SegmentWeights
-from zfunc.engine.state.memory import ActivationSlot
+from zfunc.engine.state.memory import ActivationSlot, Squares
 from zfunc.engine.state.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.step.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.step.move_stages import MOVE_STAGES, weights_in_page
@@ -36,7 +36,7 @@ from zfunc.engine.step.stage_context import (
     named_like_verbs,
 )
 from zfunc.engine.step.update_stages import UPDATE_STAGES, state_of
-from zfunc.optim.updates import accumulate_, exact_parts, square_sum
+from zfunc.optim.updates import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
 
@@ -185,16 +185,15 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
-        # parameter, so on one rank the bits do not depend on the buckets.
+        # parameter, so on one rank the bits do not depend on the buckets. The host squares them: for the device
+        # that would be 15 launches more.
         spans = bucket.spans_within(own.start, own.stop)
-        pieces = [grad[first - own.start : last - own.start] for first, last, _ in spans] or [grad]
-        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
-        squares, into = torch.stack(norms).double().square_(), mem[op.write("squares")].view(-1, SUM_PARTS)
-        if len(into) == 1:
-            into[0].copy_(exact_parts(squares))
-        else:
-            before = sum(x.stop - bucket.start <= own.start for x in bucket.spans)
-            into.zero_()[before : before + len(spans)].copy_(exact_parts(squares[: len(spans), None]))
+        pieces = [grad[first - own.start : last - own.start] for first, last, _ in spans]
+        squares: Squares = mem[op.write("squares")]
+        before = sum(x.stop - bucket.start <= own.start for x in bucket.spans) if step.settings.norms else 0
+        squares.rows = [before + i * step.settings.norms for i in range(len(pieces))]
+        if pieces:
+            torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32), out=squares.norms)
     else:
         _write_squares(bucket, own, mem[op.write("squares")], lambda part: square_sum(grad[part]))
 
@@ -375,11 +374,12 @@ def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
             mem[passed] = below
 
 
-def _write_squares(bucket: Bucket, shard: slice, squares: Tensor, sum_of: Callable[[slice], Tensor]) -> None:
+def _write_squares(bucket: Bucket, shard: slice, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
     """The sums of squares of this rank's slice of a bucket, from those of parts of it: of all of it, or, where
     there is a row for each parameter, of each."""
-    rows = squares.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
-    if len(rows) == 1:
+    squares.rows = None
+    rows = squares.flat.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
+    if len(rows) == 1 or len(rows) < len(bucket.parts):
         rows[0].copy_(sum_of(slice(None)))
         return
     for row, (start, stop, _) in zip(rows, bucket.parts, strict=True):
