@@ -31,6 +31,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
     "engine.compile.specialize.SHOWN": "names in a message",
     "engine.compile.purity.MOST": "of a look before each step, which finds what it can in microseconds",
     "engine.compile.tile_keys.SLOTS": "two by construction",
+    "engine.compile.cost_trace.MULTIPROCESSORS": "of a plan's memory for a GPU that is not here, an upper bound",
     **{
         f"engine.compile.fit_to_memory.{x}": "of a measurement"
         for x in ("STEPS", "MEASURED", "REPEATS", "HEADROOM")

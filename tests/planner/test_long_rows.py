@@ -85,16 +85,17 @@ def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile()
 
 @pytest.mark.parametrize("count", [2, 8, 16])
 def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
-    """To the byte: keys and values, and twice as much for the sums. No pass is faster than its copies."""
+    """Forward to the byte: keys and values, and twice as much for the sums. No pass is faster than its copies."""
     row, costs = 2 * 2 * TOKENS * HIDDEN, costs_of(gpt_segments(GPT))
     model = CostModel(costs, evolve(ROUND, rates={**ROUND.rates, "d2h": 1e6}))
     there, here = (model.step(StepSettings(tiles=count, keys_on=place)) for place in ("host", "device"))
     assert there.held["pinned"]["host_keys"] == 3 * row
     assert "host_keys" not in here.held["pinned"]
     cost, before, pairs = there.spec.costs[1], here.spec.costs[1], (count + 1) / 2  # of a tile with all parts
-    assert cost.forward.copied_bytes == row * (1 + pairs)  # put once
-    # Put for all tiles and again, and the final sums; again forward; sums come and go.
-    assert cost.backward.copied_bytes == row * (2 + 2 + pairs + (1 + 2 * 2) * pairs)
+    assert cost.forward.copied_bytes == row * (1 + pairs - 1)  # put once; a tile's own are still there
+    # Put once, and the final sums; again forward; sums come and go. At most a row more: own keys of tiles that have left.
+    least = row * (1 + 2 + pairs - 1 + (1 + 2 * 2) * pairs)
+    assert least <= cost.backward.copied_bytes < least + row
     freed = before.backward.workspace - cost.backward.workspace
     assert 3 * row * (1 - 3 / count) <= freed <= 3 * row  # but two slots and the final sums
     passes = [op for op in there.plan.graph if op.copied_bytes]

@@ -395,7 +395,7 @@ def parse_profile(text: str, name: str) -> Profile:
 
     >>> parse_profile("titel = 'mine'", "mine.toml")
     Traceback (most recent call last):
-    ValueError: mine.toml: got a field 'titel' (did you mean 'title'?), expected only title, ...: mend that line
+    ValueError: mine.toml: got a field 'titel' (did you mean 'title'?), expected only base, ...: mend that line
     """
     try:
         found: _File = decoded(tomllib.loads(text), _File)
