@@ -93,7 +93,7 @@ def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
     assert "host_keys" not in here.held["pinned"]
     cost, before, pairs = there.spec.costs[1], here.spec.costs[1], (count + 1) / 2  # of a tile with all parts
     assert cost.forward.copied_bytes == row * (1 + pairs - 1)  # put once; a tile's own are still there
-    # Put once, and the final sums; again forward; sums come and go. At most a row more: own keys of tiles that have left.
+    # Put once, and the final sums; again forward; sums come and go. At most a row more: a tile's own come again.
     least = row * (1 + 2 + pairs - 1 + (1 + 2 * 2) * pairs)
     assert least <= cost.backward.copied_bytes < least + row
     freed = before.backward.workspace - cost.backward.workspace
