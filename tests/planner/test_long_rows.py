@@ -85,7 +85,7 @@ def test_work_of_attention_is_that_of_a_causal_row_and_memory_follows_the_tile()
 
 @pytest.mark.parametrize("count", [2, 8, 16])
 def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
-    """Forward to the byte: keys and values, and twice as much for the sums. No pass is faster than its copies."""
+    """To the byte: keys and values, and twice as much for the sums. No pass is faster than its copies."""
     row, costs = 2 * 2 * TOKENS * HIDDEN, costs_of(gpt_segments(GPT))
     model = CostModel(costs, evolve(ROUND, rates={**ROUND.rates, "d2h": 1e6}))
     there, here = (model.step(StepSettings(tiles=count, keys_on=place)) for place in ("host", "device"))
@@ -93,9 +93,10 @@ def test_keys_on_the_host_are_pinned_and_copied_once_a_pair(count: int) -> None:
     assert "host_keys" not in here.held["pinned"]
     cost, before, pairs = there.spec.costs[1], here.spec.costs[1], (count + 1) / 2  # of a tile with all parts
     assert cost.forward.copied_bytes == row * (1 + pairs - 1)  # put once; a tile's own are still there
-    # Put once, and the final sums; again forward; sums come and go. At most a row more: a tile's own come again.
-    least = row * (1 + 2 + pairs - 1 + (1 + 2 * 2) * pairs)
-    assert least <= cost.backward.copied_bytes < least + row
+    # Put once, and the final sums; again forward; sums come and go. The last two parts are still there when forward
+    # begins again; where one part stands for several, the trace sees one of them.
+    still_there = 2 if count == 2 else 1
+    assert cost.backward.copied_bytes == row * (1 + 2 + pairs - still_there / count + (1 + 2 * 2) * pairs)
     freed = before.backward.workspace - cost.backward.workspace
     assert 3 * row * (1 - 3 / count) <= freed <= 3 * row  # but two slots and the final sums
     passes = [op for op in there.plan.graph if op.copied_bytes]
