@@ -347,7 +347,7 @@ def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
 
 
 def _check_sizes(files: Sequence[DirectFile], sizes: Sequence[int]) -> None:
-    """Raise CheckpointError for a file that has fewer bytes than it was made with."""
+    """Raise CheckpointError for a swap file that has fewer bytes than its number in `sizes`."""
     for file, nbytes in zip(files, sizes, strict=True):
         if file.nbytes < nbytes:
             do = "it was cut off: resume from a checkpoint, with another swap folder"

@@ -19,18 +19,12 @@ from zfunc.errors import PlanError
 Recipe = Callable[[StepSpec], Iterable[Op]]
 Update = Callable[[StepSpec, OpBuilder, int], Iterator[Op]]
 # What `plain` reads, or what changes no operation of a step on one device.
+# fmt: off
 PLAIN = {
-    *(
-        "micro_batches",
-        "clip_norm",
-        "precision",
-        "schedule",
-        "recompute",
-        "compile_segments",
-        "deterministic",
-    ),
-    *("bucket_size", "grad_slots", "host_slots", "weight_slots", "moments", "accumulate"),
+    "micro_batches", "clip_norm", "precision", "schedule", "recompute", "compile_segments", "deterministic",
+    "bucket_size", "grad_slots", "host_slots", "weight_slots", "moments", "accumulate",
 }
+# fmt: on
 
 
 def recipe_of(spec: StepSpec) -> Recipe:
@@ -39,7 +33,8 @@ def recipe_of(spec: StepSpec) -> Recipe:
 
 
 def plain(spec: StepSpec) -> Iterator[Op]:
-    """`zero_offload` to read first: parameters on one device, all else on the host, and no setting but `PLAIN`.
+    """The step of `zero_offload`, for a first reading: parameters on one device, all else on the host, no setting
+    changed but those in `PLAIN`.
 
     Raises PlanError for other settings, several ranks, tied parameters and updates of whole matrices.
     """
@@ -89,13 +84,9 @@ def _check_plain(spec: StepSpec) -> None:
     changed = {f.name for f in fields(StepSettings) if getattr(spec.settings, f.name) != f.default}
     others = any(len(b.deliveries) > 1 or spec.updated_in_parts(b.index) for b in spec.layout.buckets)
     if changed - PLAIN or others or spec.world > 1 or spec.settings.group_size > 1:
-        got = (
-            ", ".join(sorted(changed - PLAIN))
-            or "ranks, groups, tied parameters or updates of whole matrices"
-        )
-        raise PlanError(
-            f"plain: got {got}, expected one device and settings of recipes.PLAIN: use zero_offload"
-        )
+        other = "ranks, groups, tied parameters or updates of whole matrices"
+        got, do = ", ".join(sorted(changed - PLAIN)) or other, "use zero_offload"
+        raise PlanError(f"plain: got {got}, expected one device and settings of recipes.PLAIN: {do}")
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:

@@ -194,7 +194,7 @@ class _Advisor:
         return self._needed(Suggestion(changes, best, effect(changes, best, self.step)))
 
     def _needed(self, found: Suggestion) -> Suggestion:
-        """Without the changes without which it fits, those to the disk and of numbers first."""
+        """Take back each change of `found` that the step fits without: those to the disk and of numbers first."""
         names = sorted(found.changes, key=lambda x: (DISK not in str(found.changes[x]), x not in NUMBERS))
         for name in 2 * names if len(names) > 1 else ():
             back = moved(found.step.settings, found.step.spec.world, **{name: getattr(self.settings, name)})

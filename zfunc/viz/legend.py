@@ -19,9 +19,8 @@ from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
 
-PALETTE: dict[str, dict[str, str]] = tomllib.loads(
-    (files("zfunc.viz") / "colours.toml").read_text()
-)  # by kind
+# The colours of verbs, by the kind of these.
+PALETTE: dict[str, dict[str, str]] = tomllib.loads((files("zfunc.viz") / "colours.toml").read_text())
 _COLOURS = {verb: colour for kind in PALETTE.values() for verb, colour in kind.items()}
 _PASSES = frozenset(PASSES.values())
 _FROM_ABOVE: tuple[Kind, ...] = ("h2d", "compute", "d2h", "network", "host", "read", "write")

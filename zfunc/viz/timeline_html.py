@@ -81,9 +81,8 @@ def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
         "verbs": list(verbs),
         "colours": list(map(colour_of, verbs)),
         "kinds": KINDS,
-        "numbered": [
-            verb in numbered for verb in verbs
-        ],  # by their micro-batch, where their name does not fit
+        # By their micro-batch, where their name does not fit.
+        "numbered": [verb in numbered for verb in verbs],
         "lanes": [{"name": x, "ops": on[x], "thin": thin} for x, thin in lanes_of(shown).items()],
         "regions": list(map(str, regions)),
         "ops": {

@@ -34,9 +34,8 @@ from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 
 STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
-MEASURED = (
-    1 << 26
-)  # elements that are swept and copied to measure the rates of both: 1 GiB, which no cache holds
+# Elements that are swept and copied to measure the rates of both: 1 GiB, which no cache holds.
+MEASURED = 1 << 26
 REPEATS = 3
 HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot use every byte
 
@@ -152,7 +151,8 @@ def row_tokens(example: Batch) -> int:
 
 
 def measured_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes a second of the host's sweep in an update by Adam, and of copies each way, both at once."""
+    """Measure the bytes a second of the host's sweep in an update by Adam, and of copies to the device and back,
+    each way while the other copies too."""
     decision = StepDecision(False, 1.0, 1, AdamW().factors(1))
     state = {x.name: alloc_host(MEASURED, torch.float32) for x in STATE_FORMATS["fp32"]}
     pinned = alloc_host(MEASURED, torch.float32, pinned_for=device)

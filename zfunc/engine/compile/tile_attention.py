@@ -21,9 +21,7 @@ from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
 Keys = DeviceKeys | HostKeys
-DEPRIORITIZED = (
-    "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # the environment's word to torch to take flash attention first
-)
+DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # of the environment: torch takes flash attention first
 FEW = 3  # tiles of fake tensors that all run; of more some stand for all
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
 ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
@@ -288,10 +286,7 @@ def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
     whose rest cuDNN takes into account in backward (pytorch/pytorch#196678)."""
     if not q.is_cuda or _capability(q) != (9, 0) or q.shape[-1] > 128:
         return False
-    whole, preferred = (
-        not q.shape[2] % 128 and not k.shape[2] % 128,
-        os.environ.get(DEPRIORITIZED, "0") == "0",
-    )
+    whole, preferred = not (q.shape[2] % 128 or k.shape[2] % 128), os.environ.get(DEPRIORITIZED, "0") == "0"
     newer = (torch.backends.cudnn.version() or 0) > 91500 and torch.backends.cuda.cudnn_sdp_enabled()
     return whole and preferred and newer and not torch.are_deterministic_algorithms_enabled()
 

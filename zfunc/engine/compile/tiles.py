@@ -239,7 +239,7 @@ class TiledRow:
     keys: Any = None  # keys and values, with the sums of their gradients
     there: set[int] = field(
         factory=set
-    )  # the tiles whose keys and values are kept; made again, they are the same
+    )  # tiles whose keys and values are kept: made again, they are the same
 
     def __attrs_post_init__(self) -> None:
         self.constants = list(self.split.constants())

@@ -141,9 +141,7 @@ class Buffers:
     )  # of pipelines over ranks: the stage of each bucket
     masters: frozenset[int] = frozenset()  # frozen buckets whose fp32 values are kept too
     averages: frozenset[int] = frozenset()  # frozen buckets whose moving average is kept, as it was at first
-    averages_left: float = (
-        1.0  # what updates since have left of the distance of those averages to the weights
-    )
+    averages_left: float = 1.0  # the share of their distance to the weights that updates since have left
     released: tuple[Region, ...] = ()  # what is not on the device now, or is not known to be there
     parked: dict[Region, Tensor] = field(factory=dict[Region, Tensor], repr=False)  # its copies on the host
     # What the disk has of one bucket's state, in memory between steps, and whether it was changed.

@@ -22,9 +22,7 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     buckets and slices changes no bit of a norm.
     """
     wait_for_copies(step)
-    found: dict[int, Squares] = {
-        r.index[0]: mem[r] for r in op.reads
-    }  # of this stage's buckets, if there are others
+    found: dict[int, Squares] = {r.index[0]: mem[r] for r in op.reads}  # by bucket, of this pipeline stage
     sizes = [len(x.spans) if step.settings.norms else 1 for x in step.layout.buckets]
     starts = [0, *accumulate(sizes)]
     rows = torch.zeros(starts[-1], SUM_PARTS, dtype=torch.float64, device="cpu")  # of each parameter

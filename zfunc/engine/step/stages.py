@@ -104,10 +104,8 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
             return
         wait_for_device(step, step.devices[op.device], "the first loss")
         whole, first, second = map(float, losses)
-        parts, near = (
-            (half * first + (rows - half) * second) / rows,
-            1e-3 if step.dtype == torch.float32 else 3e-2,
-        )
+        parts = (half * first + (rows - half) * second) / rows
+        near = 1e-3 if step.dtype == torch.float32 else 3e-2
         if not math.isclose(whole, parts, rel_tol=near, abs_tol=1e-3):
             warn(
                 f"segment {call.name!r}: the loss is no mean over rows: {whole:.4g} of {rows} rows, {parts:.4g} as "
@@ -153,7 +151,8 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one segment's gradients into its bucket's slot; the first one of a delivery zeroes padding."""
+    """Copy one segment's gradients into its bucket's slot; the first segment of a delivery zeroes the padding
+    between parameters."""
     _, b, _ = op.index
     bucket, slot, grads = step.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
     if op.write("grad") not in op.reads:
@@ -195,7 +194,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
         if pieces:
             torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32), out=squares.norms)
     else:
-        _write_squares(bucket, own, mem[op.write("squares")], lambda part: square_sum(grad[part]))
+        _write_squares(step, b, mem[op.write("squares")], lambda part: square_sum(grad[part]))
 
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
@@ -205,10 +204,7 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     numel = shard.stop - shard.start  # where they are slots they have room for more
     total, grad = mem[op.write("grad_shard")][:numel], mem[op.read("host_slot")][:numel]
     _write_squares(
-        step.layout.buckets[b],
-        shard,
-        mem[op.write("squares")],
-        lambda own: accumulate_(total[own], grad[own], first=first),
+        step, b, mem[op.write("squares")], lambda own: accumulate_(total[own], grad[own], first=first)
     )
 
 
@@ -227,10 +223,7 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
     if op.touches("squares"):
         b, _ = op.index
         _write_squares(
-            step.layout.buckets[b],
-            step.slice_of(b),
-            mem[op.write("squares")],
-            lambda own: accumulate_(total[own], part[own], first=False),
+            step, b, mem[op.write("squares")], lambda own: accumulate_(total[own], part[own], first=False)
         )
     else:
         total.add_(part)
@@ -374,15 +367,16 @@ def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
             mem[passed] = below
 
 
-def _write_squares(bucket: Bucket, shard: slice, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
-    """The sums of squares of this rank's slice of a bucket, from those of parts of it: of all of it, or, where
-    there is a row for each parameter, of each."""
+def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
+    """Write the sums of squares of this rank's slice of bucket `b`; `sum_of` makes those of a part of the slice: of
+    all of it, or, where norms are asked for, of each parameter."""
     squares.rows = None
     rows = squares.flat.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
-    if len(rows) == 1 or len(rows) < len(bucket.parts):
+    if not step.settings.norms:
         rows[0].copy_(sum_of(slice(None)))
         return
-    for row, (start, stop, _) in zip(rows, bucket.parts, strict=True):
+    shard = step.slice_of(b)
+    for row, (start, stop, _) in zip(rows, step.layout.buckets[b].parts, strict=True):
         first, last = max(start, shard.start), min(stop, shard.stop)
         if first < last:
             row.copy_(sum_of(slice(first - shard.start, last - shard.start)))

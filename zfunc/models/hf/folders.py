@@ -149,7 +149,7 @@ def _shapes(program: Program) -> dict[str, Shape]:
 
 
 def _trained_config(config: Any, trained: Iterable[str]) -> Any:
-    """The config, or that of the language model in it, where its names are those of what was trained."""
+    """`config`, or the config of the language model in it if `trained` has the names of all its parameters."""
     with suppress(ValueError):  # there is none
         text = language_config(config)
         if {*map(base_name, trained)} >= dict(empty_model(text).named_parameters()).keys():

@@ -209,8 +209,8 @@ class FolderWeights:
 
     @classmethod
     def of(cls, folder: Path, language: Any) -> "FolderWeights":
-        """The weights of a folder, of the model `language`, or one that has it in it. Raises CheckpointError unless
-        its tensors are the model's, in name and shape.
+        """Open the weights of a folder for `language`: the folder's own model, or the language model within that.
+        Raises CheckpointError unless the folder's tensors are those of its model, in name and shape.
 
         A file may be of the model without its head: then names lack the base model's prefix.
         """
@@ -302,9 +302,7 @@ def _names_in(whole: Any, language: Any) -> dict[str, str]:
             for model in (language, whole)
         )
         tensors = language.get_submodule(own[:-1]).state_dict()
-        names |= {
-            f"{own}{x}".lstrip("."): f"{there}{x}" for x in tensors
-        }  # a whole has more than its decoder
+        names |= {f"{own}{x}".lstrip("."): f"{there}{x}" for x in tensors}
     if names.keys() != language.state_dict().keys() or not {*names.values()} <= whole.state_dict().keys():
         raise why_unsupported(type(whole).__name__, "whose language model has other parameters alone")
     return names

@@ -34,10 +34,8 @@ File = tuple[str, Path]  # a name, the same on every machine, and the path on th
 PARQUET = ".parquet"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _HELD_OUT_PERCENT = 8
-_BUFFER, _BATCH = (
-    1 << 20,
-    1 << 24,
-)  # bytes of a column of a Parquet file that are read at once, and of its rows
+# Bytes of a column of a Parquet file that are read at once, and of its rows.
+_BUFFER, _BATCH = 1 << 20, 1 << 24
 _DESCRIPTION = re.compile("README|LICEN[CS]E|dataset_info")  # of a folder as the Hub has it
 # Left out of the standard library: tests (half of the bytes, and many distributions ship without them), packages
 # that distributions split off or newer versions dropped, and generated tables, which are not programs. The rest is
