@@ -15,10 +15,10 @@ from markdown_table import table
 
 import zfunc
 from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
+from zfunc.core.critical_path import bound_seconds, critical_path_of, largest_shares
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
-from zfunc.core.timeline import bound_seconds, critical_path_of, largest_shares
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig, num_parameters
 from zfunc.options import as_flag

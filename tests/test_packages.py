@@ -35,6 +35,7 @@ STARTS_WITHOUT_TORCH = (
 )
 INTERPRETERS = (
     *("core.plan", "core.verifier", "core.simulator", "core.hardware", "core.memory_model", "core.timeline"),
+    "core.critical_path",
     *("core.graph", "runtime.executor", "cli.report_page"),
 )
 

@@ -9,19 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import every_plan, hardware, plan_of, plans
 
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, build, topological_order
 from zfunc.core.simulator import simulate
-from zfunc.core.timeline import (
-    Event,
-    Timeline,
-    bound_by,
-    bounds_in_words,
-    critical_path_of,
-    events_of,
-    held_up_by,
-)
+from zfunc.core.timeline import Event, Timeline
 
 
 def timed(plan: Plan, seconds: dict[int, float], late: dict[int, float] | None = None) -> Timeline:

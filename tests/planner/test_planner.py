@@ -10,9 +10,9 @@ from small_models import Loss, tied_gpt
 from torch import nn
 
 import zfunc
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import initial_memory
-from zfunc.core.timeline import bound_by, bounds_in_words, critical_path_of
 from zfunc.engine.compile.program import Program
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments

@@ -8,12 +8,12 @@ import pytest
 from attrs import evolve
 from zfunc.schedules import make_order
 
+from zfunc.core.critical_path import bound_seconds, critical_path_of
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
-from zfunc.core.timeline import bound_seconds, critical_path_of
 from zfunc.planner.candidate import CLOSE, FEW, PlannedStep, step_of
 from zfunc.planner.candidate import MANY as TIMES
 

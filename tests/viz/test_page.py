@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from table import plan_of, plans
 
 from zfunc.cli.report_page import report_page
+from zfunc.core.critical_path import critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
-from zfunc.core.timeline import Event, Timeline, critical_path_of
+from zfunc.core.timeline import Event, Timeline
 from zfunc.train.run_folder import read_history
 from zfunc.viz.legend import PALETTE, colour_of, lanes_of
 from zfunc.viz.timeline_html import data, page

@@ -15,9 +15,10 @@ from typing import Any, cast
 import attrs
 
 from zfunc.checkpoint.directory import FOLDER
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.display import html_table
 from zfunc.core.settings import BY_DEVICE, schedule_for
-from zfunc.core.timeline import Timeline, bound_by, bounds_in_words, critical_path_of
+from zfunc.core.timeline import Timeline
 from zfunc.train.events import ENDINGS
 from zfunc.train.run_folder import METRICS, TRACE, Row, RunHistory, finite_number, read_recorded_step
 from zfunc.train.settings import TrainSettings

@@ -22,7 +22,8 @@
     traffic           the bytes that the kernels of a pass move
     memory_model      how much memory a plan needs, on which tier, and when
     display           how values print, and what a notebook shows
-    timeline          when operations ran, simulated or measured, and the chain of those that bounded the step
+    timeline          when operations ran, simulated or measured
+    critical_path     the chain of operations that bounded a step
 
 A new operation: one method in `ops`, or a row of `moves` if it only copies; one line in `recipes`; one function in
 `zfunc.engine.step.stages` and its row in `STAGES`. A new setting: one field in `settings`, and the code where it

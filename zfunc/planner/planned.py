@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from attrs import asdict, evolve, frozen
 
+from zfunc.core.critical_path import bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.core.display import counted
 from zfunc.core.graph import TIERS, Kind, Tier
 from zfunc.core.hardware import Hardware
@@ -17,7 +18,7 @@ from zfunc.core.pipeline import B, F
 from zfunc.core.plan import Plan
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK
-from zfunc.core.timeline import Timeline, bound_seconds, bounds_in_words, critical_path_of, largest_shares
+from zfunc.core.timeline import Timeline
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile
 from zfunc.planner.suggestions import Suggestion

@@ -34,8 +34,9 @@ from attrs import define, field, frozen, validators
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode, Text, parse_json
+from zfunc.core.critical_path import events_of
 from zfunc.core.plan import Plan, parse
-from zfunc.core.timeline import Timeline, events_of
+from zfunc.core.timeline import Timeline
 from zfunc.errors import CheckpointError
 from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.plan import Plan
-from zfunc.core.timeline import Event, Timeline, bound_by, bounds_in_words, critical_path_of
+from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.legend import Timelines, timeline_tuple, verb_of
 

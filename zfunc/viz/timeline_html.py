@@ -10,11 +10,7 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
-from zfunc.core.display import html_table
-from zfunc.core.graph import KINDS
-from zfunc.core.plan import Plan
-from zfunc.core.timeline import (
-    Timeline,
+from zfunc.core.critical_path import (
     bound_by,
     bounds_in_words,
     critical_path_of,
@@ -22,6 +18,10 @@ from zfunc.core.timeline import (
     held_up_by,
     last_of,
 )
+from zfunc.core.display import html_table
+from zfunc.core.graph import KINDS
+from zfunc.core.plan import Plan
+from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
 from zfunc.viz.legend import (

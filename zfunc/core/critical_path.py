@@ -1,0 +1,129 @@
+"""The critical path of a step: the chain of operations that led to its end, and which kind of work bounds it.
+
+The times that the operations of the chain ran and idled add up to the step. It includes lane order, so it belongs
+to one plan on one machine; `zfunc.core.simulator.lower_bound` is the bound that no plan can beat.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from attrs import frozen
+
+from zfunc.core.graph import Kind
+from zfunc.core.plan import Plan
+from zfunc.core.timeline import Event, Timeline
+
+# What bounds a part of a step; "waiting" where no operation of the chain ran.
+Bound = Kind | Literal["waiting"]
+
+
+@frozen
+class Link:
+    """An operation of the chain: after the link before it ended, it idled and then ran, in seconds.
+
+    `after` is the reason that it follows that link: their "lane", a "wait", or "" for the first. If clocks
+    disagree, `ran` leaves out the overlap.
+    """
+
+    event: Event
+    after: Literal["", "lane", "wait"]
+    idle: float
+    ran: float
+
+
+def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
+    """The event of each operation, by position in the graph.
+
+    Raises ValueError unless the timeline has every operation of the plan once, on its lane.
+    """
+    events: dict[int, Event] = {}
+    problems: list[str] = []
+    for e in timeline.events:
+        i = plan.graph.position.get(e.op, -1)
+        if i in events or i not in plan.place or plan.lanes[plan.place[i][0]].name != e.lane:
+            problems.append(f"with {e.op} twice" if i in events else f"with {e.op} on lane {e.lane}")
+        events[i] = e
+    problems += [f"without {op.name}" for i, op in enumerate(plan.graph) if i not in events]
+    if problems:
+        raise ValueError(
+            f"got a {timeline.source} timeline {problems[0]}, expected every operation of the plan once and on its "
+            "lane: pass the timeline of this plan"
+        )
+    return tuple(events[i] for i in range(len(plan.graph)))
+
+
+def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
+    """For each operation, the one that ended last of those it follows: on its lane, or by a wait; -1 if none.
+
+    `events` are those of `events_of`. Of two that end together, the one on its lane counts.
+    """
+    before: list[int] = []
+    for i in range(len(plan.graph)):
+        lane, position = plan.place[i]
+        previous = plan.lanes[lane].ops[position - 1 : position] if position else ()
+        before.append(max((*previous, *plan.waits[i]), key=lambda n: events[n].end, default=-1))
+    return tuple(before)
+
+
+def last_of(events: tuple[Event, ...]) -> int:
+    """The operation that ended last; -1 if there is none."""
+    return max(range(len(events)), key=lambda n: events[n].end, default=-1)
+
+
+def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
+    """The chain that led to the end of the step, in the order it ran.
+
+    >>> from zfunc.core.graph import Graph, Op, Region
+    >>> from zfunc.core.plan import build
+    >>> from zfunc.core.simulator import simulate
+    >>> x = Region("x")
+    >>> ops = Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,)), Op("rest", (), "compute")
+    >>> plan = build(Graph(ops), {"gpu": [0, 2], "cpu": [1]})
+    >>> [(link.event.op, link.after) for link in critical_path_of(plan, simulate(plan))]
+    [('make', ''), ('use', 'wait')]
+    """
+    events = events_of(plan, timeline)
+    before = held_up_by(plan, events)
+    chain: list[Link] = []
+    until, i = timeline.seconds, last_of(events)
+    while i >= 0:
+        e, n = events[i], before[i]
+        since = min(until, events[n].end) if n >= 0 else 0.0
+        began = min(until, max(since, e.start))
+        after = "" if n < 0 else "lane" if events[n].lane == e.lane else "wait"
+        chain.append(Link(e, after, began - since, until - began))
+        until, i = since, n
+    return tuple(reversed(chain))
+
+
+def bound_seconds(chain: Iterable[Link]) -> dict[Bound, float]:
+    """The seconds of the step that each kind of operation bounds, or "waiting"."""
+    seconds: dict[Bound, float] = {}
+    for link in chain:
+        seconds[link.event.kind] = seconds.get(link.event.kind, 0.0) + link.ran
+        seconds["waiting"] = seconds.get("waiting", 0.0) + link.idle
+    return seconds
+
+
+def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
+    """The share of the step that each kind of operation bounds, or "waiting", the largest first.
+
+    Shares add up to 1; there are none for a chain that took no time.
+    """
+    return largest_shares(bound_seconds(chain))
+
+
+def largest_shares(seconds: dict[Bound, float]) -> dict[Bound, float]:
+    """Each of `bound_seconds` as a share of all, the largest first."""
+    total = sum(seconds.values())
+    largest = sorted(seconds.items(), key=lambda item: -item[1])
+    return {bound: part / total for bound, part in largest if part}
+
+
+def bounds_in_words(shares: dict[Bound, float]) -> str:
+    """The shares of `bound_by` as text.
+
+    >>> bounds_in_words({"compute": 0.75, "waiting": 0.25})
+    'compute 75%, waiting 25%'
+    """
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()) or "nothing"
