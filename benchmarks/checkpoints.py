@@ -25,8 +25,8 @@ from torch import nn
 import zfunc
 from benchmarks.adam import size
 from benchmarks.machine import describe, gpt, make_parser, write
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.state import State
 from zfunc.runtime.accelerator import accelerator_type
 from zfunc.viz.timeline_svg import svg

@@ -21,9 +21,10 @@ import zfunc
 from benchmarks.machine import SMALL_GPT, gpt, make_parser, write
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.engine.compile import fit_to_memory, tile_attention
-from zfunc.engine.compile.tile_attention import Attended, Pair, View, attend_tile, pull_tile
-from zfunc.engine.compile.tile_keys import DeviceKeys
+from zfunc.engine.program import fit_to_memory
+from zfunc.engine.rows import tile_attention
+from zfunc.engine.rows.keys import DeviceKeys
+from zfunc.engine.rows.tile_attention import Attended, Pair, View, attend_tile, pull_tile
 from zfunc.runtime.accelerator import accelerator_type, allocated_bytes, peak_bytes, pick_device, reset_peak
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import zfunc
 from benchmarks.machine import make_parser, write
 from zfunc.core.simulator import simulate
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.specialize import specialize
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.planner.profile import load_profile

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import zfunc
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.stages.stages import STAGES
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 

@@ -16,7 +16,7 @@ import torch
 
 import zfunc
 from benchmarks.machine import make_parser, write
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.accelerator import accelerator_type, peak_bytes, pick_device, reset_peak
 
 GIB = 1 << 30

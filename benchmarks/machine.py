@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zfunc.cli.commands.draw import DrawSettings
-from zfunc.engine.compile.segment import Segment
+from zfunc.engine.trace.segment import Segment
 from zfunc.models.gpt import gpt_segments
 from zfunc.runtime.accelerator import accelerator_type, device_name
 from zfunc.train.setup import gpt_config

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import zfunc
 from benchmarks.machine import SMALL_GPT, gpt, make_parser, write
 from zfunc.core.moves import BETWEEN_DEVICES, MOVES
-from zfunc.engine.compile.fit_to_memory import measured_rates
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.program.fit_to_memory import measured_rates
+from zfunc.engine.stages.stages import STAGES
 from zfunc.runtime.accelerator import accelerator_type, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.stage_ranks import StageRanks

@@ -27,7 +27,7 @@ from zfunc.core.dtypes import Precision
 from zfunc.core.hardware import Measured
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.segment import Segment
+from zfunc.engine.trace.segment import Segment
 from zfunc.models import hf
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import gpt_costs

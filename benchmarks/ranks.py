@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import zfunc
 from benchmarks.machine import SMALL_GPT, describe, gpt, make_parser, write
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.accelerator import accelerator_type
 
 WARMUP = 2

@@ -27,10 +27,10 @@ from benchmarks.machine import gpt, make_parser, write
 from zfunc import schedules
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
-from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.state import State
+from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.planner.calibrate import (
     MeasuredStep,
     handoff,

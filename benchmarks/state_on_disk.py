@@ -38,8 +38,8 @@ from benchmarks.streaming import batch_of
 from zfunc.core.graph import Tier
 from zfunc.core.memory_model import Peak, initial_memory
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import parameter_weights
 from zfunc.models.gpt import gpt_segments

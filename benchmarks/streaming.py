@@ -25,10 +25,10 @@ from benchmarks.machine import SMALL_GPT, make_parser, ratios, write
 from zfunc.core.layout import round_up
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import ALLOCATION
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.segment import Segment
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.state import State
+from zfunc.engine.trace.segment import Segment
 from zfunc.models import hf
 from zfunc.models.gpt import gpt_segments
 from zfunc.planner.profile import load_profile

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import zfunc
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.verifier import races, verify
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.executor import prepare_plan
 
 torch.manual_seed(0)

@@ -17,7 +17,7 @@ import zfunc
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.simulator import simulate
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small

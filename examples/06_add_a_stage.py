@@ -19,7 +19,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small

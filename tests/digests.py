@@ -30,7 +30,7 @@ from threaded_ranks import on_every, programs_of
 from torch import Tensor
 
 import zfunc
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.optim.loss_scale import LossScale
 
 

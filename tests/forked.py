@@ -23,8 +23,8 @@ from shared_traces import share_traces
 from small_models import MODELS, Batch, rows_of
 
 import zfunc
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 
 ERROR = 3  # the exit code of a process that has seen one
 NIGHT = "night"  # the argument of a worker that plays what slow tests read too

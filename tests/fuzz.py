@@ -29,7 +29,7 @@ from fuzz_models import Model, draw
 from table import Scattered
 
 import zfunc
-from zfunc.engine.compile import vjp
+from zfunc.engine.trace import vjp
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 

@@ -8,7 +8,7 @@ from attrs import evolve
 from small_models import IN_FP32
 
 import zfunc
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.optim.loss_scale import LossScale
 
 RECIPES: dict[str, dict[str, Any]] = {

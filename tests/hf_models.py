@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import zfunc
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,7 +1,7 @@
 """Small mutations of the package, one at a time: do the tests that should notice notice?
 
     python tests/mutants.py --number 40 --seed 0        # a sample, the same every time
-    python tests/mutants.py --modules engine/step/stages --like 1e-06
+    python tests/mutants.py --modules engine/stages/stages --like 1e-06
 
 A mutation changes one operator, constant or condition, drops one call, one yield or one element of a tuple, or
 swaps two arguments. Survivors are printed, and each has to be killed by a test or explained in mutants.txt: some
@@ -41,7 +41,7 @@ WATCHED = (
     ("checkpoint/*", "tests/checkpoint"),
     ("runtime/*", "tests/runtime"),
     ("core/[or]*", "tests/engine/test_gradients.py"),
-    ("engine/compile/vjp", "tests/engine/test_passes.py"),
+    ("engine/trace/vjp", "tests/engine/test_passes.py"),
     ("engine/*", "tests/engine/test_gradients.py tests/engine/test_train_step.py"),
     ("engine/*", "tests/engine/test_saving.py tests/engine/test_deferred.py"),
     ("engine/*", "tests/engine/test_laws.py -k 'no_way or checkpoint'"),

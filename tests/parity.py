@@ -26,7 +26,7 @@ import zfunc
 from zfunc import schedules
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 from zfunc.runtime.executor import Jitter

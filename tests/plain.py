@@ -20,9 +20,9 @@ import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Span
 from zfunc.core.optimizer_state import HIGH_HALF
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
-from zfunc.engine.step.batches import split_batch
+from zfunc.engine.trace.batches import split_batch
 from zfunc.optim.formats import initial_state, unpack_weights
 
 Values = dict[str, Tensor]

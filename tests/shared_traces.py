@@ -12,10 +12,11 @@ from attrs import evolve
 from torch.utils._pytree import tree_flatten
 
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile import compile as compiling
-from zfunc.engine.compile import passes, program, specialize, vjp
-from zfunc.engine.compile.segment import Segment
-from zfunc.engine.step.stage_context import CompiledSegment
+from zfunc.engine import compile as compiling
+from zfunc.engine.program import passes, program, specialize
+from zfunc.engine.stages.stage_context import CompiledSegment
+from zfunc.engine.trace import vjp
+from zfunc.engine.trace.segment import Segment
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
 

@@ -36,7 +36,7 @@ import zfunc
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import swap_space
 from zfunc.checkpoint.swap_checkpoint import has_commit, open_swap_checkpoint
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.fault_injection import Fault
 
 STEPS, EVERY, KEEP = 60, 2, 2  # of a training; from one save to the next; checkpoints kept

@@ -17,23 +17,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
-from zfunc.engine.compile import purity, row_attention, tile_attention
-from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.rows import row_attention, tile_attention
+from zfunc.engine.trace import purity
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.models.loss import linear_next_token_loss
 
 ROOT = Path(__file__).parents[1]
-MARKED = ("models", "engine/compile", "planner/candidate.py")
+MARKED = (
+    "models",
+    "engine/trace",
+    "engine/rows",
+    "engine/program",
+    "engine/compile.py",
+    "planner/candidate.py",
+)
 NONE = {  # numbers of another kind, and why no result depends on them
     "models.loss_pieces.IGNORE_INDEX": "torch's",
     "models.gpt._INIT_STD": "of initial values",
     "models.hf.families.OLDEST": "a version",
     "models.hf.adapters.OLDEST": "a version",
-    "engine.compile.specialize.SHOWN": "names in a message",
-    "engine.compile.purity.MOST": "of a look before each step, which finds what it can in microseconds",
-    "engine.compile.tile_keys.SLOTS": "two by construction",
-    "engine.compile.cost_trace.MULTIPROCESSORS": "of a plan's memory for a GPU that is not here, an upper bound",
+    "engine.program.specialize.SHOWN": "names in a message",
+    "engine.trace.purity.MOST": "of a look before each step, which finds what it can in microseconds",
+    "engine.rows.keys.SLOTS": "two by construction",
+    "engine.trace.cost_trace.MULTIPROCESSORS": "of a plan's memory for a GPU that is not here, an upper bound",
     **{
-        f"engine.compile.fit_to_memory.{x}": "of a measurement"
+        f"engine.program.fit_to_memory.{x}": "of a measurement"
         for x in ("STEPS", "MEASURED", "REPEATS", "HEADROOM")
     },
 }
@@ -41,7 +49,7 @@ ELSEWHERE = {  # tests with cases on both sides
     f"planner.candidate.{x}": ("planner/test_steady_state.py", "extrapolated_right_or_not_at_all")
     for x in ("FEW", "MANY", "CLOSE")
 } | {
-    f"engine.compile.tile_check.{x}": ("engine/test_tiles.py", "what_reaches_farther_than_a_tile_is_refused")
+    f"engine.rows.check.{x}": ("engine/test_tiles.py", "what_reaches_farther_than_a_tile_is_refused")
     for x in ("FEW", "SIZES")
 }
 
@@ -249,14 +257,14 @@ ROWS = {
     "models.loss_pieces.LOGITS_BYTES": Row(4 * 24 * 31, loss_in_pieces),
     "models.loss_pieces._ALIGNMENT": Row(24, lambda _, patch: loss_in_pieces(0, patch)),
     "models.loss_pieces._MOST_PIECES": Row(24, many_pieces),
-    "engine.compile.row_attention.TILE": Row(24, rows),
-    "engine.compile.tile_attention.FEW": Row(6, tiles),
-    "engine.compile.tile_attention.BLOCK": Row(4, blocks),
-    "engine.compile.tile_attention.AT_ONCE": Row(16, blocks),
-    "engine.compile.vjp.MAX_TRACES": Row(3, shapes),
-    "engine.compile.purity.MAX_DEPTH": Row(3, told_apart(nested)),
-    "engine.compile.purity.MAX_HASHED": Row(64, told_apart(lambda x: np.full(8, x))),
-    "engine.compile.tensor_memory.MOST_RUN": Row(72, strides),
+    "engine.rows.row_attention.TILE": Row(24, rows),
+    "engine.rows.tile_attention.FEW": Row(6, tiles),
+    "engine.rows.tile_attention.BLOCK": Row(4, blocks),
+    "engine.rows.tile_attention.AT_ONCE": Row(16, blocks),
+    "engine.trace.vjp.MAX_TRACES": Row(3, shapes),
+    "engine.trace.purity.MAX_DEPTH": Row(3, told_apart(nested)),
+    "engine.trace.purity.MAX_HASHED": Row(64, told_apart(lambda x: np.full(8, x))),
+    "engine.trace.tensor_memory.MOST_RUN": Row(72, strides),
 }
 
 

@@ -5,7 +5,7 @@ import ast
 import mutants
 import pytest
 
-MODULES = ("core/recipes", "engine/step/clipping_stages", "optim/loss_scale")
+MODULES = ("core/recipes", "engine/stages/clipping_stages", "optim/loss_scale")
 
 
 def test_every_mutant_has_a_name_and_is_another_program() -> None:

@@ -138,7 +138,7 @@ def test_no_class_or_public_function_has_the_name_of_another() -> None:
                 continue
             if "overload" not in map(ast.unparse, node.decorator_list):
                 homes.setdefault(node.name, []).append(module)
-    stages = tuple(f"engine.step.{x}stages" for x in ("", "clipping_", "move_", "update_"))
+    stages = tuple(f"engine.stages.{x}stages" for x in ("", "clipping_", "move_", "update_"))
     assert not {name: x for name, x in homes.items() if len(x) > 1 and not set(x) & set(stages)}
 
 
@@ -195,7 +195,7 @@ def test_they_work_where_there_is_no_torch() -> None:
 
 def test_dynamo_is_not_imported_before_something_is_traced() -> None:
     """That takes longer than torch itself, and `zfunc --help`, `init` and `load` need none of it."""
-    code = "import sys, zfunc.engine.compile.compile, zfunc.train.loop, zfunc.cli.main"
+    code = "import sys, zfunc.engine.compile, zfunc.train.loop, zfunc.cli.main"
     code += "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

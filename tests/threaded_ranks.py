@@ -11,9 +11,9 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from zfunc.engine.compile import compile as compiling
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine import compile as compiling
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.stage_ranks import StageRanks
 

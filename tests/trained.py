@@ -6,9 +6,9 @@ from typing import Any
 from small_models import MODELS, Batch
 
 import zfunc
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
+from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.state import State
-from zfunc.engine.step.stages import STAGES
 
 
 def compiled(

@@ -32,23 +32,23 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save as Save
     from zfunc.core.pipeline import Mesh as Mesh
-    from zfunc.engine.compile.compile import compile as compile
-    from zfunc.engine.compile.halves import cut_blocks as cut_blocks
-    from zfunc.engine.compile.segment import Segment as Segment
-    from zfunc.engine.compile.segment import segment as segment
-    from zfunc.engine.state.init import init as init
-    from zfunc.engine.state.init import replace as replace
-    from zfunc.engine.state.release import release as release
-    from zfunc.engine.state.save_load import load as load
-    from zfunc.engine.state.save_load import save as save
-    from zfunc.engine.step.batches import Whole as Whole
+    from zfunc.engine.compile import compile as compile
+    from zfunc.engine.rows.halves import cut_blocks as cut_blocks
     from zfunc.engine.step.evaluate import apply as apply
     from zfunc.engine.step.evaluate import buffers as buffers
     from zfunc.engine.step.evaluate import evaluate as evaluate
     from zfunc.engine.step.evaluate import params as params
     from zfunc.engine.step.evaluate import weights as weights
     from zfunc.engine.step.flush import flush as flush
+    from zfunc.engine.step.init import init as init
+    from zfunc.engine.step.init import replace as replace
+    from zfunc.engine.step.release import release as release
+    from zfunc.engine.step.save_load import load as load
+    from zfunc.engine.step.save_load import save as save
     from zfunc.engine.step.train_step import train_step as train_step
+    from zfunc.engine.trace.batches import Whole as Whole
+    from zfunc.engine.trace.segment import Segment as Segment
+    from zfunc.engine.trace.segment import segment as segment
     from zfunc.errors import AbandonedCalls as AbandonedCalls
     from zfunc.errors import CheckpointError as CheckpointError
     from zfunc.errors import DiskError as DiskError

@@ -308,7 +308,7 @@ def test_a_model_that_was_not_trained_is_refused_by_the_flag(capsys: Out) -> Non
 
 
 def test_too_little_memory_is_said_before_training(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr("zfunc.engine.compile.program.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("zfunc.engine.program.program.available_host_bytes", lambda: 1000)
     assert train("--steps", 2, "--out", "run") == 2
     assert "bytes of host memory, 1,000 are free" in capsys.readouterr().err
     assert not Path("run").exists()

@@ -360,7 +360,7 @@ def test_draw_writes_what_the_suffix_says(flags: str, starts: dict[str, str]) ->
 
 
 def test_draw_takes_no_memory_for_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr("zfunc.engine.compile.segment._real_module", _raises(AssertionError("allocated")))
+    monkeypatch.setattr("zfunc.engine.trace.segment._real_module", _raises(AssertionError("allocated")))
     assert main(["draw", *LARGE.split()]) == 0
     assert "10,279,047,168 parameters" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ import zfunc
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.recipes import deferred, plain, zero_offload
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.errors import PlanError
 
 

@@ -18,7 +18,7 @@ from zfunc.schedules import Overlapped
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Lane, Plan, PlanError, build, project
 from zfunc.core.verifier import races, verify
-from zfunc.engine.compile.program import make_plan
+from zfunc.engine.program.program import make_plan
 
 X = Region("x", lifetime="value")
 CHAIN = Graph(

@@ -19,8 +19,8 @@ from device_training import compiled, run
 from table import Scattered
 from zfunc.schedules import make_schedule
 
-from zfunc.engine.compile import tile_keys
-from zfunc.engine.compile.program import rescheduled
+from zfunc.engine.program.program import rescheduled
+from zfunc.engine.rows import keys as tile_keys
 from zfunc.runtime import accelerator
 from zfunc.runtime import executor as module
 from zfunc.runtime.executor import Executor
@@ -134,7 +134,7 @@ def _without_the_end() -> None:
 
 # --- copies of keys, inside of one operation ---------------------------------------------------------------------
 
-KEYS = {  # what is removed from tile_keys.py
+KEYS = {  # what is removed from keys.py
     "a copy waits for who used its slot": ("with behind(up)", "with (up)"),
     "attention waits for its part": (".wait_event(ready)", ""),
     "sums are taken when they have been added": (

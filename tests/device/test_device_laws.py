@@ -35,13 +35,14 @@ from zfunc.cli.commands import doctor
 from zfunc.core.extents import whole_blocks
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile import row_attention, vjp
-from zfunc.engine.compile.fit_to_memory import measured_rates
-from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.compile.tile_keys import HostMemory, keys_in
+from zfunc.engine.program.fit_to_memory import measured_rates
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.rows import row_attention
+from zfunc.engine.rows.keys import HostMemory, keys_in
+from zfunc.engine.stages import move_stages
+from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.memory import ActivationSlot
-from zfunc.engine.step import move_stages
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.trace import vjp
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
@@ -535,7 +536,7 @@ def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(
 def test_updates_are_where_they_take_least(
     device: str, host: float, copies: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zfunc.engine.compile.fit_to_memory.measured_rates", lambda _: (host, copies))
+    monkeypatch.setattr("zfunc.engine.program.fit_to_memory.measured_rates", lambda _: (host, copies))
     _, data = compiled("odd sizes", device)
     program, _ = compiled("odd sizes", device, update_on="auto", example=data(0))
     assert program.settings.update_on == expected

@@ -24,8 +24,8 @@ from torch import Tensor
 from zfunc.schedules import make_schedule
 
 import zfunc
-from zfunc.engine.compile.program import rescheduled
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.program.program import rescheduled
+from zfunc.engine.stages.stages import STAGES
 from zfunc.errors import RankError
 from zfunc.runtime.collectives import _all_gather, _reduce_scatter
 from zfunc.runtime.executor import Jitter

@@ -13,10 +13,10 @@ import torch
 from device_training import compiled, weights_of
 
 import zfunc
-from zfunc.engine.compile import program as programs
-from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.state import release as releasing
+from zfunc.engine.program import program as programs
+from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.state import Buffers
+from zfunc.engine.step import release as releasing
 from zfunc.errors import DonatedStateError, ExecutionError, LaneTimeout, OutOfMemory
 
 BLOCK = 512  # bytes that an allocation is rounded to
@@ -196,7 +196,7 @@ def test_what_was_lent_and_not_given_back_is_refused_until_it_is(
         monkeypatch.context() as small,
         pytest.raises(OutOfMemory, match=r"^release: .*nothing was released"),
     ):
-        small.setattr("zfunc.engine.state.release.available_host_bytes", lambda: 1000)
+        small.setattr("zfunc.engine.step.release.available_host_bytes", lambda: 1000)
         zfunc.release(program, state)
     assert torch.accelerator.memory_allocated() == before
     zfunc.release(program, state)

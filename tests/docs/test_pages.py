@@ -19,7 +19,7 @@ from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse as parse
 from zfunc.cli.main import _settings as settings_of
 from zfunc.cli.main import main
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.stages.stages import STAGES
 from zfunc.runtime.accelerator import Vendor
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from small_models import regression
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.engine.step.batches import split_batch
+from zfunc.engine.trace.batches import split_batch
 
 
 class Body(nn.Linear):

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 
 BATCH = regression()

@@ -16,7 +16,7 @@ import zfunc
 from zfunc import schedules
 from zfunc.core.layout import Parameter
 from zfunc.core.plan import Plan, PlanError
-from zfunc.engine.compile.program import kept_in
+from zfunc.engine.program.program import kept_in
 
 
 def parts(width: int = 8) -> list[zfunc.Segment]:
@@ -437,7 +437,7 @@ def test_an_input_that_forward_refuses_has_one_error(capfd: pytest.CaptureFixtur
 
 
 def test_a_lack_of_memory_names_what_is_kept_there_by_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zfunc.engine.compile.program.available_host_bytes", lambda: 1)
+    monkeypatch.setattr("zfunc.engine.program.program.available_host_bytes", lambda: 1)
     given = {
         "offload_ratio": 0.5,
         "params_on": "host",
@@ -451,7 +451,7 @@ def test_a_lack_of_memory_names_what_is_kept_there_by_a_setting(monkeypatch: pyt
     )
     with pytest.raises(zfunc.OutOfMemory, match=everything):
         zfunc.init(program)
-    monkeypatch.setattr("zfunc.engine.compile.program.on_accelerator", lambda _: True)
+    monkeypatch.setattr("zfunc.engine.program.program.on_accelerator", lambda _: True)
     assert kept_in(program, "host").startswith("; params_on=host and activations_on=host keeps")
     assert kept_in(program, "device").startswith("; offload_ratio=0.5 and persistent_params=64 keeps")
     plain = zfunc.compile(tied_gpt()[0], device="cpu")

@@ -22,9 +22,9 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
+from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.state import Ownership, State
-from zfunc.engine.step.stages import STAGES
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, RankError
 
 STEPS = 7

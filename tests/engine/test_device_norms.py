@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zfunc
 from zfunc.core.layout import Bucket
 from zfunc.core.regions import SUM_PARTS
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages import clipping_stages, stages
 from zfunc.engine.state.memory import allocate_regions
-from zfunc.engine.step import clipping_stages, stages
 from zfunc.optim.updates import exact_parts
 
 CPU = torch.device("cpu")

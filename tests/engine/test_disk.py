@@ -23,8 +23,8 @@ from threaded_ranks import on_every, programs_of
 import zfunc
 from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
 from zfunc.checkpoint.swap_space import SwapSpace
-from zfunc.engine.compile.program import Program
-from zfunc.engine.state.save_load import restore
+from zfunc.engine.program.program import Program
+from zfunc.engine.step.save_load import restore
 from zfunc.runtime.direct_io import DirectFile
 
 ON_DISK: dict[str, dict[str, Any]] = {

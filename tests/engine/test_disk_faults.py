@@ -29,12 +29,12 @@ from test_disk import ON_DISK, on_disk
 from threaded_ranks import on_every, programs_of
 
 import zfunc
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state import memory
 from zfunc.engine.state.state import State
-from zfunc.engine.state.swap_state import close_swap
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.step.swap_state import close_swap
 from zfunc.errors import AbandonedCalls
 from zfunc.runtime import blocking_calls, direct_io, executor
 from zfunc.runtime.direct_io import DirectFile
@@ -397,7 +397,7 @@ def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: 
     programs, batch = of_two(tmp_path), trained.MODELS["frozen below"]()[1]
     short = set[int]()
     monkeypatch.setattr(
-        "zfunc.engine.compile.program.available_host_bytes",
+        "zfunc.engine.program.program.available_host_bytes",
         lambda: 0 if threading.get_ident() in short else 1 << 60,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.runtime.fault_injection import Fault, InjectedFault
 

@@ -15,7 +15,7 @@ from threaded_ranks import on_every, programs_of
 
 import zfunc
 from zfunc.engine.state.state import State
-from zfunc.engine.state.swap_state import close_swap
+from zfunc.engine.step.swap_state import close_swap
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -50,13 +50,13 @@ from zfunc.checkpoint.export import export_weights
 from zfunc.core.layout import Parameter
 from zfunc.core.regions import Regions
 from zfunc.core.settings import StepSettings
-from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.program import Program, rescheduled
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program, rescheduled
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.state import State
-from zfunc.engine.state.swap_state import close_swap
 from zfunc.engine.state.weights import segment_weights
-from zfunc.engine.step.stages import STAGES
+from zfunc.engine.step.swap_state import close_swap
+from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.errors import DonatedStateError
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig

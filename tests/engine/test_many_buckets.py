@@ -12,10 +12,10 @@ from torch import Tensor
 from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Parameter, make_layout
 from zfunc.core.slots import Ring
-from zfunc.engine.compile.specialize import _paths  # pyright: ignore
-from zfunc.engine.compile.vjp import SegmentWeights
+from zfunc.engine.program.specialize import _paths  # pyright: ignore
+from zfunc.engine.stages.stages import _weights, pack  # pyright: ignore
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.step.stages import _weights, pack  # pyright: ignore
+from zfunc.engine.trace.vjp import SegmentWeights
 
 FEW, MANY = 1_000, 4_000  # four times as much, with the square sixteen times
 MOST = 9

@@ -20,7 +20,7 @@ import zfunc
 from zfunc.checkpoint.export import export_weights
 from zfunc.core.layout import Parameter
 from zfunc.core.recipes import zero_offload
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.errors import NonFiniteError
 
 BATCH = regression()

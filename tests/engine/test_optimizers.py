@@ -39,8 +39,8 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
 from zfunc.core.verifier import verify
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program
+from zfunc.engine.program.specialize import specialize
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.optim.groups import GroupedOptimizer

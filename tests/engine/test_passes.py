@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
 from zfunc.core.settings import RECOMPUTE
-from zfunc.engine.compile import tensor_memory, vjp
-from zfunc.engine.compile.cost_trace import trace
-from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.compile.tensor_memory import FakeTensors, empty_like_strided
-from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.trace import tensor_memory, vjp
+from zfunc.engine.trace.cost_trace import trace
+from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -28,12 +28,12 @@ from zfunc.core.layout import make_layout, round_up
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import CHOICES, StepSettings
 from zfunc.core.spec import ALLOCATION
-from zfunc.engine.compile import compile as compiling
-from zfunc.engine.compile import fit_to_memory
-from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.fit_to_memory import share_on_host, smallest_ratio
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine import compile as compiling
+from zfunc.engine.program import fit_to_memory
+from zfunc.engine.program.fit_to_memory import share_on_host, smallest_ratio
+from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.memory import ActivationSlot
+from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from zfunc.core.settings import RECOMPUTE
-from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned")

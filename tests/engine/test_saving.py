@@ -31,7 +31,7 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.core.spec import FROZEN
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state import restore as loading
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError

@@ -17,7 +17,7 @@ from torch import Tensor
 import zfunc
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 

@@ -24,13 +24,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
-from zfunc.engine.compile import row_attention, tile_attention, tile_check
-from zfunc.engine.compile.row_attention import attend_row
-from zfunc.engine.compile.tile_attention import View, attend_tile, pull_tile
-from zfunc.engine.compile.tile_check import check_tokens
-from zfunc.engine.compile.tile_keys import DeviceKeys, HostKeys, HostMemory, keys_in
-from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.rows import check as tile_check
+from zfunc.engine.rows import row_attention, tile_attention
+from zfunc.engine.rows.check import check_tokens
+from zfunc.engine.rows.keys import DeviceKeys, HostKeys, HostMemory, keys_in
+from zfunc.engine.rows.row_attention import attend_row
+from zfunc.engine.rows.tile_attention import View, attend_tile, pull_tile
 from zfunc.engine.step.evaluate import outputs
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.hf.adapters import lora_config

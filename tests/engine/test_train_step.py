@@ -21,8 +21,8 @@ from trained import compiled, injecting
 import zfunc
 import zfunc.engine.step.evaluate as evaluating
 from zfunc.core.layout import Span
-from zfunc.engine.compile import specialize as specialize_module
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program import specialize as specialize_module
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
 from zfunc.optim.by_name import CLASSES, make_optimizer
@@ -116,7 +116,7 @@ def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: s
 
 
 def test_a_failure_in_the_middle_of_the_updates_ends_the_state() -> None:
-    from zfunc.engine.step.update_stages import update
+    from zfunc.engine.stages.update_stages import update
 
     def broken(op: Any, mem: Any, step: Any) -> None:
         if op.index == (0,):
@@ -144,8 +144,8 @@ def test_an_interrupt_stops_every_lane_and_leaves_the_state() -> None:
 
 def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     program, _ = compiled()
-    monkeypatch.setattr("zfunc.engine.compile.program.available_host_bytes", lambda: 1000)
-    monkeypatch.setattr("zfunc.engine.state.init.allocate", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr("zfunc.engine.program.program.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("zfunc.engine.step.init.allocate", lambda *_: pytest.fail("allocated"))
     with pytest.raises(OutOfMemory, match=r"init: needs [\d,]+ bytes of host memory, 1,000 are free"):
         zfunc.init(program)
 
@@ -153,7 +153,7 @@ def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: 
 def test_activations_that_do_not_fit_are_refused_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     program, data = compiled()
     state = zfunc.init(program)
-    monkeypatch.setattr("zfunc.engine.compile.program.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("zfunc.engine.program.program.available_host_bytes", lambda: 1000)
     with pytest.raises(OutOfMemory, match="train_step: needs .* micro_batches"):
         zfunc.train_step(program, state, data(0))
     monkeypatch.undo()
@@ -281,7 +281,7 @@ def test_of_many_shapes_the_last_are_cached_with_one_warning(
 @pytest.mark.parametrize("depth", [2, 6, 18])
 def test_device_gradient_memory_does_not_grow_with_depth(depth: int) -> None:
     """What is alive of gradients at any moment: the slots, and the gradients of one segment being packed."""
-    from zfunc.engine.step.stages import backward, pack
+    from zfunc.engine.stages.stages import backward, pack
 
     alive: list[int] = []
 
@@ -395,7 +395,7 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
     """The signal comes while the calling thread waits for a slow copy: no update may follow behind its back."""
     import time
 
-    from zfunc.engine.step.stages import STAGES
+    from zfunc.engine.stages.stages import STAGES
 
     def slow(op: Any, mem: Any, step: Any) -> None:
         time.sleep(0.2)

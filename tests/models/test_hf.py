@@ -43,8 +43,8 @@ from torch import Tensor
 
 import zfunc
 import zfunc.models.hf
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.vjp import SegmentWeights
+from zfunc.engine.program.program import Program
+from zfunc.engine.trace.vjp import SegmentWeights
 from zfunc.models.hf import recording
 from zfunc.models.hf.cutting import RECORDED
 from zfunc.models.hf.families import FAMILIES, MISSING

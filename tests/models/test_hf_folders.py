@@ -32,7 +32,7 @@ from torch import Tensor
 
 import zfunc
 from zfunc.cli.main import main
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.errors import CheckpointError
 from zfunc.train.pretrained import PretrainedModel
 

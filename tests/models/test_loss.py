@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zfunc.core.settings import RECOMPUTE
-from zfunc.engine.compile.cost_trace import trace
-from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.cost_trace import trace
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.models.loss import linear_next_token_loss
 
 VOCAB, SEQ, HIDDEN = 300, 75, 16  # four rows are three pieces of tokens, and as many of the vocabulary

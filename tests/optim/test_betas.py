@@ -11,7 +11,7 @@ from small_models import bits
 from trained import steps
 
 import zfunc
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 
 STEPS = 5

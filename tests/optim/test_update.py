@@ -35,7 +35,7 @@ import zfunc
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
-from zfunc.engine.compile.cost_trace import AllocationTracker
+from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.errors import CheckpointError
 from zfunc.optim import formats, rules, updates
 from zfunc.optim.by_name import CLASSES

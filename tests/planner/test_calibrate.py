@@ -22,8 +22,8 @@ from zfunc.core.graph import KINDS
 from zfunc.core.hardware import ROUND, Hardware, Measured
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile.program import Program, rescheduled
-from zfunc.engine.compile.specialize import specialize
+from zfunc.engine.program.program import Program, rescheduled
+from zfunc.engine.program.specialize import specialize
 from zfunc.planner.calibrate import (
     Machine,
     MeasuredStep,

@@ -11,7 +11,7 @@ import zfunc
 from zfunc.core.extents import BLOCK
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import TIERS_OF
-from zfunc.engine.compile.program import staging_buffers
+from zfunc.engine.program.program import staging_buffers
 from zfunc.planner.candidate import DRIVES
 from zfunc.planner.plan_step import plan
 from zfunc.planner.planned import Planned

@@ -14,7 +14,7 @@ from small_models import MODELS
 import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.core.settings import StepSettings
-from zfunc.engine.compile import cost_trace
+from zfunc.engine.trace import cost_trace
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.traced_costs import traced_costs
 from zfunc.runtime import accelerator

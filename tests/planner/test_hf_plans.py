@@ -17,7 +17,7 @@ from zfunc.cli.main import main
 from zfunc.cli.simulated_model import simulated_model
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
-from zfunc.engine.compile.compile import compile
+from zfunc.engine.compile import compile
 from zfunc.planner.kept_costs import kept
 from zfunc.planner.plan_step import most_that_fit
 from zfunc.planner.traced_costs import traced_costs

@@ -14,7 +14,7 @@ import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings, tile_counts
-from zfunc.engine.compile import tile_attention
+from zfunc.engine.rows import tile_attention
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.adamw import AdamW

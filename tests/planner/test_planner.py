@@ -13,7 +13,7 @@ import zfunc
 from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import initial_memory
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
@@ -196,7 +196,7 @@ def test_a_search_says_why_and_what_it_tried() -> None:
 
 
 def test_a_model_of_a_trillion_parameters_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zfunc.engine.compile.segment._real_module", lambda *_: pytest.fail("made real"))
+    monkeypatch.setattr("zfunc.engine.trace.segment._real_module", lambda *_: pytest.fail("made real"))
     segments = gpt_segments(
         GPTConfig(50_000, 2048, num_layers=4, hidden_size=144_000, num_attention_heads=144)
     )

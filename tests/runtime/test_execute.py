@@ -15,10 +15,10 @@ import zfunc
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
-from zfunc.engine.compile.program import lock_staging
-from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.step.stages import STAGES, forward
-from zfunc.engine.step.update_stages import update
+from zfunc.engine.program.program import lock_staging
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages.stages import STAGES, forward
+from zfunc.engine.stages.update_stages import update
 from zfunc.errors import ExecutionError, LaneTimeout, UndeclaredAccess
 from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan

@@ -29,7 +29,7 @@ from zfunc.schedules import make_schedule
 import zfunc
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
-from zfunc.engine.compile.program import Program, make_plan, rescheduled
+from zfunc.engine.program.program import Program, make_plan, rescheduled
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Jitter

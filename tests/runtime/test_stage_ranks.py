@@ -17,9 +17,9 @@ from torch.utils.data import DistributedSampler
 from trained import compiled
 
 import zfunc
-from zfunc.engine.compile.program import Program
+from zfunc.engine.program.program import Program
+from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.state.state import State
-from zfunc.engine.step.messages import as_message, from_message
 from zfunc.errors import RankError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.stage_ranks import StageRanks

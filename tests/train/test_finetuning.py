@@ -228,7 +228,7 @@ def test_ranks_pass_over_the_steps_in_which_no_rank_has_a_label(monkeypatch: pyt
     whole, model = make(), pretrained("model")
     ranks, jobs = ThreadedRanks.all(2), list[TrainingJob]()
     for own in ranks:
-        monkeypatch.setattr("zfunc.engine.compile.compile._ranks", lambda _, own=own: own)
+        monkeypatch.setattr("zfunc.engine.compile._ranks", lambda _, own=own: own)
         monkeypatch.setattr("zfunc.train.setup.RankGroup", SimpleNamespace(of=lambda own=own: own))
         jobs.append(make())
     losses = on_every(jobs, lambda job: [x.metrics.loss for x in train_events(job) if isinstance(x, Stepped)])

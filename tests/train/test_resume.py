@@ -29,7 +29,7 @@ from small_trainings import (
 )
 from text_data import write_jsonl
 
-from zfunc.engine.state import save_load
+from zfunc.engine.step import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.launch import fresh_store
 from zfunc.train.events import INTERRUPT

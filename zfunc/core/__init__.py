@@ -26,6 +26,6 @@
     critical_path     the chain of operations that bounded a step
 
 A new operation: one method in `ops`, or a row of `moves` if it only copies; one line in `recipes`; one function in
-`zfunc.engine.step.stages` and its row in `STAGES`. A new setting: one field in `settings`, and the code where it
+`zfunc.engine.stages.stages` and its row in `STAGES`. A new setting: one field in `settings`, and the code where it
 has an effect. A new schedule: one file in `schedules/`, named in its `__init__`.
 """

@@ -1,7 +1,7 @@
 """One constructor for each operation of the built-in recipes, with the regions it reads and writes.
 
 Those that only copy are rows of `zfunc.core.moves`, and are made like the others. A stage function
-(`zfunc.engine.step.stages`) may touch exactly these regions; dependencies, memory and plans are derived from them.
+(`zfunc.engine.stages`) may touch exactly these regions; dependencies, memory and plans are derived from them.
 """
 
 from collections import Counter

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zfunc.engine.compile.row_attention import attend_row
-from zfunc.engine.compile.segment import Segment, segment
+from zfunc.engine.rows.row_attention import attend_row
+from zfunc.engine.trace.segment import Segment, segment
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss import linear_next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache, documents_of

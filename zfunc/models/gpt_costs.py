@@ -2,7 +2,7 @@
 
 `gpt2.toml` has the parameters of each segment, and what torch runs in its passes, an operation a line; here lines
 are read and costed. So `zfunc plan` and `zfunc draw` need no torch, nor wait until it has traced a model. The
-invariant: these costs equal those that `zfunc.engine.compile.cost_trace` finds.
+invariant: these costs equal those that `zfunc.engine.trace.cost_trace` finds.
 """
 
 import math
@@ -20,7 +20,7 @@ from zfunc.core.pipeline import R, W
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
-from zfunc.engine.compile.step_spec import passes_key
+from zfunc.engine.program.step_spec import passes_key
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
@@ -168,7 +168,7 @@ class _Passes:
     def cost(
         self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool, ahead: bool
     ) -> SegmentCost:
-        """The cost of a micro-batch (`zfunc.engine.compile.cost_trace.Trace`, and `specialize` there), whose
+        """The cost of a micro-batch (`zfunc.engine.trace.cost_trace.Trace`, and `specialize` there), whose
         backward returns so many bytes of gradients of weights."""
         parameters = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
         given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {parameters}"))

@@ -39,7 +39,7 @@ class KVCache:
 @frozen(eq=False)
 class Seen:
     """What tokens attend to: themselves and those before, from the `first` [batch, seq] of their documents on,
-    `window` tokens at most. Attention of rows takes it without a mask (zfunc/engine/compile/row_attention.py)."""
+    `window` tokens at most. Attention of rows takes it without a mask (zfunc/engine/rows/row_attention.py)."""
 
     first: Tensor | None = None
     window: int | None = None

@@ -33,12 +33,12 @@ from zfunc.core.graph import KINDS, Kind
 from zfunc.core.hardware import Measured
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
-from zfunc.engine.compile.cost_trace import AllocationTracker
-from zfunc.engine.compile.program import Program, rescheduled
-from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.compile.vjp import SegmentWeights, make_vjp
-from zfunc.engine.state.init import init
+from zfunc.engine.program.program import Program, rescheduled
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.step.init import init
 from zfunc.engine.step.train_step import train_step
+from zfunc.engine.trace.cost_trace import AllocationTracker
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.planner.profile import NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
 from zfunc.runtime.accelerator import (
     available_bytes,

@@ -16,7 +16,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import Parts, SegmentCost, StepSpec
-from zfunc.engine.compile.step_spec import make_spec, passes_key, with_moments
+from zfunc.engine.program.step_spec import make_spec, passes_key, with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep, step_of

@@ -23,7 +23,7 @@ from zfunc.checkpoint.strict_json import Count, Text, parse_json, render, to_pla
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.compile.step_spec import passes_key
+from zfunc.engine.program.step_spec import passes_key
 from zfunc.errors import CheckpointError
 from zfunc.planner.cost_model import StepCosts, Tracer
 

@@ -18,7 +18,7 @@ from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
-from zfunc.engine.compile.step_spec import choose_optimizer
+from zfunc.engine.program.step_spec import choose_optimizer
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
@@ -32,7 +32,7 @@ from zfunc.schedules import __all__ as SCHEDULES
 from zfunc.values import of_type
 
 if TYPE_CHECKING:
-    from zfunc.engine.compile.segment import Segment
+    from zfunc.engine.trace.segment import Segment
 
 # The bytes of host memory and of drives that are sold.
 SOLD: dict[Tier, tuple[float, ...]] = {
@@ -76,7 +76,7 @@ def plan(
 
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
     """
-    from zfunc.engine.step.batches import unpacked
+    from zfunc.engine.trace.batches import unpacked
     from zfunc.planner.traced_costs import traced_costs
 
     segments = tuple(segments)

@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import Parts, StepSpec
-from zfunc.engine.compile.compile import compile
-from zfunc.engine.compile.fit_to_memory import row_tokens, share_on_host
-from zfunc.engine.compile.passes import segment_calls
-from zfunc.engine.compile.program import Program, kept_in
-from zfunc.engine.compile.segment import Segment, checked_segments
-from zfunc.engine.compile.specialize import specialize, traced_spec
-from zfunc.engine.compile.step_spec import passes_key
-from zfunc.engine.step.batches import Batch, split_batch
+from zfunc.engine.compile import compile
+from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
+from zfunc.engine.program.passes import segment_calls
+from zfunc.engine.program.program import Program, kept_in
+from zfunc.engine.program.specialize import specialize, traced_spec
+from zfunc.engine.program.step_spec import passes_key
+from zfunc.engine.trace.batches import Batch, split_batch
+from zfunc.engine.trace.segment import Segment, checked_segments
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.planner.candidate import shortage_text

@@ -12,7 +12,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 
 if TYPE_CHECKING:  # they need torch
-    from zfunc.engine.step.metrics import Metrics
+    from zfunc.engine.stages.metrics import Metrics
     from zfunc.train.setup import TrainingJob
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training

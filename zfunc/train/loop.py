@@ -19,14 +19,14 @@ from attrs import define, evolve, field
 from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save
-from zfunc.engine.compile.passes import loss_and_aux
-from zfunc.engine.compile.program import Program
-from zfunc.engine.state.init import init
-from zfunc.engine.state.save_load import restore, save
+from zfunc.engine.program.passes import loss_and_aux
+from zfunc.engine.program.program import Program
+from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.state.state import State
-from zfunc.engine.state.swap_state import close_swap, swap_folders
 from zfunc.engine.step.evaluate import outputs
-from zfunc.engine.step.metrics import Metrics
+from zfunc.engine.step.init import init
+from zfunc.engine.step.save_load import restore, save
+from zfunc.engine.step.swap_state import close_swap, swap_folders
 from zfunc.engine.step.train_step import commits, train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache

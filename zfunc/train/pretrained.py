@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from attrs import frozen
 
-from zfunc.engine.compile.segment import Segment
+from zfunc.engine.trace.segment import Segment
 from zfunc.models import hf
 from zfunc.models.config_file import check_flags
 from zfunc.models.hf.adapters import lora_config

@@ -21,9 +21,9 @@ from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import schedule_for
-from zfunc.engine.compile.compile import compile, ranks_of_stage
-from zfunc.engine.compile.program import Program
-from zfunc.engine.compile.segment import Segment
+from zfunc.engine.compile import compile, ranks_of_stage
+from zfunc.engine.program.program import Program
+from zfunc.engine.trace.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters

@@ -25,7 +25,7 @@ from zfunc.core.graph import Region, Tier
 from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER
 from zfunc.core.spec import ALLOCATION, FROZEN, PARAMS, StepSpec
-from zfunc.engine.compile.tensor_memory import byte_range, storage_of
+from zfunc.engine.trace.tensor_memory import byte_range, storage_of
 from zfunc.errors import CheckpointError, DiskError
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.direct_io import DirectFile

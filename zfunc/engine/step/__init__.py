@@ -1,16 +1,12 @@
-"""A step of a Program: what each operation of its plan does, and the functions that run one.
+"""What is done to a State with its Program: the first State, a step, evaluation, checkpoints.
 
-    batches                 a batch, and its equal parts
-    metrics                 `Metrics`: what a step reports
-    stage_context           the arguments of a stage function
-    stages                  what each operation of a recipe does: `{verb: function}`
-    clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
-    update_stages           stages that update parameters
-    move_stages             stages that copy from one tier to another, and commit
-    messages                what a pipeline stage sends to another, as bytes
-    train_step              `train_step`; that all ranks are about to make the same one
+    swap_state              a program's swap space: new, opened again, committed
+    release                 `zfunc.release`: a State off the device between steps, and back
     flush                   `flush`: the update that the last step deferred; running a plan on a State
+    init                    `init`: the first State; `replace`
     evaluate                loss, outputs and parameters without a step
+    save_load               `zfunc.save`, `zfunc.load`
+    train_step              `train_step`; that all ranks are about to make the same one
 
-The arguments of every stage are the same: a `StageContext`, and the regions that its operation declares.
+What users call, they call as `zfunc.train_step`, `zfunc.save` and so on.
 """

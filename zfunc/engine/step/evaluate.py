@@ -10,11 +10,9 @@ from torch.utils._pytree import tree_map_only
 from zfunc.core.dtypes import Precision, one_precision
 from zfunc.core.graph import Region
 from zfunc.core.pipeline import F
-from zfunc.engine.compile.passes import loss_and_aux
-from zfunc.engine.compile.program import Program, check_owner, module_buffers, on_compute_stream
+from zfunc.engine.program.passes import loss_and_aux
+from zfunc.engine.program.program import Program, check_owner, module_buffers, on_compute_stream
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.state.module_buffers import buffer_views
-from zfunc.engine.state.release import check_state
 from zfunc.engine.state.state import State, refuse_global_modes
 from zfunc.engine.state.weights import (
     bucket_weights,
@@ -23,8 +21,10 @@ from zfunc.engine.state.weights import (
     rounded,
     segment_weights,
 )
-from zfunc.engine.step.batches import Batch, unmarked, unpacked
 from zfunc.engine.step.flush import make_deferred_update
+from zfunc.engine.step.release import check_state
+from zfunc.engine.trace.batches import Batch, unmarked, unpacked
+from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 

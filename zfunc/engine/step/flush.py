@@ -14,12 +14,12 @@ from zfunc.checkpoint.strict_json import to_plain
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.recipes import flush_recipe
-from zfunc.engine.compile.program import Program, ShapedProgram, lock_staging, staging_buffers, warn_once
-from zfunc.engine.compile.specialize import specialize_without_batch
-from zfunc.engine.state.release import check_state
+from zfunc.engine.program.program import Program, ShapedProgram, lock_staging, staging_buffers, warn_once
+from zfunc.engine.program.specialize import specialize_without_batch
+from zfunc.engine.stages.stage_context import StepContext
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.state.swap_state import commit_again
-from zfunc.engine.step.stage_context import StepContext
+from zfunc.engine.step.release import check_state
+from zfunc.engine.step.swap_state import commit_again
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import RunOptions, StepRun
 from zfunc.runtime.rng import fold_seed, seeded

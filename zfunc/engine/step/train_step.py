@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
-from zfunc.engine.compile.program import (
+from zfunc.engine.program.program import (
     Program,
     ShapedProgram,
     allocated_for,
@@ -27,14 +27,14 @@ from zfunc.engine.compile.program import (
     staging_buffers,
     warn_once,
 )
-from zfunc.engine.compile.specialize import specialize
-from zfunc.engine.state.release import check_state
-from zfunc.engine.state.save_load import begin_save
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.state.swap_state import commit_metadata, swap_folders
-from zfunc.engine.step.batches import Batch, rows_in, split_batch, unmarked, unpacked
 from zfunc.engine.step.flush import run_on_state
-from zfunc.engine.step.metrics import Metrics
+from zfunc.engine.step.release import check_state
+from zfunc.engine.step.save_load import begin_save
+from zfunc.engine.step.swap_state import commit_metadata, swap_folders
+from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unmarked, unpacked
 from zfunc.errors import NonFiniteError, RankError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at

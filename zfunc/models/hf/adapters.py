@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfunc.engine.compile.segment import Values
+from zfunc.engine.trace.segment import Values
 from zfunc.errors import install
 from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence

@@ -14,8 +14,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from zfunc.engine.compile.row_attention import attend_row
-from zfunc.engine.compile.tile_attention import ROW_TOKENS
+from zfunc.engine.rows.row_attention import attend_row
+from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.models.hf.experts import run_experts
 from zfunc.models.sequences import KVCache, Seen, documents_of
 from zfunc.runtime.accelerator import fuses_grouped_queries

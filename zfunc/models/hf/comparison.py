@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zfunc.engine.compile.segment import Segment
+from zfunc.engine.trace.segment import Segment
 from zfunc.models.hf.recording import BY_HAND
 from zfunc.models.loss import collated_batch, next_token_loss
 from zfunc.runtime.rng import seeded_sequence

@@ -23,11 +23,11 @@ from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import Shape, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, Precision, one_precision
-from zfunc.engine.compile.program import Program
-from zfunc.engine.state.release import check_state
+from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import rounded
 from zfunc.engine.step.evaluate import weights
+from zfunc.engine.step.release import check_state
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights, base_name
 from zfunc.models.hf.families import check_transformers, in_fp32

@@ -20,7 +20,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
-from zfunc.engine.compile.segment import Segment, Values
+from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters

@@ -1,0 +1,203 @@
+"""`compile`: segments and settings become a Program, planned and verified before anything is allocated.
+
+All arguments are checked here, and nothing below checks them again.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zfunc.core.pipeline import Mesh
+from zfunc.core.plan import project
+from zfunc.core.recipes import Recipe, recipe_of
+from zfunc.core.settings import StepSettings, settings_with, takes_settings, tile_counts
+from zfunc.engine.program.fit_to_memory import (
+    fastest_shares,
+    first_that_fits,
+    fit_to_memory,
+    log_offload,
+    row_tokens,
+)
+from zfunc.engine.program.passes import segment_calls
+from zfunc.engine.program.program import Program, ProgramCache, make_plan
+from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
+from zfunc.engine.stages.stage_context import Stage
+from zfunc.engine.stages.stages import STAGES
+from zfunc.engine.state.state import refuse_global_modes, refuse_inference_mode
+from zfunc.engine.trace.batches import Batch, unpacked
+from zfunc.engine.trace.segment import Segment, checked_segments
+from zfunc.engine.trace.vjp import check_device_graphs
+from zfunc.optim.base import Optimizer
+from zfunc.options import AUTO
+from zfunc.runtime.accelerator import (
+    best_precision,
+    devices_from,
+    on_accelerator,
+    pick_device,
+    prepare_deterministic,
+)
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.executor import Executor
+from zfunc.runtime.stage_ranks import StageRanks
+from zfunc.runtime.thread_budget import default_threads
+from zfunc.schedules import make_schedule
+from zfunc.values import number, of_type
+
+
+@takes_settings()
+def compile(
+    segments: Sequence[Segment] | nn.Sequential,
+    settings: StepSettings | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | None = None,
+    group: Any = None,
+    recipe: Recipe | None = None,
+    example: Batch | Mapping[str, Any] | None = None,
+    stages: dict[str, Stage] | None = None,
+    patience: float = 600.0,
+    parallel: Mesh | None = None,
+    **changes: Any,
+) -> Program:
+    """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
+
+    `segments` may be an `nn.Sequential` that ends in a loss of (x, targets), such as `nn.CrossEntropyLoss()`: each
+    child with parameters is a segment then.
+
+    - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
+      rank updates its slice of every bucket and passes its own rows of a batch.
+    - `example`: a batch, as for `zfunc.train_step`, of which only shapes matter, to plan memory now.
+    - `recipe`: the operations of a step in serial order: `zfunc.core.recipes.zero_offload`, or your own. New
+      operations need a function each in `stages`.
+    - `stages`: stage functions by verb, in addition to the built-in ones or instead of them.
+    - `parallel`: `zfunc.Mesh(pp=2)` says how the ranks share the work; `pp=2` alone says the same.
+    - `patience`: seconds that a lane waits for another before the step fails.
+
+    The settings of the step, as `settings` or by name; names take precedence:
+
+    {settings}
+
+    Raises ValueError or TypeError for bad arguments, PlanError for a schedule whose plan is wrong.
+    """
+    refuse_inference_mode("compile")
+    segments = checked_segments(segments)
+    example = None if example is None else unpacked(example, segments[-1])
+    of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
+    patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
+    of_type("parallel", parallel, Mesh | None, "a zfunc.Mesh or None: pass zfunc.Mesh(pp=2)")
+    if parallel is not None:
+        changes = {**attrs.asdict(parallel), **changes}
+    device = pick_device(device)
+    refuse_global_modes("compile", device)
+    on_gpu = on_accelerator(device)
+
+    # 1. Settings: those by name, the device's own, and in place of "auto" the nearest places that fit.
+    if settings is None and "precision" not in changes and on_gpu:
+        changes["precision"] = best_precision(device)  # bf16, unless it would be emulated
+    optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
+    settings.check_folders()
+    ranks = ranks_of_stage(_ranks(group), settings.pp)
+    automatic = [*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])]
+    if automatic and example is None:
+        raise ValueError(
+            f"{', '.join(automatic)}: got 'auto' without an example, expected one: pass a batch to plan memory"
+        )
+    if settings.automatic:
+        same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
+        make = partial(compile, segments, **same, example=example, patience=patience)
+        shares = fastest_shares(with_moments(optimizer, settings), settings, device, ranks)
+        places = settings.placed(
+            ranks.world,
+            disk=bool(settings.swap),
+            update_on=shares,
+            tiles=tile_counts(row_tokens(example)),
+        )
+        ways = [partial(make, way) for way in places]
+        return first_that_fits(ways, example, settings.automatic)
+    settings = settings.scheduled(on_cpu=not on_gpu)
+    devices = devices_from(device, settings.devices)
+    if settings.compile_segments == "reduce-overhead" and on_gpu:
+        check_device_graphs(settings.devices > 1)
+
+    # 2. Spec: the layout of the parameters, and what a recipe asks of the settings.
+    optimizer = with_moments(optimizer, settings)
+    spec = make_spec(
+        [s.parameters for s in segments],
+        optimizer,
+        settings,
+        world=ranks.world,
+        stage=ranks.stage,
+        on_gpu=on_gpu,
+        constant_bytes=sum(s.constant_bytes for s in segments),
+        buffer_bytes=[s.buffer_bytes for s in segments],
+    )
+    if spec.stateful and spec.swaps:
+        raise ValueError(
+            f"state_on: got {settings.state_on!r} with buffers that forward changes in segment "
+            f"{segments[spec.stateful[0]].name!r} (running statistics), which a swap space does not have: expected "
+            "state_on='host'; activations_on='disk' works"
+        )
+
+    # 3. Graph and plan: the recipe's operations, scheduled and verified. Without costs, until there is a batch.
+    schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
+    if recipe is not None:
+        check_recipe(recipe, spec, functions)
+    recipe = recipe or recipe_of(spec)
+    plan = project(make_plan(spec, schedule, recipe), spec.stage)
+
+    # 4. Program: the passes of the segments, the lanes that run them, and the plan again for the shapes of a batch.
+    if settings.deterministic:
+        prepare_deterministic(device)
+    default_threads()  # chosen and logged before any lane runs
+    program = Program(
+        segments=segments,
+        calls=segment_calls(segments, spec, devices, parts=spec.parts),
+        optimizer=optimizer,
+        schedule=schedule,
+        devices=devices,
+        spec=spec,
+        plan=plan,
+        stages=functions,
+        executor=Executor(*devices, patience=patience, deterministic=settings.deterministic),
+        cache=ProgramCache(),
+        ranks=ranks,
+        recipe=recipe,
+    )
+    if example is not None:
+        program = fit_to_memory(program, example)
+    return log_offload(program)
+
+
+def _ranks(group: Any) -> RankGroup:
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group: got {group!r}, expected a torch.distributed process group that this rank is in, or None: "
+            "make one with torch.distributed.new_group"
+        )
+    ranks = RankGroup.of(group)
+    if ranks.world > 1:
+        try:
+            (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ValueError(
+                f"group: got one without a backend for host tensors ({error}), expected one: pass "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            ) from error
+    return ranks
+
+
+def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
+    """The ranks of this one's stage, of so many."""
+    if ranks.world % pp:
+        raise ValueError(
+            f"pp: got {pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}, expected a number that "
+            "divides them: start as many with torchrun, or pass devices= for a pipeline in one process"
+        )
+    return ranks if pp == 1 else StageRanks.of_stage(ranks, pp)

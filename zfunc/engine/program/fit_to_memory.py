@@ -1,0 +1,219 @@
+"""The offload ratio and the places that fit device and host, where settings are "auto"; the log of it.
+
+And the places of updates by what they take: the rates of the host's sweep and of copies are measured for it.
+"""
+
+import logging
+import timeit
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch.utils._pytree import tree_leaves
+
+from zfunc.core.bucketing import resident_buckets
+from zfunc.core.decision import StepDecision
+from zfunc.core.dtypes import DTYPES
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.plan import project
+from zfunc.core.settings import UPDATE_SHARES, StepSettings
+from zfunc.core.spec import StepSpec
+from zfunc.engine.program.program import Program, ProgramCache, make_plan, needed_bytes
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.trace.batches import Batch
+from zfunc.errors import OutOfMemory
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import Optimizer
+from zfunc.options import AUTO
+from zfunc.runtime.accelerator import available_bytes, behind, copy_stream, on_accelerator
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.host_memory import alloc_host, available_host_bytes
+from zfunc.runtime.thread_budget import local_ranks
+
+STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
+# Elements that are swept and copied to measure the rates of both: 1 GiB, which no cache holds.
+MEASURED = 1 << 26
+REPEATS = 3
+HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot use every byte
+
+log = logging.getLogger("zfunc")
+
+
+def fit_to_memory(program: Program, example: Batch) -> Program:
+    """The program planned for `example`; with an `offload_ratio` of "auto" as much of the optimizer state is on
+    the device as fits there beside a step.
+
+    On a CPU the device is the host, and everything stays. Raises OutOfMemory if a step with all of the state on the
+    host does not fit.
+    """
+    shaped = specialize(program, example)
+    if program.settings.offload_ratio != AUTO:
+        return evolve(program, plan=shaped.plan)
+    spec = shaped.spec
+    limit = next(iter(_room(program).values()))  # of the device, or the first of several that are alike
+
+    def needed(spec: StepSpec) -> int:
+        plan = project(make_plan(spec, program.schedule, program.recipe), spec.stage)
+        found = needed_bytes(program, peak_memory(plan))
+        return max(found[x] for x in program.memories or found)
+
+    def fits(ratio: float) -> bool:
+        return needed(with_ratio(spec, ratio)) <= limit
+
+    # On a CPU, memory shrinks with the ratio, so 0 is first.
+    ratio = 0.0 if not on_accelerator(program.device) and fits(0.0) else smallest_ratio(fits)
+    program.ranks.agree("compile")
+    ratios = program.ranks.texts("" if ratio is None else str(ratio))
+    if "" in ratios:
+        raise OutOfMemory(
+            f"offload_ratio 'auto': got {limit:,} usable bytes on {program.device}, "
+            f"expected {needed(spec):,} for a step with all of the optimizer's state on the host, on every rank. "
+            "Use more micro_batches, or a smaller model"
+        )
+    ratio = max(map(float, ratios))  # the same on all ranks: the largest that any needs
+    spec = with_ratio(spec, ratio)
+    (key,) = program.cache.costs  # of this example alone
+    cache = ProgramCache(costs={key: (spec, shaped.random)}, facts=program.cache.facts)
+    program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
+    return evolve(program, plan=specialize(program, example).plan)
+
+
+def first_that_fits(
+    ways: Sequence[Callable[[], Program]], example: Batch, chosen: Iterable[str] = ()
+) -> Program:
+    """The first program whose step on `example` fits every rank's device and host. None is run.
+
+    Else the first that fits their devices, else the last. Logs its settings of the names `chosen`.
+    """
+    last = ways[-1]
+    found: Program | None = None
+    for make in ways:
+        try:
+            program = make()
+        except OutOfMemory:  # whatever its offload ratio
+            if make is last and found is None:
+                raise
+            continue
+        needed, room = needed_bytes(program, specialize(program, example).memory), _room(program)
+        missing = [memory for memory, nbytes in needed.items() if nbytes > room[memory]]
+        program.ranks.agree("compile")
+        of_ranks = program.ranks.texts(" ".join(missing))
+        if not any(of_ranks):
+            found = program
+            break
+        devices = {*(program.memories or needed)}  # or the host where that is one
+        if found is None and (make is last or devices.isdisjoint(" ".join(of_ranks).split())):
+            found = program
+    assert found is not None
+    named = ", ".join(f"{name}={getattr(found.settings, name)!r}" for name in chosen)
+    log.info("chosen where the settings say auto: %s", named)
+    return found
+
+
+def _room(program: Program) -> dict[str, int]:
+    """The bytes that can be used of each memory: of the host's, this rank's share of it beside a device."""
+    if not on_accelerator(program.device):
+        return {"host": int(available_host_bytes() * (1 - HEADROOM))}
+    own = available_host_bytes() // min(local_ranks(), program.ranks.world)
+    free = {**{x: available_bytes(device) for x, device in program.memories.items()}, "host": own}
+    return {memory: int(nbytes * (1 - HEADROOM)) for memory, nbytes in free.items()}
+
+
+def fastest_shares(
+    optimizer: Optimizer, settings: StepSettings, device: torch.device, ranks: RankGroup
+) -> Sequence[str]:
+    """The values of `update_on` that "auto" stands for, the one first whose updates take least, on all ranks alike.
+
+    The host sweeps its share of the state, copies move the rest both ways, and gradients and parameters of the
+    host's share: each at its measured rate, all at once, so the longest counts. On a CPU nothing is measured.
+    """
+    if settings.update_on != AUTO or not on_accelerator(device):
+        return UPDATE_SHARES
+    element = DTYPES[settings.precision].nbytes
+    state = sum(x.nbytes(1024) for x in STATE_FORMATS[optimizer.state_format(0)]) / 1024
+    host, copies = measured_rates(device)
+
+    def longest(places: str) -> float:
+        on_device = places.split(",").count("device") / (places.count(",") + 1)
+        copied = on_device * state + (1 - on_device) * element
+        return max((1 - on_device) * 2 * (state + element) / host, copied / copies)
+
+    return ranks.texts(" ".join(sorted(UPDATE_SHARES, key=longest)))[0].split()
+
+
+def row_tokens(example: Batch) -> int:
+    """The tokens of a row of a batch; 1 where a row is no more than one element."""
+    rows = [t.shape[1] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 1]
+    return rows[0] if rows else 1
+
+
+def measured_rates(device: torch.device) -> tuple[float, float]:
+    """Measure the bytes a second of the host's sweep in an update by Adam, and of copies to the device and back,
+    each way while the other copies too."""
+    decision = StepDecision(False, 1.0, 1, AdamW().factors(1))
+    state = {x.name: alloc_host(MEASURED, torch.float32) for x in STATE_FORMATS["fp32"]}
+    pinned = alloc_host(MEASURED, torch.float32, pinned_for=device)
+    there, half = torch.empty(MEASURED, device=device), MEASURED // 2
+
+    def copy() -> None:
+        with behind(copy_stream(device, "up")):
+            there[:half].copy_(pinned[:half], non_blocking=True)
+        with behind(copy_stream(device, "down")):
+            pinned[half:].copy_(there[half:], non_blocking=True)
+        torch.accelerator.synchronize(device)
+
+    def seconds(call: Callable[[], Any]) -> float:
+        return min(timeit.repeat(call, number=1, repeat=REPEATS))
+
+    swept = seconds(lambda: AdamW().host_update(state, pinned, decision, group=0))
+    moved = 2 * sum(x.nbytes for x in state.values()) + pinned.nbytes  # the state twice, and the gradient
+    return moved / swept, pinned.nbytes / 2 / seconds(copy)
+
+
+def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
+    """The smallest multiple of 1 / STEPS for which `fits` holds; None if there is none."""
+    ratios = [n / STEPS for n in range(STEPS + 1)]
+    first = bisect_left(ratios, True, key=fits)
+    return ratios[first] if first < len(ratios) else None
+
+
+def with_ratio(spec: StepSpec, offload_ratio: float) -> StepSpec:
+    """The spec with this share of its state on the host, in the same buckets."""
+    return evolve(spec, resident=resident_buckets(spec.layout, offload_ratio))
+
+
+def share_on_host(spec: StepSpec) -> float:
+    """The share of the optimizer state on the host, 0 to 1."""
+    return sum(spec.layout.buckets[b].numel for b in spec.offloaded) / spec.layout.numel
+
+
+def log_offload(program: Program) -> Program:
+    """Log what is where, unless everything is on the host, and which settings have no effect; returns `program`."""
+    spec, requested = program.spec, program.settings.offload_ratio
+    if spec.resident or requested != 1:
+        log.info(
+            "offload: %.1f%% of the optimizer's state is on the host (requested: %s); %d of %d buckets stay on the "
+            "device",
+            100 * share_on_host(spec),
+            requested if requested == AUTO else f"{100 * requested:g}%",
+            len(spec.resident),
+            len(spec.layout.buckets),
+        )
+    if program.settings.defer and not (spec.deferred and spec.offloaded):
+        reason = "without clipping or fp16 no update waits" if spec.offloaded else "nothing is on the host"
+        log.info("defer: %s: there is nothing to defer", reason)
+    devices, micro_batches = program.settings.stages, program.settings.micro_batches
+    if devices == 1 and program.settings.order != StepSettings().order:
+        log.info("order: one device passes all segments: pass devices=2 or more, or pp")
+    if micro_batches < devices:
+        log.warning(
+            "%s: %d for micro_batches=%d: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
+            "micro_batches=%d would make that %.0f%%",
+            *("pp" if spec.over_ranks else "devices", devices, micro_batches),
+            100 * (devices - 1) / (micro_batches + devices - 1),
+            *(4 * devices, 100 * (devices - 1) / (5 * devices - 1)),
+        )
+    return program

@@ -1,0 +1,168 @@
+"""The passes of the segments, and what the last one returns: its loss, alone or with auxiliary outputs.
+
+Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy": hits.float().mean()})`. They are
+reported, as means over micro-batches and ranks, and have no gradient.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, cast
+
+import torch
+from attrs import fields
+from torch import Tensor, nn
+
+from zfunc.core.pipeline import B, F, R, W
+from zfunc.core.spec import Parts, StepSpec
+from zfunc.engine.rows.check import check_tokens
+from zfunc.engine.stages.metrics import Metrics
+from zfunc.engine.stages.stage_context import CompiledSegment
+from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.vjp import Detached, Joints, SegmentVJP, evaluated_in_tiles, make_vjp
+
+RESERVED = frozenset(f.name for f in fields(Metrics))
+
+
+def segment_calls(
+    segments: Sequence[Segment],
+    spec: StepSpec,
+    devices: Sequence[torch.device],
+    joints: dict[str, Joints] | None = None,
+    *,
+    parts: Parts,
+) -> tuple[CompiledSegment, ...]:
+    """The segments with their forward and backward, or `parts` of that; equal segments share these, to be traced or
+    compiled once; with the same `joints` also those that recompute otherwise."""
+    settings, layout, last = spec.settings, spec.layout, len(segments) - 1
+    compiled = settings.compile_segments
+    modes = settings.recompute_modes(len(segments))
+    trainable = {span.name for span in layout.spans}
+    pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
+    calls: list[CompiledSegment] = []
+    for s, segment in enumerate(segments):
+        function = checked(segment, s == last)
+        options = modes[s], s > layout.first_trainable, s == last, (W, s) in parts, (R, s) in parts
+        pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
+        if pair is None:
+            make = partial(
+                make_vjp,
+                function,
+                recompute=modes[s],
+                wrt_input=options[1],
+                last=s == last,
+                moving=settings.moves,
+                name=segment.name,
+                joints=None if joints is None else joints.setdefault(segment.name, {}),
+                tiles=settings.tiles,
+                split=options[3],
+                ahead=options[4],
+                summed=_own(segment.module, "summed_targets"),
+                evaluate=segment.evaluation,
+                check=check_tokens,
+            )
+            eager = make()
+            tiles = 1 if s == last else settings.tiles
+            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name, check_tokens)
+            pair = make(compiled=True) if compiled else eager, eager, evaluate
+            pairs.append((segment, options, pair))
+        names = segment.by_short
+        used = [n for n in range(len(devices)) if spec.over_ranks or s in spec.segments_on(n, F, B)]
+        calls.append(
+            CompiledSegment(
+                segment.name,
+                function,
+                pair[2] if settings.tiles > 1 else segment.evaluation,
+                *pair[:2],
+                {short: full for short, full in names.items() if full in trainable},
+                {short: full for short, full in names.items() if full not in trainable},
+                {n: {short: t.to(devices[n]) for short, t in segment.constants.items()} for n in used},
+                {short: t.to("meta") for short, t in segment.buffers.items()},
+            )
+        )
+    return tuple(calls)
+
+
+def _own(module: nn.Module | None, name: str) -> Any:
+    """What a module or its class has by this name; what a class inherits may not fit another loss of its own."""
+    return None if module is None else {**vars(type(module)), **vars(module)}.get(name)
+
+
+def checked(segment: Segment, last: bool) -> Callable[..., Any]:
+    """The segment's function as its passes run it: with its outputs checked, of which only `y` is differentiated.
+
+    The `last` one returns its loss or `(loss, Detached(names, values))`, in fp32: one in fp16 would overflow at a
+    loss scale of 2**16. A function that changes buffers returns `(y, Detached buffers)`.
+    """
+
+    @wraps(segment.function)
+    def function(*args: Any) -> Any:
+        y, *changed = segment.function(*args) if segment.buffers else (segment.function(*args),)
+        y = _with_detached_aux(segment.name, y) if last else y
+        return (y, Detached((), *changed)) if changed else y
+
+    return function
+
+
+def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The loss and the auxiliary outputs that the last segment returned. Raises ValueError for anything else."""
+    loss, aux = y, {}
+    if isinstance(y, tuple):
+        parts = cast("tuple[Any, ...]", y)
+        if len(parts) != 2 or not isinstance(parts[1], Mapping):
+            raise ValueError(
+                f"segment {segment!r}: got ({', '.join(map(_kind, parts))}) from the last segment, expected a "
+                "scalar, the mean loss, or that and auxiliary outputs: return (loss, {'accuracy': ...})"
+            )
+        loss, aux = cast("tuple[Any, Mapping[Any, Any]]", parts)
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        raise ValueError(
+            f"segment {segment!r}: got {_kind(loss)} from the last segment, expected a scalar: the mean loss of "
+            "its micro-batch, as from F.cross_entropy(logits, targets)"
+        )
+    for name, value in aux.items():
+        _check_aux(segment, name, value)
+    return loss, {name: aux[name] for name in sorted(aux)}
+
+
+def _check_aux(segment: str, name: str, value: Any) -> None:
+    """Raise ValueError unless this is a scalar with a name of its own."""
+    what = f"segment {segment!r}: auxiliary output {name!r}"
+    if name in RESERVED:
+        raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
+    scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+    if not scalar and not isinstance(value, bool | int | float):
+        raise ValueError(
+            f"{what}: got {_kind(value)}, expected a scalar: return a mean, such as {name}.mean()"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _with_detached_aux(segment: str, y: Any) -> Any:
+    """The loss, and the auxiliary outputs as one vector in the order of their names."""
+    loss, aux = loss_and_aux(segment, y)
+    if not aux:
+        return loss.float()
+    values = [
+        x.detach().float()
+        if isinstance(x, Tensor)
+        else torch.full((), x, dtype=torch.float32, device=loss.device)
+        for x in aux.values()
+    ]
+    return loss.float(), Detached(tuple(aux), torch.stack(values))
+
+
+def aux_names(y: Any) -> tuple[str, ...]:
+    """The names of the auxiliary outputs in what the last segment's `checked` function returned."""
+    return () if isinstance(y, Tensor) else y[1].names
+
+
+def check_aux_names(segment: str, names: tuple[str, ...], before: tuple[str, ...]) -> None:
+    """Raise ValueError unless the last segment's auxiliary outputs have the names that they had before."""
+    if names != before:
+        raise ValueError(
+            f"segment {segment!r}: got the auxiliary outputs {names} after {before}, expected the same names "
+            "in every call: return all of them always"
+        )

@@ -1,0 +1,341 @@
+"""`Program`: a compiled training step, its verified plan and its staging buffers.
+
+A Program holds no training state. What it creates on first use (plans for the shapes of a batch, staging buffers,
+threads) follows from its fields, and is cached for later steps.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.writer import all_or_none
+from zfunc.core.display import brief, html_table, in_notebook
+from zfunc.core.graph import Graph, Region, Tier
+from zfunc.core.layout import Layout
+from zfunc.core.memory_model import Peak
+from zfunc.core.plan import Plan, project
+from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
+from zfunc.core.settings import TIERS_OF, Schedule, StepSettings
+from zfunc.core.spec import StepSpec
+from zfunc.core.verifier import plan_with
+from zfunc.engine.stages.stage_context import CompiledSegment, Stage
+from zfunc.engine.state.memory import allocate_regions
+from zfunc.engine.state.state import Buffers, State
+from zfunc.engine.trace.module_buffers import buffer_views
+from zfunc.engine.trace.purity import Facts
+from zfunc.engine.trace.segment import Look, Segment
+from zfunc.engine.trace.tensor_memory import FakeTensors
+from zfunc.engine.trace.vjp import Joints
+from zfunc.errors import PlanError
+from zfunc.optim.base import Optimizer
+from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.executor import Executor, PreparedPlan
+from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.values import of_type
+
+Made = TypeVar("Made")
+_identities = itertools.count(1)
+log = logging.getLogger("zfunc")
+
+
+@frozen(eq=False)
+class Program:
+    """A compiled training step: segments, layout, settings, schedule. Made by `zfunc.compile`.
+
+    `plan` is the verified plan. Without an `example` for `compile`, its activations count as 0 bytes.
+    """
+
+    segments: tuple[Segment, ...] = field(repr=lambda s: f"<{len(s)} segments>")
+    calls: tuple[CompiledSegment, ...] = field(repr=False)
+    optimizer: Optimizer
+    schedule: Schedule
+    devices: tuple[torch.device, ...]
+    spec: StepSpec = field(repr=False)
+    plan: Plan = field(repr=False)
+    stages: dict[str, Stage] = field(repr=False)
+    executor: Executor = field(repr=False)
+    cache: "ProgramCache" = field(repr=False)
+    ranks: RankGroup = field(factory=RankGroup, repr=False)
+    recipe: Recipe = field(default=zero_offload, repr=False)  # of `plan`
+    identity: int = field(factory=_identities.__next__)
+
+    def __repr__(self) -> str:
+        return brief(self, "segments", "settings", "optimizer", "device", "plan")
+
+    def _repr_html_(self) -> str:
+        rows = [(name, getattr(self, name)) for name in ("settings", "optimizer", "device", "layout")]
+        return html_table(["program", ""], rows) + in_notebook("plan", self.plan)
+
+    @property
+    def device(self) -> torch.device:
+        """The device, or the first of several."""
+        return self.devices[0]
+
+    @property
+    def memories(self) -> dict[Tier, torch.device]:
+        """The devices with memory of their own, by the place of their regions."""
+        apart = self.devices if on_accelerator(self.device) else ()
+        return {Region("", device=n).place: device for n, device in enumerate(apart)}
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the parameters."""
+        return self.spec.layout
+
+    @property
+    def settings(self) -> StepSettings:
+        """The settings of its steps."""
+        return self.spec.settings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the precision: of inputs, and of most parameters and gradients, on the device."""
+        return TORCH_DTYPES[self.settings.precision]
+
+
+@frozen(eq=False)
+class ShapedProgram:
+    """A program for the shapes of one batch: the plan with real sizes, prepared for the executor; and the `whole`
+    one, which it is this rank's part of."""
+
+    spec: StepSpec
+    plan: Plan
+    whole: Plan
+    prepared: PreparedPlan
+    memory: dict[Tier, Peak]
+    random: frozenset[int]  # segments that draw random numbers
+
+
+@define(eq=False)
+class ProgramCache:
+    """Costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
+
+    costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
+    specialized: dict[Any, ShapedProgram] = field(factory=dict)
+    facts: dict[int, tuple[Segment, Facts]] = field(factory=dict)  # values outside of modules in traces
+    checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input
+    fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
+    joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
+    overflowed: bool = False  # more shapes have come than are cached
+    looks: dict[str, Look] = field(factory=dict)  # at the modules of segments, before the last step
+    compares_loss: bool | None = (
+        None  # whether the next step compares a loss with those of its halves; None: yet
+    )
+    said: set[Any] = field(factory=set)  # warnings that have been logged, each once, and of what
+    staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
+    slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
+    released: tuple[Region, ...] = ()  # what of it `release` has freed
+    swap: SwapSpace | None = None  # of its last State
+    busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
+
+
+def warn_once(program: Program, warning: str, names: tuple[str, ...] = ()) -> None:
+    """Log a warning, of these parameters if there are any, unless this program has done so."""
+    if (names, warning) not in program.cache.said:
+        program.cache.said.add((names, warning))
+        log.warning("%s%s", f"{', '.join(names)}: " if names else "", warning)
+
+
+def check_program(program: Any, action: str) -> None:
+    """Raise TypeError unless `program` is a Program."""
+    of_type(f"{action}: program", program, Program, "the Program that zfunc.compile returned: pass it")
+
+
+def check_owner(program: Any, state: Any, action: str) -> None:
+    """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`."""
+    check_program(program, action)
+    of_type(f"{action}: state", state, State, "the State that zfunc.init or the last step returned: pass it")
+    if state.program != program.identity:
+        raise ValueError(
+            f"{action}: got a state made by another program, expected one from zfunc.init with this "
+            "program, because programs lay out their buffers differently: pass zfunc.params of the other to "
+            "init(program, params=...)"
+        )
+    state.buffers.owner.check(state.generation, state.step, action)
+
+
+def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
+    """Emit the recipe, plan it with the schedule, and verify the plan, which is of all pipeline stages. Raises
+    PlanError for a wrong one."""
+    plan = plan_with(schedule, Graph(recipe(spec)))
+    ops = plan.graph.ops
+    networks: dict[tuple[bool, int], dict[str, None]] = {}  # of each stage, and of all together
+    for lane in plan.lanes:
+        for op in (ops[i] for i in lane.ops if ops[i].kind == "network"):
+            networks.setdefault((op.joint, op.device), {})[lane.name] = None
+    most = max(networks.values(), key=len, default={})
+    if spec.several_ranks and len(most) > 1:
+        raise PlanError(
+            f"got collectives on the lanes {', '.join(most)}, expected them on one: ranks have to issue "
+            "them in one order. Put every operation of kind 'network' on one lane"
+        )
+    return plan
+
+
+def rescheduled(program: Program, schedule: Schedule) -> Program:
+    """The program with another schedule, for the same States; it keeps the traces."""
+    return evolve(
+        program,
+        schedule=schedule,
+        plan=project(make_plan(program.spec, schedule, program.recipe), program.spec.stage),
+        cache=ProgramCache(costs=program.cache.costs, facts=program.cache.facts),
+    )
+
+
+def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
+    """`allocate()`. Where drives have a part of it, one that is full raises on every rank: a collective."""
+    return all_or_none(program.ranks, allocate) if program.spec.uses_disk else allocate()
+
+
+def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
+    """The program's staging buffers by region: slots, sums, squares, allocated once; and the slots of activations,
+    with room for those of `shaped`, allocated anew for a larger batch.
+
+    A collective where some of these are on the disk: ranks that make one step need new ones together.
+    """
+    staging = program.cache.staging
+    allocate = partial(allocate_regions, devices=program.devices, folders=program.settings.swap)
+    if not (staging or program.cache.released):
+        spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
+        recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
+        of_all = (r for recipe in recipes for r in Graph(recipe(spec)).regions)
+        regions = dict.fromkeys(evolve(r, rank=0) for r in of_all if spec.stage in (None, r.rank))
+        staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
+    if program.cache.released:
+        staging.update(allocate(program.cache.released))
+        program.cache.released = ()
+    if shaped is not None and _lacks_slots(program, shaped):
+        for r in [r for r in staging if r.role == "act"]:  # before the new ones are allocated
+            del staging[r]
+        program.cache.slots.clear()
+        staging.update(allocate_on_all(program, partial(allocate, _slots(shaped.plan))))
+        program.cache.slots |= {r: r.nbytes for r in _slots(shaped.whole)}
+    return staging
+
+
+def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
+    """The buffers of segment `s` that forward changes, by short name: views of a State's memory, unless another
+    rank has them."""
+    flat = buffers.memory.get(Region("module_buffers", (s,)))
+    return {} if flat is None else buffer_views(flat, program.calls[s].buffers)
+
+
+def _slots(plan: Plan) -> list[Region]:
+    """The regions of all activation slots."""
+    return [r for r in plan.graph.regions if r.role == "act"]
+
+
+def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
+    """Whether activation slots have to be allocated, or anew: of some stage, which all of them know."""
+    return any(program.cache.slots.get(r, -1) < r.nbytes for r in _slots(shaped.whole))
+
+
+def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
+    """The bytes of a step's peaks that are allocated before it: kept regions, but for too small slots."""
+    allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
+    if _lacks_slots(program, shaped):
+        for r in _slots(shaped.plan):
+            allocated[r.place] -= r.nbytes
+        for r, slot in program.cache.staging.items():
+            allocated[r.place] += slot.nbytes if r.role == "act" else 0  # freed before
+    return allocated
+
+
+@contextmanager
+def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
+    """Work of the caller on a device, on the stream of the lane that computes there, and with others on theirs:
+    torch keeps the memory of each stream apart, and what was freed there serves the next step."""
+    with ExitStack() as working:
+        for n in sorted(range(len(program.memories)), key=device.__eq__):  # it is the current one
+            working.enter_context(in_turn(program.executor.stream(_computing(program.plan, n), n)))
+        yield
+
+
+def _computing(plan: Plan, device: int) -> str:
+    """The lane that computes on a device."""
+    ops = plan.graph.ops
+    computing = (
+        x.name for x in plan.lanes for i in x.ops if (ops[i].kind, ops[i].device) == ("compute", device)
+    )
+    return next(computing, plan.lanes[0].name)
+
+
+@contextmanager
+def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Reserve the staging buffers for one caller; RuntimeError if another keeps them for `patience` seconds."""
+    program.executor.check_process(action)
+    busy, held = program.cache.busy, list[bool]()
+    try:
+        # One call of C: an interrupt comes before it or after it.
+        held += map(busy.acquire, (True,), (patience,))
+        if not held[0]:
+            raise RuntimeError(
+                f"{action}: got a program that is in a step already, expected one call at a time, because its "
+                "staging buffers are shared: call it after the step, to save in one pass save= to train_step, or "
+                "compile a second program for a second thread"
+            )
+        yield
+    finally:
+        if held and held[0]:  # no call, or an interrupt could come before the next line
+            busy.release()
+
+
+def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> None:
+    """Raise OutOfMemory, on every rank, if the peaks exceed the free memory of one. A collective."""
+    program.ranks.agree(action, shortage=memory_shortage(program, peaks, allocated={}, action=action))
+
+
+def needed_bytes(
+    program: Program, peaks: Mapping[Tier, Peak], allocated: Mapping[Tier, int] | None = None
+) -> dict[str, int]:
+    """The bytes of the peaks, less those `allocated`, by memory: each device first, which may be the host."""
+    left = {place: peak.nbytes - (allocated or {}).get(place, 0) for place, peak in peaks.items()}
+    devices = {place: n for place, n in left.items() if place.startswith("device")}
+    host = left["host"] + left["pinned"]
+    if on_accelerator(program.device):
+        return {**devices, "host": host}
+    return {"host": host + sum(devices.values())}
+
+
+def memory_shortage(
+    program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
+) -> str:
+    """The error text if the peaks, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
+    needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
+    apart = {place: available_bytes(x) - unplanned_bytes(x) for place, x in program.memories.items()}
+    for memory, available in {**free, **apart}.items():
+        if memory in needed and needed[memory] > available:
+            op = "" if apart and memory == "host" else peaks[memory if apart else "device"].op
+            fewer = (
+                " fewer segments on it (`cut` of the order)," if len(apart) > 1 and memory in apart else ""
+            )
+            return (
+                f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
+                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started"
+                f"{kept_in(program, memory)}. Use{fewer} "
+                "more micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
+            )
+    return ""
+
+
+def kept_in(program: Program, memory: str) -> str:
+    """The settings by which a memory, "host" or of a device, has what need not be there; "" without one."""
+    spec, settings, usual = program.spec, program.settings, StepSettings()
+    placed = ((x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host")
+    kept = [x for x, place in placed if "host" in place.split(",") and place != getattr(usual, x)]
+    if memory != "host" or not on_accelerator(program.device):
+        persistent = settings.streams and any(x.persistent for x in spec.layout.all_buckets)
+        kept += ["offload_ratio"] * bool(spec.resident) + ["persistent_params"] * persistent
+    reasons = " and ".join(f"{x}={getattr(settings, x)}" for x in kept)
+    return f"; {reasons} keeps state, parameters or activations there" if kept else ""

@@ -1,0 +1,337 @@
+"""A program for the shapes of a batch: its segments traced for their costs, its recipe planned with real sizes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.pipeline import R, W
+from zfunc.core.plan import project
+from zfunc.core.recipes import Recipe
+from zfunc.core.spec import StepSpec
+from zfunc.engine.program.passes import aux_names, check_aux_names
+from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn_once
+from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
+from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
+from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
+from zfunc.engine.trace.purity import check_deterministic, first_change, read_outside
+from zfunc.engine.trace.tensor_memory import layouts
+from zfunc.engine.trace.vjp import MAX_TRACES, SegmentWeights, differentiated
+from zfunc.errors import PlanError
+from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
+from zfunc.runtime.executor import prepare_plan
+
+T = TypeVar("T")
+Paths = list[set[str | int]]  # of each output: the names of parameters, and the numbers of inputs, behind it
+
+SHOWN = 3  # names in an error
+SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
+NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what to use instead
+    "does not require grad and does not have a grad_fn": (
+        "torch.autograd.grad or backward()",
+        "use torch.func.grad, which nests",
+    ),
+    "saved tensor hooks": (
+        "torch.utils.checkpoint or other hooks of saved tensors",
+        "leave it out, and set recompute, which is 'all' unless set",
+    ),
+    "must override the setup_context staticmethod": (
+        "a torch.autograd.Function without setup_context, as reentrant torch.utils.checkpoint is one",
+        "give it setup_context, or in place of a checkpoint set recompute, which is 'all' unless set",
+    ),
+    "DataDependentOutputException": (
+        "a branch on the value of a tensor",
+        "write it with torch.where, or move it between segments",
+    ),
+}
+log = logging.getLogger("zfunc")
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def specialize(
+    program: Program,
+    batch: Batch,
+    *,
+    save: bool = False,
+    commit: bool = False,
+) -> ShapedProgram:
+    """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
+
+    With `save` the step also writes a checkpoint, with `commit` it leaves one on the disk. Raises ValueError where
+    a segment cannot take its input or the last one returns no scalar.
+    """
+    micro = split_batch(batch, program.settings.micro_batches)[0]
+    key, costs = layout_of_leaves(micro), program.cache.costs
+    _check_values(program)
+    if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
+        program.cache.overflowed = True
+        log.warning(
+            "batches of more than %d shapes: each new one is traced and planned. Round lengths up to a few "
+            "(docs/quickstart.md)",
+            SHAPES,
+        )
+    spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    return _cached(
+        program.cache.specialized,
+        (key, save, commit),
+        lambda: _plan(program, evolve(spec, save=save, commit=commit), random, program.recipe),
+        most=2 * SHAPES,
+    )
+
+
+def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
+    """The plan of a recipe that needs a State alone, such as a checkpoint; planned at first use."""
+    make = partial(_plan, program, program.spec, frozenset[int](), recipe)
+    return _cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
+
+
+def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
+    whole = make_plan(spec, program.schedule, recipe)
+    plan = project(whole, spec.stage)
+    prepared = prepare_plan(plan, program.stages, *program.devices)
+    return ShapedProgram(spec, plan, whole, prepared, peak_memory(plan), random)
+
+
+def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
+    """`cache[key]`, made if missing; beyond `most` entries the least recently used is dropped."""
+    cache[key] = value = cache.pop(key) if key in cache else make()
+    while len(cache) > most:
+        del cache[next(iter(cache))]
+    return value
+
+
+def _check_values(program: Program) -> None:
+    """Log changes of modules after `zfunc.segment` copied them, and of objects that a trace depends on: they have
+    no effect.
+
+    Raises ValueError if a plain value outside of modules has changed that a trace depends on.
+    """
+    cache = program.cache
+    for segment in program.segments:
+        before, look = cache.looks.get(segment.name), segment.look()
+        if before is not None and cache.costs and before.same(look):
+            continue
+        if change := segment.changed() or (before and first_change(before.values, look.values)):
+            warn_once(
+                program,
+                f"segment {segment.name!r}: got {change} changed after zfunc.segment copied the module, which has "
+                "no effect: call zfunc.segment after such changes, or set weights with zfunc.replace",
+            )
+        cache.looks[segment.name] = look
+    for segment, facts in cache.facts.values():
+        now = read_outside(segment.module, segment.function, plain=False)
+        moved = first_change(facts, now)
+        what = f"segment {segment.name!r}: got {moved}, changed since the segment was traced"
+        action = "pass what changes in the batch, or compile again"
+        if moved and isinstance(facts.get(moved, ""), str):
+            raise ValueError(f"{what}, expected the same value in every step: {action}")
+        if moved:
+            warn_once(program, f"{what}, which may have no effect: {action}")
+
+
+def traced_spec(
+    program: Program, micro: Batch, *, of_accelerator: bool | None = None
+) -> tuple[StepSpec, frozenset[int]]:
+    """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers.
+
+    They are the costs on the program's device, or, on the CPU, those `of_accelerator`.
+    """
+    of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
+    with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
+        traces, random, unused = _trace_all(program, micro, of_accelerator)
+    # Of an output or its gradient, whose tensors never share memory.
+    passed = [max(t.output_bytes, nbytes(differentiated(t.out))) for t in traces[:-1]]
+    inputs = [nbytes(micro[0]), *passed]
+    first = program.layout.first_trainable
+    below = [size if s > first else 0 for s, size in enumerate(inputs)]  # gradients of these
+    costs = tuple(  # what backward returns are regions of their own
+        evolve(
+            x.cost,
+            input_bytes=size,
+            backward=x.cost.backward.beside(grads + passed),
+            backward_input=x.cost.backward_input.beside(passed),
+            backward_weight=x.cost.backward_weight.beside(grads),
+        )
+        for x, size, grads, passed in zip(traces, inputs, program.spec.grad_bytes, below, strict=True)
+    )
+    aux = aux_names(traces[-1].out)
+    for before, _ in program.cache.costs.values():
+        check_aux_names(program.segments[-1].name, aux, before.aux)
+    spec = evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
+    if spec.order is not None and {*spec.passes} != {*program.spec.passes}:
+        raise PlanError(
+            "order: got other passes than when the program was compiled, expected the same in every call: draw "
+            "what is random once, before"
+        )
+    return spec, random
+
+
+def _trace_all(
+    program: Program, micro: Batch, of_accelerator: bool
+) -> tuple[list[Trace], frozenset[int], list[str]]:
+    """Trace every segment on its predecessor's output, equal ones once; which of them draw random numbers, and the
+    trained parameters that no path from the loss leads to."""
+    seen: dict[Any, tuple[Trace, Paths]] = {}
+    traces: list[Trace] = []
+    paths: list[Paths] = []
+    random: set[int] = set()
+    x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
+    targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1:])
+    last = len(program.segments) - 1
+    for s, call in enumerate(program.calls):
+        leaves, structure = tree_flatten(x)
+        _check_inputs(program, s, leaves)
+        key = id(call.passes), structure, layouts(leaves), _dtypes(program, s)
+        if key not in seen:
+            seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
+        made, own = seen[key]
+        traces.append(made)
+        paths.append(own)
+        random |= {s} if made.random else set()
+        x = made.out
+    return traces, frozenset(random), _unused(program, paths)
+
+
+def _paths(function: Callable[..., Any], weights: SegmentWeights, inputs: tuple[Any, ...]) -> Paths:
+    """What autograd finds behind each differentiated output of a segment. Values do not say it: a gradient may be
+    zero, and a parameter detached."""
+    leaves, structure = tree_flatten(inputs[0])
+    floating = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+    with torch.enable_grad():
+        trained = {short: t.detach().requires_grad_() for short, t in weights.trained.items()}
+        moved = {i: leaves[i].detach().requires_grad_() for i in floating}
+        x = tree_unflatten([moved.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
+        outputs = differentiated(function({**trained, **weights.fixed}, x, *inputs[1:]))
+    names: dict[int, str | int] = {id(t): short for short, t in trained.items()}
+    names |= {id(moved[i]): n for n, i in enumerate(floating)}
+    found: Paths = []
+    for y in outputs:
+        nodes = [torch.autograd.graph.get_gradient_edge(y).node] if y.requires_grad else []
+        known = {*nodes}
+        for node in nodes:  # which grows
+            further = {x for x, _ in node.next_functions if x is not None} - known
+            nodes += further
+            known |= further
+        found.append({names[id(x.variable)] for x in nodes if id(getattr(x, "variable", None)) in names})
+    return found
+
+
+def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
+    """The trained parameters that no path from the loss leads to, through the segments from the last."""
+    used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
+    for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
+        reached = {x for n in reached if isinstance(n, int) for x in own[n]}
+        used |= {call.trained[x] for x in reached if isinstance(x, str)}
+    return [x.name for x in program.layout.spans if x.name not in used]
+
+
+def _check_inputs(program: Program, s: int, leaves: list[Any]) -> None:
+    """Raise ValueError unless the inputs of segment `s` are real tensors, numbers or None."""
+    for t in leaves:
+        if not isinstance(t, (Tensor, *CONSTANTS)):
+            got, action = f"a {type(t).__name__}", "pass tensors, or close over it"
+        elif isinstance(t, Tensor) and t.is_complex():
+            got, action = "a complex tensor", "pass torch.view_as_real(x)"
+        else:
+            continue
+        raise ValueError(
+            f"segment {program.segments[s].name!r}: got {got} in its input, expected real tensors, numbers or "
+            f"None: {action}"
+        )
+
+
+def _fake(program: Program, t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
+
+
+def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
+    """The dtype of each parameter of segment `s` on the device."""
+    in_fp32 = {x.name for bucket in program.layout.all_buckets if bucket.in_fp32 for x in bucket.spans}
+    return tuple(
+        torch.float32 if p.name in in_fp32 else program.dtype for p in program.segments[s].parameters
+    )
+
+
+def _mixed(program: Program, s: int) -> str:
+    """Advice where some parameters are in fp32 beside others of the precision."""
+    if not any(x.in_fp32 for x in program.layout.all_buckets):
+        return ""
+    own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
+    names = [repr(p.name) for p, dtype in own if dtype != program.dtype] or ["none of its parameters"]
+    kept = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+    given = ",".join(program.settings.fp32_params)
+    by = f"fp32_params={given!r}" if given else "the model's class"
+    return (
+        f" ({by} keeps {kept} in fp32: let the code of the segment cast what meets them, or the "
+        "segment below what it returns; or leave names out)"
+    )
+
+
+def _trace_one(
+    program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool
+) -> tuple[Trace, Paths]:
+    segment, call, device = program.segments[s], program.calls[s], program.device
+    dtypes = _dtypes(program, s)
+    values = {
+        short: torch.empty(p.shape, dtype=dtype, device="meta")
+        for short, p, dtype in zip(segment.short, segment.parameters, dtypes, strict=True)
+    }
+    fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
+    weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
+    paths: Paths = []
+
+    def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
+        """The segment's output, which is checked once for each layout of its input."""
+        known, key = program.cache.checked, (segment.name, dtypes, layouts(tree_leaves(inputs)))
+        if key not in known:
+            params = {**weights.trained, **weights.fixed}
+            y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
+            program.cache.facts.setdefault(id(call.passes), (segment, facts))
+            if call.buffers:
+                copy_buffers(clone_buffers({x: params[x] for x in call.buffers}), y[1].tensors)
+            known[key] = y, _paths(call.function, weights, inputs)
+        y, paths[:] = known[key]
+        return y
+
+    before, FAKE_LOG.disabled = FAKE_LOG.disabled, True  # 25 lines before the message below
+    try:
+        made = trace(
+            call.plain,
+            weights,
+            inputs,
+            device=device,
+            guess=output,
+            pulled=s >= program.layout.first_trainable,
+            split=(W, s) in program.spec.parts,
+            ahead=(R, s) in program.spec.parts,
+            buffers=call.buffers,
+            of_accelerator=of_accelerator,
+            compiled=bool(program.settings.compile_segments),
+            fake=program.cache.fake,
+            keys_on_host=program.settings.keys_on == "host",
+        )
+        return made, paths
+    except ValueError as error:
+        if f"{segment.name!r}" in str(error):
+            raise
+        raise ValueError(f"segment {segment.name!r}: {error}") from error
+    except Exception as error:
+        for says, (got, action) in NOT_FUNCTIONAL.items():
+            if says in f"{type(error).__name__}: {error}":
+                raise ValueError(
+                    f"segment {segment.name!r}: got {got} in forward, expected what torch.func can trace and "
+                    f"differentiate: {action}"
+                ) from error
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(inputs)]
+        raise ValueError(
+            f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
+            f"{type(error).__name__}: {error}{_mixed(program, s)}"
+        ) from error
+    finally:
+        FAKE_LOG.disabled = before

@@ -1,0 +1,13 @@
+"""Rows of tokens: a segment in tiles of its row, attention of rows and tiles, a block in halves.
+
+    keys                    keys and values of a row, by parts, on the device or on the host
+    tile_attention          attention of a tile of queries over all keys so far
+    row_attention           attention of rows with documents or a window, as one operation
+    token_operations        which operations are known to keep tokens apart
+    cut                     the forward of a segment, cut at attention; what cannot pass in tiles
+    tiles                   the passes of a segment whose rows of tokens pass in tiles
+    check                   what is not known to keep tokens apart is tried before it trains
+    halves                  a block as two segments, cut at the sum after attention
+
+Before and after attention no token of a segment in tiles depends on another; what is not known to be so is refused.
+"""

@@ -1,0 +1,301 @@
+"""Whether a token of a segment depends on others outside attention, tried before it passes in tiles.
+
+A segment is not tried if each operation of its forward is known to keep tokens apart (token_operations.py), and its
+backward is that of these operations. Any other runs, and nothing is allowed because no list names it:
+
+    pieces    a few tokens in tiles of several sizes: results and gradients are those of `function` itself, and
+              gradients of weights add up. In fp64, or where an operation or the memory has none in fp32, to the
+              largest difference, without dropout; weights that begin at 0 or 1 are elsewhere
+    poison    a row of the length that trains, in its own dtype, as it is only asked whether a token changes: some
+              tokens are NaN, others large, and no other token changes; so for gradients that come in. Before
+              attention, after it, and of the loss. A row without memory is halved, which the log says
+
+A trace is tried once with weights of its own, and once with those of each segment.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zfunc.engine.rows.cut import floats_of, forward_graph
+from zfunc.engine.rows.halves import expression
+from zfunc.engine.rows.tile_attention import ROW_TOKENS
+from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow
+from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
+from zfunc.engine.trace.vjp import SegmentVJP, cotangents_of, joint_graph, pull_of
+from zfunc.runtime.rng import seeded
+
+FEW = 256  # tokens in pieces
+SIZES = (2, 16)  # numbers of pieces
+WAYS = (
+    (torch.float64, True),
+    (torch.float32, True),
+    (None, False),
+)  # None is its own dtype; of weights, too?
+TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-5}  # of the largest, by the bytes of an element
+OTHERWISE = (
+    "expected tokens that depend on others through attention alone, on their place through torch.arange(tokens), "
+    "and no random numbers in evaluation: use tiles=1"
+)
+log = logging.getLogger("zfunc")
+
+
+def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...], tried: Any) -> Any:
+    """Raise ValueError if tokens of a segment depend on others, with these weights or, unless it was `tried` with
+    others before, any. Returns what tried it, None if it is known."""
+    split = tiled.split(weights, inputs)[0] if isinstance(tiled, Tiled) else None
+    if not tried and split and not split.unknown and _pulled_alike(tiled.function, split, weights, inputs):
+        return None
+    began, said = time.perf_counter(), f"segment {weights.name or tiled.name!r}: tiles={tiled.tiles}"
+    unknown = f" ({split.unknown} is not known to keep them apart)" if split and split.unknown else ""
+    ways = [weights]
+    if not tried:
+        opened = {name: _opened(w) for name, w in weights.trained.items()}
+        ways, tried = [evolve(weights, trained=opened), weights], _tried(tiled, _few(inputs))
+    for values in ways:
+        with seeded(0):
+            found = _in_pieces(tried[1:], values, inputs) or _poisoned(tried[0], values, inputs)
+        if found:
+            raise ValueError(f"{said}: got {found}{unknown}, {OTHERWISE}")
+    log.info("%s: no token depends on others, seen in %.1f s%s", said, time.perf_counter() - began, unknown)
+    return tried
+
+
+def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
+    """A segment in one tile, and in pieces of its evaluation; none of them is checked."""
+    counts = [n for n in SIZES if few % n == 0] or [few]
+    how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "check": None}
+    made = [(1, tiled.function), *((n, tiled.evaluate) for n in counts)]
+    own = lambda: {"splits": {}} if isinstance(tiled, Tiled) else {}  # noqa: E731
+    return [evolve(tiled, tiles=n, function=f, **how, **own()) for n, f in made]
+
+
+def _opened(weight: Tensor) -> Tensor:
+    """A weight that is like none to begin with: what is shut is open, a mix of 1 is one of two."""
+    one = sum(n > 1 for n in weight.shape) < 2
+    made = torch.rand(weight.shape, generator=_generator(weight.device), device=weight.device)
+    made = made * 0.6 + 0.2 if one else (made - 0.5) * (12 * weight.shape[0] / weight.numel()) ** 0.5
+    return made.to(weight.dtype)
+
+
+def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs: tuple[Any, ...]) -> bool:
+    """Whether backward of the forward's trace is that of the function: not of what has a backward of its own, nor
+    under torch.no_grad, which such a trace loses."""
+    leaves, structure = tree_flatten(inputs)
+
+    def expressions() -> list[int]:
+        ROW_TOKENS.set(_tokens(inputs))
+        with torch.no_grad(), FakeTensors():
+            trained, fixed, few = empty_like_strided((weights.trained, weights.fixed, leaves))
+            for i in split.rows:
+                few[i] = few[i].new_empty(few[i].shape[0], split.tile, *few[i].shape[2:])
+            x = tree_unflatten(few, structure)
+            graph, out_spec = forward_graph(function, ({**trained, **fixed}, *x))
+        *_, output = graph.graph.nodes
+        given, known = tree_flatten((trained, fixed, x)), dict[Any, int]()
+        given = *given, cotangents_of([y.meta["val"] for y in output.all_input_nodes])
+
+        def traced(values: Any, *x: Any) -> Any:
+            return tree_unflatten(list(graph([*values.values(), *tree_leaves(x)])), out_spec)
+
+        pulls = (pull_of(f, True, False) for f in (function, traced))
+        return [expression(joint_graph(pull, None, *given).module, known) for pull in pulls]
+
+    try:
+        one, other = copy_context().run(expressions)
+    except Exception:  # it is tried then
+        return False
+    return one == other
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------
+
+
+def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
+    """What differs in pieces of a few tokens, in the first of the WAYS that runs, or ""."""
+    tokens, few = _tokens(inputs), _few(inputs)
+    # The loss of tokens of the whole row, as the first may have no labels.
+    step = tokens // few if isinstance(pieces[0], TiledLoss) else 1
+    inputs = _rows(inputs, lambda x: x[:, : few * step : step])
+    for dtype, of_weights in WAYS:
+        own, x = (
+            evolve(weights, **{k: _cast(getattr(weights, k), dtype) for k in ("trained", "fixed")}),
+            inputs,
+        )
+        own = own if of_weights else evolve(own, trained={}, fixed={**own.trained, **own.fixed})
+        try:
+            return _difference(pieces, own, _cast(x, dtype))
+        except Exception as error:
+            if dtype is None:
+                raise ValueError(
+                    f"segment {pieces[0].name!r}: got an error on {few} tokens in tiles, expected a forward of any "
+                    f"number of them: use tiles=1 ({error})"
+                ) from error
+    return ""
+
+
+def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
+    y, pull = pull_of(pieces[0].evaluate, True, isinstance(pieces[0], TiledLoss))(weights, inputs)
+    given = [_random_like(x) for x in floats_of(y)]
+    grads, below = pull(given)
+    # A gradient may be zero but for rounding, as that of the keys' bias.
+    least = 0.1 * max((float(x.abs().max()) for x in grads.values() if x.numel()), default=0.0)
+    for tiled in pieces:
+        got, _ = tiled.forward(weights, inputs)
+        own, under = tiled.backward(weights, inputs, None, [x.clone() for x in given])
+        pairs = [("results", x, z, 0.0) for x, z in zip(floats_of(got), floats_of(y), strict=True)]
+        pairs += [("gradients of rows", x, z, 0.0) for x, z in zip(under, below, strict=True)]
+        pairs += [(f"gradients of {name!r}", own[name], x, least) for name, x in grads.items()]
+        for what, x, z, floor in pairs:
+            if (far := _far(x, z, floor)) > TOLERANCE[z.element_size()]:
+                return f"{what} of {tiled.tiles} tiles that differ by {far:.1e} from those of a whole row"
+    return ""
+
+
+def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest of `y`; of what is NaN in both, none."""
+    if not y.numel() or torch.equal(x, y):
+        return 0.0
+    both = x.isnan() & y.isnan()
+    most = max(least, float(y.abs().masked_fill(~y.isfinite(), 0).max()), 1e-30)
+    far = float((x - y).abs().masked_fill(both | (x == y), 0).max()) / most
+    return far if far == far else torch.inf
+
+
+# --- poison -----------------------------------------------------------------------------------------------------
+
+
+def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
+    """Which tokens of a row change others, or ""."""
+    weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
+    parts = _of_loss if isinstance(whole, TiledLoss) else _of_halves
+    while True:
+        try:
+            return next((found for found in parts(whole, weights, inputs) if found), "")
+        except torch.OutOfMemoryError:
+            if (tokens := _tokens(inputs) // 2) < FEW:
+                raise
+            log.info("segment %r: no memory for a row: %d tokens are looked at", whole.name, tokens)
+            inputs = _rows(inputs, lambda x: x[:, :tokens])
+
+
+def _of_halves(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]:
+    split, leaves = whole.split(weights, inputs)
+    places = [i for i in split.rows if leaves[i].is_floating_point()]
+
+    def run(half: Any, given: list[Tensor]) -> Any:
+        own, more = dict(zip(places, given, strict=False)), given[len(places) :]
+        row = TiledRow(split, weights, [own.get(i, x) for i, x in enumerate(leaves)], 1)
+        results, residuals = row.run(half, 0, *more)
+        return results, lambda c: row.pull(half, 0, residuals, c, *more)[1]
+
+    rows, dims = [leaves[i] for i in places], [1 for _ in places]
+    if split.before is not None:
+        (q, _, v, *_), _ = run(split.before, rows)
+        yield _changed(partial(run, split.before), rows, dims, [2, 2, 2, 1], "before attention")
+        attended = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])  # laid out as attention is
+        rows, dims = [*rows, _random_like(attended).transpose(1, 2)], [*dims, 2]
+    made = [1] * (split.spec.num_leaves - len(split.passed))
+    yield _changed(
+        partial(run, split.after), rows, dims, made, "after attention" if dims[-1] == 2 else "of the row"
+    )
+
+
+def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]:
+    (x, *targets), pull_back = inputs, pull_of(whole.function, True, True)
+    leaves, spec = tree_flatten(x)
+    places, summed = [i for i, t in enumerate(leaves) if floats_of(t)], [whole.summed(t) for t in targets]
+
+    def run(given: list[Tensor]) -> Any:
+        own = dict(zip(places, given, strict=True))
+        moved = tree_unflatten([own.get(i, t) for i, t in enumerate(leaves)], spec)
+        y, pull = pull_back(weights, (moved, *summed))
+        return pull([torch.ones_like(y)])[1], None  # of which a token's is made of its own
+
+    yield _changed(run, [leaves[i] for i in places], [1] * len(places), [1] * len(places), "of the loss")
+
+
+def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[int], where: str) -> str:
+    """Which tokens of `rows` change others, in what `run` makes of them and in the gradients that it pulls back;
+    `dims` and `made` are the dimensions of tokens."""
+    tokens = rows[0].shape[dims[0]]
+    places = [
+        sorted({*few} - {end})
+        for *few, end in ((0, 5 * tokens // 8, tokens - 1), (tokens // 3, tokens - 1, 0))
+    ]
+    results, pull = run(rows)
+    given = [_random_like(x) for x in results if x.is_floating_point()] if pull else []
+    below = pull(given) if pull else []
+    del pull
+    for at, factor in ((places[0], torch.nan), (places[1], torch.nan), (places[1], -8.0)):
+        found, _ = run([_times(x, dim, at, factor) for x, dim in zip(rows, dims, strict=False)])
+        if _others_differ(found, results, made, at):
+            return f"tokens {at} that change others {where}"
+    for at in places if given else ():
+        floats = [dim for dim, x in zip(made, results, strict=False) if x.is_floating_point()]
+        bad = [_times(x, dim, at, torch.nan) for x, dim in zip(given, floats, strict=True)]
+        if _others_differ(run(rows)[1](bad), below, dims, at):
+            return f"gradients of tokens {at} that change those of others {where}"
+    return ""
+
+
+def _others_differ(
+    found: Sequence[Tensor], before: Sequence[Tensor], dims: Sequence[int], at: list[int]
+) -> bool:
+    """Whether other tokens than those `at` these places differ."""
+    for x, y, dim in zip(found, before, dims, strict=False):
+        for start, stop in pairwise([-1, *at, y.shape[dim]]):
+            a, b = (t.narrow(dim, start + 1, stop - start - 1) for t in (x, y))
+            if _far(a, b) > (TOLERANCE[b.element_size()] if b.is_floating_point() else 0):
+                return True
+    return False
+
+
+def _times(x: Tensor, dim: int, at: list[int], factor: float) -> Tensor:
+    index = torch.tensor(at, device=x.device)
+    return x.clone().index_copy_(dim, index, x.index_select(dim, index) * factor)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------
+
+
+def _eager(function: Callable[..., Any], **_: Any) -> SegmentVJP:
+    return SegmentVJP(pull_of(function, True, False), lambda _w, _i, residuals, c: residuals(c), keeps=True)
+
+
+def _tokens(inputs: tuple[Any, ...]) -> int:
+    return floats_of(inputs)[0].shape[1]
+
+
+def _few(inputs: tuple[Any, ...]) -> int:
+    """How many tokens are tried in pieces."""
+    tokens = _tokens(inputs)
+    return min(tokens, FEW) // SIZES[-1] * SIZES[-1] or tokens
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def _rows(inputs: tuple[Any, ...], part: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """The inputs with a part of their rows of tokens."""
+    shape = floats_of(inputs)[0].shape[:2]
+    return tree_map_only(Tensor, lambda x: part(x) if x.shape[:2] == shape else x, inputs)
+
+
+def _random_like(x: Tensor) -> Tensor:
+    g = _generator(x.device)
+    return torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)

@@ -1,0 +1,326 @@
+"""The forward of a segment for rows of tokens, cut at its attention; and what cannot pass in tiles: it is refused.
+
+It is traced for a whole row and for one tile, node by node the same. What depends on no input, as rotary positions,
+is made for the row and sliced. At attention the graph of a tile is cut in two, each of which knows no other token:
+`before` makes queries, keys and values of tokens, `after` what follows of the result. Without attention all is in
+`after`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zfunc.engine.rows.row_attention import attend_row
+from zfunc.engine.rows.tile_attention import ROW_TOKENS
+from zfunc.engine.rows.token_operations import arguments, unknown_operation
+from zfunc.engine.trace.graph_cuts import (
+    GraphPiece,
+    depending_on,
+    graph_of,
+    needs_of,
+    of_written_memory,
+    part_of_graph,
+    piece_of,
+)
+from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
+from zfunc.runtime.rng import is_draw_node, seeded
+
+Values = dict[str, Tensor]
+Function = Callable[..., Any]
+NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
+ATTENTION = {  # and its arguments that may be positional
+    scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    attend_row: ("query", "key", "value", "first", "window", "scale"),
+}
+
+
+@frozen(eq=False)
+class Half:
+    """One of the two parts of a tile, and the names of the weights that it reads."""
+
+    passes: Any  # a SegmentVJP of `(weights, rows, constants)`
+    reads: tuple[str, ...]
+
+    def weights(self, weights: Any) -> Any:
+        """Those of the segment that it reads."""
+        own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
+        return type(weights)(*own)
+
+
+@frozen(eq=False)
+class Split:
+    """A segment for rows of one shape, cut."""
+
+    before: Half | None
+    after: Half
+    tile: int  # tokens
+    rows: tuple[int, ...]  # numbers of the input leaves that are rows of tokens
+    constants: Callable[[], list[Any]]  # for the row
+    sliced: tuple[int | None, ...]  # of each constant: the dimension of its tokens
+    passed: dict[int, int]  # result -> the input leaf that it is
+    spec: Any  # of the results
+    unknown: str  # the first operation that is not known to keep tokens apart, or ""
+    scale: float = 1.0  # of attention
+    window: int | None = None
+
+
+def cut_at_attention(
+    function: Function, tiles: int, make_vjp: Callable[..., Any], weights: Any, inputs: tuple[Any, ...]
+) -> Split:
+    """`function` of such weights and inputs, cut for so many tiles; `make_vjp` makes the passes of a half. Raises
+    ValueError for rows that `tiles` does not divide, and for what tiles cannot do."""
+    # 1. The forward of a row and of a tile, node by node the same.
+    values, leaves = {**weights.trained, **weights.fixed}, tree_leaves(inputs)
+    shape, numbers = _rows_of(leaves)
+    tokens, tile = shape[1], tile_of(shape[1], tiles)
+    graph, whole, spec = _traces(function, values, inputs, numbers, tile)
+    of_row = dict(zip(graph.graph.nodes, whole.graph.nodes, strict=False))
+    if other := next((f"{b.target}, {a.target}" for a, b in of_row.items() if a.target != b.target), None):
+        raise ValueError(
+            f"got other operations for a row than for a tile ({other}), expected the same, as without a loop over "
+            "tokens, or a buffer just as long as the row: use tiles=1"
+        )
+    *nodes, output = graph.graph.nodes
+    given, needs = nodes[len(values) : len(values) + len(leaves)], needs_of(graph.graph)
+    rows = [given[i] for i in numbers]
+
+    # 2. Constants, which depend on no input: made for the row.
+    depends = depending_on((x for x in nodes if x.op == "placeholder"), needs)
+    free = [x for x in nodes if x not in depends]
+    constants = [x for x in free if not depends.isdisjoint(x.users)]
+    make = part_of_graph(whole, (), [of_row[x] for x in free], [of_row[x] for x in constants])
+    sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
+    if tiles > 1:
+        _refuse_numbers(of_row, depends)
+
+    # 3. Results: rows, or leaves of the input that pass.
+    passed, results = dict[int, int](), list[Any]()
+    for n, x in enumerate(output.args[0]):
+        value = x.meta["val"] if isinstance(x, Node) else x
+        if x in given and not (isinstance(value, Tensor) and value.is_floating_point()):
+            passed[n] = given.index(x)
+        elif x in depends and isinstance(value, Tensor) and value.shape[:2] == (shape[0], tile):
+            results.append(x)
+        else:
+            got = list(value.shape) if isinstance(value, Tensor) else value
+            raise ValueError(
+                f"got a result of shape {got}, expected rows of tokens, made of the input: use tiles=1"
+            )
+    others = (x for x in given if x not in rows and isinstance(x.meta.get("val"), Tensor))
+    if any(user is not output for x in others for user in x.users):
+        raise ValueError("got an input of every tile, expected rows of tokens: use tiles=1")
+
+    # 4. What is known of tokens. Then memory may be laid out otherwise than in a trace: views may be copies.
+    marks = [x for x in nodes if x.target in ATTENTION]
+    of_attention = [x for mark in marks for x in mark.all_input_nodes]
+    apart = [x for x in nodes if x in depends]
+    starts = [*nodes[: len(values) + len(leaves)], *constants, *marks]
+    unknown = unknown_operation(of_row, apart, starts, [*of_attention, *results])
+    _refuse_noise(of_row, apart, starts, depends)
+    written = of_written_memory(graph.graph)
+    for x in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        x.target = x.target if x in written else torch.ops.aten.reshape.default
+    graph.recompile()
+
+    # 5. Two halves, cut at attention.
+    piece = partial(piece_of, graph, needs, dict(zip(values, nodes, strict=False)))
+
+    def half(piece: GraphPiece) -> Half:
+        def run(weights: Values, moved: list[Any], constants: list[Any]) -> list[Any]:
+            return list(piece.run(*(weights[x] for x in piece.reads), *moved, *constants))
+
+        return Half(make_vjp(run, recompute="none", wrt_input=True), piece.reads)
+
+    if len(marks) > 1:
+        raise ValueError(f"got {len(marks)} attentions in a segment, expected one: make each layer a segment")
+    common = tile, numbers, make, sliced, passed, spec, unknown
+    if not marks:
+        return Split(None, half(piece([*rows, *constants], results, output)), *common)
+    (mark,) = marks
+    q, k, v = (mark.kwargs[x] for x in ("query", "key", "value"))
+    first, window = mark.kwargs.get("first"), mark.kwargs.get("window")
+    scale = mark.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
+    before = piece([*rows, *constants], [q, k, v, *([] if first is None else [first])], mark)
+    after = piece([*rows, mark, *constants], results, output)
+    if before.draws & after.draws:
+        raise ValueError(
+            "got random numbers before attention that what follows it reads, too, expected them in one of the "
+            "two: drop the input in the segment before, or use tiles=1"
+        )
+    return Split(half(before), half(after), *common, scale, window)
+
+
+# --- traces -------------------------------------------------------------------------------------------------
+
+
+class _Marked(TorchFunctionMode):
+    """Keeps attention as one operation in a trace: how it runs depends on what differentiates or tiles it later."""
+
+    def __init__(self, rows: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in ATTENTION:
+            return func(*args, **(kwargs or {}))
+        given = {**dict(zip(ATTENTION[func], args, strict=False)), **(kwargs or {})}
+        y = func(**given) if self.rows is None else _of_tile(self.rows, func, given)
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        node_of = lambda t: tracer.unwrap_proxy(t).node  # noqa: E731
+        node = node_of(y)  # the last of those that it is made of
+        node.target, node.args, node.kwargs = func, (), tree_map_only(Tensor, node_of, given)
+        return y
+
+
+def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
+    """The place of attention's result in a trace of such rows, where nothing runs. Raises ValueError for one that
+    tiles cannot do."""
+    q, k, v = (given[x] for x in ("query", "key", "value"))
+    if given.get("dropout_p"):
+        raise ValueError("got attention with dropout, expected it without: set its rate to 0, or use tiles=1")
+    if shapes := [list(x.shape) for x in (q, k, v) if x.dim() != 4 or (x.shape[0], x.shape[2]) != rows]:
+        raise ValueError(
+            f"got attention of shape {shapes[0]}, expected [batch, heads, tokens, features] of the rows "
+            f"{list(rows)}: give one head a dimension, or use tiles=1"
+        )
+    masked = given.get("attn_mask") is not None
+    if masked or (func is scaled_dot_product_attention and not given.get("is_causal")):
+        raise ValueError(
+            f"got attention with {'a mask' if masked else 'all tokens'}, expected a causal one, of "
+            "documents or a window at most: leave out the mask, or use tiles=1"
+        )
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+
+
+def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
+    """The batch and tokens of rows, and which leaves of the input are such."""
+    floats = floats_of(leaves)
+    if any(t.dim() < 3 or t.shape[:2] != floats[0].shape[:2] for t in floats):
+        shapes = [tuple(t.shape) for t in floats]
+        raise ValueError(
+            f"got inputs of shape {shapes}, expected rows [batch, tokens, features]: use tiles=1"
+        )
+    shape = floats[0].shape[:2]
+    return shape, tuple(i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape[:2] == shape)
+
+
+def _traces(
+    function: Function, values: Values, inputs: tuple[Any, ...], rows: tuple[int, ...], tile: int
+) -> tuple[GraphModule, GraphModule, Any]:
+    """The graphs of a tile and of a row; the structure of the results."""
+    leaves, spec = tree_flatten(inputs)
+    batch, row = leaves[rows[0]].shape[:2]
+
+    def trace(tokens: int) -> tuple[GraphModule, Any]:
+        ROW_TOKENS.set(row)
+        weights, x = empty_like_strided((values, leaves))
+        for i in rows:  # of a longer one
+            x[i] = x[i].new_empty(batch, 2 * row, *x[i].shape[2:])[:, :tokens]
+        return forward_graph(function, (weights, *tree_unflatten(x, spec)), (batch, tokens))
+
+    with torch.no_grad(), detect_fake_mode([*values.values(), *leaves]) or FakeTensors():
+        (whole, out_spec), (short, _) = (copy_context().run(trace, tokens) for tokens in (row, tile))
+    return short, whole, out_spec
+
+
+def forward_graph(
+    function: Function, arguments: tuple[Any, ...], rows: tuple[int, int] | None = None
+) -> tuple[GraphModule, Any]:
+    """The operations of `function` of fake tensors, its attention as one, and the structure of its results. For
+    tiles `rows` are what they are of, [batch, tokens]; then raises ValueError for attention that they cannot do."""
+    leaves, spec = tree_flatten(arguments)
+    out_spec: Any = None
+
+    def flat(leaves: list[Any]) -> list[Any]:
+        nonlocal out_spec
+        results, out_spec = tree_flatten(function(*tree_unflatten(leaves, spec)))
+        return results
+
+    with seeded(None), _Marked(rows):
+        module = graph_of(flat, leaves)
+    module.graph.eliminate_dead_code()
+    return module, out_spec
+
+
+def floats_of(tree: Any) -> list[Tensor]:
+    """The floating-point tensors of a pytree."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def tile_of(tokens: int, tiles: int) -> int:
+    """The tokens of a tile. Raises ValueError for tiles that are not equal."""
+    if tokens % tiles:
+        near = min((n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: abs(n - tiles))
+        raise ValueError(f"got rows of {tokens} tokens, expected a divisor, not {tiles}: use tiles={near}")
+    return tokens // tiles
+
+
+# --- what tiles cannot do -----------------------------------------------------------------------------------
+
+
+def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
+    """Raise ValueError for random numbers that are no token's own, and for numbers made of how many tokens there
+    are: neither shows in evaluation, or in a few tokens."""
+    for a, b in of_row.items():
+        x, y = a.meta.get("val"), b.meta.get("val")
+        if is_draw_node(a) and (a not in depends or x.shape == y.shape):
+            raise ValueError(
+                f"got random numbers of shape {list(y.shape)} that are no token's own, expected such as those of "
+                "nn.Dropout: use it, or tiles=1"
+            )
+        if a not in depends or not isinstance(a.target, OpOverload):
+            continue
+        short, long = arguments(a), arguments(b)
+        for declared in a.target._schema.arguments:
+            numbers = [short[declared.name], long[declared.name]]
+            plain = str(declared.type) in NUMBERS and all(isinstance(n, int | float) for n in numbers)
+            if plain and numbers[0] != numbers[1]:
+                raise ValueError(
+                    f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
+                    "tokens, so no scale or capacity made of their number: use tiles=1"
+                )
+
+
+def _refuse_noise(
+    of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
+) -> None:
+    """Raise ValueError unless what is made of random numbers alone is known to keep tokens apart: no poisoned token
+    shows it, as a sum of them along tokens, which would begin anew in each tile."""
+    noise = {x for x in apart if is_draw_node(x)}
+    draws, made = [*noise], list[Node]()
+    for x in (x for x in apart if x not in noise):
+        of_input = depends.intersection(x.all_input_nodes)
+        if of_input and of_input <= noise:
+            noise.add(x)
+            made.append(x)
+    if unknown := unknown_operation(of_row, made, [*starts, *draws], ()):
+        raise ValueError(
+            f"got random numbers of tokens in {unknown}, which is not known to keep tokens apart, expected such as "
+            "those of nn.Dropout: use it, or tiles=1"
+        )
+
+
+def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
+    """The dimension of a constant that has the tokens of a tile, or of a row; None if it is the same for both."""
+    a, b = (x.meta["val"] for x in (short, long))
+    if not isinstance(a, Tensor) or a.shape == b.shape:
+        return None
+    differ = [n for n, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
+    if len(differ) != 1 or (a.shape[differ[0]], b.shape[differ[0]]) != (tile, tokens):
+        raise ValueError(
+            f"got a constant of shape {list(a.shape)} in a tile and {list(b.shape)} in a row, expected one "
+            "dimension of tokens (attention by hand, as with a softcap or sinks, has a mask of two): use tiles=1"
+        )
+    return differ[0]

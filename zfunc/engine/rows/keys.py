@@ -1,0 +1,201 @@
+"""Where keys and values of a row in tiles lie, and the sums of their gradients.
+
+Attention sees them by parts, one for each tile: on the device, or one by one from the host. The arithmetic is the
+same, and so are the bits.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from zfunc.core.layout import round_up
+from zfunc.core.spec import ALLOCATION
+from zfunc.engine.trace.tensor_memory import COUNTED
+from zfunc.runtime.accelerator import behind, copy_stream, rejoin
+
+Part = tuple[int, int]  # keys: the first, and the one after the last
+SLOTS = 2  # parts from the host that have room on the device: one is copied while the other is attended
+
+
+@define(eq=False)
+class DeviceKeys:
+    """Keys and values [batch, key heads, tokens, features] of a row, and the fp32 sums of their gradients."""
+
+    kept: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...] = ()
+
+    def put(self, part: Part, made: Sequence[Tensor]) -> None:
+        """Keep keys and values of a part."""
+        for row, x in zip(self.kept, made, strict=True):
+            row[:, :, slice(*part)] = x
+
+    def start_sums(self) -> None:
+        """Zero the sums."""
+        self.sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in self.kept)
+
+    def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
+        """Keys and values of each part, and its `sums`: what is added to these is kept."""
+        for part in parts:
+            yield [x[:, :, slice(*part)] for x in (*self.kept, *(self.sums if sums else ()))]
+
+    def sums_of(self, part: Part) -> list[Tensor]:
+        """The sums of a part."""
+        return [x[:, :, slice(*part)] for x in self.sums]
+
+
+@define(eq=False)
+class HostMemory:
+    """Host memory for the keys, values and sums of one row at a time, pinned for an accelerator; and what of it a
+    pass took and copied, by which a trace, which has none, knows the cost."""
+
+    flat: Tensor | None = None  # uint8
+    nbytes: int = 0
+    copied_bytes: int = 0
+
+    def rows(self, start: int, count: int, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """So many rows of elements, from the byte `start` on."""
+        stop = start + count * numel * dtype.itemsize
+        self.nbytes = max(self.nbytes, stop)
+        return None if self.flat is None else self.flat[start:stop].view(dtype).view(count, numel)
+
+    def count(self, *copied: Tensor) -> None:
+        """Count their bytes as copied."""
+        self.copied_bytes += COUNTED.get() * sum(x.nbytes for x in copied)
+
+
+ON_HOST: ContextVar[HostMemory | None] = ContextVar("where keys and values of a row lie", default=None)
+
+
+@contextmanager
+def keys_in(host: HostMemory | None) -> Iterator[None]:
+    """Rows in tiles have their keys there; without it on the device."""
+    before = ON_HOST.set(host)
+    try:
+        yield
+    finally:
+        ON_HOST.reset(before)
+
+
+def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
+    """Memory for so many parts of keys and values like those that one `made`."""
+    if (host := ON_HOST.get()) is not None:
+        return HostKeys(host, made[0].device, made[0].dtype, [x.shape for x in made], count)
+    return DeviceKeys(tuple(x.new_empty(*x.shape[:2], count * x.shape[2], x.shape[3]) for x in made))
+
+
+@define(eq=False)
+class HostKeys:
+    """The same in host memory, and two parts on the device. While one is attended, a stream of copies takes the
+    sums of the one before, and another brings the next."""
+
+    host: HostMemory
+    device: torch.device
+    dtype: torch.dtype
+    shapes: Sequence[torch.Size]  # of keys and values of a part
+    count: int  # parts
+    kept: Tensor | None = field(init=False)  # [parts, elements]
+    sums: Tensor | None = None  # of those
+    summed: set[Part] = field(factory=set)  # those whose sums are there; the others' are zero
+    # Keys and values on their way to the host, and the event of their arrival.
+    leaving: deque[tuple[Part, Tensor, torch.Event | None]] = field(factory=deque)
+
+    def __attrs_post_init__(self) -> None:
+        self.kept = self.host.rows(0, self.count, self._numel, self.dtype)
+
+    def put(self, part: Part, made: Sequence[Tensor]) -> None:
+        """Keep keys and values of a part."""
+        if len(self.leaving) == SLOTS:
+            _, _, sent = self.leaving.popleft()
+            if sent is not None:  # or its memory would be another's
+                torch.accelerator.current_stream(self.device).wait_event(sent)
+        slot = self._slot(self.dtype)
+        for x, y in zip(self._views(slot), made, strict=True):
+            x.copy_(y)
+        self.host.count(slot)
+        down = self._stream("down")
+        if self.kept is not None:
+            with behind(down):
+                self.kept[self._row(part)].copy_(slot, non_blocking=True)
+        self.leaving.append((part, slot, None if down is None else down.record_event()))
+
+    def still_here(self, part: Part) -> Tensor | None:
+        """Keys and values of a part that was put last, which need not come back."""
+        return next((slot for other, slot, _ in self.leaving if other == part), None)
+
+    def start_sums(self) -> None:
+        """Zero the sums."""
+        start = round_up(self.count * self._numel * self.dtype.itemsize, ALLOCATION)
+        self.sums = self.host.rows(start, self.count, self._numel, torch.float32)
+
+    def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
+        """Keys and values of each part, and its `sums`: what is added to these is kept."""
+        dtypes = (self.dtype, torch.float32) if sums else (self.dtype,)
+        slots = [[self._slot(dtype) for dtype in dtypes] for _ in parts[:SLOTS]]
+        up, down = self._stream("up"), self._stream("down")
+        try:
+            arrived = self._fetch(parts[0], slots[0], up, down)
+            for n, part in enumerate(parts):
+                slot, ready = slots[n % SLOTS], arrived
+                if parts[n + 1 :]:  # behind the pair before, which had its slot
+                    arrived = self._fetch(parts[n + 1], slots[(n + 1) % SLOTS], up, down)
+                if ready is not None:
+                    torch.accelerator.current_stream(self.device).wait_event(ready)
+                yield [x for flat in slot for x in self._views(flat)]
+                if sums and self.sums is not None:
+                    with behind(down):
+                        self.sums[self._row(part)].copy_(slot[1], non_blocking=True)
+                    self.summed.add(part)
+        finally:
+            rejoin(up)
+            rejoin(down)  # before the memory of the slots is another's
+            self.leaving.clear()
+
+    def sums_of(self, part: Part) -> list[Tensor]:
+        """The sums of a part."""
+        slot = self._slot(torch.float32)
+        self.host.count(slot)
+        if self.sums is not None:
+            slot.copy_(self.sums[self._row(part)], non_blocking=True)
+        return self._views(slot)
+
+    def _fetch(
+        self, part: Part, slot: Sequence[Tensor], up: torch.Stream | None, down: torch.Stream | None
+    ) -> torch.Event | None:
+        """Copy a part to its slot; the event of its arrival."""
+        if self.kept is None:
+            return None
+        here = self.still_here(part)
+        with behind(up):
+            slot[0].copy_(self.kept[self._row(part)] if here is None else here, non_blocking=True)
+            if slot[1:] and up is not None:
+                up.wait_stream(down)  # which takes the sums that are in the slot
+            for total in slot[1:]:
+                if self.sums is not None and part in self.summed:
+                    total.copy_(self.sums[self._row(part)], non_blocking=True)
+                else:
+                    total.zero_()
+        return None if up is None else up.record_event()
+
+    def _stream(self, way: Literal["up", "down"]) -> torch.Stream | None:
+        return None if self.kept is None else copy_stream(self.device, way)
+
+    @property
+    def _numel(self) -> int:
+        return sum(x.numel() for x in self.shapes)
+
+    def _row(self, part: Part) -> int:
+        return part[0] // self.shapes[0][2]
+
+    def _slot(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._numel, dtype=dtype, device=self.device)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Keys and values, or their sums, in a slot."""
+        parts = flat.split([x.numel() for x in self.shapes])
+        return [x.view(shape) for x, shape in zip(parts, self.shapes, strict=True)]

@@ -1,0 +1,431 @@
+"""Causal attention of one tile of queries over all keys so far: `attend_tile`, and `pull_tile` for its gradients.
+
+A tile's part is exact: FlashAttention-2's sums over parts of the keys are joined by their log-sum-exp, and backward
+takes a part of the keys with the log-sum-exp of all. The device's fused kernel computes a part where it has one;
+else, and where a key is hidden by more than its place, `_scores` of a tile by as many keys, in fp32.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeGuard
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zfunc.engine.rows.keys import DeviceKeys, HostKeys, Part
+from zfunc.engine.trace.tensor_memory import COUNTED
+from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
+
+aten = torch.ops.aten
+Keys = DeviceKeys | HostKeys
+DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # of the environment: torch takes flash attention first
+FEW = 3  # tiles of fake tensors that all run; of more some stand for all
+# The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
+ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
+
+
+@frozen
+class View:
+    """What the queries of one tile see: no key behind themselves, none before the `first` [batch, tile] of their
+    document, and no more than `window`; `at` is the first of them in the row."""
+
+    at: int
+    scale: float
+    first: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def hides(self) -> bool:
+        """Whether keys are hidden by more than their place."""
+        return self.first is not None or self.window is not None
+
+    def parts(self, tile: int) -> Iterator[Part]:
+        """The keys to look at: the tile's own first, of which every query sees one, then those before."""
+        yield self.at, self.at + tile
+        seen = 0 if self.window is None else max(0, self.at - self.window + 1) // tile * tile
+        yield from ((i, min(i + tile, self.at)) for i in range(seen, self.at, tile))
+
+
+@frozen(eq=False)
+class Attended:
+    """The attention of one tile: its queries [batch, heads, tile, features], the result [batch, heads, tile, value
+    features], and its fp32 log-sum-exp [batch, heads, tile]."""
+
+    q: Tensor
+    view: View
+    out: Tensor
+    lse: Tensor
+
+
+@frozen(eq=False)
+class Pair:
+    """The queries of a tile, and one part of the keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    view: View
+    part: Part
+
+    @property
+    def causal(self) -> bool:
+        """Whether the part is the tile's own, of which a query sees none behind itself."""
+        return self.part[0] == self.view.at
+
+
+def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
+    """The attention of queries `q` [batch, heads, tile, features] over keys and values of a row."""
+    if by_ranges(q, row, view):
+        return _attend_ranges(q, row, view)
+    out = lse = None
+    for pair, _ in _pairs(q, row, view):
+        o, own = _kernel(pair).forward(pair)
+        if out is None or lse is None:
+            out, lse = o, own
+            continue
+        both = torch.logaddexp(lse, own)
+        joined = out * (lse - both).exp()[..., None]
+        out, lse = joined.add_(o * (own - both).exp()[..., None]), both
+    assert out is not None
+    assert lse is not None
+    return Attended(q, view, _by_token(out.to(q.dtype)), lse)
+
+
+def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
+    """The gradient of the queries of one tile. Those of keys and values are added to the sums of the row."""
+    q, view = tile.q, tile.view
+    if by_ranges(q, row, view):
+        return _pull_ranges(cotangent, tile, row)
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
+    for pair, sums in _pairs(q, row, view, sums=True):
+        own, *others = _kernel(pair).backward(pair, cotangent, tile)
+        dq.add_(own)
+        for total, x in zip(sums, others, strict=True):
+            heads = total.shape[1]
+            total.add_(x.unflatten(1, (heads, -1)).sum(2) if x.shape[1] > heads else x)
+    return dq.to(q.dtype)
+
+
+def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[tuple[Pair, list[Tensor]]]:
+    """The queries with each part of the keys, and its sums; of fake tensors the third part counts for all behind
+    it, which cost the same."""
+    parts = list(view.parts(q.shape[2]))
+    times = _times(len(parts), fake=isinstance(q, FakeTensor))
+    parts = parts[: len(times)]
+    for (k, v, *own), part, count in zip(row.visit(parts, sums=sums), parts, times, strict=True):
+        before = COUNTED.set(COUNTED.get() * count)
+        if isinstance(row, HostKeys):
+            row.host.count(*((k, v) if row.still_here(part) is None else ()), *own, *own)
+        yield Pair(q, k, v, view, part), own
+        COUNTED.reset(before)
+
+
+def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
+    """The numbers of the tiles. Of `fake` tensors a few, counted as all: but for the last tile, costs grow evenly
+    behind the first ones, which are `grown`."""
+    between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
+    if between > FEW and fake:
+        ends = {grown: between // 2, tiles - 2: between // 2}
+        middle = {(tiles - 1 + grown) // 2: 1} if between % 2 else {}
+        times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, tiles - 1: 1}.items()))
+    for i in reversed(times) if backward else times:
+        before = COUNTED.set(times[i])
+        yield i
+        COUNTED.reset(before)
+
+
+def _times(count: int, *, fake: bool) -> list[int]:
+    return [1, 1, count - 2] if fake and count > 2 else [1] * count
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[batch, heads, tile, features], where the features of a token lie together, as fused kernels return it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# --- of pairs, in torch: the reference, and the way of what no kernel has ---------------------------------------
+
+
+class _InTorch:
+    """For any pair: fp32 scores of a tile by as many keys."""
+
+    @staticmethod
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        scores = _scores(pair)
+        lse = scores.logsumexp(-1)
+        seen = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key of this part
+        out = scores.sub_(seen[..., None]).exp_() @ pair.v.float()[:, :, None]
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    @staticmethod
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = pair.k.float(), pair.v.float()
+        q, given, out, total = (
+            x.unflatten(1, (k.shape[1], -1)).float() for x in (pair.q, cotangent, of_all.out, of_all.lse)
+        )
+        p = _scores(pair).sub_(total[..., None]).exp_()
+        dv = (p.transpose(3, 4) @ given).sum(2)
+        dot = (given * out).sum(-1)[..., None]
+        ds = p.mul_((given @ v.transpose(2, 3)[:, :, None]).sub_(dot)).mul_(pair.view.scale)
+        return (ds @ k[:, :, None]).flatten(1, 2), (ds.transpose(3, 4) @ q).sum(2), dv
+
+
+def _scores(pair: Pair) -> Tensor:
+    """fp32 [batch, key heads, group, tile, keys]; minus infinity where a query does not see a key."""
+    grouped = pair.q.unflatten(1, (pair.k.shape[1], -1)).float()
+    scores = grouped @ pair.k.float().transpose(2, 3)[:, :, None] * pair.view.scale
+    return scores.masked_fill_(_hidden(pair)[:, None, None], -torch.inf)
+
+
+def _hidden(pair: Pair) -> Tensor:
+    """Bool [batch or 1, tile, keys]: the keys that a query does not see."""
+    view, device = pair.view, pair.q.device
+    rows = torch.arange(view.at, view.at + pair.q.shape[2], device=device)[:, None]
+    columns = torch.arange(*pair.part, device=device)
+    hidden = (columns > rows)[None]
+    if view.first is not None:
+        hidden = hidden | (columns < view.first[..., None])
+    if view.window is not None:
+        hidden = hidden | (columns <= rows - view.window)
+    return hidden
+
+
+# --- fused kernels ----------------------------------------------------------------------------------------------
+
+
+class _OnCpu:
+    """The CPU's flash attention, of as many heads of keys as of queries; it gets a mask of a pair that hides more
+    than what is behind."""
+
+    @staticmethod
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        run, mask = aten._scaled_dot_product_flash_attention_for_cpu, _mask(pair)
+        how = {"attn_mask": mask, "scale": pair.view.scale}
+        out, lse = run(pair.q, *_repeated(pair), 0.0, mask is None and pair.causal, **how)
+        if mask is not None:  # a query that sees no key of this part has 0 of the kernel
+            lse.masked_fill_(mask.isneginf().all(-1), -torch.inf)
+        return out, lse
+
+    @staticmethod
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
+        run, mask = aten._scaled_dot_product_flash_attention_for_cpu_backward, _mask(pair)
+        given = cotangent, pair.q, *_repeated(pair), of_all.out, of_all.lse
+        return run(*given, 0.0, mask is None and pair.causal, attn_mask=mask, scale=pair.view.scale)
+
+
+def _mask(pair: Pair) -> Tensor | None:
+    if not pair.view.hides:
+        return None
+    hidden = _hidden(pair)[:, None]
+    return pair.q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+def _repeated(pair: Pair) -> tuple[Tensor, ...]:
+    groups = pair.q.shape[1] // pair.k.shape[1]
+    grouped = pair.k, pair.v
+    return grouped if groups == 1 else tuple(x.repeat_interleave(groups, dim=1) for x in grouped)
+
+
+class _OnCuda:
+    """CUDA's flash attention, in 16 bits, which takes groups."""
+
+    @staticmethod
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        run = aten._scaled_dot_product_flash_attention
+        out, lse, *_ = run(pair.q, pair.k, pair.v, 0.0, pair.causal, False, scale=pair.view.scale)
+        return out, lse
+
+    @staticmethod
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
+        q, k, v, out, lse = pair.q, pair.k, pair.v, of_all.out, of_all.lse
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
+        lengths = None, None, q.shape[2], k.shape[2]
+        run = aten._scaled_dot_product_flash_attention_backward
+        given = cotangent, q, k, v, out, lse, *lengths, 0.0, pair.causal, unused, unused
+        return run(*given, scale=pair.view.scale)
+
+
+class _OnCudnn:
+    """cuDNN's attention, in 16 bits, which takes groups; it is compiled for each length of keys."""
+
+    @staticmethod
+    def forward(pair: Pair) -> tuple[Tensor, Tensor]:
+        run, scale = aten._scaled_dot_product_cudnn_attention, pair.view.scale
+        out, lse, *_ = run(pair.q, pair.k, pair.v, None, True, 0.0, pair.causal, False, scale=scale)
+        return out, lse.squeeze(-1)
+
+    @staticmethod
+    def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> Any:
+        q, k, v, out, lse = pair.q, pair.k, pair.v, of_all.out, of_all.lse
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the seed of a dropout
+        lengths = None, None, q.shape[2], k.shape[2]
+        found = out, lse[..., None].contiguous(), unused, unused, None
+        run = aten._scaled_dot_product_cudnn_attention_backward
+        return run(cotangent, q, k, v, *found, *lengths, 0.0, pair.causal, scale=pair.view.scale)
+
+
+def _fits(q: Tensor, v: Tensor) -> bool:
+    """Whether CUDA's flash attention takes such tensors; of 193 to 224 features no smaller GPU has a backward."""
+    alike = (size := q.shape[-1]) == v.shape[-1] <= 256 and not size % 8
+    if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
+        return False
+    return not (q.is_cuda and 192 < size <= 224) or _capability(q) in ((8, 0), (9, 0), (10, 0))
+
+
+def _capability(q: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(q.device)
+
+
+def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether cuDNN's attention is known to be right for a pair: where torch itself takes it first
+    (`check_prefer_cudnn_attention` in its sdp_utils.cpp), on Hopper, and if no block of 128 keys or queries is cut,
+    whose rest cuDNN takes into account in backward (pytorch/pytorch#196678)."""
+    if not q.is_cuda or _capability(q) != (9, 0) or q.shape[-1] > 128:
+        return False
+    whole, preferred = not (q.shape[2] % 128 or k.shape[2] % 128), os.environ.get(DEPRIORITIZED, "0") == "0"
+    newer = (torch.backends.cudnn.version() or 0) > 91500 and torch.backends.cuda.cudnn_sdp_enabled()
+    return whole and preferred and newer and not torch.are_deterministic_algorithms_enabled()
+
+
+def _kernel(pair: Pair) -> Any:
+    """The device's fused kernel for a pair, or torch."""
+    q = pair.q
+    if _fits(q, pair.v) and not pair.view.hides:
+        # On one H200 cuDNN took 0.6 of the time of flash attention.
+        return _OnCudnn if _fits_cudnn(q, pair.k) else _OnCuda
+    return _OnCpu if runs_on_cpu(q.device) and q.shape[-1] == pair.v.shape[-1] else _InTorch
+
+
+def by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
+    """Whether CUDA's kernel of ranges takes queries and keys of all documents at once."""
+    return isinstance(row, DeviceKeys) and view.hides and _fits(q, row.kept[1])
+
+
+# --- CUDA's flash attention of documents and windows: ranges of queries and of keys -----------------------------
+
+BLOCK = 256  # tokens at most; a document in a block is attended in torch, as a kernel has room for each range
+AT_ONCE = 2048  # tokens of blocks
+
+
+@frozen(eq=False)
+class Ranges:
+    """The ranges of one row: of each block of a tile, the document that goes on from the block before, and what is
+    between two such. Any of them may be empty, so no shape depends on data."""
+
+    queries: Tensor  # int32 [2 blocks + 1], where they begin in the tile
+    keys: Tensor  # the same in the row
+    across: Tensor  # bool [tile, 1, 1]: the queries of those documents
+
+
+def _ranges(first: Tensor, at: int, block: int) -> Ranges:
+    """Those of the queries from `at` on, whose documents have the `first` [tile] keys.
+
+    >>> found = _ranges(torch.tensor([3, 3, 6, 7, 7, 7]), at=4, block=2)
+    >>> found.queries.tolist(), found.keys.tolist()
+    ([0, 2, 2, 2, 3, 6, 6], [3, 6, 6, 6, 7, 10, 10])
+    """
+    end, first = at + len(first), first.clamp_min(0)
+    begins = torch.arange(at, end, block, device=first.device)
+    starts = first[::block].contiguous()
+    ends = at + torch.searchsorted(first, starts, right=True)
+    cuts = torch.stack([torch.where(starts < begins, x, begins) for x in (starts, ends)], 1).flatten()
+    cuts = torch.cat([cuts, cuts.new_full((1,), end)]).cummax(0).values  # a document over many blocks is one
+    queries = (cuts - at).clamp_min(0)
+    number = torch.searchsorted(queries, torch.arange(len(first), device=first.device), right=True)
+    return Ranges(queries.int(), cuts.int(), (number % 2 == 1)[:, None, None])
+
+
+def _block(tile: int) -> int:
+    """Tokens of a block: they divide those of the tile."""
+    return next(n for n in range(min(BLOCK, tile), 0, -1) if tile % n == 0)
+
+
+def _in_blocks(view: View, first: Tensor, *tensors: Tensor) -> Iterator[tuple[View, list[Tensor]]]:
+    """Tensors [tile, heads, ...] as [blocks, heads, block, ...], some at once, and what they see of their block."""
+    tile = len(first)
+    block = _block(tile)
+    begins = torch.arange(view.at, view.at + tile, block, device=first.device)
+    seen = first - begins.repeat_interleave(block)
+    for parts in zip(*(x.split(max(1, AT_ONCE // block) * block) for x in (seen, *tensors)), strict=True):
+        own, *parts = (x.unflatten(0, (-1, block)) for x in parts)
+        yield View(0, view.scale, own, view.window), [x.transpose(1, 2) for x in parts]
+
+
+def _given(view: View) -> dict[str, Any]:
+    seen = {} if view.window is None else {"window_size_left": view.window - 1, "window_size_right": 0}
+    return {"scale": view.scale, **seen}
+
+
+def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
+    tile, end = queries.shape[2], view.at + queries.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (queries, *(x[:, :, :end] for x in row.kept)))
+    run = aten._flash_attention_forward
+    if view.first is None:
+        out, lse, *_ = run(q, k, v, None, None, tile, end, 0.0, True, False, **_given(view))
+        return Attended(queries, view, out.transpose(1, 2), lse)
+    rows: list[tuple[Tensor, Tensor]] = []
+    for *x, first in zip(q, k, v, view.first, strict=True):
+        found = _ranges(first, view.at, _block(tile))
+        out, lse, *_ = run(*x, found.queries, found.keys, tile, end, 0.0, True, False, **_given(view))
+        others, their_lse = torch.empty_like(out), torch.empty_like(lse)
+        of_tile = others, their_lse.T, x[0], *(t[view.at :] for t in x[1:])
+        for seen, (o, own, *qkv) in _in_blocks(view, first, *of_tile):
+            made = _InTorch.forward(Pair(*qkv, seen, (0, o.shape[2])))
+            o.copy_(made[0])
+            own.copy_(made[1])
+        rows.append(
+            (torch.where(found.across, out, others), torch.where(found.across[:, 0, 0], lse, their_lse))
+        )
+    out, lse = (torch.stack(x) for x in zip(*rows, strict=True))
+    return Attended(queries, view, out.transpose(1, 2), lse)
+
+
+def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tensor:
+    q, view, sums = attended.q, attended.view, row.sums
+    tile, end = q.shape[2], view.at + q.shape[2]
+    given = cotangent, q, *(x[:, :, :end] for x in row.kept), attended.out
+    g, q, k, v, out = (x.transpose(1, 2) for x in given)
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
+
+    def pull(x: Any, lse: Tensor, ranges: Sequence[Any], most: int) -> Any:
+        longest = (*ranges, tile, most, 0.0, True, unused, unused)
+        return aten._flash_attention_backward(*x, lse, *longest, **_given(view))
+
+    if view.first is None:
+        dq, *others = pull((g, q, k, v, out), attended.lse, (None, None), end)
+        for total, x in zip(sums, others, strict=True):
+            total[:, :, :end].add_(x.transpose(1, 2))
+        return dq.transpose(1, 2)
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for b, first in enumerate(view.first):
+        found, x, lse = (
+            _ranges(first, view.at, _block(tile)),
+            [t[b] for t in (g, q, k, v, out)],
+            attended.lse[b],
+        )
+        totals = dq[b], *(t[b, :, :end].transpose(0, 1) for t in sums)
+        across = found.across[:, 0, 0]
+        # 1. Documents that go on. The first may have begun long ago, the others are in the tile: a launch for each,
+        # as a launch makes room for the longest. What is in none of its ranges, it leaves unwritten.
+        own = lse.masked_fill(~across, torch.inf)  # of queries that see nothing
+        for those, most in ((slice(2), end), (slice(1, None), tile))[view.at == 0 :]:
+            queries, keys = (t[those].contiguous() for t in (found.queries, found.keys))
+            made = pull(x, own, (queries, keys), most)
+            for total, grad, at in zip(totals, made, (queries, keys, keys), strict=True):
+                index = torch.arange(len(grad), device=q.device)
+                within = (index >= at[0]) & (index < at[-1])
+                total.add_(torch.where(within[:, None, None], grad, 0))
+        # 2. Those in a block.
+        own = lse.masked_fill(across, torch.inf)
+        of_tile = own.T, *(t if len(t) == tile else t[view.at :] for t in (*totals, *x))
+        for seen, (own, *parts) in _in_blocks(view, first, *of_tile):
+            sums_of, (given, *qkv, o) = parts[:3], parts[3:]
+            pair = Pair(*qkv, seen, (0, o.shape[2]))
+            grads = _InTorch.backward(pair, given, Attended(pair.q, seen, o, own))
+            for total, grad in zip(sums_of, grads, strict=True):
+                total.add_(grad)
+    return dq.to(attended.q.dtype).transpose(1, 2)

@@ -1,0 +1,311 @@
+"""A segment whose row of tokens passes in tiles: its memory follows the tile, not the row.
+
+The segment is cut at its attention (cut.py). Keys and values of the row are kept.
+
+    forward     for each tile:            before, attend to all keys so far, after
+    backward    for each tile:            before, for the keys and values
+                for each tile, last first: before, attend, after; pull after, attention, before
+
+Nothing else is kept between the passes. Gradients of weights are added in fp32, last tile first, and rounded once.
+A last segment whose loss is a sum over tokens passes a tile of them at a time, too (`TiledLoss`).
+The sources are FPDT (2408.16978), which cuts attention, and DeepSpeed's ALST, which cuts the MLP.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zfunc.engine.rows.cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
+from zfunc.engine.rows.keys import Part, keys_like
+from zfunc.engine.rows.tile_attention import Attended, View, attend_tile, pull_tile, tile_numbers
+from zfunc.engine.trace.tensor_memory import layouts
+from zfunc.runtime.rng import seeded_part
+
+
+@define(eq=False)
+class Tiled:
+    """The passes of a segment over tiles of its rows [batch, tokens, ...]; `make_vjp` makes those of a half.
+
+    Raises ValueError for a number of tiles that does not divide the tokens, and for a segment in which a token
+    depends on others but through attention.
+    """
+
+    function: Function
+    evaluate: Function  # the same without dropout
+    tiles: int
+    make_vjp: Callable[..., Any]
+    wrt_input: bool
+    whole: Any  # the passes of a segment that has no rows, as an embedding of tokens
+    name: str = ""
+    splits: dict[Any, Split] = field(factory=dict)
+    check: Any = None  # check.check_tokens
+    checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
+
+    def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Any, None]:
+        """The segment's output, and no residuals."""
+        if not floats_of(inputs):
+            return self.whole.forward(weights, inputs)
+        split, leaves = self.split(weights, inputs)
+        _check_once(self, weights, inputs)
+        return self._forward(split, weights, leaves, self.tiles), None
+
+    def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
+        """The gradients of weights by name, and of the input's rows."""
+        if not floats_of(inputs):
+            return self.whole.backward(weights, inputs, None, cotangents)
+        split, leaves = self.split(weights, inputs)
+        return self._backward(split, weights, leaves, cotangents, self.tiles)
+
+    def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
+        """Trace both halves of a tile now."""
+        if not floats_of(inputs):
+            return self.whole.prepare(weights, inputs, y)
+        split, leaves = self.split(weights, inputs)
+        leaves = [x[:, : split.tile] if i in split.rows else x for i, x in enumerate(leaves)]
+        y = self._forward(split, weights, leaves, 1)
+        given = [torch.empty_like(t) for t in floats_of(y)]
+        return self._backward(split, weights, leaves, given, 1)
+
+    # --- the passes ---------------------------------------------------------------------------------------------
+
+    def _forward(self, split: Split, weights: Any, leaves: list[Any], tiles: int) -> Any:
+        row = TiledRow(split, weights, leaves, tiles)
+        results: list[Any] = []
+        for i in row.numbers():
+            queries, _ = row.queries(i)
+            found, _ = row.run(split.after, i, *(x.out for x in row.attended(i, queries)))
+            results = results or [row.empty_like(x) for x in found]
+            for y, x in zip(results, found, strict=True):
+                y[:, row.at(i)] = x
+        made = iter(results)
+        number = len(results) + len(split.passed)
+        flat = [leaves[split.passed[n]] if n in split.passed else next(made) for n in range(number)]
+        return tree_unflatten(flat, split.spec)
+
+    def _backward(
+        self, split: Split, weights: Any, leaves: list[Any], cotangents: Sequence[Tensor], tiles: int
+    ) -> Any:
+        row = TiledRow(split, weights, leaves, tiles)
+        sums: Values = {}
+        moved = [i for i in split.rows if leaves[i].is_floating_point()]
+        memory = _memory_for if len(moved) == 1 else lambda x, _: torch.empty_like(x)
+        below = [memory(leaves[i], cotangents) for i in moved] if self.wrt_input else []
+        if split.before is not None:
+            for i in row.numbers():
+                row.queries(i)
+            row.keys.start_sums()
+        for i in row.numbers(backward=True):
+            # 1. A tile's forward again.
+            queries, before = row.queries(i)
+            attended = row.attended(i, queries)
+            out = [x.out for x in attended]
+            _, after = row.run(split.after, i, *out)
+            # 2. Back through what follows attention, attention, and what comes before; all tiles behind have been.
+            grads, own = row.pull(split.after, i, after, [c[:, row.at(i)] for c in cotangents], *out)
+            _add(sums, grads)
+            if split.before is not None:
+                pulled = row.pull_attention(i, own.pop(), *attended)
+                grads, others = row.pull(split.before, i, before, pulled)
+                del pulled
+                _add(sums, grads)
+                own = [a + b for a, b in zip(own, others, strict=True)]  # two may be one tensor
+            for x, dx in zip(below, own, strict=False):
+                x[:, row.at(i)] = dx
+        return _rounded(sums, weights.trained), below
+
+    # --- the cut ------------------------------------------------------------------------------------------------
+
+    def split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
+        """The segment cut for such inputs, and the leaves of these."""
+        leaves = tree_leaves(inputs)
+        everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
+        key = layouts(everything)
+        if key in self.splits:
+            return self.splits[key], leaves
+        try:
+            split = cut_at_attention(self.function, self.tiles, self.make_vjp, weights, inputs)
+        except ValueError as error:
+            raise ValueError(f"tiles={self.tiles}: {error}") from error
+        return self.splits.setdefault(key, split), leaves
+
+
+@define(eq=False)
+class TiledLoss:
+    """The passes of a last segment whose loss is the sum of those of tiles of its rows, given targets that `summed`
+    makes of those it gets; `passes` are those of a tile. Backward computes a tile again."""
+
+    function: Function
+    evaluate: Function  # the same without dropout
+    tiles: int
+    make_vjp: Callable[..., Any]  # of `function`, for a tile
+    wrt_input: bool
+    summed: Function
+    name: str = ""
+    check: Any = None  # as in `Tiled`, as is `checked`
+    checked: dict[Any, Any] = field(factory=dict)
+    passes: Any = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.passes = self.make_vjp(self.function, recompute="none", wrt_input=self.wrt_input, last=True)
+
+    def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
+        """The loss, and no residuals."""
+        _check_once(self, weights, inputs)
+        losses = list[Tensor]()
+        for n, (_, tile) in enumerate(self._each(inputs)):
+            loss, _ = self.passes.forward(weights, tile)
+            losses = losses or [loss.new_zeros(self.tiles)]  # one tensor, however many are traced
+            losses[0][n] = loss
+        return losses[0].sum(), None
+
+    def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
+        """The gradients of weights by name, and of the input's rows."""
+        sums: Values = {}
+        below: list[Tensor] = []
+        for at, tile in self._each(inputs, backward=True):
+            _, residuals = self.passes.forward(weights, tile)
+            grads, own = self.passes.backward(weights, tile, residuals, cotangents)
+            _add(sums, grads)
+            below = below or [torch.empty_like(x) for x in floats_of(inputs[0])[: len(own)]]
+            for x, dx in zip(below, own, strict=True):
+                x[:, at] = dx
+        return _rounded(sums, weights.trained), below
+
+    def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
+        """Trace a tile now."""
+        return self.passes.prepare(weights, next(self._each(inputs))[1], y)
+
+    def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
+        x, *targets = inputs
+        leaves, spec = tree_flatten((x, *(self.summed(t) for t in targets)))
+        shape = floats_of(x)[0].shape[:2]
+        tile, fake = tile_of(shape[1], self.tiles), isinstance(floats_of(x)[0], FakeTensor)
+        for i in tile_numbers(self.tiles, 1, fake=fake, backward=backward):
+            at = slice(i * tile, (i + 1) * tile)
+            own = [t[:, at] if isinstance(t, Tensor) and t.shape[:2] == shape else t for t in leaves]
+            with seeded_part(i, 0):
+                yield at, tree_unflatten(own, spec)
+
+
+def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
+    """Raise ValueError if tokens depend on others, before the first row of a shape and of a segment's weights.
+    `checked` has what tries a shape, None if it is known, and the names of segments of each."""
+    row = floats_of(inputs)[0]
+    done, key = tiled.checked, (row.shape, weights.name)
+    if tiled.check is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
+        return
+    done[row.shape] = tiled.check(tiled, weights, inputs, done.get(row.shape))
+    done[key] = True
+
+
+def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
+    """Memory for the gradient of rows `x`: that of the cotangent if there is one like it, which no tile reads after
+    its own gradient is there, and nothing else after this pass: what comes down to tiles is in memory that nothing
+    else has (`make_vjp`)."""
+    c = cotangents[0]
+    alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
+    whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
+    return c if len(cotangents) == 1 and alike and whole else torch.empty_like(x)
+
+
+def _rounded(sums: Values, trained: Values) -> Values:
+    """The gradients in the types of their weights, one at a time, as each is twice as large before."""
+    found: Values = {}
+    for name, w in trained.items():
+        total = sums.pop(name, None)
+        found[name] = torch.zeros_like(w) if total is None else total.to(w.dtype)
+    return found
+
+
+def _add(sums: Values, grads: Values) -> None:
+    for name, grad in grads.items():  # two weights whose sum is used may have one tensor as their gradient
+        sums[name] = sums[name].add_(grad) if name in sums else grad.to(torch.float32, copy=True)
+
+
+@define(eq=False)
+class TiledRow:
+    """The tiles of one row in one pass, with its constants, keys and values."""
+
+    split: Split
+    weights: Any
+    leaves: list[Any]
+    tiles: int
+    constants: list[Any] = field(init=False)
+    keys: Any = None  # keys and values, with the sums of their gradients
+    there: set[int] = field(
+        factory=set
+    )  # tiles whose keys and values are kept: made again, they are the same
+
+    def __attrs_post_init__(self) -> None:
+        self.constants = list(self.split.constants())
+
+    def at(self, i: int) -> slice:
+        """The tokens of tile `i`."""
+        return slice(*self.part(i))
+
+    def numbers(self, *, backward: bool = False) -> Iterator[int]:
+        """The numbers of the tiles; of fake tensors see `tile_numbers`: a window ends growth."""
+        window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
+        grown = 1 if window is None else 1 + -(-window // self.split.tile)
+        return tile_numbers(self.tiles, grown, fake=fake, backward=backward)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Memory for a row of what a tile has as `x` [batch, tile, ...]."""
+        return x.new_empty(x.shape[0], self.tiles * self.split.tile, *x.shape[2:])
+
+    def _inputs(self, i: int, *more: Any) -> tuple[list[Any], list[Any]]:
+        rows = [self.leaves[n][:, self.at(i)] for n in self.split.rows]
+        start, tile = i * self.split.tile, self.split.tile
+        constants = [
+            x if dim is None else x.narrow(dim, start, tile)
+            for x, dim in zip(self.constants, self.split.sliced, strict=True)
+        ]
+        return [*rows, *more], constants
+
+    def run(self, half: Half, i: int, *more: Any) -> tuple[list[Any], Any]:
+        """What a half makes of tile `i`, and what its pull takes."""
+        with seeded_part(i, int(half is self.split.after)):
+            return half.passes.forward(half.weights(self.weights), self._inputs(i, *more))
+
+    def pull(
+        self, half: Half, i: int, residuals: Any, cotangents: list[Tensor], *more: Any
+    ) -> tuple[Values, list[Tensor]]:
+        """Gradients of weights, and of the rows of tile `i` and of what else the half was given."""
+        with seeded_part(i, int(half is self.split.after)):
+            return half.passes.backward(
+                half.weights(self.weights), self._inputs(i, *more), residuals, cotangents
+            )
+
+    def queries(self, i: int) -> tuple[list[Any], Any]:
+        """Queries of tile `i` and the first keys that they see, none without attention, and what their pull takes;
+        keys and values are kept."""
+        if self.split.before is None:
+            return [], None
+        (q, k, v, *first), residuals = self.run(self.split.before, i)
+        self.keys = self.keys or keys_like((k, v), self.tiles)
+        if i not in self.there:
+            self.keys.put(self.part(i), (k, v))
+        self.there.add(i)
+        return [q, *(first or [None])], residuals
+
+    def part(self, i: int) -> Part:
+        """The keys of tile `i`."""
+        return i * self.split.tile, (i + 1) * self.split.tile
+
+    def attended(self, i: int, queries: list[Any]) -> list[Attended]:
+        """The attention of tile `i`; none without queries."""
+        if not queries:
+            return []
+        q, first = queries
+        view = View(i * self.split.tile, self.split.scale, first, self.split.window)
+        return [attend_tile(q, self.keys, view)]
+
+    def pull_attention(self, i: int, cotangent: Tensor, tile: Attended) -> list[Tensor]:
+        """Gradients of queries, keys and values of tile `i`, after those of all tiles behind it."""
+        dq = pull_tile(cotangent, tile, self.keys)
+        return [dq, *(x.to(tile.q.dtype) for x in self.keys.sums_of(self.part(i)))]

@@ -1,0 +1,107 @@
+"""Gradient norm, clipping, skipping on overflow: the stages that turn a gradient into a `StepDecision`."""
+
+import math
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from zfunc.core.graph import Op
+from zfunc.core.regions import SUM_PARTS
+from zfunc.engine.stages.stage_context import Memory, StepContext, named_like_verbs
+from zfunc.engine.state.memory import Squares
+from zfunc.errors import NonFiniteError
+from zfunc.optim.updates import exact_parts
+from zfunc.runtime.accelerator import on_accelerator, synchronize
+
+
+def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
+    """The unscaled L2 norm of the whole gradient, and that of every parameter's where they are asked for.
+
+    The squares of buckets and ranks are added part by part, without rounding, so how the gradient was cut into
+    buckets and slices changes no bit of a norm.
+    """
+    wait_for_copies(step)
+    found: dict[int, Squares] = {r.index[0]: mem[r] for r in op.reads}  # by bucket, of this pipeline stage
+    sizes = [len(x.spans) if step.settings.norms else 1 for x in step.layout.buckets]
+    starts = [0, *accumulate(sizes)]
+    rows = torch.zeros(starts[-1], SUM_PARTS, dtype=torch.float64, device="cpu")  # of each parameter
+    of_rows, norms = list[int](), list[Tensor]()
+    for b, squares in found.items():
+        if squares.rows is None:
+            rows[starts[b] : starts[b + 1]] = squares.flat[: sizes[b] * SUM_PARTS].view(-1, SUM_PARTS)
+        else:
+            of_rows += [starts[b] + row for row in squares.rows]
+            norms.append(squares.norms)
+    if of_rows:  # of all buckets at once: each is a dozen calls of torch
+        squared = torch.cat(norms).double().square_()
+        rows.index_add_(0, torch.tensor(of_rows, device="cpu"), exact_parts(squared[:, None]))
+    if not op.touches("norms"):
+        rows = rows.sum(0, keepdim=True)
+    sums = torch.tensor(step.ranks.sums(rows.flatten().tolist()), dtype=torch.float64, device="cpu")
+    rows = sums.view(-1, SUM_PARTS)
+    mem[op.write("norm")] = math.sqrt(math.fsum(rows.sum(0).tolist())) / step.loss_scale
+    if op.touches("norms"):
+        mem[op.write("norms")] = [math.sqrt(math.fsum(row)) / step.loss_scale for row in rows.tolist()]
+
+
+def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
+    """The mean loss over all micro-batches and ranks, and those of the auxiliary outputs: one collective."""
+    wait_for_copies(step)
+    own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.aux))  # another stage has the losses
+    loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
+    mem[op.write("mean_loss")] = loss
+    if op.touches("mean_aux"):
+        mem[op.write("mean_aux")] = torch.tensor(aux, dtype=torch.float64)
+
+
+def decide(op: Op, mem: Memory, step: StepContext) -> None:
+    """Decide whether this step clips its gradient, and by how much, is skipped (fp16 overflow) or is refused.
+
+    Raises NonFiniteError for a non-finite loss or norm without loss scaling.
+    """
+    loss, *aux = _means(op, mem)
+    norm = mem[op.read("norm")] if op.touches("norm") else 0.0
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if not finite and step.settings.precision != "fp16":
+        _refuse_step(step, loss, norm)
+    factor = clip_factor(norm, step.settings.clip_norm) if finite else 1.0
+    mem[op.write("decision")] = step.decision(skip=not finite, factor=factor, loss=loss, aux=aux)
+
+
+def _means(op: Op, mem: Memory) -> list[float]:
+    """The mean of the losses that the operation reads, and those of the auxiliary outputs."""
+    losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
+    aux = [mem[r].tolist() for r in op.reads if r.role == "aux"]
+    return [sum(values) / len(values) for values in (losses, *zip(*aux, strict=True))]
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """The factor that scales a gradient of this norm down to `clip_norm`, as `torch.nn.utils.clip_grad_norm_`.
+
+    >>> clip_factor(0.5, 1.0), clip_factor(4.0, None), round(clip_factor(4.0, 1.0), 6)
+    (1.0, 1.0, 0.25)
+    """
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
+    what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
+    raise NonFiniteError(
+        f"step {step.number}: got {what}, expected finite numbers; nothing was updated and the state is unharmed. "
+        "Look at this batch, lower the learning rate, or clip"
+    )
+
+
+def wait_for_copies(step: StepContext) -> None:
+    """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
+    wait_for_device(step, step.devices[0], "copies to the host")
+
+
+def wait_for_device(step: StepContext, device: torch.device, what: str) -> None:
+    """Synchronize with `device`, of several ranks, whose collectives may wait for one that is gone."""
+    if step.ranks.several and on_accelerator(device):
+        synchronize(torch.accelerator.current_stream(device), step.patience, what, step.ranks.watch)
+
+
+CLIPPING_STAGES = named_like_verbs(global_norm, mean_loss, decide)

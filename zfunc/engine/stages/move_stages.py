@@ -1,0 +1,221 @@
+"""The stages that only copy a thing from one tier to another, one for each thing of `zfunc.core.moves`; and those
+that make what was written to the disk a commit.
+
+On an accelerator no copy between the device and pinned memory waits.
+"""
+
+import math
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.extents import whole_blocks
+from zfunc.core.graph import Op, Region
+from zfunc.core.moves import MOVES
+from zfunc.core.pipeline import B, F
+from zfunc.core.spec import GRADIENT, PARAMS
+from zfunc.engine.stages.clipping_stages import wait_for_copies
+from zfunc.engine.stages.messages import as_message, from_message
+from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs
+from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk
+from zfunc.engine.step.swap_state import commit_on_all
+from zfunc.runtime.accelerator import on_accelerator
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+
+
+def weights(op: Op, mem: Memory, step: StepContext) -> None:
+    """A bucket's parameters, or this rank's slice of them: from the disk to a page, or to a slot on the device."""
+    _, b = op.index
+    (source,), (target,) = op.reads, op.writes
+    if source.tier == "disk":
+        mem[source].read_weights(mem[target])
+        return
+    home = mem[source]
+    into = mem[target].hold(step.layout.all_buckets[b])
+    # Of the master's high half, the tensor itself.
+    params = weights_in_page(home, step, b) if source.buffer == "weight_page" else getattr(home, "flat", home)
+    if params.numel() < into.numel():
+        into = into[step.slice_of(b)]
+    into.copy_(params, non_blocking=True)
+
+
+def weights_in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
+    """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
+    bucket = step.layout.all_buckets[b]
+    return page.view(TORCH_DTYPES[step.settings.dtype_of(bucket)])[: bucket.numel // step.ranks.world]
+
+
+def activations(op: Op, mem: Memory, step: StepContext) -> None:
+    """The activations of a segment, its input and residuals, which a slot has as one pytree."""
+    (target,) = op.writes
+    if target.tier == "disk":
+        page, place = mem[op.reads[0]], mem[target]
+        place.held = evolve(page)
+        place.write(page.flat)
+    elif op.reads[0].tier == "disk":
+        page, place = mem[target], mem[op.reads[0]]
+        place.read(page.flat)
+        page.hold(place.held)
+    elif op.reads[0].tier == "device":
+        residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
+        mem[target].put([mem[Region("act", op.index)], *residuals])
+    else:
+        mem[target].put(mem[op.reads[0]].tree)
+
+
+def sent(op: Op, mem: Memory, step: StepContext) -> None:
+    """What a pass made and the next reads on another device: to pinned memory, and from there to new tensors."""
+    if op.kind == "network":
+        _between_ranks(op, mem, step)
+        return
+    (source,), (target,) = op.reads, op.writes
+    if target.tier == "pinned":
+        mem[target].put(mem[source])
+        return
+    mem[target] = _arrived(mem[source].tree, op.nbytes, step.devices[op.device])
+
+
+def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
+    """A tree on the host, in new memory of a device."""
+    arrived = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    arrived.put(tree)
+    return arrived.tree
+
+
+def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
+    """The same over the network: a message to the other stage, or from it, with a tag of its own in the step."""
+    (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
+    row = MOVES[op.verb]
+    way = F if row.thing == "input" else B
+    stages = [step.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
+    tag = 2 * (m * len(step.calls) + s) + (way == B)
+    apart = on_accelerator(step.devices[0])
+    if row.to == "device":
+        message = step.ranks.receive(stages[0], tag, op.nbytes, pinned=apart)  # pyright: ignore  # StageRanks
+        tree = from_message(*message)
+        mem[target] = _arrived(tree, op.nbytes, step.devices[0]) if apart else tree
+        wait_for_copies(step)  # or what has come may be freed before
+    else:
+        head, flat = as_message(mem[source], op.nbytes, pinned=apart)
+        wait_for_copies(step)
+        step.ranks.send(stages[1], tag, head, flat)  # pyright: ignore
+        mem[target] = None
+
+
+def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
+    """This rank's slice of a gradient, of a direction or of new parameters, unless the step is skipped."""
+    if op.touches("decision") and mem[op.read("decision")].skip:
+        return
+    b, source, target = op.index[min(1, len(op.index) - 1)], op.reads[-1], op.writes[0]
+    shard = step.slice_of(b)
+    numel = shard.stop - shard.start  # a slot has room for more
+    values, into = mem[source], mem[target]
+    if source.role == "paged":
+        values = values.views["master_high"]
+    into = (
+        step.ranks.own_slice(step.layout.all_buckets[b], into.flat)
+        if target.role == "params"
+        else into[:numel]
+    )
+    into.copy_(values[shard] if source.role == "grad" else values[:numel], non_blocking=True)
+
+
+def squares(op: Op, mem: Memory, step: StepContext) -> None:
+    """The sums of the squares of a bucket's gradient, or the norms that they are made of."""
+    source, target = mem[op.read("squares")], mem[op.write("squares")]
+    target.rows = source.rows
+    target.flat.copy_(source.flat, non_blocking=True)
+
+
+def waiting_gradient(op: Op, mem: Memory, step: StepContext) -> None:
+    """A gradient that waits on the disk: written there, or read back."""
+    (source,), (target,) = op.reads, op.writes
+    mem[target].write(mem[source]) if target.tier == "disk" else mem[source].read(mem[target])
+
+
+def state(op: Op, mem: Memory, step: StepContext) -> None:
+    """The part of a bucket's state on the disk: read, or written unless the step is skipped."""
+    if op.touches("decision"):
+        if not mem[op.read("decision")].skip:
+            on_disk: StateOnDisk = mem[op.write("extent")]
+            on_disk.write(mem[op.read("state_slot")].flat, on_disk.moved)
+        return
+    on_disk, slot = mem[op.read("extent")], mem[op.write("state_slot")]
+    places = on_disk.views(slot.flat)
+    slot.views = {name: places[name] for name in on_disk.moved}
+    on_disk.read(slot.flat, on_disk.moved)
+
+
+def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
+    """A bucket's state, from where it lives to a slot on the device, or back with new parameters, unless the step
+    is skipped."""
+    if op.touches("decision") and mem[op.read("decision")].skip:
+        return
+    (slot,) = (r for r in op.regions if r.buffer == "update_slot")
+    home = {r.buffer: mem[r] for r in op.operands("state")}
+    for r in op.operands("params"):
+        home[PARAMS] = mem[r].flat
+    for r in op.operands("grad_shard"):
+        home[GRADIENT] = mem[r]
+    for r in (r for r in op.operands("paged") if r != slot):
+        home |= mem[r].views
+    here: Flat = mem[slot]
+    if slot not in op.writes:
+        for name, values in here.views.items():
+            if name != GRADIENT:
+                home[name].copy_(values, non_blocking=True)
+        return
+    here.views, start = {}, 0
+    for name, values in home.items():
+        here.views[name] = here.flat[start : start + values.nbytes].view(values.dtype)
+        start += whole_blocks(values.nbytes)
+        if name != PARAMS:  # an update writes them only
+            here.views[name].copy_(values, non_blocking=True)
+
+
+def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy what memory has of a bucket's state to its place in the slot that is written for a commit."""
+    on_disk: StateOnDisk = mem[op.read("extent")]
+    slot: Flat = mem[op.write("state_slot")]
+    for name, place in on_disk.views(slot.flat).items():
+        if name in on_disk.in_memory:
+            place.copy_(mem[op.read(name)])
+
+
+def whole_state(op: Op, mem: Memory, step: StepContext) -> None:
+    """A bucket's whole state, for a commit, of a skipped step too: the disk may have other values of some parts."""
+    on_disk: StateOnDisk = mem[op.write("extent")]
+    on_disk.write(mem[op.read("state_slot")].flat, on_disk.all)
+
+
+def commit(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make what all ranks have written the state that training goes on from after a crash."""
+    decision: StepDecision = mem[op.read("decision")]
+    if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
+        return  # the step will be refused, with its state
+    swap, record = mem[op.read("position")]
+    metadata: Any = record(decision)
+    if metadata is not None:
+        commit_on_all(step.ranks, swap, metadata)
+    mem[op.write("committed")] = metadata
+
+
+THINGS: dict[str, Stage] = {
+    "weights": weights,
+    "input": sent,
+    "gradient of input": sent,
+    "activations": activations,
+    "activations for backward": activations,
+    "gradient": own_slice,
+    "squares": squares,
+    "waiting gradient": waiting_gradient,
+    "state": state,
+    "whole state": whole_state,
+    "updated state": updated_state,
+    "direction": own_slice,
+    "new parameters": own_slice,
+}
+MOVE_STAGES = {verb: THINGS[row.thing] for verb, row in MOVES.items()} | named_like_verbs(copy_state, commit)

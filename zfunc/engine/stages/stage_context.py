@@ -1,0 +1,94 @@
+"""The arguments of a stage function: an operation, the memory of its regions, the constants of the step."""
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.graph import Op, Region
+from zfunc.core.layout import Layout
+from zfunc.core.settings import StepSettings
+from zfunc.engine.trace.vjp import SegmentVJP
+from zfunc.optim.base import Optimizer
+from zfunc.runtime.collectives import RankGroup
+
+Memory = MutableMapping[Region, Any]
+
+
+@frozen(eq=False)
+class CompiledSegment:
+    """A segment as the stages run it, and the full names of its parameters by short name."""
+
+    name: str
+    function: Callable[..., Any]  # its own, with checked outputs
+    evaluate: Callable[..., Any]  # the same without dropout
+    passes: SegmentVJP
+    plain: SegmentVJP  # the same without torch.compile, to trace costs
+    trained: dict[str, str]  # short name -> full name
+    fixed: dict[str, str]
+    constants_on: dict[int, dict[str, Tensor]]  # by the number of the device
+    buffers: dict[str, Tensor]  # on the meta device, of those that forward changes
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Those on the first of the devices that run it."""
+        return self.constants_on[min(self.constants_on)]
+
+
+@frozen(eq=False)
+class StepContext:
+    """The constants of one step. Gradients on the device are those of the loss times `loss_scale`."""
+
+    layout: Layout
+    calls: tuple[CompiledSegment, ...]
+    optimizer: Optimizer
+    number: int  # of the update with this step's gradient, from 1
+    factors: Mapping[str, Any]  # of the optimizer, for that update
+    loss_scale: float
+    settings: StepSettings
+    dtype: torch.dtype  # of floating-point inputs on the device
+    devices: tuple[torch.device, ...]
+    randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
+    ranks: RankGroup
+    device_of: Callable[[str, int, int], int]  # (way, micro-batch, segment) -> device or stage
+    updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
+    averaged: frozenset[int] = frozenset()  # those whose moving average it updated
+    patience: float = 600.0  # seconds to wait for the device
+    aux: tuple[str, ...] = ()  # names of the last segment's auxiliary outputs
+    warn: Callable[[str], None] | None = None  # where the first loss is to be compared with those of its rows
+    unused: tuple[str, ...] = ()  # parameters that no path from the loss leads to
+
+    def decision(
+        self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
+    ) -> StepDecision:
+        """The decision that skips this step, or clips its gradient by `factor`."""
+        named = dict(zip(self.aux, aux, strict=True)) if aux else {}
+        scale = factor / self.loss_scale
+        return StepDecision(skip, scale, self.number, self.factors, loss, named, self.unused)
+
+    def slice_of(self, b: int) -> slice:
+        """This rank's slice of a bucket's elements."""
+        return slice(*self.layout.all_buckets[b].slice_of(self.ranks.rank, self.ranks.world))
+
+
+Stage = Callable[[Op, Memory, StepContext], None]
+
+
+def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
+    """Stage functions by the verbs of their operations, which are their names."""
+    return {stage.__name__.rstrip("_"): stage for stage in stages}  # pyright: ignore
+
+
+def gaps(start: int, stop: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The gaps between these ascending ranges, from `start` to `stop`.
+
+    >>> gaps(0, 9, [(0, 2), (2, 4), (6, 7)])
+    [(4, 6), (7, 9)]
+    """
+    edges = [start, *chain.from_iterable(covered), stop]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]

@@ -1,0 +1,388 @@
+"""The stage functions: `STAGES[verb]` executes an operation on the memory of its regions.
+
+A stage accesses `mem[region]` for the regions of its own operation and no other mutable state; in debug mode it
+gets no others. It returns nothing: it writes the regions that its operation writes.
+"""
+
+import math
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zfunc.checkpoint.manifest import BUFFER
+from zfunc.checkpoint.writer import CheckpointWriter
+from zfunc.core.graph import Op, Region
+from zfunc.core.layout import Bucket
+from zfunc.core.optimizer_state import EMA
+from zfunc.core.regions import SUM_PARTS
+from zfunc.core.spec import FROZEN
+from zfunc.engine.program.passes import aux_names, check_aux_names, loss_and_aux
+from zfunc.engine.rows.keys import HostMemory, keys_in
+from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
+from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
+from zfunc.engine.stages.stage_context import (
+    CompiledSegment,
+    Memory,
+    Stage,
+    StepContext,
+    gaps,
+    named_like_verbs,
+)
+from zfunc.engine.stages.update_stages import UPDATE_STAGES, state_of
+from zfunc.engine.state.memory import ActivationSlot, Squares
+from zfunc.engine.trace.module_buffers import buffer_views, clone_buffers, copy_buffers
+from zfunc.engine.trace.vjp import SegmentWeights
+from zfunc.optim.updates import accumulate_, square_sum
+from zfunc.runtime.accelerator import on_accelerator
+
+
+def load(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy one micro-batch to the device; floating-point inputs in the compute dtype."""
+
+    def to_device(t: Tensor, *, cast: bool) -> Tensor:
+        dtype = step.dtype if cast and t.is_floating_point() else t.dtype
+        device = step.devices[op.device]
+        return t.to(device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
+
+    inputs, *targets = mem[op.read("batch")]
+    if op.touches("act"):
+        mem[op.write("act")] = tree_map_only(Tensor, partial(to_device, cast=True), inputs)
+    if op.touches("targets"):
+        mem[op.write("targets")] = tree_map_only(Tensor, partial(to_device, cast=False), tuple(targets))
+
+
+def forward(op: Op, mem: Memory, step: StepContext) -> None:
+    """Run one segment, with random numbers seeded by micro-batch and segment."""
+    m, s = op.index
+    call = step.calls[s]
+    if step.warn is not None and m == 0 and op.touches("loss"):
+        _compare_loss(op, mem, step, step.warn)
+    with step.randomness(m, s), keys_in(_host_of(op, mem)):
+        x = mem[_input(op)]
+        before = (
+            clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
+        )
+        weights = _weights(op, mem, call, before)
+        y, residuals = call.passes.forward(weights, _with_targets(x, op, mem))
+        if call.buffers:
+            y, after = y
+            copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
+    if op.touches("loss"):
+        check_aux_names(call.name, aux_names(y), step.aux)
+        mem[op.write("loss")], *aux = tree_leaves(y)
+        if op.touches("aux"):
+            (mem[op.write("aux")],) = aux
+    else:
+        (output,) = (r for r in op.writes if r.buffer in ("act", "sent_act"))
+        mem[output] = y
+    if op.touches("residuals"):
+        mem[op.write("residuals")] = residuals, before
+
+
+def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], None]) -> None:
+    """Warn if the loss of a micro-batch is not the mean of its halves', so that another number of micro-batches is
+    another loss. It takes no more memory than forward does."""
+    call, inputs = step.calls[op.index[1]], _with_targets(mem[_input(op)], op, mem)
+    buffers = buffer_views(mem[op.read("module_buffers")], call.buffers) if call.buffers else {}
+    weights = _weights(op, mem, call, buffers)
+    rows = max((len(t) for t in tree_leaves(inputs[1:]) if isinstance(t, Tensor) and t.dim()), default=0)
+
+    def loss_of(start: int, stop: int) -> Tensor:
+        part = tree_map_only(Tensor, lambda t: t[start:stop] if t.dim() and len(t) == rows else t, inputs)
+        with torch.no_grad(), step.randomness(*op.index):
+            return loss_and_aux(call.name, call.evaluate({**weights.trained, **weights.fixed}, *part))[0]
+
+    if rows > 1:
+        half = rows // 2
+        try:
+            losses = loss_of(0, rows), loss_of(0, half), loss_of(half, rows)
+        except Exception:  # of code for one number of rows, which nobody cuts otherwise
+            return
+        wait_for_device(step, step.devices[op.device], "the first loss")
+        whole, first, second = map(float, losses)
+        parts = (half * first + (rows - half) * second) / rows
+        near = 1e-3 if step.dtype == torch.float32 else 3e-2
+        if not math.isclose(whole, parts, rel_tol=near, abs_tol=1e-3):
+            warn(
+                f"segment {call.name!r}: the loss is no mean over rows: {whole:.4g} of {rows} rows, {parts:.4g} as "
+                "the mean of two halves. A step has the mean of the losses of micro-batches, each of its own rows: "
+                "contrastive losses need micro_batches=1 on one rank, masked ones weights of the whole batch"
+            )
+
+
+def recompute(op: Op, mem: Memory, step: StepContext) -> None:
+    """What backward of one segment needs of its forward, with the seed and the buffers of that."""
+    call, (x, (_, before)) = step.calls[op.index[1]], _left_by_forward(op, mem)
+    with step.randomness(*op.index):
+        residuals = call.passes.recompute(_weights(op, mem, call, before), (x,))
+    mem[op.write("recomputed")] = x, (residuals, before)
+
+
+def backward(op: Op, mem: Memory, step: StepContext) -> None:
+    """Backward of one segment, with the seed of its forward, and the buffers that it read."""
+    grads, below = _pull(op, mem, step)
+    _write_grads(op, mem, step, grads)
+    _write_below(op, mem, below)
+
+
+def backward_input(op: Op, mem: Memory, step: StepContext) -> None:
+    """Backward of one segment for its input, and what the gradients of its weights are made of."""
+    below, mem[op.write("pending")] = _pull(op, mem, step)
+    _write_below(op, mem, below)
+
+
+def backward_weight(op: Op, mem: Memory, step: StepContext) -> None:
+    """The gradients of one segment's weights, with the seed of its forward."""
+    run, pending = mem[op.read("pending")]
+    with step.randomness(*op.index):
+        _write_grads(op, mem, step, run(*pending))
+
+
+def gather(op: Op, mem: Memory, step: StepContext) -> None:
+    """Gather a bucket's parameters from the slices of all ranks into a slot."""
+    _, b = op.index
+    into = mem[op.write("weight_slot")].hold(step.layout.all_buckets[b])
+    fetched = op.write("weight_slot") in op.reads
+    step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
+
+
+def pack(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy one segment's gradients into its bucket's slot; the first segment of a delivery zeroes the padding
+    between parameters."""
+    _, b, _ = op.index
+    bucket, slot, grads = step.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
+    if op.write("grad") not in op.reads:
+        for start, stop in gaps(bucket.start, bucket.stop, ((x.start, x.stop) for x in bucket.spans)):
+            slot[start - bucket.start : stop - bucket.start].zero_()
+    own = [grads[x.name] for x in bucket.spans if x.name in grads]
+    torch._foreach_copy_(_places(slot, bucket, grads), own)
+
+
+def add(op: Op, mem: Memory, step: StepContext) -> None:
+    """Add one segment's gradients to its bucket's sum on the device."""
+    _, b, _ = op.index
+    total, grads, bucket = mem[op.write("grad")], mem[op.read("grads")], step.layout.buckets[b]
+    own = [grads[x.name] for x in bucket.spans if x.name in grads]
+    torch._foreach_add_(_places(total, bucket, grads), own)
+
+
+def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
+    """Sum a bucket over the ranks into this rank's slice of the slot."""
+    _, b, _ = op.index
+    slot = mem[op.write("grad")][: step.layout.buckets[b].numel]
+    step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
+
+
+def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
+    """Sum the squares of this rank's slice of a complete bucket, on the device; or of each parameter in it."""
+    (b,) = op.index
+    bucket, own = step.layout.buckets[b], step.slice_of(b)
+    grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
+    if on_accelerator(grad.device):
+        # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
+        # parameter, so on one rank the bits do not depend on the buckets. The host squares them: for the device
+        # that would be 15 launches more.
+        spans = bucket.spans_within(own.start, own.stop)
+        pieces = [grad[first - own.start : last - own.start] for first, last, _ in spans]
+        squares: Squares = mem[op.write("squares")]
+        before = sum(x.stop - bucket.start <= own.start for x in bucket.spans) if step.settings.norms else 0
+        squares.rows = [before + i * step.settings.norms for i in range(len(pieces))]
+        if pieces:
+            torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32), out=squares.norms)
+    else:
+        _write_squares(step, b, mem[op.write("squares")], lambda part: square_sum(grad[part]))
+
+
+def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
+    """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
+    _, b, _ = op.index
+    first, shard = op.write("grad_shard") not in op.reads, step.slice_of(b)
+    numel = shard.stop - shard.start  # where they are slots they have room for more
+    total, grad = mem[op.write("grad_shard")][:numel], mem[op.read("host_slot")][:numel]
+    _write_squares(
+        step, b, mem[op.write("squares")], lambda own: accumulate_(total[own], grad[own], first=first)
+    )
+
+
+def hold(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy this rank's slice of a delivered gradient to its buffer on the device, or add it to the sum there."""
+    _, b, _ = op.index
+    grad = mem[op.read("grad")][step.slice_of(b)]
+    (into,) = op.writes
+    total = mem[into][: grad.numel()]
+    total.add_(grad) if into in op.reads else total.copy_(grad)
+
+
+def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
+    """Add one sum of a tied bucket's deliveries to the first; on the host, with the squares of the result."""
+    total, part = (mem[r] for r in op.reads)
+    if op.touches("squares"):
+        b, _ = op.index
+        _write_squares(
+            step, b, mem[op.write("squares")], lambda own: accumulate_(total[own], part[own], first=False)
+        )
+    else:
+        total.add_(part)
+
+
+def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy the buffers that forward changed to the State: those of rank 0, or the ranks' mean of them."""
+    if mem[op.read("decision")].skip:
+        return
+    for kept in op.writes:
+        if kept.lifetime != "state":
+            continue
+        (s,) = kept.index
+        changed = mem[Region("next_module_buffers", (s,))]
+        if step.ranks.world > 1:
+            _same_on_all_ranks(changed, step, s)
+        mem[kept].copy_(changed)
+
+
+def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
+    """Give all ranks the buffers of rank 0, or the mean of those that are not whole numbers."""
+    views = buffer_views(flat, step.calls[s].buffers).values()
+    floating = [t for t in views if t.is_floating_point()] if step.settings.sync_buffers == "mean" else []
+    if floating:
+        total = torch.cat([t.flatten().double() for t in floating])
+        step.ranks.all_reduce(total)
+        means = (total / step.ranks.world).split([t.numel() for t in floating])
+    if step.ranks.rank:
+        flat.zero_()  # the sum over ranks is what rank 0 has
+    step.ranks.all_reduce(flat)
+    if floating:
+        for t, mean in zip(floating, means, strict=True):
+            t.copy_(mean.view(t.shape))
+
+
+def write(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write this rank's slice of a bucket's state, or of its frozen parameters, to the checkpoint."""
+    (b,) = op.index
+    checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
+    state = state_of(op, mem)
+    if op.touches("frozen"):
+        state[FROZEN] = step.ranks.own_slice(step.layout.all_buckets[b], mem[op.read("frozen")].flat)
+    if op.touches("weight_page"):
+        state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step, b)
+    if op.touches("ema"):
+        state[EMA.name] = mem[op.read("ema")]
+    checkpoint.write(b, state)
+    mem[op.write("written")] = None
+
+
+def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write the buffers that forward changes to the checkpoint."""
+    checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
+    number, own = len(step.layout.all_buckets), {r.index[0]: r for r in op.operands("module_buffers")}
+    for s, call in enumerate(step.calls):
+        views = buffer_views(mem[own[s]], call.buffers).values() if s in own else ()
+        for n, t in enumerate(views, number):
+            checkpoint.write(n, {BUFFER: t.flatten()})
+        number += len(call.buffers)
+    mem[op.write("written_buffers")] = None
+
+
+def publish(op: Op, mem: Memory, step: StepContext) -> None:
+    """Finish the checkpoint on all ranks; its region receives the path, or why it failed."""
+    mem[op.write("published")] = mem[op.read("checkpoint")].publish()
+
+
+STAGES: dict[str, Stage] = {
+    **MOVE_STAGES,
+    **UPDATE_STAGES,
+    **CLIPPING_STAGES,
+    **named_like_verbs(
+        load, gather, forward, recompute, backward, backward_input, backward_weight, pack, add, reduce_scatter
+    ),
+    **named_like_verbs(square_sum_, accumulate, hold, join_sums),
+    **named_like_verbs(keep_buffers, write, write_buffers, publish),
+}
+
+
+def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tensor]) -> SegmentWeights:
+    views, names = dict[str, Tensor](), {*call.trained.values(), *call.fixed.values()}
+    for r in op.operands("params"):
+        own = mem[r].views  # a bucket may have those of many segments, and a segment many buckets
+        views.update((name, own[name]) for name in own.keys() & names)
+    trained = {short: views[full] for short, full in call.trained.items()}
+    fixed = {short: views[full] for short, full in call.fixed.items()}
+    return SegmentWeights(trained, {**fixed, **call.constants_on[op.device], **buffers}, call.name)
+
+
+def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
+    return (x, *mem[op.read("targets")]) if op.touches("targets") else (x,)
+
+
+def _host_of(op: Op, mem: Memory) -> HostMemory | None:
+    """Where a pass has keys of a row, unless on the device."""
+    return HostMemory(mem[op.write("host_keys")].flat) if op.touches("host_keys") else None
+
+
+def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
+    """A segment's input, its residuals, or None for none, and the buffers that its forward read."""
+    if (recomputed := Region("recomputed", op.index)) in op.reads:
+        return mem[recomputed]
+    if op.touches("act_slot"):
+        slot: ActivationSlot = mem[op.read("act_slot")]
+        x, *residuals = (slot.copied() if recomputed in op.writes else slot).tree
+        return x, residuals[0] if residuals else (None, {})
+    return mem[_input(op)], mem[op.read("residuals")] if op.touches("residuals") else (None, {})
+
+
+def _input(op: Op) -> Region:
+    """The input of an operation's segment; its output may be read as well."""
+    return Region("act", op.index)
+
+
+def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
+    """The cotangents from the segment above; of the loss, its scale over all ranks' micro-batches."""
+    if op.touches("targets"):
+        seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
+        return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]
+    return mem[op.read("grad_act")]
+
+
+def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
+    """What the segment's function named like the operation returns, with the seed of its forward."""
+    call = step.calls[op.index[1]]
+    x, (residuals, before) = _left_by_forward(op, mem)
+    weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
+    with step.randomness(*op.index), keys_in(_host_of(op, mem)):
+        return getattr(call.passes, op.verb)(weights, inputs, residuals, _cotangents(op, mem, step))
+
+
+def _write_grads(op: Op, mem: Memory, step: StepContext, grads: Mapping[str, Tensor]) -> None:
+    if op.touches("grads"):
+        names = step.calls[op.index[1]].trained
+        mem[op.write("grads")] = {names[short]: grad for short, grad in grads.items()}
+
+
+def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
+    for buffer in ("grad_act", "sent_grad_act"):
+        if (passed := Region(buffer, op.index)) in op.writes:
+            mem[passed] = below
+
+
+def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
+    """Write the sums of squares of this rank's slice of bucket `b`; `sum_of` makes those of a part of the slice: of
+    all of it, or, where norms are asked for, of each parameter."""
+    squares.rows = None
+    rows = squares.flat.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
+    if not step.settings.norms:
+        rows[0].copy_(sum_of(slice(None)))
+        return
+    shard = step.slice_of(b)
+    for row, (start, stop, _) in zip(rows, step.layout.buckets[b].parts, strict=True):
+        first, last = max(start, shard.start), min(stop, shard.stop)
+        if first < last:
+            row.copy_(sum_of(slice(first - shard.start, last - shard.start)))
+
+
+def _places(flat: Tensor, bucket: Bucket, names: Container[str]) -> list[Tensor]:
+    """The views of a bucket's flat gradient for these of its parameters, in their shapes."""
+    own = (x for x in bucket.spans if x.name in names)
+    return [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in own]

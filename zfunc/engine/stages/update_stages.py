@@ -1,0 +1,245 @@
+"""The stages that update parameters: the optimizer on host or device, and the new parameters to every device.
+
+A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
+
+Some updates need whole parameters, of which a rank's slice has parts. The ranks gather the direction of whole
+matrices, and each makes those orthogonal that its own slice has a part of: equal inputs, so equal bits. Or they
+measure their parts in rounds, and join what they have after each.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.graph import Op
+from zfunc.core.layout import LEFT, Bucket, Span
+from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
+from zfunc.core.regions import FP64
+from zfunc.core.spec import GRADIENT, PARAMS
+from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
+from zfunc.engine.state.memory import Flat
+from zfunc.optim.base import ParameterPart
+from zfunc.optim.formats import master_weights, unpack_weights
+from zfunc.optim.updates import average_
+from zfunc.runtime.accelerator import on_accelerator
+
+
+def update(op: Op, mem: Memory, step: StepContext) -> None:
+    """Update this rank's slice of a bucket on the host, and write the device's copy to its slot."""
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip:
+        return
+    copy = mem[op.write("copy")] if op.touches("copy") else _own_slice(op, mem, step)
+    _update_once(op, mem, step, decision, copy)
+
+
+def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
+    """Update this rank's slice of a bucket and of its parameters, with the state on the device."""
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip:
+        return
+    params, high = _own_slice(op, mem, step), state_of(op, mem).get(HIGH_HALF)
+    if params is None or high is None or params.dtype != high.dtype:
+        _update_once(op, mem, step, decision, params)
+    else:
+        _update_once(op, mem, step, decision, None)
+        params.copy_(high)  # as `to_device` would send it
+
+
+def average(op: Op, mem: Memory, step: StepContext) -> None:
+    """Move the average of a bucket's weights towards the new ones, unless the step is skipped."""
+    (b,) = op.index
+    if not mem[op.read("decision")].skip and b not in step.averaged:
+        assert step.settings.ema is not None
+        average_(mem[op.write("ema")], state_of(op, mem), step.settings.ema)
+
+
+def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision, copy: Tensor | None) -> None:
+    """Update the state with the gradient that the operation reads, and `copy`, the new parameters; only that if a
+    step that failed has made this update."""
+    (b,) = op.index
+    optimizer, shard = step.optimizer, step.slice_of(b)
+    state, numel = state_of(op, mem), shard.stop - shard.start
+    copy = state.pop(PARAMS, copy)
+    if b in step.updated:
+        if copy is not None:
+            copy[:numel].copy_(master_weights(state, 0, numel))
+        return
+    grad = gradient_of(op, mem, shard)
+    apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
+    bucket = step.layout.buckets[b]
+    by_parameter = updates_each_parameter(bucket.state_format)
+    unused = {*decision.unused}
+    parts = _parameters(op, mem, bucket, step, unused) if by_parameter else _runs(bucket, shard, unused)
+    for start, stop, given in parts:
+        own = state_slice(bucket.state_format, state, start, stop)
+        out = None if copy is None else copy[start:stop]
+        if given["group"] != LEFT:
+            apply(own, grad[start:stop], decision, out=out, **given)
+        elif out is not None:  # of a slot, which had another bucket before
+            out.copy_(unpack_weights(own))
+    if by_parameter and copy is not None:  # the padding behind parameters
+        covered = ((first, last) for first, last, _ in bucket.spans_within(shard.start, shard.stop))
+        for start, stop in gaps(shard.start, shard.stop, covered):
+            copy[start - shard.start : stop - shard.start].zero_()
+
+
+def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The runs of one group in this rank's slice: start, stop, and arguments of the optimizer."""
+    for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
+        yield start - shard.start, stop - shard.start, {"group": group}
+
+
+def _parameters(
+    op: Op, mem: Memory, bucket: Bucket, step: StepContext, unused: Collection[str]
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The runs of single parameters, or of this rank's parts: start, stop, and the optimizer's arguments."""
+    joined = _joined_measures(op, mem, bucket, step)
+    for start, stop, span, part in _parts(bucket, step.slice_of(bucket.index)):
+        group = LEFT if span.name in unused else span.group
+        yield start, stop, {"group": group, "part": evolve(part, measures=joined.get(span.name, ()))}
+
+
+def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, ParameterPart]]:
+    """This rank's part of each parameter, as elements of its slice."""
+    for first, last, span in bucket.spans_within(shard.start, shard.stop):
+        before = bucket.start - span.start
+        part = ParameterPart(span.shape, first + before)
+        yield first - shard.start, last - shard.start, span, part
+
+
+def _measured_places(bucket: Bucket, world: int) -> dict[str, list[slice]]:
+    """The slice of each round's measures for each parameter that lies in several ranks' slices."""
+    places: dict[str, list[slice]] = {}
+    ends = Counter[int]()  # of the rounds
+    for span in bucket.cut_by(world):
+        places[span.name] = []
+        for i, nbytes in enumerate(span.work.measured):
+            places[span.name].append(slice(ends[i], ends[i] + nbytes // FP64))
+            ends[i] += nbytes // FP64
+    return places
+
+
+def _joined_measures(op: Op, mem: Memory, bucket: Bucket, step: StepContext) -> dict[str, tuple[Tensor, ...]]:
+    """The joined measures of these parameters in the rounds that the operation reads."""
+    rounds = [mem[r] for r in op.operands("measures") if r not in op.writes]
+    return {
+        name: tuple(x[at] for x, at in zip(rounds, places, strict=False))
+        for name, places in _measured_places(bucket, step.ranks.world).items()
+    }
+
+
+def measure(op: Op, mem: Memory, step: StepContext) -> None:
+    """Measure this rank's part of each parameter of a bucket that lies in several slices."""
+    i, b = op.index
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip:
+        return
+    bucket, shard, optimizer = step.layout.buckets[b], step.slice_of(b), step.optimizer
+    grad, state = gradient_of(op, mem, shard), state_of(op, mem)
+    places, joined = _measured_places(bucket, step.ranks.world), _joined_measures(op, mem, bucket, step)
+    measured, room = (mem[r] for r in op.writes)
+    measured.zero_()
+    for start, stop, span, part in _parts(bucket, shard):
+        if span.name in places:
+            own = optimizer.measure(  # pyright: ignore  # by the format of its state
+                state_slice(bucket.state_format, state, start, stop),
+                grad[start:stop],
+                decision,
+                group=span.group,
+                part=evolve(part, measures=joined[span.name], room=room[measuring_room(start, stop)]),
+            )
+            measured[places[span.name][i]].copy_(own)
+
+
+def join_measures(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make the largest of every number that ranks have measured known to all, or the sum."""
+    i, b = op.index
+    if mem[op.read("decision")].skip:
+        return
+    numel = step.layout.buckets[b].work(step.ranks.world).measured[i] // FP64
+    joined = mem[op.write("measures")][:numel]
+    joined.copy_(mem[op.read("measures")][:numel])
+    if i % 2 == 0:  # as integers, of which NaN is the largest: a MAX of floats may lose it, as gloo's does
+        step.ranks.all_reduce(joined.abs_().view(torch.int64), largest=True)
+    else:
+        step.ranks.all_reduce(joined)
+
+
+def momentum(op: Op, mem: Memory, step: StepContext) -> None:
+    """Update the momentum of this rank's slice of a bucket, and write its direction in bf16."""
+    (b,) = op.index
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip or b in step.updated:
+        return
+    shard, bucket, optimizer = step.slice_of(b), step.layout.buckets[b], step.optimizer
+    grad, state, out = gradient_of(op, mem, shard), state_of(op, mem), mem[op.write("grad_shard")]
+    for start, stop, given in _runs(bucket, shard, decision.unused):
+        slices = state_slice(bucket.state_format, state, start, stop)
+        if given["group"] != LEFT:
+            optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)  # pyright: ignore
+
+
+def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
+    """Gather a direction from the slices of all ranks."""
+    shard = step.slice_of(op.index[0])
+    whole = mem[op.write("direction_slot")][: step.layout.buckets[op.index[0]].numel]
+    step.ranks.all_gather(whole, mem[op.read("direction_shard")][: shard.stop - shard.start])
+
+
+def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make the matrices orthogonal that this rank's slice has a part of, whole, and keep the part."""
+    (b,) = op.index
+    if mem[op.read("decision")].skip:
+        return
+    bucket, optimizer = step.layout.buckets[b], step.optimizer
+    own = mem[op.write("direction_shard")]
+    whole = mem[op.write("direction_slot")] if op.touches("direction_slot") else own  # of one rank
+    for start, stop, span, part in _parts(bucket, step.slice_of(b)):
+        direction = whole[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
+        matrix = optimizer.orthogonalize(direction, group=span.group)  # pyright: ignore
+        own[start:stop].copy_(matrix.reshape(-1)[part.start : part.start + stop - start])
+
+
+def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
+    """This rank's slice of the gradient that the operation reads; a slot has room for more."""
+    if op.touches("grad"):
+        return mem[op.read("grad")][shard]
+    alone = [r for r in op.reads if r.role == "grad_shard"]
+    return mem[alone[0]] if alone else mem[op.read("update_slot")].views[GRADIENT]
+
+
+def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
+    """The state of a bucket by name: in memory, and in the slot it was paged into."""
+    state = {r.buffer: mem[r] for r in op.operands("state")}
+    for r in op.operands("paged"):
+        state |= mem[r].views
+    return state
+
+
+def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor | None:
+    """This rank's slice of the parameters that the operation writes, if it writes any."""
+    (b,) = op.index
+    if not op.touches("params"):
+        return None
+    return step.ranks.own_slice(step.layout.all_buckets[b], mem[op.write("params")].flat)
+
+
+def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
+    """Gather a bucket's parameters from the slices of all ranks; after a skipped step, the old ones."""
+    (b,) = op.index
+    params: Flat = mem[op.write("params")]
+    step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
+
+
+UPDATE_STAGES = {
+    **named_like_verbs(update, update_on_device, average, all_gather),
+    **named_like_verbs(momentum, gather_direction, orthogonalize, measure, join_measures),
+    "momentum_on_device": momentum,
+    "measure_on_device": measure,
+}

@@ -1,0 +1,129 @@
+"""`release`: a State leaves the device between two steps, and is back when a call needs it.
+
+Every call that uses a State begins with `check_state`, which brings it back. A copy is in use when it has ended, so
+an interrupt loses nothing.
+"""
+
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.core.graph import Region
+from zfunc.core.recipes import recipe_of
+from zfunc.core.regions import Regions
+from zfunc.engine.program.program import (
+    Program,
+    check_owner,
+    lock_staging,
+    on_compute_stream,
+    staging_buffers,
+)
+from zfunc.engine.stages.stages import STAGES
+from zfunc.engine.state.memory import Flat, allocate_regions
+from zfunc.engine.state.state import Buffers, State
+from zfunc.engine.state.weights import send_weights
+from zfunc.errors import OutOfMemory
+from zfunc.runtime.accelerator import on_accelerator
+from zfunc.runtime.host_memory import available_host_bytes
+
+
+def check_state(program: Any, state: Any, action: str) -> None:
+    """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`.
+
+    One that was released is on the device again, or OutOfMemory is raised and it stays as it is.
+    """
+    check_owner(program, state, action)
+    pairs = zip(program.calls, program.segments, strict=True)
+    lacks_constants = any(len(call.constants) < len(segment.constants) for call, segment in pairs)
+    if state.buffers.released or program.cache.released or lacks_constants:
+        _take_back(program, state, action)
+
+
+def release(program: Program, state: State) -> State:
+    """Free the device between steps, for something else such as generation; returns `state`, which stays valid.
+
+    What a step keeps on the device goes to host memory: the optimizer's state there, its averages, module buffers,
+    and parameters of which the host or the disk has no master. Other parameters are made again of their masters,
+    and slots and constants are allocated again, by the next call that uses the State, be it a step or `evaluate`.
+    No bit changes. Memory for the copies, pinned for an accelerator, is kept for the next release. Tensors that you
+    hold, such as views of `zfunc.weights`, keep their memory, and so do a library's workspaces.
+
+    Each rank may call it alone. Raises DonatedStateError for a used state, RuntimeError during a step, and
+    OutOfMemory, before anything is released, where the host has no room.
+    """
+    check_owner(program, state, "release")
+    buffers = state.buffers
+    with lock_staging(program, "release"), torch.inference_mode(False):
+        if not buffers.released:
+            # A recipe or stages of one's own may have made other parameters of the masters.
+            usual = program.recipe is recipe_of(program.spec) and program.stages == STAGES
+            there = Regions(evolve(program.spec, frozen_masters=buffers.masters)).on_device()
+            remade = [r for r, again in there.items() if again and usual]
+            if on_accelerator(program.device):
+                _park(program, buffers, [r for r in there if r not in remade])
+            # From here on the State is what was copied: the rest may end anywhere.
+            buffers.released = (*remade, *buffers.parked)
+        _free(program, buffers)
+    return state
+
+
+def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
+    """Copy these regions to the host."""
+    if not buffers.parked and regions:
+        needed, free = sum(r.nbytes for r in regions), available_host_bytes()
+        if needed > free:
+            raise OutOfMemory(
+                f"release: needs {needed:,} bytes of host memory, {free:,} are free; nothing was released. Keep "
+                "more of the state on the host, with a larger offload_ratio"
+            )
+        on_host = (evolve(r, tier="pinned", role=None, device=0) for r in regions)
+        parked = allocate_regions(on_host, program.devices, ())
+        buffers.parked = {r: parked[r] for r in regions}
+    with on_compute_stream(program):
+        for r, copy in buffers.parked.items():
+            copy.copy_(_flat(buffers.memory[r]))  # done when it returns
+
+
+def _free(program: Program, buffers: Buffers) -> None:
+    """Free the device's part of what was released, of staging and of constants."""
+    cache = program.cache
+    buffers.drop(buffers.released)
+    cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})
+    for r in cache.released:
+        cache.staging.pop(r, None)
+    for call in program.calls:
+        for constants in call.constants_on.values():
+            constants.clear()
+    if on_accelerator(program.device):
+        torch.accelerator.empty_cache()
+
+
+def _take_back(program: Program, state: State, action: str) -> None:
+    buffers, layout, devices = state.buffers, program.layout, program.devices
+    with lock_staging(program, action, patience=program.executor.patience), torch.inference_mode(False):
+        regions = buffers.released
+        try:
+            with on_compute_stream(program):
+                staging_buffers(program)
+                for call, segment in zip(program.calls, program.segments, strict=True):
+                    for n, constants in call.constants_on.items():
+                        constants.update({x: t.to(devices[n]) for x, t in segment.constants.items()})
+                buffers.place(allocate_regions(regions, devices, ()), layout)
+                for r in (r for r in regions if r in buffers.parked):
+                    _flat(buffers.memory[r]).copy_(buffers.parked[r])
+                remade = (layout.all_buckets[r.index[0]] for r in regions if r not in buffers.parked)
+                send_weights(buffers, remade, program.ranks)
+        except torch.OutOfMemoryError as error:
+            _free(program, buffers)
+            needed = sum(r.nbytes for r in (*regions, *program.cache.released))
+            raise OutOfMemory(
+                f"{action}: needs {needed:,} bytes of device memory for what was released, which are not free; it "
+                f"stays released. Free what the device was lent to ({str(error).splitlines()[0]})"
+            ) from error
+        buffers.released = ()
+
+
+def _flat(held: Flat | Tensor) -> Tensor:
+    return held.flat if isinstance(held, Flat) else held

@@ -1,0 +1,199 @@
+"""A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.checkpoint.strict_json import JsonNode, to_plain
+from zfunc.checkpoint.swap_checkpoint import CommitMetadata, swap_identity
+from zfunc.checkpoint.swap_file import SwapHeader, new_header
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.writer import all_or_none
+from zfunc.core.layout import Bucket, Layout
+from zfunc.core.optimizer_state import MASTER
+from zfunc.core.spec import FROZEN, StepSpec
+from zfunc.engine.program.program import Program
+from zfunc.engine.state.state import Buffers, State
+from zfunc.errors import CheckpointError
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.host_memory import alloc_host
+
+
+def swap_folders(program: Program) -> list[Path]:
+    """The folders of the program's swap space; none if nothing of its state is on the disk."""
+    folders = program.settings.swap if program.spec.swaps else ()
+    return [Path(folder).expanduser().absolute() for folder in folders]
+
+
+def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
+    """A new swap space on every rank for the State of this spec, if it is on the disk. A collective.
+
+    Where that is refused, because the program's own has a commit, this stays in use. Raises CheckpointError for
+    folders in which nothing can be.
+    """
+    ranks, former = program.ranks, program.cache.swap
+    if not program.spec.swaps:
+        return None
+    if former is not None and not former.number:
+        close_swap(program)  # it makes room
+    run = ranks.texts(os.urandom(8).hex())[0]
+    make = partial(SwapSpace.create, _header(program, spec, run))
+    swap = all_or_none(ranks, make)
+    close_swap(program)
+    program.cache.swap = swap
+    return swap
+
+
+def open_swap(program: Program) -> SwapSpace:
+    """The program's swap space as its last commit on all ranks left it. A collective.
+
+    Raises CheckpointError, on every rank, if there is none, for another layout, and for damage.
+    """
+    ranks = program.ranks
+    close_swap(program)
+    kept = evolve(program.spec, frozen_masters=frozenset(x.index for x in program.layout.frozen_buckets))
+    make = partial(SwapSpace.open, _header(program, program.spec), instead=kept.swapped)
+    program.cache.swap = swap = all_or_none(ranks, make)
+    numbers = [int(number) for number in ranks.texts(str(swap.number))]
+    if max(numbers) > min(numbers):  # some were killed before their last commit
+        swap.close()
+        program.cache.swap = swap = all_or_none(ranks, partial(make, at=min(numbers)))
+    return swap
+
+
+def commit_state(
+    program: Program, state: State, extra: Mapping[str, Any] | None = None, *, changed: Collection[int] = ()
+) -> None:
+    """Make `state` the one that the disk has, if the program has a swap space: what a step since the last commit
+    has updated, and these `changed` buckets. A collective."""
+    if (swap := state.buffers.swap) is None:
+        return
+    all_or_none(program.ranks, partial(_write_missing, program, state, swap, changed))
+    commit_on_all(program.ranks, swap, commit_metadata(program, state, extra or {}))
+
+
+def commit_again(program: Program, state: State, *, changed: Collection[int] = ()) -> None:
+    """`commit_state` with the `extra` of the last commit."""
+    if (swap := state.buffers.swap) is not None:
+        last = swap.record()
+        commit_state(program, state, last and last["extra"], changed=changed)
+
+
+def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
+    """Commit on every rank. A rank whose commit another does not have must not overwrite the one that all have."""
+    before = swap.number
+    try:
+        all_or_none(ranks, partial(swap.commit, metadata))
+    except BaseException:
+        if swap.number != before:
+            swap.lose(f"commit {swap.number} is not on all ranks")
+        raise
+
+
+def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Collection[int]) -> None:
+    """Write what the next commit of `swap` needs of `state` and the disk does not have."""
+    state.buffers.close()
+    committed = swap.record()
+    updated = committed is not None and committed["position"]["step"] != state.step
+    for b, on_disk in state.buffers.on_disk.items():
+        now = b in changed or (updated and b in program.spec.offloaded)
+        stale = on_disk.all if now and on_disk.in_memory else []
+        if missing := stale or swap.missing(b):
+            flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
+            if on_disk.is_written and not set(missing).isdisjoint(on_disk.moved):
+                on_disk.read(flat, on_disk.moved)
+            places = on_disk.views(flat)
+            for name, values in _in_memory(
+                state.buffers, program.layout.all_buckets[b], program.ranks
+            ).items():
+                places[name].copy_(values)
+            on_disk.write(flat, missing)
+
+
+def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
+    """Read what memory has of the state, and this rank's slice of frozen parameters, from the disk."""
+    for b, on_disk in buffers.on_disk.items():
+        if names := on_disk.in_memory:
+            flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
+            on_disk.read(flat, names)
+            places = on_disk.views(flat)
+            for name, values in _in_memory(buffers, layout.all_buckets[b], ranks).items():
+                values.copy_(places[name])
+
+
+def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
+    """Give every rank all of the frozen parameters that it keeps in memory: a collective for each bucket."""
+    for bucket in (x for x in layout.frozen_buckets if x.index in buffers.weights):
+        flat = buffers.weights[bucket.index].flat
+        if flat.numel() > bucket.numel // ranks.world:
+            ranks.all_gather(flat, _in_memory(buffers, bucket, ranks)[FROZEN])
+
+
+def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
+    """The part of a bucket's state in memory, or this rank's slice of frozen parameters, by name."""
+    if FROZEN in buffers.on_disk[bucket.index].in_memory:
+        return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
+    return buffers.state_in_memory(bucket.index)
+
+
+def close_swap(program: Program) -> None:
+    """Close the program's swap space, if it has one: its State is gone, but for what was committed."""
+    former = program.cache.swap
+    if former is not None:
+        former.close()
+    program.cache.swap = None
+
+
+def masters_in(swap: SwapSpace, spec: StepSpec, ranks: RankGroup) -> frozenset[int]:
+    """The frozen buckets of which a swap space has fp32 values too, on any rank: a collective."""
+    frozen, extents = [x.index for x in spec.layout.frozen_buckets], swap.header.extents
+    own = [b for b in frozen if b in extents and any(part.name == MASTER for part in extents[b].parts)]
+    return frozenset(b for text in ranks.texts(json.dumps(own)) for b in json.loads(text))
+
+
+def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
+    """The header of a rank's swap space for a State of this spec."""
+    settings, ranks = program.settings, program.ranks.job
+    identity = swap_identity(program.layout, settings.precision, settings.pp)
+    return new_header(
+        swap_folders(program),
+        identity=identity,
+        extents=spec.swapped,
+        run=run,
+        rank=ranks.rank,
+        world=ranks.world,
+    )
+
+
+def read_commit(swap: SwapSpace) -> CommitMetadata:
+    """The metadata of the last commit."""
+    where, metadata = swap.header.folders[0], swap.record()
+    if metadata is None:
+        raise CheckpointError(
+            f"{where}: got a swap space that nothing was committed to: start again with init, which replaces it"
+        )
+    return JsonNode(metadata, where).read(CommitMetadata)
+
+
+def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a commit of `state`."""
+    return to_plain(CommitMetadata(state.position, optimizer_settings(program, state.step), extra))
+
+
+def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
+    """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
+    optimizer, update = program.optimizer, max(1, step)
+    return {
+        **to_plain(optimizer.factors(update)),
+        **optimizer.describe(),
+        "clip_norm": program.settings.clip_norm,
+        "precision": program.settings.precision,
+        "micro_batches": program.settings.micro_batches,
+    }

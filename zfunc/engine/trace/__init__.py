@@ -1,0 +1,13 @@
+"""One segment: an nn.Module becomes a pure function, its forward, its backward and their costs.
+
+    tensor_memory           which part of a storage a tensor lies in
+    graph_cuts              what backward recomputes: a joint graph, cut in two; pieces of any graph
+    vjp                     forward and backward of a segment, traced or by torch.func.vjp
+    cost_trace              FLOPs and bytes of a segment, traced without data
+    purity                  refuses segments with hidden state, and values that change
+    module_buffers          the buffers that forward changes, such as running statistics
+    segment                 nn.Module -> pure function; the segments of a model, checked together
+    batches                 a batch, and its equal parts
+
+Nothing here knows a plan, or a State.
+"""

@@ -1,0 +1,398 @@
+"""The cost of a segment, traced on fake tensors: shapes, FLOPs, peak memory, whether it draws random numbers.
+
+The code of training runs on tensors without data, and their allocations are counted, so the memory of a plan is
+known before it runs.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from zfunc.core.layout import round_up
+from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
+from zfunc.core.traffic import Traffic
+from zfunc.engine.rows.keys import HostMemory, keys_in
+from zfunc.engine.rows.row_attention import MADE_OF
+from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided
+from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
+from zfunc.runtime.rng import is_draw
+
+# They allocate, or look at memory in another shape, though their schemas do not say so.
+UNLAUNCHED = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+    torch.ops.aten._unsafe_view,
+}
+PRODUCTS = {  # matrix products, and which argument is their first factor
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+}
+
+
+LOOKED_UP = {  # they read some rows or elements of their first argument
+    torch.ops.aten.embedding,
+    torch.ops.aten.gather,
+    torch.ops.aten.index,
+    torch.ops.aten.index_select,
+    torch.ops.aten.nll_loss_forward,
+}
+ATTENTION_BACKWARDS = {
+    torch.ops.aten._flash_attention_backward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
+MULTIPROCESSORS = 160  # of a GPU that is not here, at most
+UNFUSED = {  # by a compiler with their neighbours, as products are not
+    torch.ops.aten.cumsum,
+    torch.ops.aten.embedding_dense_backward,
+    torch.ops.aten.histc,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten.sort,
+    torch.ops.aten.topk,
+}
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Counts the FLOPs, the launches and the bytes of live storages allocated under it, now (`live`) and at most
+    (`peak`).
+
+    `random` records whether an operation drew random numbers. What kernels allocate themselves counts too: the
+    CPU's, or CUDA's where this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`. What
+    is on the `host` instead is known there.
+    """
+
+    def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
+        super().__init__()
+        self.live = self.peak = self.flops = self.attention_flops = self.launches = 0
+        self.random = False
+        self.host = HostMemory()
+        self._compiled, self._traffic = compiled, Traffic(compiled)
+        self._of_accelerator = of_accelerator
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (made_of := _made_of(func)) is not None:
+            with self:
+                return made_of(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        times = COUNTED.get()
+        flops = times * flops_of(func, args, kwargs or {}, out)
+        self.flops += flops
+        self.attention_flops += flops if formula(func._overloadpacket) is _attention_flops else 0
+        self.launches += times * is_launched(func)
+        self.random = self.random or is_draw(func, args, kwargs or {})
+        # A view, or an argument returned, allocates nothing.
+        if not any(r.alias_info for r in func._schema.returns):
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self._count(t)
+        if is_launched(func):
+            before = self._traffic.nbytes
+            self._move(func, (args, kwargs), out)
+            self._traffic.nbytes += (times - 1) * (self._traffic.nbytes - before)
+        own = cuda_kernel_bytes(func, args) if self._of_accelerator else cpu_kernel_bytes(func, args, out)
+        self.peak = max(self.peak, self.live + own)
+        return out
+
+    def cost(self, kept: int = 0) -> PassCost:
+        """What was counted, as the cost of a pass whose results are alive, of which so many bytes are regions."""
+        return PassCost(
+            self.flops,
+            self._traffic.ended(self._sizes),
+            max(0, self.peak - kept),
+            0 if self._compiled else self.launches,  # how much is launched is not known then
+            self.attention_flops,
+            self.host.copied_bytes,
+        )
+
+    def _move(self, func: Any, given: Any, out: Any) -> None:
+        reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (given, out))
+        packet = func._overloadpacket
+        if packet in LOOKED_UP:  # as much of the first argument as there is of the result
+            reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
+        self._traffic.add(reads, writes, fusable=formula(packet) is None and packet not in UNFUSED)
+
+    def _count(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = round_up(storage.nbytes(), ALLOCATION)
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+        self._traffic.freed(key)
+
+    def holds(self, t: Tensor) -> bool:
+        """Whether the storage of `t` was allocated under this tracker."""
+        return t.untyped_storage()._cdata in self._sizes
+
+
+def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
+    """The bytes that the CPU's kernel of an operation allocates beside its result.
+
+    A product of 16-bit matrices whose first factor is transposed is summed in fp32 (`gemm_transb_impl` in torch's
+    ATen/native/cpu/BlasKernel.cpp), those of a batch one by one.
+
+    >>> x = torch.ones(2, 3, dtype=torch.bfloat16)
+    >>> [cpu_kernel_bytes(torch.ops.aten.mm.default, (a, a.mT), a @ a.mT) for a in (x, x.mT)]
+    [0, 36]
+    """
+    factor = PRODUCTS.get(func._overloadpacket)
+    if factor is None or out.device.type != "cpu" or out.dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    rows, columns = args[factor].stride()[-2:]
+    return 4 * out.shape[-2] * out.shape[-1] if rows == 1 and columns != 1 else 0
+
+
+def cuda_kernel_bytes(func: Any, args: Any) -> int:
+    """The bytes that CUDA's kernel of an operation allocates beside its results.
+
+    Backward of flash attention adds up dq in fp32, for heads of whole blocks, with a number for each row; a range
+    has room for 128 more rows. `deterministic` takes as many sums as keep every multiprocessor busy. It has dk and
+    dv of every query head where these share keys, as cuDNN has, and copies what is not contiguous (`mha_bwd` and
+    `mha_varlen_bwd` in torch's ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    """
+    if (packet := func._overloadpacket) not in ATTENTION_BACKWARDS:
+        return 0
+    of_ranges = packet is torch.ops.aten._flash_attention_backward
+    given, q, k, _, out = (x if of_ranges else x.transpose(1, 2) for x in args[:5])
+    heads, size = q.shape[-2:]
+    every = 2 * k.nbytes // k.shape[-2] * heads if k.shape[-2] < heads else 0
+    if packet is torch.ops.aten._scaled_dot_product_cudnn_attention_backward:
+        return every
+    if of_ranges and args[6] is not None:
+        count = len(args[6]) - 1
+        rows = len(q) + 128 * count
+    else:
+        count = len(q)
+        rows = count * round_up(q.shape[1], 128)
+    splits = -(-_multiprocessors(q) // (count * heads)) if torch.are_deterministic_algorithms_enabled() else 1
+    sums = 4 * rows * heads * (1 + splits * round_up(size, 32 if size <= 128 else 64))
+    return sums + every + sum(x.nbytes for x in (given, out) if not x.is_contiguous())
+
+
+def _multiprocessors(t: Tensor) -> int:
+    return torch.cuda.get_device_properties(t.device).multi_processor_count if t.is_cuda else MULTIPROCESSORS
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """The FLOPs of the matrix products of an operation; element-wise arithmetic counts as none.
+
+    >>> q = torch.ones(1, 2, 8, 4)
+    >>> attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    >>> [flops_of(attend, (q, q, q, 0.0, causal), {}, ()) for causal in (False, True)]
+    [2048, 1024]
+    """
+    count = formula(func._overloadpacket)
+    if count is None:
+        return 0
+    if count in (_attention_flops, _recurrent_flops):
+        return count(func, {x.name: y for x, y in zip(func._schema.arguments, args, strict=False)} | kwargs)
+    return count(*args, **kwargs, out_val=out)
+
+
+@cache
+def formula(packet: Any) -> Callable[..., int] | None:
+    """The function that counts the FLOPs of an operation, None where no matrices are multiplied.
+
+    It is one of this file, or of torch's registry, which lacks some and counts causal attention whole.
+    """
+    name = packet.__name__
+    if name.startswith(("_scaled_dot_product_", "_flash_attention_")):
+        return _attention_flops
+    if name.startswith(RECURRENT):
+        return _recurrent_flops
+    functional = getattr(torch.ops.aten, name.rstrip("_"), packet)  # of one that writes in place
+    return OWN_FLOPS.get(functional) or flop_registry.get(functional) or flop_registry.get(packet)
+
+
+def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
+    """Two products forward; five backward, which makes the scores again. A kernel skips what no position sees if it
+    knows that attention is causal, or of a window; what a mask hides it computes. Ranges count as one."""
+    q, k, v = (given[x] for x in ("query", "key", "value"))
+    ranges = func.name().startswith("aten::_flash_attention_")  # whose heads lie behind tokens
+    (*batch, tokens, size), seen = (
+        (q.transpose(-3, -2).shape, given["max_k"]) if ranges else (q.shape, k.shape[-2])
+    )
+    pairs = 2 * tokens * seen
+    if given.get("is_causal"):
+        pairs -= tokens * tokens if ranges else tokens * seen
+    if (left := given.get("window_size_left")) is not None:
+        pairs = min(pairs, 2 * tokens * (left + 1))
+    backward = func._schema.arguments[0].name.startswith("grad")
+    return math.prod(batch) * pairs * (3 * size + 2 * v.shape[-1] if backward else size + v.shape[-1])
+
+
+def _recurrent_flops(func: Any, given: Mapping[str, Any]) -> int:
+    """The FLOPs of a recurrent layer: each row is multiplied by every matrix; twice in backward."""
+    rows = given["input"].shape[:-1]
+    matrices = [w.shape for name, x in given.items() if "weight" in name for w in tree_leaves(x)]
+    times = 2 if "backward" in func._overloadpacket.__name__ else 1
+    return times * 2 * math.prod(rows) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
+
+
+def _vector_flops(*tensors: Any, **_: Any) -> int:
+    """Two for each element of the matrix, the largest of them, or of a vector."""
+    return 2 * max(t.numel() for t in tensors if isinstance(t, Tensor))
+
+
+def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
+    """Each row is multiplied by one matrix, or groups of columns by groups of rows; without groups, in pairs."""
+    pairs = len(rows) if rows.dim() == matrices.dim() == 3 else 1
+    return 2 * pairs * math.prod(rows.shape[-2:]) * matrices.shape[-1]
+
+
+RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+OWN_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: _grouped_flops,
+    torch.ops.aten.mv: _vector_flops,
+    torch.ops.aten.dot: _vector_flops,
+    torch.ops.aten.vdot: _vector_flops,
+    torch.ops.aten.addmv: _vector_flops,
+}
+
+
+@cache
+def _made_of(func: Any) -> Callable[..., Any] | None:
+    """What counts instead of an operation that is made of others."""
+    has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    composite = func.namespace == "aten" and has("CompositeImplicitAutograd") and not has("CPU")
+    return MADE_OF.get(func, func.decompose if composite else None)
+
+
+@cache
+def is_launched(func: Any) -> bool:
+    """Whether an accelerator computes something for this operation: not for views, memory alone, or questions of
+    shape or device.
+
+    >>> [is_launched(f) for f in (torch.ops.aten.mm.default, torch.ops.aten.t.default, torch.ops.aten.add_.Tensor)]
+    [True, False, True]
+    """
+    tensors = any("Tensor" in str(r.type) for r in func._schema.returns) or func._schema.is_mutable
+    return tensors and not func.is_view and func._overloadpacket not in UNLAUNCHED
+
+
+@frozen
+class Trace:
+    """The costs of a segment for one micro-batch, and its output: `out`, on meta, of `output_bytes`.
+
+    Of the cost, the input's bytes and what of a backward's workspace is a result are not known here.
+    """
+
+    out: Any
+    output_bytes: int
+    cost: SegmentCost
+    random: bool  # whether a pass draws random numbers
+
+
+def trace(
+    passes: SegmentVJP,
+    weights: SegmentWeights,
+    inputs: tuple[Any, ...],
+    *,
+    device: torch.device,
+    guess: Callable[[SegmentWeights, tuple[Any, ...]], Any] = lambda *_: None,
+    pulled: bool = True,
+    split: bool = False,
+    ahead: bool = False,
+    buffers: Mapping[str, Tensor] | None = None,
+    of_accelerator: bool = False,
+    compiled: bool = False,
+    fake: FakeTensors | None = None,
+    keys_on_host: bool = False,
+) -> Trace:
+    """Trace the passes of one segment, backward if it is `pulled`, its halves if it is `split`, and what recomputes
+    `ahead` of it, on tensors of which only shape, strides and dtype matter. `guess(weights, inputs)` is the output,
+    by which the passes are prepared: what happens once is no cost.
+
+    `buffers` are those that forward changes, which backward gets as forward read them. `of_accelerator` is whether
+    a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
+    `keys_on_host` rows in tiles have their keys there.
+    """
+    first, second, third, fourth, fifth = made = [
+        AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(5)
+    ]
+    with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
+        trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
+        weights, inputs = SegmentWeights(*trees[:2]), trees[2]
+        passes.prepare(weights, inputs, guess(weights, inputs))
+
+        with first, keys_in(first.host if keys_on_host else None):
+            y, residuals = passes.forward(weights, inputs)
+            y = y[0] if buffers else y
+            output_bytes = _storage_bytes(y)
+            kept = max(0, first.live - output_bytes) if passes.keeps else 0
+            costs: dict[str, Any] = {"forward": first.cost(output_bytes + kept)}
+            out = empty_like_strided(y, "meta")
+            own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
+            cotangents = [torch.empty_like(t) for t in differentiated(y)]
+            # A residual outlives the output that it is.
+            own_bytes, before = _storage_bytes(own), first.live
+            del y, own
+            keeps_output = before - first.live < own_bytes
+
+        stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
+        if ahead:
+            with fifth:
+                residuals = passes.recompute(weights, inputs)
+                costs |= {"recompute": fifth.cost(fifth.live), "recomputed_bytes": fifth.live}
+        if pulled:
+            with second, keys_in(second.host if keys_on_host else None):
+                results = passes.backward(weights, inputs, residuals, cotangents)
+                costs["backward"] = second.cost()
+                del results
+        if split:
+            with third:
+                below, (run, pending) = passes.backward_input(weights, inputs, residuals, cotangents)
+                costs["pending_bytes"] = _storage_bytes(pending)
+                costs["backward_input"] = third.cost(costs["pending_bytes"])
+            with fourth:
+                results = run(*pending)
+                costs["backward_weight"] = fourth.cost()
+            del below, pending, results
+        cost = SegmentCost(
+            **costs,
+            residual_bytes=kept + read,
+            stash_bytes=stash_bytes + read,
+            keeps_output=passes.keeps and keeps_output,
+            key_bytes=max(x.host.nbytes for x in made),
+        )
+        return Trace(out, output_bytes, cost, any(x.random for x in made))
+
+
+def _moved(t: Tensor) -> tuple[int, int]:
+    """Which memory a tensor is in, and its bytes; an expanded one has no more than its memory."""
+    storage = t.untyped_storage()
+    return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
+
+
+def _storage_bytes(tree: Any) -> int:
+    held = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    storages = {storage._cdata: storage.nbytes() for storage in held}
+    return sum(round_up(n, ALLOCATION) for n in storages.values())
+
+
+def nbytes(tree: Any) -> int:
+    """The bytes of the tensors of a pytree, each rounded up as by an allocator."""
+    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

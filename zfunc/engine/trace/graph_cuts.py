@@ -1,0 +1,330 @@
+"""What backward recomputes: forward and backward of a segment as one graph, cut in two.
+
+    recompute="all"         `repeat_forward`: backward is given what forward was given, and repeats what it needs
+    recompute="none"        `keep_as_autograd`: backward is given all results of forward that it reads
+    recompute="min-cut"     `min_cut`: backward is given the tensors that the min-cut partitioner chooses
+
+A cut copies nodes; the bits are those of the joint graph. Halves of blocks and tiles are cut by `piece_of`, and
+those of a backward by `split_backward`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from zfunc.engine.trace.tensor_memory import dense_strides, storage_of
+from zfunc.runtime.rng import is_draw_node, number_draws
+
+
+@frozen(eq=False)
+class JointGraph:
+    """Forward and backward of a segment as one graph: `(*leaves, *cotangents) -> (*results, *gradients)`."""
+
+    module: GraphModule
+    leaves: list[Node]  # placeholders of weights and inputs
+    cotangents: list[Node]  # placeholders, too
+    forward: list[Node]
+    backward: list[Node]
+    results: list[Any]  # nodes, or constants
+    gradients: list[Any]
+    forward_draws: int
+    out_spec: Any  # of the results
+    strides: list[tuple[int, ...]]  # of the cotangents
+
+
+Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
+Needs = Mapping[Node, list[Node]]
+
+
+_TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A context in which no other thread traces: make_fx and the partitioner patch the process. A thread that is
+    given a copy of the context, as one that cuts a block in the middle of a trace, is of it."""
+    if _TRACES.get():
+        yield
+        return
+    with _TRACING:
+        token = _TRACES.set(True)
+        try:
+            yield
+        finally:
+            _TRACES.reset(token)
+
+
+def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
+    """The operations of a function of fake tensors, as a graph."""
+    with alone():
+        return make_fx(function, tracing_mode="fake")(*arguments)
+
+
+def part_of_graph(
+    module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
+) -> GraphModule:
+    """Some nodes of a graph as a graph of their own, `given -> results`."""
+    part, copies = Graph(), dict[Node, Node]()
+    for x in given:
+        copies[x] = part.placeholder(x.name)
+        copies[x].meta = {**x.meta}
+    for x in nodes:
+        copies[x] = part.node_copy(x, copies.__getitem__)
+    part.output([copies.get(x, x) for x in results])  # constants have no node
+    return GraphModule(module, part)
+
+
+@frozen(eq=False)
+class GraphPiece:
+    """The part of a graph that makes some values of others."""
+
+    run: GraphModule  # (*weights that it reads, *given) -> results
+    reads: tuple[str, ...]
+    draws: frozenset[Node]
+
+
+def piece_of(
+    module: GraphModule,
+    needs: Needs,
+    weights: Mapping[str, Node],
+    given: Sequence[Node],
+    results: Sequence[Any],
+    end: Node,
+) -> GraphPiece:
+    """The part of a graph that makes `results`, as node `end` reads or is them, of what is `given`, and of those
+    `weights` that it reads."""
+    needed = needed_for([*results, *needs[end]], needs, given)
+    reads = tuple(name for name, x in weights.items() if x in needed)
+    inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
+    own = [x for x in needs if x in needed and x not in inputs and x.op != "placeholder"]
+    return GraphPiece(
+        part_of_graph(module, inputs, own, results), reads, frozenset(filter(is_draw_node, own))
+    )
+
+
+def needs_of(graph: Graph) -> Needs:
+    """What each node of a graph needs: its inputs, and what has been written into their memory before."""
+    needs, writers = dict[Node, list[Node]](), defaultdict[int, list[Node]](list)
+    for node in graph.nodes:
+        memory = [m for x in node.all_input_nodes for m in memory_of(x)]
+        needs[node] = [*node.all_input_nodes, *(w for m in memory for w in writers[m])]
+        for x in changed_by(node) if mutates(node.target) else ():
+            for m in memory_of(x):
+                writers[m].append(node)
+    return needs
+
+
+def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ()) -> set[Node]:
+    """The nodes that make `results` of what is `given`, and all of these that they use: not what is written into
+    their memory later, which who reads them needs."""
+    left, needed = [x for x in results if isinstance(x, Node)], set[Node]()
+    while left:
+        if (node := left.pop()) not in needed:
+            needed.add(node)
+            left += () if node in given else needs[node]
+    return needed
+
+
+def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
+    """The nodes that depend on `roots`, and these."""
+    found = {*roots}
+    for node, read in needs.items():
+        if not found.isdisjoint(read):
+            found.add(node)
+    return found
+
+
+def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
+    """Two graphs, of which backward repeats what it needs of forward."""
+    forward = part_of_graph(joint.module, joint.leaves, joint.forward, joint.results)
+    given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
+    backward = part_of_graph(joint.module, given, nodes, joint.gradients)
+    _cast_again(backward.graph, len(given) + len(joint.forward))
+    return forward, backward
+
+
+def _cast_again(graph: Graph, num_forward: int) -> None:
+    """Cast to a wider dtype once more where backward first reads the result: until then it holds the narrow tensor.
+
+    The first `num_forward` nodes are the forward's. What is written meanwhile keeps its first cast.
+    """
+    nodes, written = list(graph.nodes), of_written_memory(graph)
+    for node in nodes[:num_forward]:
+        source = node.args[0] if node.target is torch.ops.aten._to_copy.default else node
+        if source is node or written & {node, source}:
+            continue
+        if node.meta["val"].element_size() <= source.meta["val"].element_size():
+            continue
+        late = [x for x in nodes[num_forward:-1] if x in node.users]
+        if late:
+            with graph.inserting_before(late[0]):
+                again = graph.node_copy(node)
+            for user in late:
+                user.replace_input_with(node, again)
+
+
+def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
+    """Two graphs, of which backward is given all that it reads of forward."""
+    of_forward = {*joint.leaves, *joint.forward}
+    reads = [x for node in joint.backward for x in node.all_input_nodes]
+    reads += [x for x in joint.gradients if isinstance(x, Node)]
+    residuals = [x for x in dict.fromkeys(reads) if x in of_forward]
+    for x in residuals:
+        if not isinstance(x.meta["val"], Tensor):
+            raise ValueError(f"backward reads {x}, which is no tensor")
+    forward = part_of_graph(joint.module, joint.leaves, joint.forward, [*joint.results, *residuals])
+    given = [*residuals, *joint.cotangents]
+    return forward, part_of_graph(joint.module, given, joint.backward, joint.gradients)
+
+
+def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
+    """Two graphs whose residuals are chosen by the min-cut partitioner."""
+    # 1. It takes pure graphs: what is written in place is written out of place, where that gives the same bits.
+    module = joint.module
+    changes = [node for node in module.graph.nodes if mutates(node.target)]
+    for node in changes:
+        outs = sum(a.is_out for a in node.target._schema.arguments)
+        if outs and len(changed_by(node)) > outs:  # torch takes one for the other, as of rrelu_with_noise.out
+            raise ValueError(f"{node.target} writes into more than its results")
+        for changed in tree_leaves([x.meta["val"] for x in changed_by(node)]):
+            if changed.stride() != dense_strides(changed):  # vectorized kernels differ for views
+                raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
+    if changes:
+        pure = functionalize(module)
+        primals, tangents = ([x.meta["val"] for x in given] for given in (joint.leaves, joint.cotangents))
+        by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
+        with unset_fake_temporarily():  # the mode is that of the joint graph's own fake tensors
+            module = graph_of(by_name, primals, tangents)
+        number_draws(module.graph, joint.forward_draws)
+        if _output_strides(module) != _output_strides(joint.module):
+            raise ValueError("an operation in place gives other strides out of place")
+    # 2. Equal nodes are one, so that none is kept or made again twice; then the cut.
+    import torch._functorch.config as partitioning
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    # Its own merging of equal nodes imports the lowerings of a compiler, which takes a second.
+    with alone(), partitioning.patch(cse=False):
+        merged = _with_equal_nodes_merged(module)
+        return min_cut_rematerialization_partition(merged, None, num_fwd_outputs=len(joint.results))
+
+
+def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
+    """The cut with residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
+    kernel: only the kernel knows its size, and it has no elements in a trace."""
+    forward, backward = min_cut(joint)
+    for x in list(forward.graph.nodes)[-1].args[0][len(joint.results) :]:
+        value = x.meta["val"]
+        if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.numel():
+            raise ValueError(f"backward reads {x}, whose size is not known before it runs")
+    return forward, backward
+
+
+def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[GraphModule, GraphModule]:
+    """Two graphs of one whose first `trained` results are gradients of weights: `given -> (*others, *pending)` and
+    `pending -> gradients of weights`. The first `weights` of what is given, the second does not need.
+
+    The second has the products of matrices, and what only they need. A gradient made without one, as that of a
+    norm's weight, is small, while what it is made of is not: it is made at once.
+    """
+    *nodes, output = backward.graph.nodes
+    results, needs = list(output.args[0]), needs_of(backward.graph)
+    gradients, others = results[:trained], results[trained:]
+    given, needed = [x for x in nodes if x.op == "placeholder"], needed_for([output], needs)
+    # 1. What reads weights, or memory that is written in place, comes between the same operations as before.
+    held = {m for x in given[:weights] for m in memory_of(x)}
+    held = {x for x in nodes if memory_of(x) & held} | of_written_memory(backward.graph)
+    early = [x for x in nodes if x in needed and not held.isdisjoint((x, *x.all_input_nodes))]
+    first = needed_for([*others, *early], needs)
+    early += [x for x in gradients if not any(map(_multiplies, needed_for([x], needs) - first))]
+    first = {*given, *needed_for([*others, *early], needs)}
+    # 2. Of several results of a kernel the first graph has all that is needed: only tensors go on.
+    first |= {
+        x
+        for x in needed
+        if any(y in first and isinstance(y.meta.get("val"), tuple | list) for y in x.all_input_nodes)
+    }
+    second = [x for x in nodes if x in needed and x not in first]
+    reads = [y for x in second for y in x.all_input_nodes]
+    pending = [*dict.fromkeys(x for x in (*reads, *gradients) if x in first)]
+    own = [x for x in nodes if x in first and x not in given]
+    return (
+        part_of_graph(backward, given, own, [*others, *pending]),
+        part_of_graph(backward, pending, second, gradients),
+    )
+
+
+def _multiplies(node: Node) -> bool:
+    """Whether a node multiplies matrices."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or packet is torch.ops.aten._grouped_mm
+
+
+def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
+    """A copy of a pure graph where nodes that call one function with the same arguments are one node, but for draws
+    and for what shares memory with a result: in eager code those are apart."""
+    *nodes, output = module.graph.nodes
+    merged, known = part_of_graph(module, (), nodes, output.args[0]), dict[Any, Node]()
+    merged.graph.eliminate_dead_code()
+    results = {x for node in list(merged.graph.nodes)[-1].all_input_nodes for x in memory_of(node)}
+    for node in merged.graph.nodes:
+        apart = node.target is torch.ops.aten.empty.memory_format or "draw" in node.meta
+        if node.op != "call_function" or apart or memory_of(node) & results:
+            continue
+        leaves, structure = tree_flatten((node.args, node.kwargs))
+        first = known.setdefault((node.target, structure, *((type(x), x) for x in leaves)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            merged.graph.erase_node(node)
+    return merged
+
+
+def memory_of(node: Node) -> set[int]:
+    """The storages of the tensors that a node returns."""
+    values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    return {storage_of(t) for t in values if t.layout is torch.strided}
+
+
+def mutates(target: Any) -> bool:
+    """Whether the target of a node is an operation that writes into an argument."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into."""
+    declared = func._schema.arguments
+    given = dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
+    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    return tree_leaves([given.get(name) for name in written])
+
+
+def changed_by(node: Node) -> list[Node]:
+    """The nodes of a graph that an operation writes into."""
+    return [x for x in written_by(node.target, node.args, node.kwargs) if isinstance(x, Node)]
+
+
+def of_written_memory(graph: Graph) -> set[Node]:
+    """The nodes of a graph that share memory with what one of its operations writes into."""
+    memory = {node: memory_of(node) for node in graph.nodes}
+    changed = {m for node in graph.nodes if mutates(node.target) for x in changed_by(node) for m in memory[x]}
+    return {node for node, own in memory.items() if own & changed}
+
+
+def _output_strides(module: GraphModule) -> list[Any]:
+    outputs = list(module.graph.nodes)[-1].args[0]
+    return [
+        x.meta["val"].stride() for x in outputs if isinstance(x, Node) and isinstance(x.meta["val"], Tensor)
+    ]

@@ -1,0 +1,511 @@
+"""Segments: a model as a tuple of pure functions `(params, x) -> y`, the last of which returns the loss.
+
+A segment owns no training state: its function gets the parameters by name, and calling it changes nothing. The
+tensors of a module are initial values only. An `nn.Sequential` is a model too: one segment for each child that has
+parameters, with those after it that have none.
+"""
+
+import copy
+import inspect
+import math
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from operator import is_
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from zfunc.core.display import counted, html_table
+from zfunc.core.layout import Parameter
+from zfunc.engine.state.state import refuse_inference_mode
+from zfunc.engine.trace.cost_trace import nbytes
+from zfunc.engine.trace.module_buffers import changed_by_forward
+from zfunc.engine.trace.purity import MOST, Facts, first_change, held, version_of
+from zfunc.engine.trace.tensor_memory import byte_range, storage_of
+from zfunc.errors import did_you_mean
+from zfunc.runtime.rng import seeded_sequence
+from zfunc.values import of_type
+
+Values = dict[str, Tensor]
+
+
+@frozen(eq=False)
+class Look:
+    """What a look of microseconds shows of a module: its attributes and those in its containers, by identity;
+    sizes, and the versions and flags of tensors. `values` are the versions of parameters, in words."""
+
+    shown: list[Any]
+    numbers: list[int]
+    values: dict[str, int]
+
+    def same(self, other: "Look") -> bool:
+        """Whether both looks show the same."""
+        alike = self.numbers == other.numbers and self.values == other.values
+        return alike and len(self.shown) == len(other.shown) and all(map(is_, self.shown, other.shown))
+
+
+@frozen(eq=False)
+class Segment:
+    """A pure function with the names, shapes and initial values of its parameters.
+
+    - `function(params, x)`, or `function(params, x, targets)` for the last segment, gets the parameters by short
+      name and must not change anything. `short[i]` is the short name of `parameters[i]`, whose `name` is the full
+      one.
+    - `evaluate` is the same without dropout.
+    - `initial(seed)` returns the fp32 values, by full name, of all parameters but the `shared` ones, which other
+      segments own.
+    - `constants` are tensors by short name that are read and never trained (a module's buffers).
+    - `buffers` are the first values, by short name, of tensors that the function changes (running statistics): it
+      gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
+    - `read_dict`, of the last segment, makes `(inputs, targets)` of a batch that is a dict.
+    - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
+
+    `segment` makes one from a module. One from a function:
+
+    >>> from zfunc.core.layout import Parameter
+    >>> double = Segment(
+    ...     "double",
+    ...     lambda p, x: x * p["w"],
+    ...     (Parameter("double.w", ()),),
+    ...     ("w",),
+    ...     initial=lambda seed: {"double.w": torch.tensor(2.0)},
+    ... )
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: tuple[Parameter, ...] = field(converter=tuple)
+    short: tuple[str, ...] = field(converter=tuple)
+    initial: Callable[[int], Values] = field(kw_only=True)
+    evaluate: Callable[..., Any] | None = field(default=None, kw_only=True)
+    shared: frozenset[str] = field(default=frozenset(), converter=frozenset, kw_only=True)
+    origins: dict[str, nn.Parameter] = field(factory=dict, kw_only=True, repr=False)
+    twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
+    read_dict: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = field(default=None, kw_only=True)
+    constants: Values = field(factory=dict, kw_only=True)
+    buffers: Values = field(factory=dict, kw_only=True)
+    module: nn.Module | None = field(default=None, kw_only=True, repr=False)
+    _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
+    _behaviour: Facts = field(factory=dict, kw_only=True, repr=False)
+
+    def __repr__(self) -> str:
+        trained = sum(math.prod(p.shape) for p in self.parameters)
+        return f"Segment({self.name!r}, {counted(len(self.parameters), 'parameter')} of {trained:,} elements)"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                p.name,
+                tuple(p.shape),
+                "" if p.trainable else "frozen",
+                "shared" if p.name in self.shared else "",
+            )
+            for p in self.parameters
+        ]
+        return html_table(["parameter", "shape", "", ""], rows, repr(self))
+
+    def __attrs_post_init__(self) -> None:
+        of_type(
+            "segment: name", self.name, str, "a string: pass such as 'head', the prefix of its parameters"
+        )
+        for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
+            if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
+                raise ValueError(
+                    f"segment {self.name!r}: got the {what} {repeated} more than once, expected each once: let "
+                    "the function use one value in several places"
+                )
+        if self.buffers and self.evaluate is None:
+            raise ValueError(
+                f"segment {self.name!r}: got buffers without evaluate, expected the function that reads them and "
+                "does not change them: pass evaluate="
+            )
+        if len(self.parameters) != len(self.short):
+            raise ValueError(
+                f"segment {self.name!r}: got {len(self.parameters)} parameters and {len(self.short)} short "
+                "names, expected one for each: pass the names that the function uses"
+            )
+
+    @cached_property
+    def by_short(self) -> dict[str, str]:
+        """The full name of each short one."""
+        return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
+
+    @property
+    def constant_bytes(self) -> int:
+        """Device memory of what the segment reads and never trains, beside its parameters."""
+        return nbytes(self.constants)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory of what its forward changes."""
+        return nbytes(self.buffers)
+
+    @property
+    def evaluation(self) -> Callable[..., Any]:
+        """The function without dropout, if there is one."""
+        return self.evaluate or self.function
+
+    def changed(self) -> str:
+        """A description of the first change in the module since `segment` copied it, or ""."""
+        if self._source is None:
+            return ""
+        module, facts = self._source
+        return first_change(facts, held(module))
+
+    @cached_property
+    def _watched(self) -> tuple[list[Callable[[], Iterable[Any]]], list[Any], list[Tensor]]:
+        """What has the module's attributes and those in its containers; containers without any; its buffers."""
+        modules = [] if self._source is None else [*self._source[0].modules()]
+        inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
+        full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
+        spaces = [x.values if isinstance(x, dict) else x.__iter__ for x in full]
+        return (
+            spaces,
+            [x for x in inside if not x],
+            [t for m in modules for t in m._buffers.values() if t is not None],
+        )
+
+    def look(self) -> Look:
+        """A look at the module, of which only one that differs from the last needs `changed`."""
+        spaces, empty, buffers = self._watched
+        numbers = [any(empty), *(p.requires_grad for p in self.origins.values()), *map(version_of, buffers)]
+        values = {f"the values of {x}": version_of(p) for x, p in self.origins.items()}
+        return Look([x for space in spaces for x in space()], numbers, values)
+
+    @property
+    def changed_tensors(self) -> dict[str, int]:
+        """The identity of each tensor of the module that is one of `buffers`, by short name."""
+        if self._source is None:
+            return {}
+        own = _slots(self._source[0], "_buffers")
+        return {short: id(own[short]) for short in self.buffers if short in own}
+
+    def like(self, other: "Segment") -> bool:
+        """Whether both compute the same function, so that they can share a trace and a compilation."""
+        signatures = [
+            (x.short, x.twins, [*x.constants], [*x.buffers], [(p.shape, p.trainable) for p in x.parameters])
+            for x in (self, other)
+        ]
+        if signatures[0] != signatures[1]:
+            return False
+        if self.module is None or other.module is None:
+            return self.function is other.function and not (self.constants or self.buffers)
+        return self._behaviour == other._behaviour
+
+
+def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = None) -> Segment:
+    """An `nn.Module` as a `Segment`, with parameters named `name.<name in the module>`.
+
+    `share` ties a name in the module to another segment's parameter, by full name, and takes that one's value.
+    Initial values are the module's. A module on the meta device is initialized by `reset_parameters`, one segment
+    at a time. Parameters with `requires_grad=False` stay frozen. Buffers are constants in their own dtype, but for
+    those that forward changes: BatchNorm's statistics and spectral norm's vectors are kept in the State. Training
+    does not change the module, and changing it afterwards (`module.eval()`, `module.drop.p = 0`, another buffer)
+    has no effect, which the next step logs, once.
+
+    Raises TypeError for anything but a module, and ValueError for an unknown name in `share`, a module partly on
+    the meta device, integer parameters, gradient hooks, a SyncBatchNorm, and two tensors in the same
+    memory, one of them trained.
+
+    >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
+    [('body.weight', (4, 8)), ('body.bias', (4,))]
+    """
+    return make_segment(name, module, share, f"{name}.")
+
+
+def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, prefix: str) -> Segment:
+    """`segment`, but with parameters named `prefix` and their name in the module."""
+    # 1. What cannot be a function of its parameters.
+    refuse_inference_mode("segment")
+    of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
+    share = dict(share or {})
+    own = _slots(module, "_parameters")
+    check_hooks(name, own, module)
+    check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
+    for short, p in own.items():
+        if not p.is_floating_point():
+            raise ValueError(
+                f"segment {name!r}: got parameter {short!r} of {p.dtype}, expected floating point: make it a "
+                "buffer (register_buffer), which is read and never trained"
+            )
+    for short in share:
+        if short not in own:
+            raise ValueError(
+                f"segment {name!r}: share names {short!r}, expected one of its parameters {sorted(own)}: "
+                "pass {name in the module: full name of the other segment's parameter}"
+            )
+    on_meta = {t.is_meta for t in own.values()}
+    if len(on_meta) > 1:
+        raise ValueError(
+            f"segment {name!r}: got a module partly on the meta device, expected all or nothing there: "
+            "build it under one `with torch.device(...)`"
+        )
+
+    # 2. Names: full ones of all parameters, of which tied ones have one, and are differentiated by one short name.
+    twin: dict[int, str] = {}  # of names tied inside the module, the shared one, else the first
+    for short, p in (*((x, own[x]) for x in share), *own.items()):
+        twin.setdefault(id(p), short)
+    fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{prefix}{twin[id(p)]}" for x, p in own.items()}
+    chosen: dict[str, str] = {}  # full name -> the short name that it is differentiated by
+    for short, full in fulls.items():
+        chosen.setdefault(full, short)
+    twins = {short: chosen[full] for short, full in fulls.items()}
+    parameters = tuple(Parameter(f, tuple(own[x].shape), own[x].requires_grad) for f, x in chosen.items())
+
+    # 3. Buffers: constants, and those that forward changes.
+    changing, types = changed_by_forward(name, module)
+    meta, constants = on_meta == {True}, _slots(module, "_buffers")
+    if meta and constants:
+        constants = _real_module(name, module, 0)[1]
+    constants = {k: v.detach().clone() for k, v in constants.items()}
+
+    # 4. Functions: of a copy without memory, in training mode and in eval mode; and the initial values.
+    skeleton = _skeleton(module)
+    owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
+
+    def initial(seed: int) -> Values:
+        values = _real_module(name, module, seed)[0] if meta else own
+        return {full: values[short].detach() for full, short in owned.items()}
+
+    return Segment(
+        name,
+        _functional(skeleton, twins, types, changing),
+        parameters,
+        tuple(chosen.values()),
+        initial=initial,
+        shared=frozenset(share.values()),
+        origins={full: own[short] for full, short in chosen.items()},
+        twins={short: twin for short, twin in twins.items() if short != twin},
+        evaluate=_functional(_skeleton(module).eval(), twins, types),
+        constants={k: v for k, v in constants.items() if k not in changing},
+        buffers={k: constants[k] for k in changing},
+        module=skeleton,
+        source=(module, held(module)),
+        behaviour=held(module, tensors=False),
+    )
+
+
+def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module | None = None) -> None:
+    """Raise ValueError for gradient hooks on these parameters, or on the module, which `vjp` does not run."""
+    modules = module.named_modules() if module is not None else ()
+    hooked = [
+        *(
+            f"parameter {x!r}"
+            for x, p in parameters.items()
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        ),
+        *(f"module {x!r}" for x, m in modules if m._backward_hooks or m._backward_pre_hooks),
+    ]
+    if hooked:
+        raise ValueError(
+            f"segment {name!r}: got a gradient hook on {hooked[0]}, expected none, because it would never run: "
+            "to clip, pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in "
+            "forward; to read gradients, pass norms=True or a stage in place of pack (docs/recipes.md)"
+        )
+
+
+def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two different tensors, one of them trained, lie in the same part of a storage."""
+    apart: dict[int, tuple[int, int, int, str, Tensor]] = {}
+    for name, t in tensors.items():
+        if t.layout is torch.strided and t.numel():
+            apart.setdefault(id(t), (storage_of(t), *byte_range(t), name, t))
+    before: list[tuple[int, int, int, str, Tensor]] = []
+    for x in sorted(apart.values(), key=lambda x: x[:3]):
+        storage, start, _, name, t = x
+        before = [y for y in before if y[0] == storage and y[2] > start]
+        for _, _, _, other, u in before:
+            if t.requires_grad or u.requires_grad:
+                raise ValueError(
+                    f"{where}: got {other!r} and {name!r} in the same memory, expected separate memory "
+                    "for each: to tie them use one nn.Parameter (between segments, share=), else clone one"
+                )
+        before.append(x)
+
+
+def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
+    """Every parameter or buffer by name, tied ones under each name; those of a module used twice once."""
+    return {
+        f"{prefix}.{k}" if prefix else k: t
+        for prefix, m in module.named_modules()
+        for k, t in getattr(m, kind).items()
+        if t is not None
+    }
+
+
+def _functional(
+    skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """The module as a function, which returns what becomes of the buffers `changing` too, if there are some."""
+    lock = threading.RLock()  # during the call the skeleton holds the parameters
+
+    def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        tensors = {**params, **{x: params[twin] for x, twin in twins.items()}}
+        tensors |= {x: tensors[x].to(tensors[other].dtype) for x, other in types.items() if x in tensors}
+        tensors |= {x: tensors[x].clone() for x in changing}  # to be written
+        after = dict(tensors)  # functional_call records assignments here
+        with lock:
+            y = torch.func.functional_call(skeleton, after, inputs, tie_weights=False)
+        replaced = [name for name, t in after.items() if t is not tensors[name] and name not in changing]
+        if replaced:
+            raise ValueError(
+                f"got an assignment to {replaced[0]!r} in forward, expected a pure function: do not assign to "
+                "parameters and buffers, but for those of nn.BatchNorm and spectral_norm"
+            )
+        return (y, {x: after[x] for x in changing}) if changing else y
+
+    function.module = skeleton  # type: ignore[attr-defined]
+    return function
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy of the module on the meta device, without memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {}
+    for t in tensors:
+        meta = t.detach().to("meta")
+        memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
+    return copy.deepcopy(module, memo)
+
+
+def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
+    """Parameters and buffers of a meta module, allocated on the CPU and set by `reset_parameters`."""
+    real = copy.deepcopy(module).to_empty(device="cpu")
+    with torch.no_grad():
+        for t in (*real.parameters(), *real.buffers()):
+            if t.is_floating_point():
+                t.fill_(math.nan)  # to detect what reset_parameters leaves out
+    with torch.no_grad(), seeded_sequence(seed):
+        for child in reversed([*real.modules()]):  # a module is reset after its children
+            reset = getattr(child, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    for what, t in (*real.named_parameters(), *real.named_buffers()):
+        if t.is_floating_point() and t.isnan().any():
+            raise ValueError(
+                f"segment {name!r}: {what} has no value, expected reset_parameters of its module or a parent to "
+                "set it: define it there, or build the module on the CPU"
+            )
+    return _slots(real, "_parameters"), _slots(real, "_buffers")
+
+
+# --- a model's segments ---------------------------------------------------------------------------------------
+
+
+def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segment, ...]:
+    """The segments of a model, checked together: their names, what they share and what they must not."""
+    if isinstance(segments, nn.Sequential):
+        segments = segments_of_sequential(segments)
+    of_type(
+        "segments",
+        segments,
+        Iterable,
+        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a model of "
+        "transformers zfunc.hf.segments(model)",
+    )
+    segments = tuple(segments)
+    if not segments:
+        raise ValueError(
+            "segments: got none, expected at least one: pass them, the last one ending in the loss"
+        )
+    for s in segments:
+        if not isinstance(s, Segment):
+            raise TypeError(
+                f"segments: got a {type(s).__name__}, expected Segments: use zfunc.segment(name, module)"
+            )
+    for name, times in Counter(s.name for s in segments).items():
+        if times > 1:
+            raise ValueError(f"segments: got two named {name!r}, expected unique names: rename one")
+    known: dict[str, Parameter] = {}
+    origins: dict[int, str] = {}
+    for s in segments:
+        owned = {p.name: p for p in s.parameters if p.name not in s.shared}
+        for name, p in owned.items():
+            if name in known:
+                raise ValueError(
+                    f"segments: got two parameters named {name!r}, expected unique names: rename "
+                    f"segment {s.name!r}, or tie them with share="
+                )
+            known[name] = p
+        check_hooks(s.name, s.origins)
+        for name, tensor in s.origins.items():
+            if origins.setdefault(id(tensor), name) != name and name not in s.shared:
+                raise ValueError(
+                    f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "
+                    f"to be declared: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
+                )
+    check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
+    changed: dict[int, str] = {}
+    for s in segments:
+        for short, tensor in s.changed_tensors.items():
+            other = changed.setdefault(tensor, name := f"{s.name}.{short}")
+            if other != name:
+                raise ValueError(
+                    f"segments: got one buffer as {other!r} and {name!r}, which forward changes in both, expected "
+                    "each segment to have its own: put both uses into one segment, or copy the module"
+                )
+    for s in segments:
+        for short, p in zip(s.short, s.parameters, strict=True):
+            if p.name not in known:
+                raise ValueError(
+                    f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
+                    f"{did_you_mean(p.name, list(known))}: pass the full name, 'segment.name in its module'"
+                )
+            if p.shape != known[p.name].shape:
+                raise ValueError(
+                    f"segment {s.name!r}: {short} has shape {p.shape}, but {p.name!r}, which it shares, has "
+                    f"{known[p.name].shape}: tied parameters have one shape"
+                )
+    return segments
+
+
+class EndsInLoss(nn.Sequential):
+    """Modules that run one after the other, of which the last gets the targets."""
+
+    def forward(self, x: Any, *targets: Any) -> Any:
+        """The loss with targets; without, what it would get."""
+        *before, loss = self
+        for child in before:
+            x = child(x)
+        return loss(x, *targets) if targets else x
+
+
+def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
+    """The children of `module` as segments. Parameters have the names of its state dict, tied ones the first.
+
+    Raises ValueError unless the last child is a loss of (x, targets).
+    """
+    if not len(module):
+        return ()
+    loss = module[-1]
+    try:
+        inspect.signature(loss.forward).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"segments: got an nn.Sequential that ends in a {type(loss).__name__}, expected a loss of (x, targets) "
+            "as the last: append such as nn.CrossEntropyLoss()"
+        ) from error
+    groups: list[OrderedDict[str, nn.Module]] = [OrderedDict()]
+    for name, child in module._modules.items():
+        if _has_parameters(child) and any(map(_has_parameters, groups[-1].values())):
+            groups.append(OrderedDict())
+        groups[-1][name] = child
+    known: dict[int, str] = {}  # the name of each parameter so far
+    made: list[Segment] = []
+    for group in groups:
+        name = next((x for x, child in group.items() if _has_parameters(child)), next(iter(group)))
+        part = EndsInLoss(group) if group is groups[-1] else nn.Sequential(group)
+        named = part.named_parameters(remove_duplicate=False)
+        share = {short: known[id(p)] for short, p in named if id(p) in known}
+        made.append(make_segment(name, part, share, ""))
+        for full, p in made[-1].origins.items():
+            known.setdefault(id(p), full)
+    return tuple(made)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

@@ -1,0 +1,590 @@
+"""Forward and backward of one segment as a pair of functions, with explicit residuals between them.
+
+Gradients are those of `torch.func.vjp`, to the bit, whatever backward recomputes. Both passes are traced into pure
+functions of tensors, which launch faster than autograd does. A segment that cannot be traced runs `vjp` itself. The
+last segment never recomputes, because its backward follows its forward at once.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import vjp
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zfunc.core.settings import Recompute
+from zfunc.engine.rows.tiles import Tiled, TiledLoss
+from zfunc.engine.trace.graph_cuts import (
+    Cut,
+    JointGraph,
+    graph_of,
+    keep_as_autograd,
+    min_cut,
+    mutates,
+    of_written_memory,
+    repeat_forward,
+    sized_min_cut,
+    split_backward,
+)
+from zfunc.engine.trace.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
+from zfunc.runtime.accelerator import on_accelerator, record_use
+from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
+
+Compiled = bool | Literal["reduce-overhead"]
+GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
+MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
+Values = dict[str, Tensor]
+Grads = tuple[Values, list[Tensor]]
+Joints = dict[Any, JointGraph]  # by what a trace depends on
+Pending = tuple[Callable[..., Values], list[Tensor]]
+log = logging.getLogger("zfunc")
+# A graph's code cannot name the overload `from`.
+for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
+    _packet.from_ = getattr(_packet, "from")
+    _packet.from_.__name__ = f"{_packet.__name__}.from_"
+
+
+@frozen
+class SegmentWeights:
+    """The tensors of a segment by short name: `trained` is differentiated, `fixed` (frozen, constants) is not."""
+
+    trained: Values
+    fixed: Values
+    name: str = ""  # of the segment
+
+
+@frozen(eq=False)
+class Detached:
+    """Tensors in a segment's output that are not differentiated, and what they are, which no batch may change."""
+
+    names: tuple[str, ...]
+    tensors: Any
+
+
+register_pytree_node(Detached, lambda x: ([x.tensors], x.names), lambda parts, names: Detached(names, *parts))
+
+
+def differentiated(y: Any) -> list[Tensor]:
+    """The tensors of an output that have a cotangent: its floating-point ones, but for what is `Detached`."""
+    return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
+
+
+Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
+
+
+def _unsplit(*_: Any) -> Any:
+    raise ValueError(
+        "got a backward that cannot be traced, which the log explains, expected one that is split in two halves: "
+        "pass order='OneFOneB', or another whose passes are all F or B"
+    )
+
+
+@frozen
+class SegmentVJP:
+    """Forward and backward of a segment.
+
+    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. Of a segment with
+      buffers that it changes, `y` is `(y, Detached buffers)`.
+    - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
+      those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
+    - `backward_input`, of what backward gets, returns the gradients of the input and `(run, pending)`, of which
+      `run(*pending)` are those of the weights; both are those of `backward`.
+    - `recompute(weights, inputs)` returns residuals for a backward that recomputes, to be made any time before, or
+      None if that has to.
+    - `keeps` is False if residuals are always None, because backward recomputes.
+    - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
+    """
+
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., Grads]
+    keeps: bool
+    prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
+    backward_input: Callable[..., tuple[list[Tensor], Pending]] = _unsplit
+    recompute: Callable[..., Any] = lambda _weights, _inputs: None
+
+
+def make_vjp(
+    function: Callable[..., Any],
+    *,
+    recompute: Recompute,
+    wrt_input: bool,
+    last: bool = False,
+    compiled: Compiled = False,
+    moving: bool = False,
+    name: str = "",
+    joints: "Joints | None" = None,
+    tiles: int = 1,
+    evaluate: Callable[..., Any] | None = None,
+    summed: Callable[..., Any] | None = None,
+    split: bool = False,
+    ahead: bool = False,
+    check: Any = None,
+) -> SegmentVJP:
+    """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
+
+    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
+    then: a result that is a view of one is copied, and a residual made again.
+
+    `compiled` compiles both with `torch.compile`, in its mode if it names one. A segment that cannot be traced for
+    "min-cut", or is `moving` and has residuals whose size a trace does not know, recomputes all, or nothing if it
+    is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`. Passes of one
+    function that share `joints` are cut from the same graphs.
+
+    With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
+    dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
+    loss is a sum over tokens. `check` is called with the first row of each shape (check.py). With `split`
+    backward has a half for the input, and one for the weights; with `ahead` it is given what `recompute` has made.
+    """
+    if tiles > 1 and last and summed:
+        of_tile = partial(make_vjp, compiled=compiled, name=name)
+        loss = TiledLoss(function, evaluate or function, tiles, of_tile, wrt_input, summed, name, check)
+        return SegmentVJP(loss.forward, loss.backward, False, loss.prepare)
+    if tiles > 1 and not last:
+        half = partial(make_vjp, compiled=compiled, name=name)
+        whole = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
+        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole, name, check=check)
+        passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
+        return _moving(passes) if moving else passes
+    pull = pull_of(function, wrt_input, last)
+    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split, ahead)
+    keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
+    again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
+    runs = f"segment {name!r} runs with"
+    if keeps := recompute == "none" or (last and recompute == "min-cut"):
+        graphs = traced(keeping, f"{runs}out being traced", keep_as_autograd)
+    else:
+        graphs = traced(again, f"{runs}out being traced", repeat_forward, keeps=False)
+    if recompute == "min-cut":
+        instead, cut = "none" if keeps else "all", sized_min_cut if moving and not last else min_cut
+        graphs = traced(graphs.passes, f"{runs} recompute={instead!r}", cut)
+    passes = graphs.passes if tiles == 1 else _with_own_gradients(graphs.passes)
+    return _moving(passes) if moving else passes
+
+
+def evaluated_in_tiles(
+    function: Callable[..., Any], tiles: int, name: str, check: Any = None
+) -> Callable[..., Any]:
+    """`function` of rows in so many tiles, without gradients; as it is of anything else, such as rows that they do
+    not divide, or one token behind those in a cache."""
+
+    def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
+        return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)
+
+    tiled = Tiled(function, function, tiles, eager, False, None, name, check=check)
+
+    def evaluate(values: Values, x: Any, *more: Any) -> Any:
+        rows = differentiated(x)
+        whole = more or not rows or rows[0].dim() < 3 or rows[0].shape[1] % tiles
+        return function(values, x, *more) if whole else tiled.forward(SegmentWeights({}, values), (x,))[0]
+
+    return evaluate if tiles > 1 else function
+
+
+# --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
+
+
+def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
+    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer.
+
+    Raises ValueError for a function without a floating-point output, and for a `last` one, whose output is the
+    loss, if that depends on nothing that is differentiated.
+    """
+
+    def pull(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
+        leaves, spec = tree_flatten(inputs[0])
+        moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
+
+        output: Any = None
+
+        def call(trained: Values, moved: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal output
+            x = list(leaves)
+            for i, leaf in zip(moving, moved, strict=True):
+                x[i] = leaf
+            output = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
+            outputs = differentiated(output)
+            if not outputs:
+                raise _NoGradientError(
+                    "got no floating-point output, expected one, or its parameters get no gradient: freeze them "
+                    "(requires_grad_(False)), or join the segment with the next"
+                )
+            # In segments below, a detached output is the user's, as it is autograd's.
+            if last and (trained or moved) and not any(t.requires_grad for t in outputs):
+                raise _NoGradientError(
+                    "got a loss without a gradient, expected one that depends on parameters or the input: leave "
+                    "out detach(), item() and torch.no_grad()"
+                )
+            return outputs, [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+
+        # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
+        with torch.enable_grad(), redirected():
+            if not weights.trained and not moving:
+                call({}, [])
+                return output, lambda _: ({}, [])
+            _, pullback, tensors = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
+        outer = iter(tensors)  # of `vjp`, in place of its inner ones
+        y = tree_map_only(Tensor, lambda _: next(outer), output)
+
+        def pull_back(cotangents: Sequence[Tensor]) -> Grads:
+            enter_backward()
+            # On this thread: torch has one for each accelerator otherwise.
+            with torch.autograd.set_multithreading_enabled(False), redirected():
+                # retain_graph defaults to True, create_graph to the grad mode: both would keep residuals.
+                grads, below = pullback(list(cotangents), retain_graph=False, create_graph=False)
+            _use_here([*grads.values(), *below])
+            return grads, [restrided(g, dense_strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
+
+        return y, pull_back
+
+    return pull
+
+
+def _use_here(grads: list[Tensor]) -> None:
+    """Autograd runs on the stream that the forward was on and makes gradients there, which this thread's reads."""
+    real = [t for t in grads if not isinstance(t, FakeTensor)]
+    if real:
+        record_use(real[0].device, real)
+
+
+def restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """`grad` with these strides."""
+    if all(n <= 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), strides, strict=True)):
+        return grad if grad.stride() == strides else grad.as_strided(grad.shape, strides)
+    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
+
+
+def _floating(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+# --- traced: a joint graph, cut in two (graph_cuts.py) ------------------------------------------------------
+
+
+@define(eq=False)
+class _Traced:
+    """The passes as two graphs, `cut` from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
+    `backward(*residuals, *cotangents) -> gradients`. Unless it `keeps` some, backward gets the leaves instead of
+    residuals, or what a third graph, `(*leaves) -> residuals`, has made `ahead` of it. Traced for the last
+    MAX_TRACES sets of shapes; where that fails, `fallback` runs, which is logged.
+    """
+
+    joint_of: Callable[..., JointGraph]
+    compiled: Compiled
+    split: bool
+    ahead: bool
+    fallback: SegmentVJP
+    note: str  # what is logged of a failure, before its reason
+    cut: Cut
+    keeps: bool = True
+    known: dict[Any, tuple[JointGraph, Any, Any, Any, Any] | None] = field(factory=dict)  # None: it failed
+
+    @property
+    def passes(self) -> SegmentVJP:
+        own = self._forward, self._backward, self.keeps, self._prepare, self._backward_input
+        return SegmentVJP(*own, self._recompute)
+
+    def _forward(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None:
+            return self.fallback.forward(weights, inputs)
+        joint, run, *_ = found
+        with torch.enable_grad():  # grad mode as in the trace
+            flat, num = run(*leaves), len(joint.results)
+        residuals = list(flat[num:]) if self.keeps else None
+        return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
+
+    def _recompute(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None or not (again := found[-1]):
+            return None
+        with torch.enable_grad():
+            return list(again[0](*leaves))
+
+    def _backward(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+    ) -> Grads:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None:
+            return self.fallback.backward(weights, inputs, residuals, cotangents)
+        joint, _, run, *_ = found
+        grads = self._pull(run, joint, leaves if residuals is None else residuals, cotangents)
+        num = len(weights.trained)
+        return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
+
+    def _backward_input(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Pending]:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None or not self.split:
+            return self.fallback.backward_input(weights, inputs, residuals, cotangents)
+        joint, _, _, (run, run_later), _ = found
+        made = self._pull(run, joint, leaves if residuals is None else residuals, cotangents)
+        num = len(joint.gradients) - len(weights.trained)
+        return made[:num], (partial(_named, run_later, tuple(weights.trained)), made[num:])
+
+    def _pull(
+        self, run: Callable[..., Any], joint: JointGraph, given: list[Any], cotangents: Sequence[Tensor]
+    ) -> list[Any]:
+        laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
+        with torch.enable_grad():
+            return list(run(*given, *laid_out))
+
+    def _prepare(self, weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
+        if self._graphs(weights, inputs, y)[1] is None:
+            self.fallback.prepare(weights, inputs, y)
+
+    def _graphs(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
+    ) -> tuple[list[Any], Any]:
+        """The leaves that the passes take, and the joint graph with its parts, traced at first use."""
+        # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
+        plain = all(isinstance(x, Tensor) for x in inputs)
+        moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
+        leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
+        key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
+        found = self.known.pop(key) if key in self.known else self._trace(weights, inputs, guess)
+        if len(self.known) == MAX_TRACES:
+            del self.known[next(iter(self.known))]  # the least recently used
+        self.known[key] = found
+        return leaves, found
+
+    def _trace(
+        self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any
+    ) -> tuple[JointGraph, Any, Any, Any, Any] | None:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        try:
+            try:
+                joint = self.joint_of(leaves, spec, cotangents_of(guess))
+            except _OtherOutputError as error:
+                joint = self.joint_of(leaves, spec, error.args[0])
+            (forward, backward), again = self.cut(joint), list[GraphModule]()
+            with suppress(ValueError):  # backward reads what is no tensor
+                *again, backward = keep_as_autograd(evolve(joint, results=[])) if self.ahead else (backward,)
+            fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
+            halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
+            parts = (forward,), (backward,), halves, again
+            made = [[_runnable(x, self.compiled) for x in part] for part in parts]
+            return joint, *made[0], *made[1], *made[2:]
+        except (torch.OutOfMemoryError, _NoGradientError):
+            raise
+        except Exception as error:
+            log.warning("%s, because it cannot be traced: %s", self.note, str(error).partition("\n")[0])
+            return None
+
+
+def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) -> Values:
+    """The gradients of weights by name."""
+    with torch.enable_grad():
+        return dict(zip(names, run(*pending), strict=True))
+
+
+# --- memory that moves between the passes -------------------------------------------------------------------
+
+
+@frozen
+class _LeafView:
+    """A residual that is a view of a weight or an input: of leaf number `leaf`, from element `offset` of it."""
+
+    leaf: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, leaves: list[Any]) -> Tensor:
+        """The same view of other leaves."""
+        leaf: Tensor = leaves[self.leaf]
+        return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
+
+
+def _moving(passes: SegmentVJP) -> SegmentVJP:
+    """The passes with results copied out of memory that is filled anew: that of weights, inputs or residuals."""
+
+    def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
+        # Slots hold bytes, which do not say that they are meant conjugated or negated.
+        y, residuals = tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), made)
+        held = [*weights.trained.values(), *weights.fixed.values()]
+        if isinstance(residuals, list):  # else they are a pullback, which is used at once
+            leaves = _leaves(weights, inputs)
+            residuals = _apart_from(held, [_without_leaves(x, leaves) for x in residuals])
+        return _apart_from(held, y), residuals
+
+    def apart(pull: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(
+            weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        ) -> Any:
+            leaves = _leaves(weights, inputs)
+            if isinstance(residuals, list):
+                residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
+            # The gradient of an unused parameter is a residual, of zeros.
+            made = pull(weights, inputs, residuals, cotangents)
+            return _apart_from([*leaves, *tree_leaves(residuals)], made)
+
+        return backward
+
+    return evolve(
+        passes,
+        forward=lambda w, inputs: moved(w, inputs, passes.forward(w, inputs)),
+        backward=apart(passes.backward),
+        backward_input=apart(passes.backward_input),
+        recompute=lambda w, inputs: moved(w, inputs, ((), passes.recompute(w, inputs)))[1],
+    )
+
+
+def _with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
+    """The passes with gradients of the input in memory that nothing else has: the tiles below write into it."""
+
+    def backward(
+        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+    ) -> Grads:
+        grads, below = passes.backward(weights, inputs, residuals, cotangents)
+        held = [*_leaves(weights, inputs), *tree_leaves(residuals), *cotangents, *grads.values()]
+        return grads, _apart_from(held, below)
+
+    return evolve(passes, backward=backward)
+
+
+def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
+    return [*weights.trained.values(), *weights.fixed.values(), *tree_leaves(inputs)]
+
+
+def _without_leaves(x: Any, leaves: list[Any]) -> Any:
+    """A residual, or what to make it of if it is a view of a leaf."""
+    if not isinstance(x, Tensor):
+        return x
+    for n, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and storage_of(leaf) == storage_of(x) and leaf.dtype == x.dtype:
+            offset = x.storage_offset() - leaf.storage_offset()
+            if 0 <= offset < max(1, leaf.numel()):
+                return _LeafView(n, tuple(x.shape), x.stride(), offset)
+    return x
+
+
+def _apart_from(held: Sequence[Any], tree: Any) -> Any:
+    """`tree` with copies of the tensors that share memory with one of `held`."""
+    memory = {storage_of(t) for t in held if isinstance(t, Tensor)}
+    return tree_map_only(Tensor, lambda t: _copy(t) if storage_of(t) in memory else t, tree)
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A copy with the same strides, also of a tensor whose elements overlap."""
+    return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
+
+
+# --- tracing the joint graph --------------------------------------------------------------------------------
+
+
+class _NoGradientError(ValueError):
+    """Nothing that a segment returns can be differentiated."""
+
+
+class _OtherOutputError(Exception):
+    """A segment's output has other cotangents than it was traced with: these."""
+
+
+def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
+    """Shape, strides, dtype and device of each cotangent of `y`."""
+    return [(t.shape, dense_strides(t), t.dtype, t.device) for t in differentiated(y)]
+
+
+def joint_graph(
+    pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
+) -> JointGraph:
+    """Trace the joint graph. Raises _OtherOutputError if `cotangents` are not those of the segment's output."""
+    key = layouts(leaves), spec, tuple(cotangents)
+    if joints is not None and key in joints:
+        return joints[key]
+    num_forward = forward_draws = num_out = 0
+    out_spec: Any = None
+
+    def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
+        nonlocal num_forward, forward_draws, num_out, out_spec
+        # 1. Forward, and whether its output is the one that the cotangents are for.
+        trained, fixed, inputs = tree_unflatten(primals, spec)
+        y, pullback = pull(SegmentWeights(trained, fixed), inputs)
+        with disable_proxy_modes_tracing():
+            if (actual := cotangents_of(y)) != cotangents:
+                raise _OtherOutputError(actual)
+        out, out_spec = tree_flatten(y)
+        num_out = len(out)
+        # 2. What has been recorded so far is the forward's: backward's nodes and draws come behind it.
+        mode = get_proxy_mode()
+        assert mode is not None
+        num_forward, forward_draws = len(mode.tracer.graph.nodes), count_draws(mode.tracer.graph)
+        grads, below = pullback(tangents)
+        return [*out, *grads.values(), *below]
+
+    with seeded(None), detect_fake_mode(leaves) or FakeTensors():
+        tangents = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in cotangents
+        ]
+        module = graph_of(joint, leaves, tangents)
+    number_draws(module.graph, forward_draws)
+    *nodes, output = module.graph.nodes
+    given, outputs = len(leaves) + len(tangents), list(output.args[0])
+    traced = JointGraph(
+        module,
+        leaves=nodes[: len(leaves)],
+        cotangents=nodes[len(leaves) : given],
+        forward=nodes[given:num_forward],
+        backward=nodes[num_forward:],
+        results=outputs[:num_out],
+        gradients=outputs[num_out:],
+        forward_draws=forward_draws,
+        out_spec=out_spec,
+        strides=[t.stride() for t in tangents],
+    )
+    return traced if joints is None else joints.setdefault(key, traced)
+
+
+# --- running a graph ----------------------------------------------------------------------------------------
+
+
+def _runnable(graph: GraphModule, compiled: Compiled) -> Callable[..., Any]:
+    """The graph without dead code, with random numbers from the pass that runs it; compiled on request."""
+    # What writes into an argument is never dead, which is known of an operation until its draws are redirected.
+    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
+    # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
+    # code makes one, but not of what is written: that would lose the writes, so it fails instead.
+    written = of_written_memory(graph.graph)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if node not in written:
+            node.target = torch.ops.aten.reshape.default
+    redirect_draws(graph.graph, compiled=compiled)
+    graph.recompile()
+    if compiled == "reduce-overhead":
+        return _as_device_graph(torch.compile(graph, dynamic=False, mode=compiled))
+    return torch.compile(graph, dynamic=False) if compiled else graph
+
+
+def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass that a CUDA graph may launch. Its results are copied out of the graph's memory, which the next launch
+    fills."""
+
+    def call(*tensors: Any) -> list[Any]:
+        if any(isinstance(x, Tensor) and on_accelerator(x.device) for x in tensors):
+            check_device_graphs(threading.current_thread() is not threading.main_thread())
+        torch.compiler.cudagraph_mark_step_begin()
+        return [x.clone() if isinstance(x, Tensor) else x for x in run(*tensors)]
+
+    return call
+
+
+def check_device_graphs(beside: bool) -> None:
+    """Raise ValueError if passes that are launched as graphs run `beside` the main thread, where torch has none."""
+    if beside and not GRAPHS_IN_THREADS:
+        raise ValueError(
+            f'compile_segments: got "reduce-overhead" beside the main thread with torch {torch.__version__}, whose '
+            "graphs of a device are the main thread's: expected torch 2.13 or later, or devices=1 with all steps "
+            "in the main thread, or compile_segments=True"
+        )
