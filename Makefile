@@ -76,6 +76,7 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.disk
 	$(BIN)/python -m benchmarks.deepspeed --precision fp32
+	$(BIN)/python -m benchmarks.handoffs
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.neighbour
 	$(BIN)/python -m benchmarks.plan

@@ -178,6 +178,7 @@ ITEMS = (
         "--num-layers 1 --turns 1",
         200,
     ),
+    Item("handoffs", "benchmarks.handoffs", "--json {results}", "", "--num-layers 1 --ops 50 --turns 1", 60),
     Item(
         "adam",
         "benchmarks.adam",

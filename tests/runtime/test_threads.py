@@ -21,6 +21,7 @@ from small_models import MODELS
 
 import zfunc
 import zfunc.runtime.thread_budget as threads
+from benchmarks import handoffs
 from zfunc.optim import updates as sweeps
 from zfunc.optim.updates import square_sum
 from zfunc.runtime.thread_budget import (
@@ -239,6 +240,21 @@ def test_a_core_that_is_busy_at_most_doubles_a_step(tmp_path: Path) -> None:
     subprocess.run([*command, *size], check=True, cwd=ROOT, capture_output=True)
     (result,) = tmp_path.iterdir()
     assert json.loads(result.read_text())["results"]["busy_of_quiet"]["zfunc"] < 2
+
+
+def test_operations_hand_overs_and_dispatches_are_counted() -> None:
+    found = handoffs.measure(
+        handoffs.parser().parse_args(["--num-layers", "1", "--ops", "50", "--turns", "1"])
+    )
+    serial, overlapped = found["plans"].values()
+    assert (
+        sum(n for n, *_ in found["dispatches"].values()) == serial["operations"] == overlapped["operations"]
+    )
+    assert serial["hand_overs"] == 0 < overlapped["hand_overs"]
+    assert handoffs.hand_overs(handoffs.chain(50, 4)) == 49
+    n, dispatched, launched = found["dispatches"]["to_device"]
+    assert (dispatched, launched) == (3 * n, n)  # two views and a copy
+    assert found["dispatches"]["update"][2] == 0, "an update on the host is the kernel's"
 
 
 # --- what the files of a machine tell ------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""What does an operation cost that does nothing, and what to hand over from one lane to another?
+
+A chain of operations that do nothing runs on one lane, and in turn on several, where each waits for one on another:
+the difference is that of the hand-overs. Then the plan of a small GPT's step runs with stages that do nothing, and
+with stages that hold the interpreter lock, each for as long, under Serial and Overlapped: Python's threads have one
+such lock, so lanes hide no such time. Last, the operations that torch dispatches in each stage of a real step, of
+which those that are no views are launches on a device.
+
+    python -m benchmarks.handoffs [--num-layers 6] [--json FILE_OR_FOLDER]
+"""
+
+import argparse
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zfunc
+from benchmarks.machine import describe, gpt, make_parser, ratios, write
+from zfunc import schedules
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.plan import Plan, build
+from zfunc.engine.program.program import rescheduled
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages.stages import STAGES
+from zfunc.engine.trace.cost_trace import is_launched
+from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+
+CPU = torch.device("cpu")
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts what torch dispatches, and what of that a device would launch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.launched = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        self.launched += is_launched(func)
+        return func(*args, **(kwargs or {}))
+
+
+def chain(num_ops: int, num_lanes: int) -> Plan:
+    """Operations that each wait for the one before, on the next lane."""
+    x = Region("x")
+    graph = Graph(tuple(Op(f"nothing{i}", (), "host", reads=(x,), writes=(x,)) for i in range(num_ops)))
+    return build(graph, {f"lane{n}": range(n, num_ops, num_lanes) for n in range(num_lanes)})
+
+
+def hand_overs(plan: Plan) -> int:
+    """Waits of an operation for those of other lanes."""
+    return sum(map(len, plan.waits))
+
+
+def runner(executor: Executor, plan: Plan, hold: float = 0.0) -> Callable[[], float]:
+    """A function that runs `plan` and returns its seconds; each stage holds Python's lock for `hold` seconds."""
+
+    def stage(*_: Any) -> None:
+        end = time.perf_counter() + hold
+        while time.perf_counter() < end:
+            pass
+
+    ready = prepare_plan(plan, dict.fromkeys({op.verb for op in plan.graph}, stage), CPU)
+    return lambda: executor.run(ready, dict.fromkeys(plan.graph.regions), None, RunOptions(), {}).seconds
+
+
+def in_turns(turns: int, runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Seconds of each run, in turns after one to warm up."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns + 1):
+        for name, run in runs.items():
+            found[name].append(run())
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def chains(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of an operation alone, and of a hand-over, by the number of lanes."""
+    plans = {n: chain(args.ops, n) for n in (1, 2, 4)}
+    executor = Executor(CPU)
+    taken = in_turns(args.turns, {str(n): runner(executor, plan) for n, plan in plans.items()})
+    alone = median(taken["1"])
+    found = {"an operation": alone / args.ops}
+    for n in (2, 4):
+        found[f"a hand-over, {n} lanes"] = (median(taken[str(n)]) - alone) / hand_overs(plans[n])
+    return found
+
+
+def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tuple[int, int, int]]]:
+    """The plans of a GPT's step, Serial and Overlapped; by verb, operations, dispatches and launches of it."""
+    counts, dispatched, launched = Counter[str](), Counter[str](), Counter[str]()
+
+    def counted(verb: str) -> Callable[..., None]:
+        def stage(*given: Any) -> None:
+            with Dispatches() as seen:
+                STAGES[verb](*given)
+            counts[verb] += 1
+            dispatched[verb] += seen.count
+            launched[verb] += seen.launched
+
+        return stage
+
+    program = zfunc.compile(
+        gpt(args),
+        bucket_size=args.bucket_size,
+        clip_norm=1.0,
+        precision="fp32",
+        schedule="Serial",
+        device="cpu",
+        stages={verb: counted(verb) for verb in STAGES},
+    )
+    tokens = torch.randint(
+        0, 256, (args.batch_size, args.seq_length), generator=torch.Generator().manual_seed(0)
+    )
+    state, _ = zfunc.train_step(program, zfunc.init(program), (tokens, tokens))  # traces
+    for counter in (counts, dispatched, launched):
+        counter.clear()
+    zfunc.train_step(program, state, (tokens, tokens))
+    beside = rescheduled(program, schedules.Overlapped())
+    plans = {"Serial": specialize(program, (tokens, tokens)).plan}
+    plans["Overlapped"] = specialize(beside, (tokens, tokens)).plan
+    return plans, {verb: (n, dispatched[verb], launched[verb]) for verb, n in counts.items()}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as the JSON has it."""
+    seconds = chains(args)
+    plans, verbs = step_plans(args)
+    executor = Executor(CPU)
+    steps: dict[str, dict[str, float]] = {}
+    for hold in (0.0, args.hold * 1e-6):
+        taken = in_turns(args.turns, {name: runner(executor, plan, hold) for name, plan in plans.items()})
+        steps[f"{hold * 1e6:.0f} us each"] = {
+            **{name: median(of) for name, of in taken.items()},
+            "ratio": ratios(taken["Overlapped"], taken["Serial"]),
+        }
+    sizes = {name: {"operations": len(p.graph), "hand_overs": hand_overs(p)} for name, p in plans.items()}
+    return {"seconds": seconds, "plans": sizes, "steps": steps, "dispatches": verbs}
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"{describe()}, load {os.getloadavg()[0]:.1f}")
+    for name, seconds in found["seconds"].items():
+        times = seconds / found["seconds"]["an operation"]
+        print(f"{name:32}{seconds * 1e6:>10.1f} us{times:>10.1f} operations")
+    for name, of in found["plans"].items():
+        print(f"{name:32}{of['operations']:>10} operations{of['hand_overs']:>6} hand-overs")
+    for name, of in found["steps"].items():
+        own = ", ".join(f"{schedule} {of[schedule] * 1e3:.1f} ms" for schedule in found["plans"])
+        print(f"stages of {name:22}{own}, Overlapped / Serial {of['ratio']:.2f}")
+    print(f"{'verb':32}{'a step':>10}{'dispatches':>12}{'launches':>10}  an operation")
+    for verb, (n, dispatched, launched) in found["dispatches"].items():
+        print(f"{verb:32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")
+    n, dispatched, launched = (sum(column) for column in zip(*found["dispatches"].values(), strict=True))
+    print(f"{'all':32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = make_parser(__doc__, num_layers=6, hidden_size=64, num_attention_heads=2, seq_length=8, batch_size=2)
+    p.add_argument("--bucket-size", type=int, default=8192, help="elements")
+    p.add_argument("--ops", type=int, default=1000, help="of a chain")
+    p.add_argument("--hold", type=float, default=100.0, help="microseconds that a stage holds the lock")
+    p.add_argument("--turns", type=int, default=9)
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    found = measure(args)
+    show(found)
+    write(args.json, "handoffs", {"arguments": vars(args), **found})
+
+
+if __name__ == "__main__":
+    main()
