@@ -1,6 +1,6 @@
 """Random models of transformers, small ones of every family that zfunc.hf knows, and batches for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -211,3 +211,21 @@ def unequal(rows: int = 8) -> tuple[Tensor, Tensor]:
     for r in range(rows):
         labels[r, max(0, 12 - 2 * r) :] = IGNORED
     return x[:, :-1], labels
+
+
+def layers(name: str, ids: Any) -> Iterator[tuple[zfunc.Segment, dict[str, Tensor], Any]]:
+    """The different layers of a model, their values and their inputs."""
+    segments = zfunc.hf.segments(random_model(name))
+    values = {k: t for segment in segments for k, t in segment.initial(0).items()}
+    seen, x = list[zfunc.Segment](), ids
+    for n, segment in enumerate(segments[:-1]):
+        if n and not any(segment.like(other) for other in seen):
+            seen.append(segment)
+            yield segment, values, x
+        x = segment.function({**{k: values[v] for k, v in segment.by_short.items()}, **segment.constants}, x)
+
+
+def rows(documents: bool, tokens: int = 32) -> Any:
+    ids = torch.randint(VOCAB, (2, tokens), generator=torch.Generator().manual_seed(0))
+    places = torch.cat([torch.arange(tokens - 12), torch.arange(12)]).expand(2, tokens)
+    return {"input_ids": ids, "position_ids": places} if documents else ids

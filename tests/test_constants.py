@@ -49,7 +49,7 @@ ELSEWHERE = {  # tests with cases on both sides
     f"planner.candidate.{x}": ("planner/test_steady_state.py", "extrapolated_right_or_not_at_all")
     for x in ("FEW", "MANY", "CLOSE")
 } | {
-    f"engine.rows.check.{x}": ("engine/test_tiles.py", "what_reaches_farther_than_a_tile_is_refused")
+    f"engine.rows.check.{x}": ("engine/test_tile_check.py", "what_reaches_farther_than_a_tile_is_refused")
     for x in ("FEW", "SIZES")
 }
 

@@ -1,0 +1,347 @@
+"""What cannot pass in tiles is refused by name: tokens that depend on others outside attention."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import fuzz_models
+import pytest
+import torch
+from small_models import bits
+from tile_law import in_tiles
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves
+
+import zfunc
+
+
+class Body(nn.Module):
+    """Rows through a layer, and through `function(what there is, x)`."""
+
+    def __init__(self, function: Any, **parts: Any) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.layer(x))
+
+
+class TokenLoss(nn.Module):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (x.mean(-1).float() - targets).square().mean()
+
+
+def over_time(layer: nn.Module, pad: int = 0) -> Body:
+    mixed = lambda own, x: own.mix(F.pad(x.transpose(1, 2), (pad, 0))).transpose(1, 2)  # noqa: E731
+    return Body(mixed, mix=layer)
+
+
+def attending(**given: Any) -> Body:
+    return Body(lambda _, x: scaled_dot_product_attention(*3 * [x[:, None]], **given)[:, 0])
+
+
+def by_hand(_: Any, x: Tensor) -> Tensor:
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    return (x @ x.transpose(1, 2)).masked_fill(~seen, -torch.inf).softmax(-1) @ x
+
+
+def masked_by(own: Any, x: Tensor) -> Tensor:
+    return (x @ x.transpose(1, 2)).masked_fill(own.hidden[: x.shape[1], : x.shape[1]], -torch.inf).softmax(
+        -1
+    ) @ x
+
+
+def positions() -> Body:
+    return Body(lambda own, x: x + own.at[: x.shape[1]], at=nn.Parameter(torch.rand(64, 8)))
+
+
+def gated(mixed: Any) -> Body:
+    """Tokens mixed behind a gate that is shut at first."""
+    return Body(lambda own, x: x + own.gate * mixed(x), gate=nn.Parameter(torch.zeros(8)))
+
+
+def with_capacity(_: Any, x: Tensor) -> Tensor:
+    place = (x[..., :1] > 0).long().flatten(0, 1).cumsum(0).view(*x.shape[:2], 1)
+    return x * (place < x.shape[1])
+
+
+def the_first(_: Any, x: Tensor) -> Tensor:
+    return x * ((x[..., :1] > -1).long().cumsum(1) <= 12)
+
+
+def dropped_before(own: Any, x: Tensor) -> Tensor:
+    x = own.drop(x)
+    return x + scaled_dot_product_attention(*3 * [x[:, None]], is_causal=True)[:, 0]
+
+
+def of_the_batch(_: Any, x: Tensor) -> Tensor:
+    """As of rows [tokens, batch, features]."""
+    x = x.transpose(0, 1)[:, None]
+    return scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0].transpose(0, 1)
+
+
+def recurrent() -> Body:
+    return Body(lambda own, x: own.rnn(x)[0], rnn=nn.GRU(8, 8, batch_first=True))
+
+
+ROWS = (2, 64, 8)
+OTHERWISE = "got .* expected tokens that depend on others through attention alone, .*: use ti"
+MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body, its input, what is said
+    "a mean": (lambda: Body(lambda _, x: x + x.mean(1, keepdim=True)), ROWS, OTHERWISE),
+    "a sum so far": (lambda: Body(lambda _, x: x.cumsum(1)), ROWS, OTHERWISE),
+    "the last is the first": (lambda: Body(lambda _, x: x.roll(1, 1)), ROWS, OTHERWISE),
+    "positions of its own": (positions, ROWS, r"aten.slice.Tensor .* on their place through torch.arange"),
+    "a mean behind a gate": (lambda: gated(lambda x: x.mean(1, keepdim=True)), ROWS, OTHERWISE),
+    "a sum so far behind a gate": (lambda: gated(lambda x: x.cumsum(1)), ROWS, OTHERWISE),
+    "a scale of the tokens": (
+        lambda: Body(lambda _, x: x / x.shape[1]),
+        ROWS,
+        r"the numbers \[16, 64\] of aten.div.Tensor",
+    ),
+    "a capacity": (lambda: Body(with_capacity), ROWS, r"the numbers \[16, 64\] of aten.lt.Scalar"),
+    "a mask for the row": (
+        lambda: Body(lambda _, x: x * (torch.rand(x.shape[0], 1, 1) > 0.5)),
+        ROWS,
+        r"random numbers of shape \[2, 1, 1\] that are no token's own",
+    ),
+    "dropped before and after": (
+        lambda: Body(dropped_before, drop=nn.Dropout(0.5)),
+        ROWS,
+        "random numbers before attention that what follows it reads",
+    ),
+    "another order": (lambda: Body(of_the_batch), (16, 64, 8), r"attention of shape \[64, 1, 16, 8\]"),
+    "no heads": (
+        lambda: Body(lambda _, x: scaled_dot_product_attention(x, x, x, is_causal=True)),
+        ROWS,
+        "give one head a dimension",
+    ),
+    "a norm over tokens": (
+        lambda: over_time(nn.BatchNorm1d(8, track_running_stats=False)),
+        ROWS,
+        OTHERWISE,
+    ),
+    "running statistics": (lambda: over_time(nn.BatchNorm1d(8)), ROWS, r"shape \[8\], expected rows"),
+    "neighbours": (lambda: over_time(nn.Conv1d(8, 8, 3, padding=1)), ROWS, OTHERWISE),
+    "a convolution": (
+        lambda: over_time(nn.Conv1d(8, 8, 3), 2),
+        ROWS,
+        r"aten.constant_pad_nd.default is not known to keep them apart",
+    ),
+    "one far back": (lambda: over_time(nn.Conv1d(8, 8, 3, dilation=20), 40), ROWS, OTHERWISE),
+    "a recurrence": (recurrent, ROWS, "got other operations for a row than for a tile"),
+    "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, r"a result of shape \[2, 8\]"),
+    "one of all": (lambda: Body(lambda _, x: x[:, 0]), ROWS, r"got a result of shape \[2, 8\]"),
+    "the first twelve": (lambda: Body(the_first), ROWS, "aten.cumsum.default is not known to"),
+    "attention to all": (attending, ROWS, "got attention with all tokens"),
+    "a mask": (lambda: attending(attn_mask=torch.ones(64, 64).bool()), ROWS, "got attention with a mask"),
+    "dropped": (lambda: attending(is_causal=True, dropout_p=0.1), ROWS, "dropout, .* set its rate to 0"),
+    "attention by hand": (lambda: Body(by_hand), ROWS, r"a constant of shape \[16, 16\] in a tile"),
+    "attention by hand, of a buffer": (
+        lambda: Body(masked_by, hidden=nn.Buffer(torch.ones(99, 99).bool().triu(1))),
+        ROWS,
+        "aten.bmm.default is not known to keep them apart",
+    ),
+    "a buffer as long as the row": (
+        lambda: Body(masked_by, hidden=nn.Buffer(torch.ones(64, 64).bool().triu(1))),
+        ROWS,
+        r"for a tile \(.*aten.slice.Tensor\), .* or a buffer just as long as the row",
+    ),
+    "each by its number": (
+        lambda: Body(lambda _, x: x[:, torch.arange(x.shape[1])]),
+        ROWS,
+        "got an error on",
+    ),
+    "made of nothing": (
+        lambda: Body(lambda _, x: torch.ones(x.shape)),
+        ROWS,
+        r"got a result of shape \[2, 16, 8\], .* made of the input",
+    ),
+    "noise in evaluation": (
+        lambda: Body(lambda _, x: x + torch.randn_like(x)),
+        ROWS,
+        "and no random numbers in evaluation",
+    ),
+    "a random walk": (
+        lambda: Body(lambda own, x: x + own.training * torch.randn_like(x).cumsum(1)),
+        ROWS,
+        r"got random numbers of tokens in aten.cumsum.default",
+    ),
+    "two layers": (
+        lambda: nn.Sequential(attending(is_causal=True), attending(is_causal=True)),
+        ROWS,
+        "got 2 attentions in a segment, .* make each layer a segment",
+    ),
+    "4 does not divide": (lambda: nn.Linear(8, 8), (2, 62, 8), "rows of 62 tokens, .*: use tiles=2"),
+    "fewer tokens": (
+        lambda: nn.Linear(8, 8),
+        (2, 3, 8),
+        "rows of 3 tokens, expected a divisor, not 4: use tiles=3",
+    ),
+    "none": (lambda: nn.Linear(8, 8), (2, 8), r"\[\(2, 8\)\], expected rows \[batch, tokens, features\]"),
+}
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_what_tiles_cannot_do_is_refused_by_name(what: str) -> None:
+    """Whenever it is tried; and the State is as before."""
+    make, shape, message = MIXING[what]
+    named = [("body", make()), ("loss", TokenLoss())]
+    segments = [zfunc.segment(name, module) for name, module in named]
+    program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+    state = zfunc.init(program, seed=1)
+    before = bits(state)
+    for _ in range(2):
+        with pytest.raises((ValueError, zfunc.ExecutionError), match=f"segment 'body': .*{message}"):
+            zfunc.train_step(program, state, (torch.rand(shape), torch.rand(shape[:-1])))
+    assert all(map(torch.equal, bits(state), before))
+    zfunc.params(program, state)
+
+
+# --- what is tried, whatever it is called -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", fuzz_models.MIXING)
+def test_what_mixes_tokens_is_refused_whatever_it_begins_with(name: str, dtype: torch.dtype) -> None:
+    """Shut gates, mixes of 1 and weak ones are seen, and what only orders or counts."""
+    torch.manual_seed(0)
+    assert not in_tiles(fuzz_models.MIXING[name](16, 8), dtype)
+
+
+def test_what_reaches_farther_than_a_tile_is_refused() -> None:
+    """A row of 600 tokens in tiles of 150, of which a convolution sees one 290 before: behind all pieces."""
+    assert not in_tiles(fuzz_models.Neighbours(8, dilation=290), shape=(1, 600, 8))
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds, and passes the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
+
+
+def without_gradient(own: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = own.other(x)
+    return x + y
+
+
+def test_a_backward_that_a_trace_loses_is_refused() -> None:
+    assert not in_tiles(Body(lambda _, x: StraightThrough.apply(x) + x))
+    assert not in_tiles(Body(without_gradient, other=nn.Linear(8, 8)))
+    assert in_tiles(Body(lambda own, x: x + own.other(x).detach(), other=nn.Linear(8, 8)))
+
+
+def test_each_segment_s_own_constants_are_tried() -> None:
+    """Of two that are alike, the second one's buffer lets tokens through."""
+    hidden = lambda own, x: torch.where(own.open, x.sort(1).values, x)  # noqa: E731
+    made = [Body(hidden, open=nn.Buffer(torch.tensor(n > 0))) for n in range(2)]
+    named = [*((f"body{n}", x) for n, x in enumerate(made)), ("loss", TokenLoss())]
+    segments = [zfunc.segment(name, module) for name, module in named]
+    assert segments[0].like(segments[1])
+    program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+    with pytest.raises(zfunc.ExecutionError, match=f"segment 'body1': .*{OTHERWISE}"):
+        zfunc.train_step(program, zfunc.init(program), (torch.rand(ROWS), torch.rand(ROWS[:-1])))
+
+
+class SummedLoss(nn.Module):
+    """Says that its loss is a sum over tokens, which it is if nothing is `added`."""
+
+    def __init__(self, added: Any) -> None:
+        super().__init__()
+        self.out, self.added = nn.Linear(8, 1), added
+        self.summed_targets = lambda y: y
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.out(x + self.added(x))[..., 0] - y).square().sum()
+
+
+@pytest.mark.parametrize(("added", "fits"), [(torch.tanh, True), (lambda x: 1e-3 * x.sort(1).values, False)])
+def test_a_loss_that_is_no_sum_over_tokens_is_refused(added: Any, fits: bool) -> None:
+    segments = [zfunc.segment("body", nn.Linear(8, 8)), zfunc.segment("loss", SummedLoss(added))]
+    program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+    step = lambda: zfunc.train_step(program, zfunc.init(program), (torch.rand(ROWS), torch.rand(ROWS[:-1])))  # noqa: E731
+    if fits:
+        step()
+    else:
+        with pytest.raises(zfunc.ExecutionError, match=f"segment 'loss': .*{OTHERWISE}"):
+            step()
+
+
+def takes(how: Any) -> bool:
+    """Whether an operation takes a tensor, a dimension and what can be filled in."""
+    own = how._schema.arguments
+    required = {str(a.type) for a in own[1:] if not a.has_default_value() and a.name != "dim"}
+    dims = {str(a.type) for a in own if a.name == "dim"}
+    return str(own[0].type) == "Tensor" and bool(dims) and required <= {*FILLED}
+
+
+FILLED = {"int": 1, "bool": False, "number": 2.0}
+ALONG = {
+    f"{name}.{overload}": how
+    for name in sorted(dir(torch.ops.aten))
+    if not name.endswith(("_", "out", "backward"))
+    and hasattr(packet := getattr(torch.ops.aten, name), "overloads")
+    for overload in packet.overloads()
+    if "out" not in overload and "Dimname" not in overload and takes(how := getattr(packet, overload))
+}
+BY_DAY = ("cumsum.default", "logsumexp.default", "max.dim", "softmax.int", "sort.default", "topk.default")
+
+
+def along(how: Any, dim: int) -> Body:
+    """An operation along a dimension of rows, and what it gives added to them."""
+
+    def run(_: Any, x: Tensor) -> Tensor:
+        more = {a.name: FILLED[str(a.type)] for a in how._schema.arguments[1:] if takes_value(a)}
+        given = (
+            [dim]
+            if str(next(a.type for a in how._schema.arguments if a.name == "dim")) == "List[int]"
+            else dim
+        )
+        y = next(t for t in tree_leaves(how(x, **{**more, "dim": given})) if isinstance(t, Tensor))
+        y = torch.view_as_real(y) if y.is_complex() else y
+        if y.shape[:2] != x.shape[:2]:
+            return x + y.to(x.dtype).mean()
+        return x + y.to(x.dtype).reshape(*x.shape[:2], -1).mean(2, keepdim=True)
+
+    takes_value = lambda a: a.name != "dim" and not a.has_default_value()  # noqa: E731
+    return Body(run)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in BY_DAY else pytest.mark.slow) for x in ALONG]
+)
+def test_an_operation_along_tokens_is_that_of_the_row_or_refused(name: str) -> None:
+    """All of torch's that have a dimension. Along features each passes, but where features are made rows."""
+    for dim in (1, 2):
+        body = along(ALONG[name], dim)
+        try:
+            body(torch.randn(2, 16, 8, requires_grad=True)).sum().backward()
+        except (RuntimeError, NotImplementedError, IndexError, StopIteration) as error:
+            pytest.skip(f"it takes other things: {error}")
+        passed = in_tiles(body)
+        assert passed or dim == 1 or name == "renorm.default"  # of which each feature is a norm over tokens
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(3), *(pytest.param(range(n, n + 100), marks=pytest.mark.slow) for n in range(3, 1003, 100))],
+)
+def test_random_pieces_are_those_of_the_row_or_refused(seeds: range) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        pieces = fuzz_models.draw_rows(Random(seed))
+        made = [{**fuzz_models.KEEPING, **fuzz_models.MIXING}[name](16, 8) for name in pieces]
+        assert in_tiles(nn.Sequential(*made)) or not {*pieces} <= {*fuzz_models.APART}, (seed, pieces)

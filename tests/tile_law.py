@@ -1,0 +1,66 @@
+"""The law of rows in tiles: what a segment makes of a row in tiles is what it makes of the whole row."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import zfunc
+from zfunc.engine.rows.check import check_tokens
+from zfunc.engine.rows.keys import HostMemory, keys_in
+from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+
+
+def far(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """How far, relative to the norm, or to `least` where that is smaller."""
+    return float((got.double() - expected.double()).norm()) / max(
+        float(expected.double().norm()), least, 1e-30
+    )
+
+
+Results = dict[str, Tensor]
+
+
+def floats(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.detach().to(dtype) if t.is_floating_point() else t, tree)
+
+
+def passes_of(
+    segment: zfunc.Segment, values: Results, x: Any, tiles: int, host: HostMemory | None = None
+) -> Results:
+    """Outputs of a segment, and gradients of its weights and its input, by name."""
+    weights = SegmentWeights(
+        {short: values[full] for short, full in segment.by_short.items()}, segment.constants
+    )
+    how: Any = {"recompute": "all", "wrt_input": True, "name": segment.name, "evaluate": segment.evaluation}
+    how["check"] = check_tokens
+    passes = make_vjp(segment.function, tiles=tiles, **how)
+    with keys_in(host):
+        y, residuals = passes.forward(weights, (x,))
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(t.shape, generator=g).bfloat16().to(t.dtype) for t in floats(y)]
+    outputs = {f"y{n}": t for n, t in enumerate(floats(y))}
+    with keys_in(host):
+        grads, below = passes.backward(weights, (x,), residuals, given)
+    return {**outputs, **grads, **{f"dx{n}": t for n, t in enumerate(below)}}
+
+
+def in_tiles(
+    module: nn.Module, dtype: torch.dtype = torch.float32, shape: Any = (2, 16, 8), tiles: int = 4
+) -> bool:
+    """Whether it passes in tiles, and then its results and gradients are those of the row; else it is refused."""
+    own, g = zfunc.segment("piece", module), torch.Generator().manual_seed(1)
+    values, x = cast(own.initial(0), dtype), torch.randn(shape, generator=g).to(dtype)
+    try:
+        got = passes_of(own, values, x, 4)
+    except (ValueError, RuntimeError):  # a tile of what takes rows of one length has no forward
+        return False
+    whole = passes_of(own, values, x, 1)
+    off = {k: far(t, whole[k], 1e-3) for k, t in got.items()}
+    assert max(off.values()) < (1e-5 if dtype == torch.float32 else 2e-2), off
+    return True
