@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from zfunc.core.spec import StepSpec
 from zfunc.engine import compile as compiling
 from zfunc.engine.program import passes, program, specialize
+from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace import vjp
 from zfunc.engine.trace.segment import Segment
@@ -34,7 +35,7 @@ _traces: dict[Any, tuple[Any, Any]] = {}
 def share_traces() -> None:
     """From now on, in this process."""
     compiling.segment_calls = traced_costs.segment_calls = _shared_calls
-    passes.checked, passes.make_vjp = _shared_checked, _shared_vjp
+    passes.checked, passes.tiled_vjp = _shared_checked, _shared_vjp
     specialize._trace_one = _shared_trace
 
 
@@ -82,7 +83,7 @@ def _shared_checked(segment: Segment, last: bool) -> Callable[..., Any]:
 def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
     """Passes of one function are cut from one trace, however they recompute and whether they move."""
     if function not in _shared:
-        return vjp.make_vjp(function, **how)
+        return tiled_vjp(function, **how)
     how["joints"] = _joints.setdefault((function, how["wrt_input"], how["last"]), {})
     key = (
         function,
@@ -92,7 +93,7 @@ def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
         ),
     )
     if key not in _passes:
-        _passes[key] = vjp.make_vjp(function, **how)
+        _passes[key] = tiled_vjp(function, **how)
     return _passes[key]
 
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
-from zfunc.engine.rows.check import check_tokens
-from zfunc.engine.rows.keys import HostMemory, keys_in
-from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.engine.rows.tiled_vjp import tiled_vjp
+from zfunc.engine.trace.host_keys import HostMemory, keys_in
+from zfunc.engine.trace.vjp import SegmentWeights
 
 
 def far(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
@@ -38,8 +38,7 @@ def passes_of(
         {short: values[full] for short, full in segment.by_short.items()}, segment.constants
     )
     how: Any = {"recompute": "all", "wrt_input": True, "name": segment.name, "evaluate": segment.evaluation}
-    how["check"] = check_tokens
-    passes = make_vjp(segment.function, tiles=tiles, **how)
+    passes = tiled_vjp(segment.function, tiles=tiles, **how)
     with keys_in(host):
         y, residuals = passes.forward(weights, (x,))
     g = torch.Generator().manual_seed(0)

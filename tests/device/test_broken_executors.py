@@ -21,6 +21,7 @@ from zfunc.schedules import make_schedule
 
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.rows import keys as tile_keys
+from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.runtime import accelerator
 from zfunc.runtime import executor as module
 from zfunc.runtime.executor import Executor
@@ -155,8 +156,8 @@ def sums_of_keys(module: Any, place: str, rounds: int = 30) -> list[torch.Tensor
     """Sums by parts that are visited in several orders; what was in a slot is overwritten soon."""
     g, parts = torch.Generator().manual_seed(0), [(8 * i, 8 * i + 8) for i in range(5)]
     made = [[torch.rand(1, 2, 8, 4, generator=g).to("pretend") for _ in range(2)] for _ in parts]
-    host = module.HostMemory(alloc_host(1 << 16, torch.uint8, pinned_for=made[0][0].device))
-    with module.keys_in(host if place == "host" else None):
+    host = HostMemory(alloc_host(1 << 16, torch.uint8, pinned_for=made[0][0].device))
+    with keys_in(host if place == "host" else None):
         keys = module.keys_like(made[0], len(parts))
     if place == "host":  # whose copies of keys begin late
         with accelerator.work_on(accelerator.copy_stream(made[0][0].device, "down")):

@@ -38,11 +38,12 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program.fit_to_memory import measured_rates
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.rows import row_attention
-from zfunc.engine.rows.keys import HostMemory, keys_in
+from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages import move_stages
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.trace import vjp
+from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
@@ -414,7 +415,7 @@ def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any,
     weights = vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
     for tokens in (512, 1024, 4096):
         how = {"recompute": "all", "wrt_input": True, "evaluate": block.evaluation}
-        passes = vjp.make_vjp(block.function, tiles=tokens // tile, **how)
+        passes = tiled_vjp(block.function, tiles=tokens // tile, **how)
         x = torch.rand(1, tokens, hidden, device=device).bfloat16()
         passes.backward(weights, (x,), None, [passes.forward(weights, (x,))[0]])  # traced and compared
         given, peaks = torch.rand_like(x), list[int]()

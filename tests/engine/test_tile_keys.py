@@ -7,7 +7,8 @@ import torch
 from hf_models import layers, rows
 from tile_law import cast, passes_of
 
-from zfunc.engine.rows.keys import DeviceKeys, HostKeys, HostMemory
+from zfunc.engine.rows.keys import DeviceKeys, HostKeys
+from zfunc.engine.trace.host_keys import HostMemory
 
 
 @pytest.mark.parametrize(

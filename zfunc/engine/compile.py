@@ -30,9 +30,9 @@ from zfunc.engine.program.program import Program, ProgramCache, make_plan
 from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
 from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.state.state import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.batches import Batch, unpacked
 from zfunc.engine.trace.segment import Segment, checked_segments
+from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.vjp import check_device_graphs
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO

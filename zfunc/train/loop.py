@@ -19,9 +19,9 @@ from attrs import define, evolve, field
 from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save
-from zfunc.engine.program.passes import loss_and_aux
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.metrics import Metrics
+from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.state.state import State
 from zfunc.engine.step.evaluate import outputs
 from zfunc.engine.step.init import init

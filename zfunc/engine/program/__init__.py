@@ -1,7 +1,7 @@
 """The Program: segments and settings, their traces, the verified plan, the sizes of its buffers.
 
     step_spec               settings -> `StepSpec`; checks of a recipe
-    passes                  the passes of all segments; what the last one returns: loss and auxiliary outputs
+    passes                  the passes of all segments, and what equal segments share
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
     fit_to_memory           the offload ratio and the places that fit, where settings are "auto"

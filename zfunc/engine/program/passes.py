@@ -1,26 +1,19 @@
-"""The passes of the segments, and what the last one returns: its loss, alone or with auxiliary outputs.
+"""The passes of all segments: forward and backward of each, with checked outputs, and what they share."""
 
-Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy": hits.float().mean()})`. They are
-reported, as means over micro-batches and ranks, and have no gradient.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
-from attrs import fields
 from torch import Tensor, nn
 
 from zfunc.core.pipeline import B, F, R, W
 from zfunc.core.spec import Parts, StepSpec
-from zfunc.engine.rows.check import check_tokens
-from zfunc.engine.stages.metrics import Metrics
+from zfunc.engine.rows.tiled_vjp import evaluated_in_tiles, tiled_vjp
+from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace.segment import Segment
-from zfunc.engine.trace.vjp import Detached, Joints, SegmentVJP, evaluated_in_tiles, make_vjp
-
-RESERVED = frozenset(f.name for f in fields(Metrics))
+from zfunc.engine.trace.vjp import Detached, Joints, SegmentVJP
 
 
 def segment_calls(
@@ -45,7 +38,7 @@ def segment_calls(
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
             make = partial(
-                make_vjp,
+                tiled_vjp,
                 function,
                 recompute=modes[s],
                 wrt_input=options[1],
@@ -58,11 +51,10 @@ def segment_calls(
                 ahead=options[4],
                 summed=_own(segment.module, "summed_targets"),
                 evaluate=segment.evaluation,
-                check=check_tokens,
             )
             eager = make()
             tiles = 1 if s == last else settings.tiles
-            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name, check_tokens)
+            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name)
             pair = make(compiled=True) if compiled else eager, eager, evaluate
             pairs.append((segment, options, pair))
         names = segment.by_short
@@ -103,43 +95,6 @@ def checked(segment: Segment, last: bool) -> Callable[..., Any]:
     return function
 
 
-def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The loss and the auxiliary outputs that the last segment returned. Raises ValueError for anything else."""
-    loss, aux = y, {}
-    if isinstance(y, tuple):
-        parts = cast("tuple[Any, ...]", y)
-        if len(parts) != 2 or not isinstance(parts[1], Mapping):
-            raise ValueError(
-                f"segment {segment!r}: got ({', '.join(map(_kind, parts))}) from the last segment, expected a "
-                "scalar, the mean loss, or that and auxiliary outputs: return (loss, {'accuracy': ...})"
-            )
-        loss, aux = cast("tuple[Any, Mapping[Any, Any]]", parts)
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        raise ValueError(
-            f"segment {segment!r}: got {_kind(loss)} from the last segment, expected a scalar: the mean loss of "
-            "its micro-batch, as from F.cross_entropy(logits, targets)"
-        )
-    for name, value in aux.items():
-        _check_aux(segment, name, value)
-    return loss, {name: aux[name] for name in sorted(aux)}
-
-
-def _check_aux(segment: str, name: str, value: Any) -> None:
-    """Raise ValueError unless this is a scalar with a name of its own."""
-    what = f"segment {segment!r}: auxiliary output {name!r}"
-    if name in RESERVED:
-        raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
-    scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
-    if not scalar and not isinstance(value, bool | int | float):
-        raise ValueError(
-            f"{what}: got {_kind(value)}, expected a scalar: return a mean, such as {name}.mean()"
-        )
-
-
-def _kind(x: Any) -> str:
-    return f"shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-
-
 def _with_detached_aux(segment: str, y: Any) -> Any:
     """The loss, and the auxiliary outputs as one vector in the order of their names."""
     loss, aux = loss_and_aux(segment, y)
@@ -152,17 +107,3 @@ def _with_detached_aux(segment: str, y: Any) -> Any:
         for x in aux.values()
     ]
     return loss.float(), Detached(tuple(aux), torch.stack(values))
-
-
-def aux_names(y: Any) -> tuple[str, ...]:
-    """The names of the auxiliary outputs in what the last segment's `checked` function returned."""
-    return () if isinstance(y, Tensor) else y[1].names
-
-
-def check_aux_names(segment: str, names: tuple[str, ...], before: tuple[str, ...]) -> None:
-    """Raise ValueError unless the last segment's auxiliary outputs have the names that they had before."""
-    if names != before:
-        raise ValueError(
-            f"segment {segment!r}: got the auxiliary outputs {names} after {before}, expected the same names "
-            "in every call: return all of them always"
-        )

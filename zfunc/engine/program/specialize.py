@@ -15,8 +15,8 @@ from zfunc.core.pipeline import R, W
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program.passes import aux_names, check_aux_names
 from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn_once
+from zfunc.engine.stages.outputs import aux_names, check_aux_names
 from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
 from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers

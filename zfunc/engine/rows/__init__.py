@@ -7,6 +7,7 @@
     cut                     the forward of a segment, cut at attention; what cannot pass in tiles
     tiles                   the passes of a segment whose rows of tokens pass in tiles
     check                   what is not known to keep tokens apart is tried before it trains
+    tiled_vjp               forward and backward of a segment in tiles; its evaluation
     halves                  a block as two segments, cut at the sum after attention
 
 Before and after attention no token of a segment in tiles depends on another; what is not known to be so is refused.

@@ -6,8 +6,6 @@ same, and so are the bits.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Literal
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
-from zfunc.engine.trace.tensor_memory import COUNTED
+from zfunc.engine.trace.host_keys import ON_HOST, HostMemory
 from zfunc.runtime.accelerator import behind, copy_stream, rejoin
 
 Part = tuple[int, int]  # keys: the first, and the one after the last
@@ -47,39 +45,6 @@ class DeviceKeys:
     def sums_of(self, part: Part) -> list[Tensor]:
         """The sums of a part."""
         return [x[:, :, slice(*part)] for x in self.sums]
-
-
-@define(eq=False)
-class HostMemory:
-    """Host memory for the keys, values and sums of one row at a time, pinned for an accelerator; and what of it a
-    pass took and copied, by which a trace, which has none, knows the cost."""
-
-    flat: Tensor | None = None  # uint8
-    nbytes: int = 0
-    copied_bytes: int = 0
-
-    def rows(self, start: int, count: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """So many rows of elements, from the byte `start` on."""
-        stop = start + count * numel * dtype.itemsize
-        self.nbytes = max(self.nbytes, stop)
-        return None if self.flat is None else self.flat[start:stop].view(dtype).view(count, numel)
-
-    def count(self, *copied: Tensor) -> None:
-        """Count their bytes as copied."""
-        self.copied_bytes += COUNTED.get() * sum(x.nbytes for x in copied)
-
-
-ON_HOST: ContextVar[HostMemory | None] = ContextVar("where keys and values of a row lie", default=None)
-
-
-@contextmanager
-def keys_in(host: HostMemory | None) -> Iterator[None]:
-    """Rows in tiles have their keys there; without it on the device."""
-    before = ON_HOST.set(host)
-    try:
-        yield
-    finally:
-        ON_HOST.reset(before)
 
 
 def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":

@@ -23,6 +23,7 @@ from zfunc.engine.rows.tile_attention import (
     pull_tile,
     tile_numbers,
 )
+from zfunc.engine.trace.cost_trace import MADE_OF
 from zfunc.runtime.accelerator import runs_on_cpu
 
 TILE = 512  # queries at most whose scores are in memory, for as many keys
@@ -159,7 +160,6 @@ def _documents(first: Tensor | None, tokens: int) -> Iterator[tuple[slice, int, 
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor? first, int? window, float scale"
 _LIBRARY = torch.library.Library("zfunc", "DEF")
-MADE_OF: dict[Any, Callable[..., Any]] = {}  # what a trace of costs runs
 for _schema, _function, _empty in (
     (f"attend_row({_GIVEN}) -> (Tensor, Tensor)", _attend, _results),
     (

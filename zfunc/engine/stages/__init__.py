@@ -1,6 +1,7 @@
 """What each operation of a plan does: a stage function for each verb.
 
     metrics                 `Metrics`: what a step reports
+    outputs                 what the last segment returns: its loss, and auxiliary outputs
     stage_context           the arguments of a stage function
     messages                what a pipeline stage sends to another, as bytes
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow

@@ -5,12 +5,16 @@ On an accelerator no copy between the device and pinned memory waits.
 """
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
@@ -21,8 +25,8 @@ from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs
 from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk
-from zfunc.engine.step.swap_state import commit_on_all
 from zfunc.runtime.accelerator import on_accelerator
+from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
@@ -201,6 +205,17 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
     if metadata is not None:
         commit_on_all(step.ranks, swap, metadata)
     mem[op.write("committed")] = metadata
+
+
+def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
+    """Commit on every rank. A rank whose commit another does not have must not overwrite the one that all have."""
+    before = swap.number
+    try:
+        all_or_none(ranks, partial(swap.commit, metadata))
+    except BaseException:
+        if swap.number != before:
+            swap.lose(f"commit {swap.number} is not on all ranks")
+        raise
 
 
 THINGS: dict[str, Stage] = {

@@ -20,10 +20,9 @@ from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import EMA
 from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
-from zfunc.engine.program.passes import aux_names, check_aux_names, loss_and_aux
-from zfunc.engine.rows.keys import HostMemory, keys_in
 from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
+from zfunc.engine.stages.outputs import aux_names, check_aux_names, loss_and_aux
 from zfunc.engine.stages.stage_context import (
     CompiledSegment,
     Memory,
@@ -34,6 +33,7 @@ from zfunc.engine.stages.stage_context import (
 )
 from zfunc.engine.stages.update_stages import UPDATE_STAGES, state_of
 from zfunc.engine.state.memory import ActivationSlot, Squares
+from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.trace.vjp import SegmentWeights
 from zfunc.optim.updates import accumulate_, square_sum

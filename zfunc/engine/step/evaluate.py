@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_map_only
 from zfunc.core.dtypes import Precision, one_precision
 from zfunc.core.graph import Region
 from zfunc.core.pipeline import F
-from zfunc.engine.program.passes import loss_and_aux
 from zfunc.engine.program.program import Program, check_owner, module_buffers, on_compute_stream
+from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.state.state import State, refuse_global_modes
+from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import (
     bucket_weights,
     gathered,
@@ -25,6 +25,7 @@ from zfunc.engine.step.flush import make_deferred_update
 from zfunc.engine.step.release import check_state
 from zfunc.engine.trace.batches import Batch, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
+from zfunc.engine.trace.thread_modes import refuse_global_modes
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 

@@ -17,9 +17,10 @@ from zfunc.core.recipes import flush_recipe
 from zfunc.engine.program.program import Program, ShapedProgram, lock_staging, staging_buffers, warn_once
 from zfunc.engine.program.specialize import specialize_without_batch
 from zfunc.engine.stages.stage_context import StepContext
-from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.state.state import State
 from zfunc.engine.step.release import check_state
 from zfunc.engine.step.swap_state import commit_again
+from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import NonFiniteError
 from zfunc.runtime.executor import RunOptions, StepRun
 from zfunc.runtime.rng import fold_seed, seeded

@@ -24,13 +24,14 @@ from zfunc.engine.program.program import (
     on_compute_stream,
     staging_buffers,
 )
-from zfunc.engine.state.state import Buffers, State, allocate, refuse_inference_mode
+from zfunc.engine.state.state import Buffers, State, allocate
 from zfunc.engine.state.weights import average_frozen, begin_again, begin_averages, put_weights
 from zfunc.engine.step.flush import make_deferred_update, way_on
 from zfunc.engine.step.release import check_state
 from zfunc.engine.step.swap_state import commit_again, commit_state, create_swap, masters_in
 from zfunc.engine.trace.module_buffers import copy_buffers
 from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.thread_modes import refuse_inference_mode
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.host_memory import give_back_freed

@@ -35,7 +35,7 @@ from zfunc.engine.program.program import (
 )
 from zfunc.engine.program.specialize import specialize_without_batch
 from zfunc.engine.state.restore import fill_buffers, fill_state, kept_frozen
-from zfunc.engine.state.state import Buffers, State, refuse_inference_mode
+from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import kept_of_frozen, send_weights
 from zfunc.engine.step.flush import make_deferred_update, step_on
 from zfunc.engine.step.init import allocate_state
@@ -50,6 +50,7 @@ from zfunc.engine.step.swap_state import (
     swap_folders,
 )
 from zfunc.engine.trace.module_buffers import copy_buffers
+from zfunc.engine.trace.thread_modes import refuse_inference_mode
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.collectives import RankGroup

@@ -20,6 +20,7 @@ from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import MASTER
 from zfunc.core.spec import FROZEN, StepSpec
 from zfunc.engine.program.program import Program
+from zfunc.engine.stages.move_stages import commit_on_all
 from zfunc.engine.state.state import Buffers, State
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
@@ -84,17 +85,6 @@ def commit_again(program: Program, state: State, *, changed: Collection[int] = (
     if (swap := state.buffers.swap) is not None:
         last = swap.record()
         commit_state(program, state, last and last["extra"], changed=changed)
-
-
-def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
-    """Commit on every rank. A rank whose commit another does not have must not overwrite the one that all have."""
-    before = swap.number
-    try:
-        all_or_none(ranks, partial(swap.commit, metadata))
-    except BaseException:
-        if swap.number != before:
-            swap.lose(f"commit {swap.number} is not on all ranks")
-        raise
 
 
 def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Collection[int]) -> None:

@@ -29,12 +29,13 @@ from zfunc.engine.program.program import (
 )
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.metrics import Metrics
-from zfunc.engine.state.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.state.state import State
 from zfunc.engine.step.flush import run_on_state
 from zfunc.engine.step.release import check_state
 from zfunc.engine.step.save_load import begin_save
 from zfunc.engine.step.swap_state import commit_metadata, swap_folders
 from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unmarked, unpacked
+from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import NonFiniteError, RankError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at

@@ -3,7 +3,9 @@
     tensor_memory           which part of a storage a tensor lies in
     graph_cuts              what backward recomputes: a joint graph, cut in two; pieces of any graph
     vjp                     forward and backward of a segment, traced or by torch.func.vjp
+    host_keys               host memory for keys and values of rows, which a trace only counts
     cost_trace              FLOPs and bytes of a segment, traced without data
+    thread_modes            modes of the calling thread that training refuses
     purity                  refuses segments with hidden state, and values that change
     module_buffers          the buffers that forward changes, such as running statistics
     segment                 nn.Module -> pure function; the segments of a model, checked together

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
 from zfunc.core.traffic import Traffic
-from zfunc.engine.rows.keys import HostMemory, keys_in
-from zfunc.engine.rows.row_attention import MADE_OF
+from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided
 from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
@@ -263,6 +262,7 @@ def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
 
 
 RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+MADE_OF: dict[Any, Callable[..., Any]] = {}  # what is counted instead of operations of zfunc
 OWN_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_flops,
     torch.ops.aten.mv: _vector_flops,

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
-from zfunc.engine.state.state import refuse_inference_mode
 from zfunc.engine.trace.cost_trace import nbytes
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import MOST, Facts, first_change, held, version_of
 from zfunc.engine.trace.tensor_memory import byte_range, storage_of
+from zfunc.engine.trace.thread_modes import refuse_inference_mode
 from zfunc.errors import did_you_mean
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type

@@ -23,7 +23,6 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
-from zfunc.engine.rows.tiles import Tiled, TiledLoss
 from zfunc.engine.trace.graph_cuts import (
     Cut,
     JointGraph,
@@ -123,12 +122,8 @@ def make_vjp(
     moving: bool = False,
     name: str = "",
     joints: "Joints | None" = None,
-    tiles: int = 1,
-    evaluate: Callable[..., Any] | None = None,
-    summed: Callable[..., Any] | None = None,
     split: bool = False,
     ahead: bool = False,
-    check: Any = None,
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
@@ -140,21 +135,9 @@ def make_vjp(
     is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`. Passes of one
     function that share `joints` are cut from the same graphs.
 
-    With more than one of `tiles` a row of tokens passes in so many, and backward recomputes all (tiles.py); without
-    dropout the function is `evaluate`. Of a `last` one this needs `summed`, which makes its targets such that its
-    loss is a sum over tokens. `check` is called with the first row of each shape (check.py). With `split`
-    backward has a half for the input, and one for the weights; with `ahead` it is given what `recompute` has made.
+    With `split` backward has a half for the input, and one for the weights; with `ahead` it is given what
+    `recompute` has made.
     """
-    if tiles > 1 and last and summed:
-        of_tile = partial(make_vjp, compiled=compiled, name=name)
-        loss = TiledLoss(function, evaluate or function, tiles, of_tile, wrt_input, summed, name, check)
-        return SegmentVJP(loss.forward, loss.backward, False, loss.prepare)
-    if tiles > 1 and not last:
-        half = partial(make_vjp, compiled=compiled, name=name)
-        whole = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
-        tiled = Tiled(function, evaluate or function, tiles, half, wrt_input, whole, name, check=check)
-        passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
-        return _moving(passes) if moving else passes
     pull = pull_of(function, wrt_input, last)
     traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split, ahead)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
@@ -167,27 +150,7 @@ def make_vjp(
     if recompute == "min-cut":
         instead, cut = "none" if keeps else "all", sized_min_cut if moving and not last else min_cut
         graphs = traced(graphs.passes, f"{runs} recompute={instead!r}", cut)
-    passes = graphs.passes if tiles == 1 else _with_own_gradients(graphs.passes)
-    return _moving(passes) if moving else passes
-
-
-def evaluated_in_tiles(
-    function: Callable[..., Any], tiles: int, name: str, check: Any = None
-) -> Callable[..., Any]:
-    """`function` of rows in so many tiles, without gradients; as it is of anything else, such as rows that they do
-    not divide, or one token behind those in a cache."""
-
-    def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
-        return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)
-
-    tiled = Tiled(function, function, tiles, eager, False, None, name, check=check)
-
-    def evaluate(values: Values, x: Any, *more: Any) -> Any:
-        rows = differentiated(x)
-        whole = more or not rows or rows[0].dim() < 3 or rows[0].shape[1] % tiles
-        return function(values, x, *more) if whole else tiled.forward(SegmentWeights({}, values), (x,))[0]
-
-    return evaluate if tiles > 1 else function
+    return moving_passes(graphs.passes) if moving else graphs.passes
 
 
 # --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
@@ -406,7 +369,7 @@ class _LeafView:
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
 
 
-def _moving(passes: SegmentVJP) -> SegmentVJP:
+def moving_passes(passes: SegmentVJP) -> SegmentVJP:
     """The passes with results copied out of memory that is filled anew: that of weights, inputs or residuals."""
 
     def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -440,7 +403,7 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
     )
 
 
-def _with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
+def with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
     """The passes with gradients of the input in memory that nothing else has: the tiles below write into it."""
 
     def backward(

@@ -1,0 +1,44 @@
+"""Host memory for keys and values of rows in tiles, which a pass finds there and a trace only counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from zfunc.engine.trace.tensor_memory import COUNTED
+
+
+@define(eq=False)
+class HostMemory:
+    """Host memory for the keys, values and sums of one row at a time, pinned for an accelerator; and what of it a
+    pass took and copied, by which a trace, which has none, knows the cost."""
+
+    flat: Tensor | None = None  # uint8
+    nbytes: int = 0
+    copied_bytes: int = 0
+
+    def rows(self, start: int, count: int, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """So many rows of elements, from the byte `start` on."""
+        stop = start + count * numel * dtype.itemsize
+        self.nbytes = max(self.nbytes, stop)
+        return None if self.flat is None else self.flat[start:stop].view(dtype).view(count, numel)
+
+    def count(self, *copied: Tensor) -> None:
+        """Count their bytes as copied."""
+        self.copied_bytes += COUNTED.get() * sum(x.nbytes for x in copied)
+
+
+ON_HOST: ContextVar[HostMemory | None] = ContextVar("where keys and values of a row lie", default=None)
+
+
+@contextmanager
+def keys_in(host: HostMemory | None) -> Iterator[None]:
+    """Rows in tiles have their keys there; without it on the device."""
+    before = ON_HOST.set(host)
+    try:
+        yield
+    finally:
+        ON_HOST.reset(before)

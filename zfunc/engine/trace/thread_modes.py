@@ -1,0 +1,28 @@
+"""Modes of the calling thread that training refuses: other threads do not have them, or a trace would keep them."""
+
+import torch
+
+
+def refuse_inference_mode(action: str) -> None:
+    """Raise RuntimeError in inference mode: tensors allocated there cannot be written outside of it."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{action}: got inference mode, expected it off: training writes into what is made here. Call it "
+            "outside of torch.inference_mode()"
+        )
+
+
+def refuse_global_modes(action: str, device: torch.device) -> None:
+    """Raise RuntimeError under autocast or anomaly detection: a mode of this thread, which other lanes do not have
+    and which a trace would keep."""
+    for kind in dict.fromkeys(("cpu", device.type)):
+        if torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                f"{action}: got autocast for {kind!r}, expected it off: pass precision= to zfunc.compile, which "
+                "holds for every operation of the step"
+            )
+    if torch.is_anomaly_enabled():
+        raise RuntimeError(
+            f"{action}: got anomaly detection, expected it off: pass debug=True to train_step, which names the "
+            "operation of an error"
+        )
