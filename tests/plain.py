@@ -278,7 +278,7 @@ def _joined(kept: Values) -> dict[str, Any]:
 
 def _sent(program: Program, values: Values) -> Values:
     """The weights as the device gets them: the high half of a split master rounds a tie away from zero."""
-    buckets = [x for x in program.layout.buckets if program.spec.sends_high_half(x.index)]
+    buckets = [x for x in program.layout.buckets if program.spec.places[x.index].sends_high_half]
     split = {span.name for bucket in buckets for span in bucket.spans}
     return {
         name: initial_state(value.flatten(), {})[HIGH_HALF].view(value.shape) if name in split else value

@@ -64,12 +64,12 @@ def test_a_state_is_read_before_its_update_and_written_after_it(places: tuple[An
             ins = ops[at[f"page_in[0,{b}]"]]
             assert ins.nbytes == job.extents[b].moved_bytes
             assert outs.nbytes == (job.extents[b].nbytes if job.commit else ins.nbytes)
-        assert (f"spill[{b}]" in at) == (f"unspill[{b}]" in at) == (job.grads_at(b) == "disk")
+        assert (f"spill[{b}]" in at) == (f"unspill[{b}]" in at) == (job.places[b].gradient == "disk")
     assert ("commit" in at) == job.commit
     if job.commit:
         assert all(at["commit"] > i for name, i in at.items() if name.startswith("page_out"))
     read = {op.index[1] for op in ops if op.verb == "page_in_weights"}
-    assert read == {b for b in everything(job) if job.params_at(b) == "disk"}
+    assert read == {b for b in everything(job) if job.places[b].params == "disk"}
 
 
 def test_reading_parameters_moves_what_a_bucket_has_whatever_its_page_has_room_for() -> None:

@@ -161,8 +161,8 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
     for b in spec.layout.buckets:
         due = 1 if spec.settings.stage == 1 else spec.settings.micro_batches * len(b.deliveries)
-        assert due == spec.num_deliveries(b.index)
-        if spec.sums_on_device and not spec.keeps_gradient(b.index):
+        assert due == spec.places[b.index].deliveries
+        if spec.places[b.index].summed:
             assert (held[b.index], sent[b.index]) == (due, len(b.deliveries))
         else:
             assert held[b.index] + sent[b.index] == due
@@ -175,15 +175,19 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     everywhere = [b.index for b in spec.layout.buckets]
     assert done(*UPDATES) == everywhere
     assert done("to_device") == [
-        b for b in spec.offloaded if b not in spec.staged and spec.params_at(b) == "device"
+        b for b in spec.offloaded if not spec.places[b].staged and spec.places[b].params == "device"
     ]
-    assert done("update_on_device") == [b for b in everywhere if spec.updated_on_device(b)]
-    assert done("state_to_device") == done("state_to_host") == [b for b in spec.offloaded if b in spec.staged]
-    assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.whole_matrices(b)]
-    measured = sorted((i, b) for b in everywhere for i in spec.rounds(b))
+    assert done("update_on_device") == [b for b in everywhere if spec.places[b].update == "device"]
+    assert (
+        done("state_to_device")
+        == done("state_to_host")
+        == [b for b in spec.offloaded if spec.places[b].staged]
+    )
+    assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.places[b].matrices]
+    measured = sorted((i, b) for b in everywhere for i in spec.places[b].rounds)
     assert sorted(op.index for op in ops if op.verb in MEASURE) == measured
     assert sorted(op.index for op in ops if op.verb == "join_measures") == measured
-    assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.streamed(b)]
+    assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.places[b].streamed]
 
 
 @of_any_job_of_stage_2
@@ -204,10 +208,9 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
         elif op.touches("grad_slot"):
             slot = op.read("grad_slot")
             assert holds[slot][1] == op.index[len(op.index) > 1]
-            leaves = _leaves(spec, recipe, holds[slot][1])
-            if op.verb == (
-                leaves if spec.keeps_gradient(holds[slot][1]) or spec.sums_on_device else "to_host"
-            ):
+            place = spec.places[holds[slot][1]]
+            held = place.gradient == "device" or place.summed
+            if op.verb == (_leaves(spec, recipe, place.index) if held else "to_host"):
                 m, b = holds.pop(slot)
                 d = op.index[2] if len(op.index) > 1 else 0
                 assert op.index in ((m, b, d), (b,))
@@ -219,9 +222,9 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
 
 def _leaves(spec: StepSpec, recipe: Recipe, b: int) -> str:
     """The verb with which the gradient of a bucket that is updated on the device leaves its slot."""
-    if recipe is not PLAIN or spec.barrier or spec.added(b):
+    if recipe is not PLAIN or spec.barrier or spec.places[b].added:
         return "hold"
-    return "momentum_on_device" if spec.whole_matrices(b) else "update_on_device"
+    return "momentum_on_device" if spec.places[b].matrices else "update_on_device"
 
 
 @of_any_job_of_stage_1
@@ -280,7 +283,7 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: 
     for op in recipe(spec):
         if op.verb not in ("accumulate", "hold", "join_sums", "to_host"):
             continue
-        if not spec.added(op.index[op.verb != "join_sums"]):
+        if not spec.places[op.index[op.verb != "join_sums"]].added:
             assert not any(r.role == "grad_shard" for r in op.reads), (
                 f"{op.name} adds to the gradient of before"
             )
@@ -305,9 +308,10 @@ def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Re
     regions = Graph(tuple(recipe(spec))).regions
     shard = spec.slot_numel // spec.world
     width = sum(
-        {DTYPES[spec.dtype(b)].nbytes for b in range(len(spec.layout.buckets))}
+        {DTYPES[spec.places[b].dtype].nbytes for b in range(len(spec.layout.buckets))}
     )  # slots of each dtype
-    landed = 4 if spec.sums_on_device else width
+    leaving = [x for x in spec.places if x.trainable and x.gradient != "device"]
+    landed = sum({DTYPES[x.delivered_dtype].nbytes for x in leaving})
     for buffer, most in (
         (
             "grad_slot",
@@ -351,14 +355,14 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     if late:
         updates = [op.index for op in recipe(spec) if op.verb in UPDATES and op.index[0] in spec.offloaded]
         sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
-        on_host = [index for index in updates if index[0] not in spec.staged]
-        assert sent == [index for index in on_host if spec.params_at(*index) == "device"]
+        on_host = [index for index in updates if not spec.places[index[0]].staged]
+        assert sent == [index for index in on_host if spec.places[index[0]].params == "device"]
         assert verbs.index("load") == 0
         updated = set(spec.resident)
         for op in recipe(spec):
             updated |= {op.index[0]} if op.verb in UPDATES else set()
             assert op.verb != "forward" or updated.issuperset(spec.layout.buckets_of(op.index[1]))
-        if not any(map(spec.updated_in_parts, spec.offloaded)):
+        if not any(spec.places[b].in_parts for b in spec.offloaded):
             assert updates == sorted(updates)
         if not spec.matrix_buckets:
             assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
@@ -372,7 +376,7 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
     # Or the law would say nothing: that they read the decision is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "decision")) for op in graph)
     found = {op.name for op in ops_unguarded_by_decision(blind)}
-    on_copies = {f"{verb}[{b}]" for verb in (*UPDATES, *BEGUN) for b in spec.staged}
+    on_copies = {f"{verb}[{b}]" for verb in (*UPDATES, *BEGUN) for b, x in enumerate(spec.places) if x.staged}
     leaving = {op.name for op in blind if op.verb in (*UPDATES, *BEGUN, "state_to_host", "publish")}
     assert leaving - on_copies <= found
 
@@ -398,14 +402,14 @@ def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec
 @given(any_job)
 def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: StepSpec) -> None:
     ops = {op.name: op for op in PLAIN(spec)}
-    for b in (b for b in spec.offloaded if b not in spec.staged):
+    for b in (b for b in spec.offloaded if not spec.places[b].staged):
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
         arrivals += (op for op in ops.values() if op.verb == "join_sums" and op.index[0] == b)
         update = ops[f"update[{b}]"]
         begun = ops.get(f"momentum[{b}]", update)
         for op in (begun, update):
             assert op.read("decision") == ops["decide"].write("decision")
-        if spec.params_at(b) != "device":
+        if spec.places[b].params != "device":
             home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
             assert home < set(update.reads) & set(update.writes)
             continue
@@ -414,22 +418,24 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         assert set(update.writes) & set(back.reads)
         assert update.read("decision") == back.read("decision")
         assert back.write("params").index == (b,)
-    for b in (b.index for b in spec.layout.buckets if spec.updated_on_device(b.index)):
+    for b in (b.index for b in spec.layout.buckets if spec.places[b.index].update == "device"):
         update = ops[f"update_on_device[{b}]"]
         assert update.read("decision") == ops["decide"].write("decision")
-        assert spec.params_at(b) != "device" or update.write("params").index == (b,)
-        if b in spec.staged:  # it changes a copy of the state, which goes back
+        assert spec.places[b].params != "device" or update.write("params").index == (b,)
+        if spec.places[b].staged:  # it changes a copy of the state, which goes back
             there, back = ops[f"state_to_device[{b}]"], ops[f"state_to_host[{b}]"]
             assert there.write("update_slot") == update.write("update_slot") == back.read("update_slot")
             waiting = {r for r in there.reads if r.role == "grad_shard"}
-            assert bool(waiting) != spec.keeps_gradient(b)
+            assert bool(waiting) != (spec.places[b].gradient == "device")
             assert {*back.writes} == {*there.reads} - waiting == {*there.reads} & {*back.reads}
             assert back.read("decision") == update.read("decision")
             home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
             assert home <= {*back.writes}
-    if spec.world > 1:
+    if spec.several_ranks:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
-    losses = [r.index for r in ops["mean_loss" if spec.world > 1 else "decide"].reads if r.buffer == "loss"]
+    losses = [
+        r.index for r in ops["mean_loss" if spec.several_ranks else "decide"].reads if r.buffer == "loss"
+    ]
     assert losses == [(m,) for m in range(spec.settings.micro_batches)]
     assert ops["decide"].touches("norm") == spec.barrier
 
@@ -477,7 +483,7 @@ def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, spec: 
     for op in recipe(spec):
         if op.verb in ("forward", "backward"):
             read = {r.index[0] for r in op.reads if r.buffer == "params"}
-            whole = {b for b in spec.layout.buckets_of(op.index[1]) if not spec.streamed(b)}
+            whole = {b for b in spec.layout.buckets_of(op.index[1]) if not spec.places[b].streamed}
             assert read == whole, op.name
 
 
@@ -488,13 +494,15 @@ def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spe
     for op in recipe(spec):
         if op.verb in ("fetch", "gather"):
             (slot,), b = op.writes, op.index[1]
-            assert spec.params_at(b) != "device" if op.verb == "fetch" else spec.sharded(b)
-            assert slot.dtype == spec.dtype(b)
-            assert spec.layout.all_buckets[b].numel * spec.element_bytes(b) <= slot.nbytes
+            assert spec.places[b].params != "device" if op.verb == "fetch" else spec.places[b].sharded
+            assert slot.dtype == spec.places[b].dtype
+            assert spec.layout.all_buckets[b].numel * spec.places[b].element_bytes <= slot.nbytes
             has[slot] = b
         if op.verb in ("forward", "backward"):
             slots = [has[r] for r in op.reads if r.buffer == "weight_slot"]
-            assert slots == [b for b in spec.layout.weights_of(op.index[1]) if spec.streamed(b)], op.name
+            assert slots == [b for b in spec.layout.weights_of(op.index[1]) if spec.places[b].streamed], (
+                op.name
+            )
 
 
 @given(any_job)
@@ -509,7 +517,7 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
         for device in range(spec.settings.stages)
         for s in spec.segments_on(device, "F", "B")
         for b in spec.layout.weights_of(s)
-        if spec.params_at(b) != "device"
+        if spec.places[b].params != "device"
     }
     assert fetches(spec.num_segments) == sorted(b for b, _ in of_host)
     passes = len(spec.micro_batch_groups) * 2 if spec.order is None else 2 * spec.settings.micro_batches
@@ -521,13 +529,13 @@ def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: St
     ops = {op.name: op for op in recipe(spec)}
     for m, s in (op.index for op in ops.values() if op.verb == "backward"):
         backward = ops[f"backward[{m},{s}]"]
-        place = spec.activations_at(s)
+        place = spec.activations[s]
         assert (f"stash[{m},{s}]" in ops) == (f"unstash[{m},{s}]" in ops) == (place != "device")
         assert (f"spill_act[{m},{s}]" in ops) == (f"unspill_act[{m},{s}]" in ops) == (place == "disk")
-        if spec.activations_at(s) != "device":
+        if spec.activations[s] != "device":
             away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
             left, found = away.writes, back.reads
-            if spec.activations_at(s) == "disk":
+            if spec.activations[s] == "disk":
                 written, read = ops[f"spill_act[{m},{s}]"], ops[f"unspill_act[{m},{s}]"]
                 assert (left, written.writes, read.writes) == (written.reads, read.reads, found)
                 left = found
@@ -563,13 +571,13 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         if "direction" in region.buffer:
             return elements * 2
         if region.buffer == "update_slot":
-            parts = moment_buffers(layout.buckets[b].state_format) if spec.whole_matrices(b) else ()
-            weights = [x for x in spec.state_buffers(b) if x not in parts]
+            parts = moment_buffers(layout.buckets[b].state_format) if spec.places[b].matrices else ()
+            weights = [x for x in spec.places[b].buffers if x not in parts]
             parts = parts if op.verb == "momentum_on_device" else weights
             return sum(x.nbytes(elements) for x in parts)
         if region.buffer.endswith("_slot"):
             return elements * DTYPES[region.dtype].nbytes
-        return elements * spec.element_bytes(b) if region.buffer == "grads" else region.nbytes
+        return elements * spec.places[b].element_bytes if region.buffer == "grads" else region.nbytes
 
     layout = spec.layout
     for op in recipe(spec):
@@ -579,9 +587,9 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
             continue
         b = op.index[0 if op.verb == "join_sums" else min(1, len(op.index) - 1)]
         elements = spec.layout.all_buckets[b].numel
-        whole = op.verb in ("pack", "add") or (op.verb == "fetch" and not spec.sharded(b))
+        whole = op.verb in ("pack", "add") or (op.verb == "fetch" and not spec.places[b].sharded)
         elements //= 1 if whole else spec.world
-        share = elements * spec.element_bytes(b)
+        share = elements * spec.places[b].element_bytes
         if op.verb in SENDING:
             if op.verb in ("to_host", "direction_to_host"):
                 share = moved(op.reads[0])
@@ -591,14 +599,14 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
             continue
         reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
         expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
-        means = {x.name for x in spec.state_buffers(b) if x.whole}
-        if means and op.verb in ("update", "update_on_device") and not spec.rounds(b):
+        means = {x.name for x in spec.places[b].buffers if x.whole}
+        if means and op.verb in ("update", "update_on_device") and not spec.places[b].rounds:
             # What no `measure` has read: the gradient three times, and the weights.
-            weights = [x for x in spec.state_buffers(b) if x.name not in means]
+            weights = [x for x in spec.places[b].buffers if x.name not in means]
             expected += 3 * moved(op.reads[1]) + sum(x.nbytes(elements) for x in weights)
         if op.verb == "update" and any(r.buffer == "params" for r in op.writes):
             expected += share  # where they live on the host
-        if op.verb == "update_on_device" and not spec.sends_high_half(op.index[0]):
+        if op.verb == "update_on_device" and not spec.places[op.index[0]].sends_high_half:
             expected += share  # the weights: written
         assert op.nbytes == expected, op.name
 
@@ -619,7 +627,7 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
             continue
         kept = {x.name for x in STATE_FORMATS[bucket.state_format]}
         begun = next((ops[name] for verb in BEGUN if (name := f"{verb}[{b}]") in ops), update)
-        home = ops[f"state_to_host[{b}]"].writes if b in spec.staged else ()
+        home = ops[f"state_to_host[{b}]"].writes if spec.places[b].staged else ()
         state = {r for r in (*begun.writes, *update.writes, *home) if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
@@ -634,7 +642,7 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
     plain = [op for op in ops.values() if op.verb not in ("write", "write_buffers", "publish")]
     without = list(recipe(evolve(spec, save=False)))
     if recipe is DEFERRED and (
-        spec.matrix_buckets or spec.staged
+        any(x.matrices or x.staged for x in spec.places)
     ):  # whose updates move ahead, unless the step saves
         plain, without = (sorted(ops, key=lambda op: op.name) for ops in (plain, without))
     assert plain == without

@@ -312,7 +312,7 @@ def test_weights_are_what_the_device_computes_with_or_the_masters(row: Row, tmp_
                     del item
         assert sorted(seen) == sorted(3 * [*masters])
         weights = zfunc.weights(program, state)
-        if not any(program.spec.streamed(x.index) for x in layout.all_buckets):
+        if not any(program.spec.places[x.index].streamed for x in layout.all_buckets):
             own = {x.flat.untyped_storage().data_ptr() for x in state.buffers.weights.values()}
             assert {t.untyped_storage().data_ptr() for _, t in weights} <= own
             weights = zfunc.weights(program, state)

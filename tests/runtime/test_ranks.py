@@ -111,7 +111,7 @@ def compare(group: Any, world: int, out: Path, *, night: bool) -> None:
             carries = [op for op in program.plan.graph if op.verb in verbs]
             sizes = {
                 "bytes": program.layout.numel * program.dtype.itemsize
-                + sum(sum(work.measured) for work in program.spec.update_work),
+                + sum(sum(x.work.measured) for x in program.spec.places),
                 "planned": sum(op.nbytes for op in carries),
             }
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))

@@ -263,7 +263,7 @@ def test_parameters_persist_as_far_as_there_is_room() -> None:
     sizes = sorted({p.name: p.numel for own in spec.layout.parameters for p in own}.values())
     needed = step_of(spec, on_host, with_room(device=1 << 40)).memory["device"]
     for free in (0, sizes[0], sum(sizes) - 1, sum(sizes)):
-        room = with_room(device=needed + free * spec.element_bytes(0))
+        room = with_room(device=needed + free * spec.places[0].element_bytes)
         most = most_persistent(step_of(spec, on_host, room))
         assert sum(size for size in sizes if size <= most) <= free
         larger = [size for size in sizes if size > most]

@@ -5,6 +5,7 @@
     optimizer_state   the buffers of each format of the optimizer state
     settings          `StepSettings`: every setting of a step, once; as keyword arguments
     bucketing         the buckets that settings ask for
+    places            `BucketPlaces`: where the data of a bucket is, answered once
     extents           where the disk has the state of a bucket
     pipeline          the passes of micro-batches through segments, on one device or several
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows

@@ -84,16 +84,16 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 def _new_params(x: Item) -> tuple[Region, ...]:
     """The new parameters of a bucket, unless they are the high half of its master, which memory or a slot has."""
-    if not x.spec.sends_high_half(x.b):
+    if not x.spec.places[x.b].sends_high_half:
         return (x.at.slot("param_slot", x.b),)
-    return x.at.paged(x.b) if x.b in x.spec.paged else (x.at.high_half(x.b),)
+    return x.at.paged(x.b) if x.spec.places[x.b].state == "disk" else (x.at.high_half(x.b),)
 
 
 def _state_at_home(x: Item) -> tuple[Region, ...]:
     """The state of a bucket off the device, in memory and in the slot it was paged into; its parameters, where an
     update writes them apart; and, on the way there, a gradient that waits here."""
     parts = x.at.staged_bytes(x.b)
-    apart = (x.at.params(x.b),) if PARAMS in parts and x.spec.params_at(x.b) == "host" else ()
+    apart = (x.at.params(x.b),) if PARAMS in parts and x.spec.places[x.b].params == "host" else ()
     waits = (x.at.gradient_to_apply(x.b),) if GRADIENT in parts and x.to == "device" else ()
     return (*x.at.bucket_state(x.b), *x.at.paged(x.b), *apart, *waits)
 
@@ -126,7 +126,7 @@ _STATE: dict[Tier, Place] = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
 
 THINGS: dict[str, Thing] = {
     "weights": Thing(
-        lambda x: x.spec.weight_bytes(x.b),
+        lambda x: x.spec.places[x.b].weight_bytes,
         {
             "device": Place(("weight_slot",)),
             "pinned": Place(("weight_page",), lambda x: (x.at.home(x.b),)),
@@ -147,7 +147,7 @@ THINGS: dict[str, Thing] = {
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
     # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.
     "gradient": Thing(
-        lambda x: x.at.delivered_bytes(x.b),
+        lambda x: x.spec.places[x.b].delivered_bytes,
         {
             "device": Place(otherwise=lambda x: (x.at.delivered(x.b),)),
             "pinned": Place(("host_slot", "grad_page"), lambda x: (x.at.waiting(x.b),)),

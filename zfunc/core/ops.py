@@ -67,7 +67,7 @@ class OpBuilder:
 
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in its slot."""
-        slot, fetched = self.at.slot("weight_slot", b), self.spec.params_at(b) != "device"
+        slot, fetched = self.at.slot("weight_slot", b), self.spec.places[b].params != "device"
         reads = (slot if fetched else self.at.params(b), *self._decision_made())
         nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
         return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
@@ -80,7 +80,7 @@ class OpBuilder:
     def _weights(self, s: int) -> tuple[Region, ...]:
         """The parameters that segment `s` reads, bucket by bucket, and the model's constants."""
         at, used = self.at, self.spec.layout.weights_of(s)
-        weights = (at.slot("weight_slot", b) if self.spec.streamed(b) else at.params(b) for b in used)
+        weights = (at.slot("weight_slot", b) if self.spec.places[b].streamed else at.params(b) for b in used)
         return (*weights, *at.constants)
 
     def forward(self, m: int, s: int) -> Op:
@@ -91,7 +91,7 @@ class OpBuilder:
         """
         at, spec, last = self.at, self.spec, s == self.spec.num_segments - 1
         residuals = at.residuals(m, s)
-        if spec.activations_at(s) != "device":
+        if spec.activations[s] != "device":
             at.rings["act_room"].give(s)
         stateful = s in spec.stateful
         before = (at("next_module_buffers", s) if m else at("module_buffers", s),) if stateful else ()
@@ -118,7 +118,7 @@ class OpBuilder:
 
     def _left(self, m: int, s: int) -> tuple[Region, ...]:
         """What forward of segment `s` has left for backward, where it is now."""
-        stashed = self.spec.activations_at(s) != "device"
+        stashed = self.spec.activations[s] != "device"
         return (self.at.slot("act_slot", s),) if stashed else self.at.left_by_forward(m, s)
 
     def backward(self, m: int, s: int) -> Op:
@@ -144,7 +144,7 @@ class OpBuilder:
         below = (at.received("grad_act", B, m, s),) if s > self.spec.layout.first_trainable else ()
         taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
         recomputed = (at("recomputed", m, s),) if (R, s) in self.spec.parts else ()
-        stays = not recomputed or self.spec.activations_at(s) == "device"
+        stays = not recomputed or self.spec.activations[s] == "device"
         kept = *recomputed, *(self._left(m, s) if stays else ())
         cotangent = ALLOCATION if last else 0  # of the loss
         reads = *self._weights(s), *kept, *above
@@ -176,13 +176,13 @@ class OpBuilder:
         if first and self.spec.settings.stage != 1:
             self.at.rings["grad_slot"].give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
-        nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
+        nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
         return Op("pack", (m, b, s), "compute", (grads,) if first else (grads, into), (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
         """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
         into = self.at.gradient(b)
-        nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
+        nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
@@ -220,13 +220,13 @@ class OpBuilder:
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
         total, slot = self.at.sum(b, d), self.at.slot("host_slot", b)
-        nbytes = self.at.delivered_bytes(b) + (1 if first else 2) * total.nbytes
+        nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
-        grad, stays = self.at.gradient(b), self.spec.keeps_gradient(b)
+        grad, stays = self.at.gradient(b), (self.spec.places[b].gradient == "device")
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
         moved = into.nbytes if stays else self.at.shard_bytes(b, FP32)  # a slot has room for more
         nbytes = self.at.shard_bytes(b) + (1 if first else 2) * moved
@@ -235,7 +235,7 @@ class OpBuilder:
     def join_sums(self, b: int, d: int) -> Op:
         """Add the sum of delivery `d` of a tied bucket to that of the first, which becomes the whole gradient."""
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
-        if self.spec.keeps_gradient(b):
+        if self.spec.places[b].gradient == "device":
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
         writes = total, self.at("host_squares", b)
         return Op("join_sums", (b, d), "host", (total, part), writes, nbytes=3 * total.nbytes)
@@ -296,15 +296,17 @@ class OpBuilder:
     def _gradient(self, b: int) -> Region:
         """The gradient that an update reads: where it waits, or in the slot where it has arrived, which may be that
         of the state."""
-        if b in self.spec.staged and not self.spec.keeps_gradient(b):
+        if self.spec.places[b].staged and self.spec.places[b].gradient != "device":
             return self.at.slot("update_slot", b)
-        if self.spec.waits(b):
+        if self.spec.places[b].waits:
             return self.at.gradient_to_apply(b)
-        return self.at.gradient(b) if self.spec.updated_on_device(b) else self.at.slot("host_slot", b)
+        return (
+            self.at.gradient(b) if (self.spec.places[b].update == "device") else self.at.slot("host_slot", b)
+        )
 
     def _direction(self, b: int) -> str:
         """The ring with this rank's slices of directions, where the state of bucket `b` is updated."""
-        return "direction_shard" if self.spec.updated_on_device(b) else "host_direction"
+        return "direction_shard" if (self.spec.places[b].update == "device") else "host_direction"
 
     def momentum(self, b: int) -> Op:
         """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
@@ -325,7 +327,7 @@ class OpBuilder:
 
     def orthogonalize(self, b: int) -> Op:
         """Make whole matrices orthogonal, as many as this rank's slice of the bucket has a part of."""
-        work, own = self.spec.update_work[b], self.at.slot("direction_shard", b)
+        work, own = self.spec.places[b].work, self.at.slot("direction_shard", b)
         whole = (self.at.slot("direction_slot", b),) if self.spec.world > 1 else ()
         return Op(
             "orthogonalize",
@@ -345,20 +347,20 @@ class OpBuilder:
             self.at.rings["measured"].give(b)
         kept, own = self.at.measures("measuring", b), self.at.measures("measured", b, i)
         reads = self._gradient(b), *self._updated(b), *self._joined_of(b, i), *((kept,) if i else ())
-        nbytes = self._bytes_to_measure(b) // len(self.spec.rounds(b))
+        nbytes = self._bytes_to_measure(b) // len(self.spec.places[b].rounds)
         return self._on_state("measure", (i, b), reads, (own, kept), nbytes)
 
     measure_on_device = measure
 
     def join_measures(self, i: int, b: int) -> Op:
         """Join what all ranks have measured in round `i`."""
-        nbytes = 2 * self.spec.update_work[b].measured[i] * (self.spec.world - 1) // self.spec.world
+        nbytes = 2 * self.spec.places[b].work.measured[i] * (self.spec.world - 1) // self.spec.world
         own, joined = (self.at.measures(x, b, i) for x in ("measured", "joined"))
         return Op("join_measures", (i, b), "network", (self.at("decision"), own), (joined,), nbytes=nbytes)
 
     def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
         """The joined measures of bucket `b` after so many rounds, or after all."""
-        return tuple(self.at.measures("joined", b, i) for i in self.spec.rounds(b)[:rounds])
+        return tuple(self.at.measures("joined", b, i) for i in self.spec.places[b].rounds[:rounds])
 
     def update(self, b: int) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, the optimizer, and the copy for the device; or,
@@ -366,20 +368,20 @@ class OpBuilder:
 
         The weights of a bucket of whole matrices move along its orthogonal direction.
         """
-        at, spec, on_device = self.at, self.spec, self.spec.updated_on_device(b)
-        grad = at.slot(self._direction(b), b) if spec.whole_matrices(b) else self._gradient(b)
+        at, spec, on_device = self.at, self.spec, (self.spec.places[b].update == "device")
+        grad = at.slot(self._direction(b), b) if spec.places[b].matrices else self._gradient(b)
         moments = (
-            moment_buffers(self._format(b)) if spec.whole_matrices(b) else ()
+            moment_buffers(self._format(b)) if spec.places[b].matrices else ()
         )  # which `momentum` changes
         state = self._updated(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
         if on_device:
-            copy = (at.params(b),) if spec.params_at(b) == "device" else ()
-        elif spec.sends_high_half(b) or spec.params_at(b) == "disk":
+            copy = (at.params(b),) if spec.places[b].params == "device" else ()
+        elif spec.places[b].sends_high_half or spec.places[b].params == "disk":
             copy = ()
         else:
-            copy = (at.params(b) if spec.params_at(b) != "device" else at.give("param_slot", b),)
-        kept = copy if on_device or spec.params_at(b) != "device" else ()  # by a step that is skipped
+            copy = (at.params(b) if spec.places[b].params != "device" else at.give("param_slot", b),)
+        kept = copy if on_device or spec.places[b].params != "device" else ()  # by a step that is skipped
         reads = grad, *state, *kept, *self._joined_of(b)
         return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
 
@@ -405,7 +407,7 @@ class OpBuilder:
 
         Without the buffers that another operation of the update changes.
         """
-        if b in self.spec.staged:
+        if self.spec.places[b].staged:
             return (self.at.slot("update_slot", b),)
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
 
@@ -418,16 +420,16 @@ class OpBuilder:
         One of whole parameters has measured them, or `measure` has. One of whole matrices moves the weights alone,
         and the direction: `momentum` has moved the rest.
         """
-        state = self._bytes_of(b, self.spec.state_buffers(b))
-        copied = 0 if self.spec.sends_high_half(b) else self.at.shard_bytes(b)
-        if self.spec.whole_matrices(b):
+        state = self._bytes_of(b, self.spec.places[b].buffers)
+        copied = 0 if self.spec.places[b].sends_high_half else self.at.shard_bytes(b)
+        if self.spec.places[b].matrices:
             return 2 * (state - self._moment_bytes(b)) + self.at.shard_bytes(b, BF16) + copied
-        measured = 0 if self.spec.rounds(b) else self._bytes_to_measure(b)
+        measured = 0 if self.spec.places[b].rounds else self._bytes_to_measure(b)
         return measured + 2 * state + self.at.waiting(b).nbytes + copied
 
     def _bytes_to_measure(self, b: int) -> int:
         """Bytes that are read to measure whole parameters: the gradient three times, and the weights."""
-        kinds = self.spec.state_buffers(b)
+        kinds = self.spec.places[b].buffers
         if not any(x.whole for x in kinds):
             return 0
         return 3 * self.at.waiting(b).nbytes + self._bytes_of(b, [x for x in kinds if not x.whole])
@@ -437,7 +439,7 @@ class OpBuilder:
 
     def _bytes_of(self, b: int, kinds: Iterable[StateBuffer]) -> int:
         """Bytes of these buffers of a rank's state of bucket `b`."""
-        return sum(x.nbytes(self.spec.shard_numel(b)) for x in kinds)
+        return sum(x.nbytes(self.spec.places[b].shard_numel) for x in kinds)
 
     # --- checkpoints, and the state on the disk -----------------------------------------------------------------
 
@@ -470,7 +472,7 @@ class OpBuilder:
 
     def copy_state(self, b: int) -> Op:
         """Copy what memory has of the state of bucket `b` to its slot, for a commit."""
-        extent, paged = self.spec.extents[b], b in self.spec.paged
+        extent, paged = self.spec.extents[b], self.spec.places[b].state == "disk"
         slot = self.at.slot("state_slot", b) if paged else self.at.give("state_slot", b)
         reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
         nbytes = 2 * (extent.nbytes - extent.moved_bytes)

@@ -12,6 +12,7 @@ from attrs import fields
 from zfunc.core.graph import Op
 from zfunc.core.ops import OpBuilder
 from zfunc.core.pipeline import VERBS, B, F, I, R, W
+from zfunc.core.places import BucketPlaces
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
@@ -82,7 +83,9 @@ def plain(spec: StepSpec) -> Iterator[Op]:
 def _check_plain(spec: StepSpec) -> None:
     """Raise PlanError for a step that has other operations than those of `plain`."""
     changed = {f.name for f in fields(StepSettings) if getattr(spec.settings, f.name) != f.default}
-    others = any(len(b.deliveries) > 1 or spec.updated_in_parts(b.index) for b in spec.layout.buckets)
+    others = any(
+        len(b.deliveries) > 1 or x.in_parts for b, x in zip(spec.layout.buckets, spec.places, strict=False)
+    )
     if changed - PLAIN or others or spec.world > 1 or spec.settings.group_size > 1:
         other = "ranks, groups, tied parameters or updates of whole matrices"
         got, do = ", ".join(sorted(changed - PLAIN)) or other, "use zero_offload"
@@ -136,8 +139,9 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     passes = _passes(spec, emit, update=False)
     for _ in spec.loaded_before(0):
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
-    ahead = spec.settings.params_on == "disk" or bool(spec.staged)
-    ahead = ahead or any(b not in spec.resident for b in spec.matrix_buckets)
+    ahead = spec.settings.params_on == "disk" or any(
+        x.staged or (x.matrices and x.state != "device") for x in spec.places
+    )
     if ahead and not spec.save:
         yield from _updates_ahead(spec, emit, passes)
     else:
@@ -166,7 +170,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
             read = max(read, op.index[-1])
         elif op.verb == "forward":
             used = spec.layout.buckets_of(op.index[1])
-            read = max([read, *(b for b in used if b <= last and not spec.streamed(b))])
+            read = max([read, *(b for b in used if b <= last and not spec.places[b].streamed)])
         # Its updates come before it, and those of so many more buckets as have slots for their states.
         if updated < (until := min(last, read + ahead)) and read >= 0:
             for b in (x for x in spec.offloaded if updated < x <= until):
@@ -194,15 +198,14 @@ def checkpoint(spec: StepSpec) -> Iterator[Op]:
 
 def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Write the state before this step, in the order in which it is updated."""
-    for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
-        emit.at.device = spec.home(bucket.index)
-        if bucket.index in spec.paged:
-            yield emit.page_in(bucket.index)
-        yield emit.write(bucket.index)
-    for bucket in spec.layout.frozen_buckets:
-        emit.at.device = spec.home(bucket.index)
-        yield from _read_weights(spec, emit, bucket.index)
-        yield emit.write(bucket.index)
+    trained, frozen = ([x for x in spec.places if x.trainable is y] for y in (True, False))
+    for place in (*(trained if spec.deferred else reversed(trained)), *frozen):
+        emit.at.device = place.home
+        if place.state == "disk":
+            yield emit.page_in(place.index)
+        elif not place.trainable:
+            yield from _read_weights(emit, place)
+        yield emit.write(place.index)
     if spec.stateful:
         yield emit.write_buffers()
 
@@ -243,9 +246,9 @@ def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iter
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
     """A pass of segment `s`, the first of a backward with what has left the device back there."""
     first = way == R if (R, s) in spec.parts else way in (B, I)
-    if first and spec.activations_at(s) == "disk":
+    if first and spec.activations[s] == "disk":
         yield emit.unspill_act(m, s)
-    if first and spec.activations_at(s) != "device":
+    if first and spec.activations[s] != "device":
         yield emit.unstash(m, s)
     yield getattr(emit, VERBS[way])(m, s)
 
@@ -254,9 +257,9 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
     """What backward needs of forward leaves as soon as it is made, and after the last loss the step is decided if
     that needs no norm."""
     last = spec.num_segments - 1
-    if spec.activations_at(s) != "device":
+    if spec.activations[s] != "device":
         yield emit.stash(m, s)
-    if spec.activations_at(s) == "disk":
+    if spec.activations[s] == "disk":
         yield emit.spill_act(m, s)
     if s < last and (there := spec.device_of(F, m, s + 1)) != emit.at.device:
         yield emit.send_act(m, s + 1)
@@ -278,19 +281,19 @@ def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
-    streamed = [b for b in spec.layout.weights_of(s) if spec.streamed(b)]
-    for b in emit.at.rings["weight_slot"].take(streamed):
-        yield from _read_weights(spec, emit, b)
-        if spec.params_at(b) != "device":
-            yield emit.fetch(b)
-        if spec.sharded(b):
-            yield emit.gather(b)
+    streamed = [b for b in spec.layout.weights_of(s) if spec.places[b].streamed]
+    for place in (spec.places[b] for b in emit.at.rings["weight_slot"].take(streamed)):
+        yield from _read_weights(emit, place)
+        if place.params != "device":
+            yield emit.fetch(place.index)
+        if place.sharded:
+            yield emit.gather(place.index)
 
 
-def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
+def _read_weights(emit: OpBuilder, place: BucketPlaces) -> Iterator[Op]:
     """Read the parameters of a bucket that lives on the disk, unless a page has them."""
-    if spec.params_at(b) == "disk" and emit.at.rings["weight_page"].take([b]):
-        yield emit.page_in_weights(b)
+    if place.params == "disk" and emit.at.rings["weight_page"].take([place.index]):
+        yield emit.page_in_weights(place.index)
 
 
 def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, update: bool) -> Iterator[Op]:
@@ -307,10 +310,9 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
         emit.at.device = here
     if way == I:
         return
-    if spec.sums_on_device:
-        summed = [b for b in layout.buckets_of(s) if not spec.keeps_gradient(b)]
-        emit.at.rings["sum_slot"].take(summed)
-        emit.at.rings["sum_slot"].kept |= {*summed}
+    summed = [b for b in layout.buckets_of(s) if spec.places[b].summed]
+    emit.at.rings["sum_slot"].take(summed)
+    emit.at.rings["sum_slot"].kept |= {*summed}
     for b, d, group in layout.contributions(s):
         if spec.settings.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
@@ -333,38 +335,37 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
-    added = spec.added(b)
-    apart, summed, stays = spec.sums_apart(b), spec.sums_on_device, spec.keeps_gradient(b)
-    last = m == spec.settings.micro_batches - 1
+    place, last = spec.places[b], m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
+    begins = d == 0 or place.apart  # a sum of its own
     # On the device: the ranks' gradients become one, each with its slice, whose squares are summed if complete.
     if spec.world > 1:
         yield emit.reduce_scatter(m, b, d)
-    if not added:
+    if not place.added:
         yield emit.square_sum(b, waits=False)
     # To where it is updated: it is added to what came before, or waits for the norm, or is in a slot.
-    if stays:
-        if spec.waits(b):
-            yield emit.hold(m, b, d, first=not added or (m == 0 and (d == 0 or apart)))
+    if place.gradient == "device":
+        if place.waits:
+            yield emit.hold(m, b, d, first=not place.added or (m == 0 and begins))
     else:
-        if summed:
+        if place.summed:
             yield emit.hold(m, b, d, first=m == 0)
             if not last:
                 return
-        if not added:  # ahead of the gradient, so a norm need not wait for that
+        if not place.added:  # ahead of the gradient, so a norm need not wait for that
             yield emit.squares_to_host(b)
         yield emit.to_host(m, b, d)
-        if summed:
+        if place.summed:
             emit.at.rings["sum_slot"].kept -= {b}
-        if added:
-            yield emit.accumulate(m, b, d, first=(m == 0 or summed) and (d == 0 or apart))
-        if spec.grads_at(b) == "disk":
+        if place.added:
+            yield emit.accumulate(m, b, d, first=(m == 0 or place.summed) and begins)
+        if place.gradient == "disk":
             yield emit.spill(b)
     # The last delivery completes the gradient: the norm gets the squares, and without a barrier the update begins.
-    if apart and last and d > 0:
+    if place.apart and last and d > 0:
         yield emit.join_sums(b, d)
-    if complete and stays:
-        if added:
+    if complete and place.gradient == "device":
+        if place.added:
             yield emit.square_sum(b, waits=True)
         yield emit.squares_to_host(b)
     if complete and update:
@@ -383,7 +384,7 @@ def _at_home(made: Update) -> Update:
 
     @wraps(made)
     def at_home(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-        here, emit.at.device = emit.at.device, spec.home(b)
+        here, emit.at.device = emit.at.device, spec.places[b].home
         yield from made(spec, emit, b)
         emit.at.device = here
 
@@ -397,30 +398,29 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     One in parts only begins: the device makes matrices orthogonal, or the ranks join what they have measured, while
     the host begins with the next bucket.
     """
-    in_parts = spec.updated_in_parts(b)
+    place = spec.places[b]
     # The slot of a state that lives elsewhere is occupied until its update has ended.
-    if in_parts or b in spec.paged or b in spec.staged:
-        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if in_parts else 0)
-    if spec.grads_at(b) == "disk":
+    if place.in_parts or place.state == "disk" or place.staged:
+        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if place.in_parts else 0)
+    if place.gradient == "disk":
         yield emit.unspill(b)
-    if b in spec.paged:
+    if place.state == "disk":
         yield emit.page_in(b)
-    if b in spec.staged:
+    if place.staged:
         yield emit.state_to_device(b)
-    if not in_parts:
+    if not place.in_parts:
         yield from _end_update(spec, emit, b)
         return
     emit.begun.append(b)
-    if spec.whole_matrices(b):
+    if place.matrices:
         yield emit.momentum(b)
-        if not spec.updated_on_device(b):
+        if place.update == "host":
             yield emit.direction_to_device(b)
-    for i in spec.rounds(b):
+    for i in place.rounds:
         yield emit.measure(i, b)
         yield emit.join_measures(i, b)
-    if spec.rounds(b) and (
-        not spec.waits(b) or spec.grads_at(b) == "disk"
-    ):  # the slot of its gradient is used again
+    # The slot of its gradient is used again.
+    if place.rounds and (not place.waits or place.gradient == "disk"):
         yield from _end_updates(spec, emit)
 
 
@@ -433,25 +433,26 @@ def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[
 @_at_home
 def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Make whole matrices orthogonal, update the weights, and send them to where they are used and kept."""
-    if spec.whole_matrices(b):
+    place = spec.places[b]
+    if place.matrices:
         if spec.world > 1:
             yield emit.gather_direction(b)
         yield emit.orthogonalize(b)
-        if not spec.updated_on_device(b):
+        if place.update == "host":
             yield emit.direction_to_host(b)
     yield emit.update(b)
-    if b in spec.staged:
+    if place.staged:
         yield emit.state_to_host(b)
-    elif b not in spec.resident and spec.params_at(b) == "device":
+    elif place.update == "host" and place.params == "device":
         yield emit.to_device(b)
-    if spec.world > 1 and not spec.streamed(b):
+    if spec.world > 1 and not place.streamed:
         yield emit.all_gather(b)
     if spec.settings.ema is not None:
         yield emit.average(b)
     if spec.swaps and spec.commit and emit.at.bucket_state(b):
         yield emit.copy_state(b)
         yield emit.page_out_all(b)
-    elif b in spec.paged:
+    elif place.state == "disk":
         yield emit.page_out(b)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from attrs import define, evolve, field, frozen
 
-from zfunc.core.dtypes import DTYPES, Dtype, Precision
+from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
@@ -52,7 +52,7 @@ def _buffer_bytes(spec: StepSpec, s: int) -> int:
 
 
 def _home_of(spec: StepSpec, index: tuple[int, ...]) -> int:
-    return spec.home(index[-1])
+    return spec.places[index[-1]].home
 
 
 def _forward_of(spec: StepSpec, index: tuple[int, ...]) -> int:
@@ -73,7 +73,7 @@ def _stashed_bytes(spec: StepSpec, s: int) -> int:
 
 def _recomputed_bytes(spec: StepSpec, s: int) -> int:
     """Bytes that a recomputation keeps for backward: residuals, and what has come back to a slot for both."""
-    came_back = 0 if spec.activations_at(s) == "device" else spec.costs[s].stash_bytes
+    came_back = 0 if spec.activations[s] == "device" else spec.costs[s].stash_bytes
     return spec.costs[s].recomputed_bytes + came_back
 
 
@@ -208,21 +208,23 @@ class Regions:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
-        tier: Tier = "pinned" if spec.params_at(b) != "device" else "device"
-        own = tier, "state", spec.dtype(b), "params"
-        return Region(buffer, (b,), spec.weight_bytes(b), *own, **self.whose(tier, spec.home(b)))
+        tier: Tier = "pinned" if spec.places[b].params != "device" else "device"
+        own = tier, "state", spec.places[b].dtype, "params"
+        return Region(
+            buffer, (b,), spec.places[b].weight_bytes, *own, **self.whose(tier, spec.places[b].home)
+        )
 
     @_once
     def home(self, b: int) -> Region:
         """The parameters of a bucket, trainable or frozen, in host memory, as the device gets them."""
-        return self.high_half(b) if self.spec.keeps_high_half(b) else self.params(b)
+        return self.high_half(b) if self.spec.places[b].keeps_high_half else self.params(b)
 
     @_once
     def spilled(self, b: int) -> Region:
         """A gradient that waits on the disk for its update."""
         lifetime = "state" if self.spec.deferred else "program"
-        nbytes = whole_blocks(self.delivered_bytes(b))
-        home = self.whose("disk", self.spec.home(b))
+        nbytes = whole_blocks(self.spec.places[b].delivered_bytes)
+        home = self.whose("disk", self.spec.places[b].home)
         return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8", **home)
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
@@ -233,13 +235,15 @@ class Regions:
     def measures(self, buffer: str, b: int, *i: int) -> Region:
         """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined"); or,
         without a round, the buffer that a rank keeps from one to the next ("measuring")."""
-        return self._measures(buffer, self.spec.updated_on_device(b), *i, *self.slot("measured", b).index)
+        return self._measures(
+            buffer, (self.spec.places[b].update == "device"), *i, *self.slot("measured", b).index
+        )
 
     @_once
     def _measures(self, buffer: str, on_device: bool, *index: int) -> Region:
-        work = {b: x.measured for b, x in enumerate(self.spec.update_work) if x.measured}
+        work = {x: x.work.measured for x in self.spec.places if x.rounds}
         if buffer == "measuring":
-            nbytes = measuring_room(0, max(map(self.spec.shard_numel, work))).stop * FP64
+            nbytes = measuring_room(0, max(x.shard_numel for x in work)).stop * FP64
         else:
             nbytes = max(measured[index[0]] for measured in work.values())
         buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
@@ -271,13 +275,15 @@ class Regions:
 
     @_once
     def _whole_sum(self, b: int) -> Region:
-        nbytes = self.spec.layout.buckets[b].numel * self.spec.element_bytes(b)
-        home = self.whose("device", self.spec.home(b))
-        return Region("grad_slot", (b,), nbytes, "device", "program", self.spec.dtype(b), "grad", **home)
+        nbytes = self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
+        home = self.whose("device", self.spec.places[b].home)
+        return Region(
+            "grad_slot", (b,), nbytes, "device", "program", self.spec.places[b].dtype, "grad", **home
+        )
 
     def delivered(self, b: int) -> Region:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
-        return self.slot("sum_slot", b) if self.spec.sums_on_device else self.gradient(b)
+        return self.slot("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
 
     def room(self, s: int) -> tuple[Region, ...]:
         """Empty; it keeps forward from running ahead of the copies of what a segment leaves to the host."""
@@ -301,49 +307,41 @@ class Regions:
         So the sums of a tied bucket's segments are added in one order, whichever order the micro-batches come in.
         """
         total = self.gradient_to_apply(b)
-        if d == 0 or not self.spec.sums_apart(b):
+        if d == 0 or not self.spec.places[b].apart:
             return total
         return evolve(total, buffer="tied_sum", index=(b, d), lifetime="program")
 
     def gradient_to_apply(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update, in memory; in a page if it waits on the disk."""
-        return self.slot("grad_page", b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
-
-    def delivered_dtype(self, b: int) -> Precision:
-        """The dtype of a gradient that leaves the device."""
-        return "fp32" if self.spec.sums_on_device else self.spec.dtype(b)
-
-    def delivered_bytes(self, b: int) -> int:
-        """Bytes of this rank's slice of a gradient that leaves the device."""
-        return self.shard_bytes(b, DTYPES[self.delivered_dtype(b)].nbytes)
+        return self.slot("grad_page", b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
 
     def shard_bytes(self, b: int, element_bytes: int | None = None) -> int:
         """Bytes of this rank's slice of a bucket, with elements as its parameters' on the device, or of so many."""
-        return self.spec.shard_numel(b) * (element_bytes or self.spec.element_bytes(b))
+        return self.spec.places[b].shard_numel * (element_bytes or self.spec.places[b].element_bytes)
 
     @_once
     def waiting(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
-        added = self.spec.added(b)
-        dtype = "fp32" if added else self.spec.dtype(b)
+        added = self.spec.places[b].added
+        dtype = "fp32" if added else self.spec.places[b].dtype
         nbytes = self.shard_bytes(b, DTYPES[dtype].nbytes)
-        tier: Tier = "host" if added and not self.spec.updated_on_device(b) else "pinned"
+        tier: Tier = "host" if added and self.spec.places[b].update != "device" else "pinned"
         buffer = "grad_sum" if added else "host_grad"
-        if self.spec.keeps_gradient(b):
+        if self.spec.places[b].gradient == "device":
             tier, buffer = "device", "device_sum" if added else "device_grad"
         # It waits for the next step, or in this one.
-        lifetime = "state" if self.spec.deferred and b not in self.spec.resident else "program"
-        home = self.whose(tier, self.spec.home(b))
+        lifetime = "state" if self.spec.deferred and self.spec.places[b].state != "device" else "program"
+        home = self.whose(tier, self.spec.places[b].home)
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard", **home)
 
     def staged_bytes(self, b: int) -> dict[str, int]:
         """Bytes of what the slot on the device has of bucket `b` while it is updated there: its state, parameters
         that live elsewhere and are no part of the state, and a gradient that waited elsewhere."""
-        spec, numel = self.spec, self.spec.shard_numel(b)
-        parts = {x.name: x.nbytes(numel) for x in spec.state_buffers(b)}
-        if spec.params_at(b) != "device" and not spec.sends_high_half(b):
-            parts[PARAMS] = spec.weight_bytes(b)
-        if not spec.keeps_gradient(b):
+        spec, numel = self.spec, self.spec.places[b].shard_numel
+        parts = {x.name: x.nbytes(numel) for x in spec.places[b].buffers}
+        if spec.places[b].params != "device" and not spec.places[b].sends_high_half:
+            parts[PARAMS] = spec.places[b].weight_bytes
+        if spec.places[b].gradient != "device":
             parts[GRADIENT] = self.waiting(b).nbytes
         return parts
 
@@ -359,46 +357,51 @@ class Regions:
         layout = self.spec.layout
         yield from (self("module_buffers", s) for s in self.spec.stateful)
         for bucket in layout.frozen_buckets:
-            if self.spec.params_at(bucket.index) != "disk":
+            if self.spec.places[bucket.index].params != "disk":
                 yield self.params(bucket.index)
             if self.spec.swaps:
                 yield self("extent", bucket.index)
             elif bucket.index in self.spec.frozen_masters:
                 nbytes = self.shard_bytes(bucket.index, FP32)
-                home = self.whose("host", self.spec.home(bucket.index))
+                home = self.whose("host", self.spec.places[bucket.index].home)
                 yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state", **home)
             if bucket.index in self.spec.frozen_averages:
                 yield self.ema(bucket.index)
         for b in range(len(layout.buckets)):
-            if not self.spec.keeps_high_half(b) and self.spec.params_at(b) != "disk":
+            if not self.spec.places[b].keeps_high_half and self.spec.places[b].params != "disk":
                 yield self.params(b)
             yield from self.bucket_state(b)
             if self.spec.swaps:
                 yield self("extent", b)
             if self.spec.settings.ema is not None:
                 yield self.ema(b)
-            if self.spec.deferred and b not in self.spec.resident:
-                yield self.spilled(b) if self.spec.grads_at(b) == "disk" else self.waiting(b)
+            if self.spec.deferred and self.spec.places[b].state != "device":
+                yield self.spilled(b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
 
     def on_device(self) -> dict[Region, bool]:
         """The regions of a State on the device; True for parameters that can be made again of their master."""
-        there = (r for r in self.state() if r.tier == "device")
-        return {r: r.role == "params" and self.spec.remade(r.index[0]) for r in there}
+        spec, there = self.spec, (r for r in self.state() if r.tier == "device")
+        kept = {x.index for x in spec.places if x.trainable} | spec.frozen_masters
+        made = {b for b in kept if spec.world == 1 or spec.places[b].sharded}
+        return {r: r.role == "params" and r.index[0] in made for r in there}
 
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
         """The optimizer state of a bucket in memory; pinned where the device gets it as it is."""
-        kinds = self.spec.state_buffers(b)
-        if b in self.spec.paged:
-            kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
-        numel, sent = self.spec.shard_numel(b), HIGH_HALF if self.spec.sends_high_half(b) else ""
-        staged = b in self.spec.staged
+        kinds = self.spec.places[b].buffers
+        if self.spec.places[b].state == "disk":
+            kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.places[b].keeps_high_half]
+        numel, sent = (
+            self.spec.places[b].shard_numel,
+            HIGH_HALF if self.spec.places[b].sends_high_half else "",
+        )
+        staged = self.spec.places[b].staged
         tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
-        if b in self.spec.resident:
+        if self.spec.places[b].state == "device":
             tiers = dict.fromkeys(tiers, "device")
 
         def region(x: StateBuffer) -> Region:
-            home = self.whose(tiers[x.name], self.spec.home(b))
+            home = self.whose(tiers[x.name], self.spec.places[b].home)
             return Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state", **home)
 
         return tuple(map(region, kinds))
@@ -406,9 +409,9 @@ class Regions:
     @_once
     def ema(self, b: int) -> Region:
         """The moving average of the weights of a bucket, where its state is."""
-        nbytes, there = EMA.nbytes(self.spec.shard_numel(b)), b in self.spec.resident
+        nbytes, there = EMA.nbytes(self.spec.places[b].shard_numel), self.spec.places[b].state == "device"
         where: Tier = "device" if there else "host"
-        home = self.whose(where, self.spec.home(b))
+        home = self.whose(where, self.spec.places[b].home)
         return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema", **home)
 
     def high_half(self, b: int) -> Region:
@@ -417,15 +420,15 @@ class Regions:
 
     def paged(self, b: int) -> tuple[Region, ...]:
         """The slot that has the state of a bucket that lives on the disk; of a frozen one the page."""
-        if b in self.spec.paged:
+        if self.spec.places[b].state == "disk":
             return (self.slot("state_slot", b),)
-        frozen_there = b >= len(self.spec.layout.buckets) and self.spec.params_at(b) == "disk"
+        frozen_there = b >= len(self.spec.layout.buckets) and self.spec.places[b].params == "disk"
         return (self.slot("weight_page", b),) if frozen_there else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
         """The regions of a bucket in memory that are saved: state and averages, or frozen parameters."""
         if b >= len(self.spec.layout.buckets):
-            return () if self.spec.params_at(b) == "disk" else (self.params(b),)
+            return () if self.spec.places[b].params == "disk" else (self.params(b),)
         return (*self.bucket_state(b), *((self.ema(b),) if self.spec.settings.ema is not None else ()))
 
     def written(self, b: int) -> Region:
@@ -434,10 +437,10 @@ class Regions:
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self.saved(b))
         paged = (
             self.spec.extents[b].moved_bytes
-            if b in self.spec.paged or self.spec.params_at(b) == "disk"
+            if self.spec.places[b].state == "disk" or self.spec.places[b].params == "disk"
             else 0
         )
-        home = self.whose("disk", self.spec.home(b))
+        home = self.whose("disk", self.spec.places[b].home)
         return Region("written", (b,), nbytes + paged, "disk", "value", **home)
 
 
@@ -460,40 +463,42 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         return {b: at.shard_bytes(b, element_bytes) for b in buckets}
 
     # A slot of parameters, or of gradients in their dtype, serves buckets of one.
-    dtypes: dict[int, Dtype] = {b.index: spec.dtype(b.index) for b in layout.all_buckets}
-    delivered: dict[int, Dtype] = {b: at.delivered_dtype(b) for b in dtypes}
+    dtypes: dict[int, Dtype] = {b.index: spec.places[b.index].dtype for b in layout.all_buckets}
+    delivered: dict[int, Dtype] = {x.index: x.delivered_dtype for x in spec.places}
     usual = spec.settings.precision
 
     # Parameters, sums and states stay in their slots until another item needs one.
     together = [layout.weights_of(s) for s in range(spec.num_segments)]
     used = [layout.weights_of(s) for s in here(range(spec.num_segments), F, B)]
     weights = {
-        b.index: b.numel * spec.element_bytes(b.index) for b in layout.all_buckets if spec.streamed(b.index)
+        b.index: b.numel * spec.places[b.index].element_bytes
+        for b in layout.all_buckets
+        if spec.places[b.index].streamed
     }
     weights_here = {b: nbytes for b, nbytes in weights.items() if any(b in own for own in used)}
     weight_slots = slots("weight_slot", "device", usual, "params")  # of a segment that uses them
     yield Ring.reused(weight_slots, weights_here, used, settings.weight_slots, dtypes)
     paged = weights_here if spec.over_ranks else weights
-    pages = {b: whole_blocks(spec.weight_bytes(b)) for b in paged if spec.params_at(b) == "disk"}
+    pages = {b: whole_blocks(spec.places[b].weight_bytes) for b in paged if spec.places[b].params == "disk"}
     weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
     yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
-    offloaded = [b for b in spec.offloaded if not spec.over_ranks or spec.home(b) == device]
-    leaving = [b for b in offloaded if not spec.keeps_gradient(b)]  # gradients
+    offloaded = [b for b in spec.offloaded if not spec.over_ranks or spec.places[b].home == device]
+    leaving = [b for b in offloaded if spec.places[b].gradient != "device"]  # gradients
     pulled = [s for s in here(range(spec.num_segments), B) if s >= layout.first_trainable]
     added = [layout.buckets_of(s) for s in pulled]
-    sums = shards(FP32, (b for b in leaving if spec.sums_on_device and any(b in own for own in added)))
+    sums = shards(FP32, (b for b in leaving if spec.places[b].summed and any(b in own for own in added)))
     sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
     yield Ring.reused(sum_slots, sums, added, max(settings.grad_slots, spec.open_sums(device)))
     states = {b: spec.extents[b].nbytes for b in (offloaded if spec.swaps else ())}
     state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
     yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
-    updated_here = [b for b in range(len(layout.buckets)) if spec.home(b) == device]
+    updated_here = [b for b in range(len(layout.buckets)) if spec.places[b].home == device]
     staged = {
-        b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in updated_here if b in spec.staged
+        b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in updated_here if spec.places[b].staged
     }
     update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
     yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
-    spilled = {b: at.spilled(b).nbytes for b in offloaded if spec.grads_at(b) == "disk"}
+    spilled = {b: at.spilled(b).nbytes for b in offloaded if spec.places[b].gradient == "disk"}
     grad_pages = slots("grad_page", "pinned", usual, "grad_shard")  # on its way to the disk, or back
     yield Ring.reused(grad_pages, spilled, [[b] for b in spilled], settings.host_slots, delivered)
 
@@ -503,17 +508,19 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
     packed = {b for s, (b, _, _) in parts if s in pulled}
     whole = {
-        b.index: b.numel * spec.element_bytes(b.index)
+        b.index: b.numel * spec.places[b.index].element_bytes
         for b in layout.buckets
         if settings.stage != 1 and b.index in packed
     }
     grad_slots = slots("grad_slot", "device", usual, "grad")
     yield Ring.passing(grad_slots, whole, completed, settings.grad_slots, dtypes)
-    landing = {b: at.delivered_bytes(b) for b in leaving if spec.lands(b)}
+    landing = {b: spec.places[b].delivered_bytes for b in leaving if spec.places[b].lands}
     host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
-    homes = {b: spec.home(b) for b in landing}  # a device does not wait for what another sends
+    homes = {b: spec.places[b].home for b in landing}  # a device does not wait for what another sends
     yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered, homes)
-    sent = shards(None, (b for b in offloaded if b not in spec.staged and spec.params_at(b) == "device"))
+    sent = shards(
+        None, (b for b in offloaded if not spec.places[b].staged and spec.places[b].params == "device")
+    )
     param_slots = slots("param_slot", "pinned", usual, "copy")  # new ones, before their copy to the device
     yield Ring.passing(param_slots, sent, [*sent], settings.host_slots, dtypes)
 
@@ -530,11 +537,11 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     ):
         there = {b: n for b, n in sizes.items() if directions.tier != "device" or b in updated_here}
         yield Ring.passing(directions, there, updated, spec.updates_ahead)
-    measured = {b: 1 for b in updated_here if spec.rounds(b)}
+    measured = {b: 1 for b in updated_here if spec.places[b].rounds}
     yield Ring.passing(slots("measured", "device", None), measured, [*measured], spec.updates_ahead)  # count
 
     # What a segment left passes once for each micro-batch of a group.
-    segments = [s for s in range(spec.num_segments) if spec.activations_at(s) != "device"]
+    segments = [s for s in range(spec.num_segments) if spec.activations[s] != "device"]
     stashed = {s: _stashed_bytes(spec, s) for s in segments}
     ahead = ACTIVATION_SLOTS if settings.tiles == 1 else 1
     order = [s for s in segments for _ in range(min(settings.in_flight, settings.host_slots + ahead))]
@@ -543,7 +550,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     rooms = dict.fromkeys(here(segments, F), 1)
     yield Ring.passing(slots("act_room", "device", None), rooms, order, ahead)
     off_device = here(segments, F, B) if spec.over_ranks else segments
-    on_disk = {s: whole_blocks(stashed[s]) for s in off_device if spec.activations_at(s) == "disk"}
+    on_disk = {s: whole_blocks(stashed[s]) for s in off_device if spec.activations[s] == "disk"}
     act_pages = slots("act_page", "pinned", "uint8", "act")  # on its way to the disk, or back
     yield Ring.passing(act_pages, on_disk, order, settings.host_slots)
 

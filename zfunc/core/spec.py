@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Any
 
 from attrs import evolve, field, frozen, validators
 
 from zfunc.core.display import brief
-from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
-from zfunc.core.layout import Layout, UpdateWork, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer, updates_matrices
+from zfunc.core.layout import Layout, round_up
+from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
 from zfunc.core.pipeline import VERBS, B, F, I, Order, Pass, R, W, passes_on_one, passes_on_several
+from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.errors import PlanError
 from zfunc.values import of_type
@@ -24,7 +24,6 @@ PARAMS = "params"  # parameters in the dtype of the device, where the disk has t
 GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
-Where = Literal["device", "host", "disk"]
 Parts = frozenset[tuple[str, int]]
 
 
@@ -150,13 +149,26 @@ class StepSpec:
         if self.order is not None:
             self._check_places()
 
-    def dtype(self, b: int) -> Precision:
-        """The dtype of the parameters of bucket `b`, trainable or frozen, and of their gradients on the device."""
-        return self.settings.dtype_of(self.layout.all_buckets[b])
+    @cached_property
+    def places(self) -> tuple[BucketPlaces, ...]:
+        """Where the data of each bucket is, trainable or frozen, by its index."""
+        return make_places(
+            self.layout,
+            self.settings,
+            world=self.world,
+            resident=self.resident,
+            paged=self.paged,
+            homes={b: min(devices) for b, devices in self._homes.items()},
+            stage=self.stage,
+            sums=self._one_sum_at_a_time,
+        )
 
-    def element_bytes(self, b: int) -> int:
-        """The size of a parameter of bucket `b`, and of its gradient, on the device."""
-        return DTYPES[self.dtype(b)].nbytes
+    @cached_property
+    def activations(self) -> tuple[Where, ...]:
+        """The place where activations of each segment wait for backward; those of the last stay on the device."""
+        shares, count = self.settings.activations_on.split(","), self.num_segments
+        moving = range(self.layout.first_trainable, count - 1)
+        return tuple(in_equal_shares(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
 
     @property
     def barrier(self) -> bool:
@@ -250,14 +262,6 @@ class StepSpec:
                 homes.setdefault(b, set()).add(d)
         return homes
 
-    def home(self, b: int) -> int:
-        """The device that has what of bucket `b` lives on one."""
-        return min(self._homes.get(b, (0,)))
-
-    def owns(self, b: int) -> bool:
-        """Whether the State of this rank has a part of bucket `b`."""
-        return self.stage is None or self.home(b) == self.stage
-
     @property
     def several_ranks(self) -> bool:
         """Whether ranks train together: those of a stage, or of several."""
@@ -286,7 +290,7 @@ class StepSpec:
                     f"expected one device, which has what is kept between them: list {x} for device {other}"
                 )
             apart = x.way in (B, I) and x.device != forward
-            if apart and (self.over_ranks or self.activations_at(s) == "device"):
+            if apart and (self.over_ranks or self.activations[s] == "device"):
                 way_on = "in one process activations_on='host' for all but the last segment"
                 raise PlanError(
                     f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
@@ -298,7 +302,7 @@ class StepSpec:
                     "one: pass an order that keeps a segment on a device, such as 'OneFOneB'"
                 )
         for b, devices in self._homes.items():
-            if len(devices) > 1 and not self.moves_weights(b):
+            if len(devices) > 1 and (self.over_ranks or not self.places[b].fetched_anywhere):
                 names = [span.name for span in self.layout.all_buckets[b].spans]
                 way_on = "pass params_on='host', with update_on='host', or"
                 if self.over_ranks:
@@ -325,11 +329,6 @@ class StepSpec:
                     "expected one micro-batch after the other through all of their segments: pass stage=2, or "
                     "another order"
                 )
-
-    def moves_weights(self, b: int) -> bool:
-        """Whether several devices may use bucket `b`: each fetches it, and its update is the host's."""
-        on_device = b < len(self.layout.buckets) and self.updated_on_device(b)
-        return self.params_at(b) != "device" and not on_device and not self.over_ranks
 
     @property
     def num_segments(self) -> int:
@@ -359,51 +358,25 @@ class StepSpec:
     @property
     def uses_disk(self) -> bool:
         """Whether a step reads and writes files."""
-        return self.swaps or "disk" in self._activations_at.values()
+        return self.swaps or "disk" in self.activations
 
     @property
     def swapped(self) -> dict[int, Extent]:
         """The extents of this rank in its swap space, by bucket."""
         buckets = (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))
-        return {b: self.extents[b] for b in buckets if self.owns(b)}
+        return {b: self.extents[b] for b in buckets if self.places[b].owned}
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
         """The extent of this rank's state of each bucket on the disk, with its parameters if they live nowhere
         else; of a frozen bucket that of its parameters."""
-        return tuple(self._extent(b.index) for b in self.layout.all_buckets)
-
-    def _extent(self, b: int) -> Extent:
-        numel = self.shard_numel(b)
-        if b >= len(self.layout.buckets):
-            frozen_parameters = [(FROZEN, numel * self.element_bytes(b))]
-            here = self.params_at(b) == "disk"
-            moved, others = (frozen_parameters, ()) if here else ([], frozen_parameters)
-            if b in self.frozen_masters:
-                moved = [(MASTER, 4 * numel), *moved]
-            return Extent.of(moved, others, generations=1)  # the first commit has all of them
-        parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
-        if self.params_at(b) == "disk" and not self.sends_high_half(b):
-            parts.append((PARAMS, numel * self.element_bytes(b)))
-        in_memory = (
-            {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
-        )
-        return Extent.of([x for x in parts if x[0] not in in_memory], [x for x in parts if x[0] in in_memory])
-
-    def state_buffers(self, b: int) -> tuple[StateBuffer, ...]:
-        """The buffers of the optimizer state of bucket `b`."""
-        return STATE_FORMATS[self.layout.buckets[b].state_format]
-
-    def sends_high_half(self, b: int) -> bool:
-        """Whether the high half of the master of bucket `b` is the device's copy."""
-        return self.dtype(b) == "bf16" and any(x.name == HIGH_HALF for x in self.state_buffers(b))
+        return tuple(_extent(x, master=x.index in self.frozen_masters) for x in self.places)
 
     @cached_property
     def first_on_disk(self) -> frozenset[int]:
         """The first bucket, if any, of which a step reads the disk; over pipeline ranks, that of each stage."""
-        frozen_ones = (x.index for x in self.layout.frozen_buckets if self.params_at(x.index) == "disk")
-        there = sorted((*self.paged, *frozen_ones), reverse=True)
-        return frozenset({self.home(b) if self.over_ranks else 0: b for b in there}.values())
+        there = [x for x in self.places if "disk" in (x.state, x.params)]
+        return frozenset({x.home if self.over_ranks else 0: x.index for x in reversed(there)}.values())
 
     @cached_property
     def swap_records(self) -> int:
@@ -414,51 +387,15 @@ class StepSpec:
         checksums = sum(x.nbytes // SUMMED + 8 for extent in self.extents for x in extent.parts)
         return whole_blocks(header) + 2 * record_bytes(len(self.extents), checksums)
 
-    def keeps_high_half(self, b: int) -> bool:
-        """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""
-        return b < len(self.layout.buckets) and self.params_at(b) == "host" and self.sends_high_half(b)
-
     @property
     def deferred(self) -> bool:
         """Whether updates are deferred to the next step, so that a State has the gradient of the step before."""
         return self.settings.defer and self.barrier
 
     @cached_property
-    def staged(self) -> frozenset[int]:
-        """The buckets whose state is copied to the device for its update, and back."""
-        places, count = self.settings.update_on.split(","), len(self.layout.buckets)
-        return frozenset(b for b in self.offloaded if in_equal_shares(places, b, count) == "device")
-
-    def updated_on_device(self, b: int) -> bool:
-        """Whether the state of bucket `b` is updated on the device, where it lives or where it is copied."""
-        return b in self.resident or b in self.staged
-
-    def keeps_gradient(self, b: int) -> bool:
-        """Whether the gradient of bucket `b` stays on the device until its update there."""
-        stays = b in self.resident or self.settings.grads_on == "device" or not self.waits(b)
-        return stays and self.updated_on_device(b)
-
-    def rounds(self, b: int) -> range:
-        """The rounds in which the ranks measure bucket `b` before they update it."""
-        return range(len(self.update_work[b].measured))
-
-    def updated_in_parts(self, b: int) -> bool:
-        """Whether the update of bucket `b` begins with operations that the next bucket's may overlap with."""
-        return self.whole_matrices(b) or bool(self.rounds(b))
-
-    def whole_matrices(self, b: int) -> bool:
-        """Whether an update of bucket `b` needs each of its matrices at once, on the device."""
-        return updates_matrices(self.layout.buckets[b].state_format)
-
-    @cached_property
-    def update_work(self) -> tuple[UpdateWork, ...]:
-        """The work of each bucket's update beside its element-wise pass, on the rank with most of it."""
-        return tuple(b.work(self.world) for b in self.layout.buckets)
-
-    @cached_property
     def matrix_buckets(self) -> tuple[int, ...]:
         """The ascending indices of the buckets of whole matrices."""
-        return tuple(b.index for b in self.layout.buckets if self.whole_matrices(b.index))
+        return tuple(x.index for x in self.places if x.matrices)
 
     @property
     def updates_ahead(self) -> int:
@@ -469,7 +406,7 @@ class StepSpec:
     def state_room(self) -> int:
         """The number of buckets whose state has room where it is updated, of those that live elsewhere."""
         rooms = [self.settings.state_slots] if self.paged else []
-        rooms += [self.settings.update_slots] if self.staged else []
+        rooms += [self.settings.update_slots] if any(x.staged for x in self.places) else []
         return min(rooms, default=self.settings.state_slots)
 
     @cached_property
@@ -479,32 +416,11 @@ class StepSpec:
 
         def of(s: int, names: frozenset[str]) -> int:
             spans = ((b, x) for b in layout.buckets_of(s) for x in layout.buckets[b].spans if x.name in names)
-            return sum(round_up((x.stop - x.start) * self.element_bytes(b), ALLOCATION) for b, x in spans)
+            return sum(
+                round_up((x.stop - x.start) * self.places[b].element_bytes, ALLOCATION) for b, x in spans
+            )
 
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
-
-    def num_deliveries(self, b: int) -> int:
-        """The number of gradients of bucket `b` that a step reduces; several are accumulated in fp32."""
-        if self.settings.stage == 1:
-            return 1
-        return self.settings.micro_batches * len(self.layout.buckets[b].deliveries)
-
-    def added(self, b: int) -> bool:
-        """Whether several gradients of bucket `b` are added up in a step."""
-        return self.num_deliveries(b) > 1
-
-    def waits(self, b: int) -> bool:
-        """Whether the gradient of bucket `b` waits for the norm, or for more deliveries, before its update."""
-        return self.barrier or self.added(b)
-
-    def lands(self, b: int) -> bool:
-        """Whether gradients of bucket `b` arrive on the host in a slot, to be applied or added at once."""
-        return not self.barrier or self.added(b)
-
-    @property
-    def sums_on_device(self) -> bool:
-        """Whether the gradients of all micro-batches are added up on the device before they leave it."""
-        return 1 < self.settings.micro_batches <= self.settings.group_size and self._one_sum_at_a_time
 
     @cached_property
     def _one_sum_at_a_time(self) -> bool:
@@ -529,58 +445,21 @@ class StepSpec:
                     del counts[x.s]
         return most
 
-    def sums_apart(self, b: int) -> bool:
-        """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
-        several = self.num_deliveries(b) > self.settings.micro_batches > 1
-        return several and (self.keeps_gradient(b) or not self.sums_on_device)
 
-    def params_at(self, b: int) -> Where:
-        """The place of the parameters of bucket `b`, trainable or frozen."""
-        return self._params_at.get(b, "device")
-
-    @cached_property
-    def _params_at(self) -> dict[int, Where]:
-        """The place of those off the device; on the disk they are part of the state, or frozen."""
-        buckets = self.layout.all_buckets if self.settings.params_on != "device" else ()
-        streamed = [x.index for x in buckets if x.index not in self.resident and not x.persistent]
-        on_disk = {b for b in streamed if b in self.paged or b >= len(self.layout.buckets)}
-        return {b: "disk" if self.settings.params_on == "disk" and b in on_disk else "host" for b in streamed}
-
-    def grads_at(self, b: int) -> Where:
-        """The place where the gradient of bucket `b` waits for its update; a sum of the host waits in memory."""
-        if self.keeps_gradient(b):
-            return "device"
-        alone = not self.added(b) or (self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1)
-        return "disk" if self.settings.grads_on == "disk" and self.barrier and alone else "host"
-
-    def activations_at(self, s: int) -> Where:
-        """The place where activations of segment `s` wait for backward; those of the last stay on the device."""
-        return self._activations_at.get(s, "device")
-
-    @cached_property
-    def _activations_at(self) -> dict[int, Any]:
-        places, count = self.settings.activations_on.split(","), self.num_segments
-        return {s: in_equal_shares(places, s, count) for s in range(self.layout.first_trainable, count - 1)}
-
-    def sharded(self, b: int) -> bool:
-        """Whether each rank keeps only its slice of the parameters of bucket `b`."""
-        return self.settings.stage == 3 and self.world > 1 and not self.layout.all_buckets[b].persistent
-
-    def weight_bytes(self, b: int) -> int:
-        """Bytes of the parameters of bucket `b`, trainable or frozen, or of the slice of them that a rank keeps."""
-        return (
-            self.layout.all_buckets[b].numel // (self.world if self.sharded(b) else 1) * self.element_bytes(b)
-        )
-
-    def shard_numel(self, b: int) -> int:
-        """The elements of a rank's slice of bucket `b`, trainable or frozen."""
-        return self.layout.all_buckets[b].numel // self.world
-
-    def remade(self, b: int) -> bool:
-        """Whether this rank has the fp32 weights of all parameters of bucket `b` that it keeps on the device."""
-        kept = b < len(self.layout.buckets) or b in self.frozen_masters
-        return kept and self.params_at(b) == "device" and (self.world == 1 or self.sharded(b))
-
-    def streamed(self, b: int) -> bool:
-        """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
-        return b in self._params_at or self.sharded(b)
+def _extent(place: BucketPlaces, *, master: bool) -> Extent:
+    """The extent of a rank's slice of a bucket; of a frozen one with its fp32 `master` weights."""
+    numel, params = place.shard_numel, place.shard_numel * place.element_bytes
+    if not place.trainable:
+        here = place.params == "disk"
+        moved = [(MASTER, 4 * numel)] * master + [(FROZEN, params)] * here
+        return Extent.of(
+            moved, () if here else [(FROZEN, params)], generations=1
+        )  # the first commit has all of them
+    parts = [(x.name, x.nbytes(numel)) for x in place.buffers]
+    if place.params == "disk" and not place.sends_high_half:
+        parts.append((PARAMS, params))
+    if place.state == "disk":
+        in_memory = {HIGH_HALF} if place.keeps_high_half else set[str]()
+    else:
+        in_memory = {x for x, _ in parts}
+    return Extent.of([x for x in parts if x[0] not in in_memory], [x for x in parts if x[0] in in_memory])

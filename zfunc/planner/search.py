@@ -186,7 +186,9 @@ def most_persistent(step: PlannedStep) -> int:
     capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
-    spans = sorted((x.numel, spec.element_bytes(b.index)) for b in spec.layout.all_buckets for x in b.spans)
+    spans = sorted(
+        (x.numel, spec.places[b.index].element_bytes) for b in spec.layout.all_buckets for x in b.spans
+    )
     sizes, ends = [n for n, _ in spans], [*accumulate(n * nbytes for n, nbytes in spans)]
     free = capacity - step.memory["device"]
     if ends[-1] <= free:
@@ -332,7 +334,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
-    _values("grads_on", lambda x: x.spec.barrier and bool(x.spec.staged)),
+    _values("grads_on", lambda x: x.spec.barrier and any(y.staged for y in x.spec.places)),
     _values("update_on", lambda x: bool(x.spec.offloaded) and not x.hardware.unified),
     _buckets,
     _values("host_slots"),
@@ -341,7 +343,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _persistent,
     _shares("disk_ratio"),
     _values("state_slots", lambda x: x.settings.state_on == DISK),
-    _values("update_slots", lambda x: bool(x.spec.staged)),
+    _values("update_slots", lambda x: any(y.staged for y in x.spec.places)),
     _values("tiles", lambda x: not x.fits or x.settings.tiles != 1),
     _values("keys_on", lambda x: x.settings.tiles != 1),
 )

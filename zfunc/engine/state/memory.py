@@ -219,8 +219,8 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace) -> dict[int, StateOnDisk]:
     """The state of each bucket in `swap`."""
 
     def dtypes(b: int) -> dict[str, torch.dtype]:
-        kinds = spec.state_buffers(b) if b < len(spec.layout.buckets) else ()
-        own = {**dict.fromkeys((PARAMS, FROZEN), TORCH_DTYPES[spec.dtype(b)]), MASTER: torch.float32}
+        kinds = spec.places[b].buffers
+        own = {**dict.fromkeys((PARAMS, FROZEN), TORCH_DTYPES[spec.places[b].dtype]), MASTER: torch.float32}
         return own | {x.name: TORCH_DTYPES[x.dtype] for x in kinds}
 
     return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in spec.swapped.items()}

@@ -112,7 +112,7 @@ def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]
         return entry.trainable or any(manifest.tensor(x).dtype != DTYPES[dtype].safetensors for x in pieces)
 
     entries = {x.index: [manifest.by_name[s.name] for s in x.spans] for x in spec.layout.frozen_buckets}
-    narrow = {b: dtype for b in entries if (dtype := spec.dtype(b)) != "fp32"}
+    narrow = {b: dtype for b in entries if (dtype := spec.places[b].dtype) != "fp32"}
     masters = (b for b, dtype in narrow.items() if any(rounded(x, dtype) for x in entries[b]))
     averages = (b for b, own in entries.items() if any(EMA.name in x.pieces for x in own))
     kept = averages if spec.settings.ema is not None else ()

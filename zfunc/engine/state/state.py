@@ -261,12 +261,12 @@ def allocate(
     memory = allocate_regions((r for r in regions if r.buffer != "extent"), devices, folders)
     on_disk = {} if swap is None else states_on_disk(spec, swap)
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
-    homes = {} if spec.stage is None else {x.index: spec.home(x.index) for x in layout.all_buckets}
+    homes = {} if spec.stage is None else {x.index: spec.places[x.index].home for x in layout.all_buckets}
     kept = spec.frozen_masters, spec.frozen_averages
     buffers = Buffers({}, on_disk=on_disk, swap=swap, masters=kept[0], averages=kept[1], homes=homes)
     buffers.place(memory, layout)
-    for bucket in (x for x in layout.buckets if spec.owns(x.index)):
-        if bucket.index not in buffers.weights and spec.params_at(bucket.index) != "disk":
+    for bucket in (x for x in layout.buckets if spec.places[x.index].owned):
+        if bucket.index not in buffers.weights and spec.places[bucket.index].params != "disk":
             high = memory[Region(HIGH_HALF, (bucket.index,))]
             buffers.weights[bucket.index] = Flat.of(high, bucket)
     return buffers

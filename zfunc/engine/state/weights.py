@@ -200,7 +200,7 @@ def gathered(
     home = buffers.homes.get(bucket.index)
     if home is not None:
         own = _gathered(buffers, spec, bucket, device, ranks) if home == ranks.stage else None
-        flat = _of_home(ranks, home, bucket, own and own.flat, TORCH_DTYPES[spec.dtype(bucket.index)])
+        flat = _of_home(ranks, home, bucket, own and own.flat, TORCH_DTYPES[spec.places[bucket.index].dtype])
         return Flat.of(flat.to(device), bucket).views
     whole = _gathered(buffers, spec, bucket, device, ranks)
     return whole.views or Flat.of(whole.flat, bucket).views
@@ -210,7 +210,7 @@ def _gathered(
     buffers: Buffers, spec: StepSpec, bucket: Bucket, device: torch.device, ranks: RankGroup
 ) -> Flat:
     params = buffers.parameters(bucket.index)
-    if not spec.sharded(bucket.index):
+    if not spec.places[bucket.index].sharded:
         return params
     flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
     own = ranks.own_slice(bucket, flat)
@@ -231,8 +231,8 @@ def segment_weights(
         bucket = spec.layout.all_buckets[b]
         if ema and (b < len(spec.layout.buckets) or b in buffers.averages):
             average = bucket_weights(buffers, bucket, ranks, ema=True)
-            views = Flat.of(average.to(device, TORCH_DTYPES[spec.dtype(b)]), bucket).views
-        elif spec.params_at(b) != "device" and not spec.sharded(b) and not spec.over_ranks:
+            views = Flat.of(average.to(device, TORCH_DTYPES[spec.places[b].dtype]), bucket).views
+        elif spec.places[b].params != "device" and not spec.places[b].sharded and not spec.over_ranks:
             views = Flat.of(buffers.parameters(b).flat.to(device), bucket).views
         else:
             views = gathered(buffers, spec, bucket, device, ranks)

@@ -84,7 +84,7 @@ def _weights(
         check_state(program, state, "weights")
         with on_compute_stream(program):
             if dtype is None:
-                n = 0 if spec.over_ranks else spec.home(bucket.index)
+                n = 0 if spec.over_ranks else spec.places[bucket.index].home
                 views = dict(gathered(buffers, spec, bucket, program.devices[n], ranks))
             else:
                 views = Flat.of(bucket_weights(buffers, bucket, ranks), bucket).views

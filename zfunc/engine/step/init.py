@@ -81,7 +81,7 @@ def _initialized(
             copy_buffers(into, {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()})
         values = _own_values(segment, fold_seed(seed, "init", place), params)
         for name in sorted(values, key=lambda x: layout.bucket_of(spans[x]).index):  # one bucket at a time
-            if program.spec.owns(layout.bucket_of(spans[name]).index):
+            if program.spec.places[layout.bucket_of(spans[name]).index].owned:
                 put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
     begin_averages(buffers, layout, program.ranks)
@@ -113,7 +113,7 @@ def replace(
     owner, spans = buffers.owner, [x for x in (*layout.spans, *layout.frozen) if x.name in params]
 
     def put() -> None:
-        for span in (x for x in spans if program.spec.owns(layout.bucket_of(x).index)):
+        for span in (x for x in spans if program.spec.places[layout.bucket_of(x).index].owned):
             value, begins = params[span.name].detach(), not keep_moments and span in layout.spans
             if begins:
                 begin_again(buffers, layout, span, value, ranks)

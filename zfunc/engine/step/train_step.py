@@ -215,7 +215,7 @@ def _check_ranks_agree(
         return
     facts, weights = _step_facts(program, shaped, state, batch), ""
     if not state.buffers.compared:
-        common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.sharded(b))
+        common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.places[b].sharded)
         checksum = _checksum(program, common)
         if not program.spec.over_ranks or not ranks.same(checksum):  # those of a stage
             weights = f"weights of checksum {checksum}: equal seeds or params make them equal"

@@ -1,0 +1,201 @@
+"""Where the data of a bucket is in a step: answered once, from the settings, for all that plan or run it.
+
+Recipes, operations, regions, engine and planner read the fields of `StepSpec.places[b]`.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from attrs import evolve, frozen
+
+from zfunc.core.dtypes import DTYPES, Precision
+from zfunc.core.layout import ELEMENTWISE, Bucket, Layout, UpdateWork
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer, updates_matrices
+from zfunc.core.settings import StepSettings, in_equal_shares
+
+Where = Literal["device", "host", "disk"]
+
+
+@frozen
+class BucketPlaces:
+    """The places of one bucket's data, and the way of its gradient to the update.
+
+    - `numel`: elements of the bucket; `shard_numel`: those of a rank's slice; `dtype`: that of its parameters and
+      gradients on the device.
+    - `home`: the number of the device, or pipeline stage, that has what of the bucket is on one; `owned`: the State
+      of this rank has a part of the bucket.
+    - `params`: the place of the parameters between passes; `sharded`: each rank keeps only its slice of them.
+
+    Of a trainable bucket; None, False, 0 or empty for a frozen one:
+
+    - `state`: the place of the optimizer state; `buffers`: what the state consists of.
+    - `update`: the place where the state is updated; `matrices`: an update needs whole matrices, on the device;
+      `work`: what it takes beside an element-wise pass, on the rank with most of it.
+    - `gradient`: the place where the gradient waits for the update.
+    - `deliveries`: the number of gradients that a step reduces; several are added up in fp32. `summed`: those of
+      micro-batches are added up on the device before one leaves it; `apart`: the segments that share the bucket
+      have a sum over micro-batches each, and these sums are added up last.
+    - `waits`: the update waits for the norm of the whole gradient, or for more deliveries.
+    """
+
+    index: int
+    numel: int
+    shard_numel: int
+    dtype: Precision
+    home: int
+    owned: bool
+    params: Where
+    sharded: bool
+    state: Where | None = None
+    buffers: tuple[StateBuffer, ...] = ()
+    update: Where | None = None
+    matrices: bool = False
+    work: UpdateWork = ELEMENTWISE
+    gradient: Where | None = None
+    deliveries: int = 0
+    summed: bool = False
+    apart: bool = False
+    waits: bool = False
+
+    @property
+    def trainable(self) -> bool:
+        """Whether steps update the bucket."""
+        return self.state is not None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the parameters are whole on the device only while a segment uses them."""
+        return self.sharded or self.params != "device"
+
+    @property
+    def staged(self) -> bool:
+        """Whether the state is copied to the device for its update, and back."""
+        return self.update == "device" and self.state != "device"
+
+    @property
+    def fetched_anywhere(self) -> bool:
+        """Whether several devices of a process may use the bucket: each fetches it, and the host updates it."""
+        return self.params != "device" and self.update != "device"
+
+    @property
+    def added(self) -> bool:
+        """Whether several gradients are added up in a step."""
+        return self.deliveries > 1
+
+    @property
+    def lands(self) -> bool:
+        """Whether gradients that leave the device arrive in a slot, to be applied or added at once."""
+        return self.added or not self.waits
+
+    @property
+    def rounds(self) -> range:
+        """The rounds in which the ranks measure the bucket before they update it."""
+        return range(len(self.work.measured))
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the update begins with operations that the next bucket's may overlap with."""
+        return self.matrices or bool(self.work.measured)
+
+    @property
+    def sends_high_half(self) -> bool:
+        """Whether the high half of the master weights is the device's copy of the parameters."""
+        return self.dtype == "bf16" and any(x.name == HIGH_HALF for x in self.buffers)
+
+    @property
+    def keeps_high_half(self) -> bool:
+        """Whether the host has the parameters as the high half of the master weights, and nowhere else."""
+        return self.params == "host" and self.sends_high_half
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter, and of its gradient, on the device."""
+        return DTYPES[self.dtype].nbytes
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a rank's slice of the parameters, as the device has them."""
+        return self.shard_numel * self.element_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters, or of the slice of them that a rank keeps, as the device has them."""
+        return self.shard_bytes if self.sharded else self.numel * self.element_bytes
+
+    @property
+    def delivered_dtype(self) -> Precision:
+        """The dtype of a gradient that leaves the device."""
+        return "fp32" if self.summed else self.dtype
+
+    @property
+    def delivered_bytes(self) -> int:
+        """Bytes of a rank's slice of a gradient that leaves the device."""
+        return self.shard_numel * DTYPES[self.delivered_dtype].nbytes
+
+
+def make_places(
+    layout: Layout,
+    settings: StepSettings,
+    *,
+    world: int,
+    resident: Collection[int],
+    paged: Collection[int],
+    homes: Mapping[int, int],
+    stage: int | None,
+    sums: bool,
+) -> tuple[BucketPlaces, ...]:
+    """The places of every bucket of a layout among `world` ranks.
+
+    Those in `resident` have their state on the device, those in `paged` on the disk. `homes` are by bucket, 0 for
+    others; with pp, this rank is one of `stage`, and None has all stages. `sums` tells whether every device may add
+    up micro-batches of a bucket in one sum.
+    """
+    sums &= 1 < settings.micro_batches <= settings.group_size
+
+    def places(bucket: Bucket) -> BucketPlaces:
+        b, trainable = bucket.index, bucket.index < len(layout.buckets)
+        stays = settings.params_on == "device" or b in resident or bucket.persistent
+        on_disk = settings.params_on == "disk" and (b in paged or not trainable)
+        made = BucketPlaces(
+            b,
+            bucket.numel,
+            bucket.numel // world,
+            settings.dtype_of(bucket),
+            home=(home := homes.get(b, 0)),
+            owned=stage in (None, home),
+            params="device" if stays else "disk" if on_disk else "host",
+            sharded=settings.stage == 3 and world > 1 and not bucket.persistent,
+        )
+        return trained(made, bucket) if trainable else made
+
+    def trained(made: BucketPlaces, bucket: Bucket) -> BucketPlaces:
+        b, barrier = bucket.index, settings.waits_for_norm
+        state = "device" if b in resident else "disk" if b in paged else "host"
+        update = in_equal_shares(settings.update_on.split(","), b, len(layout.buckets))
+        update = "device" if "device" in (state, update) else "host"
+        ties = len(bucket.deliveries)
+        deliveries = 1 if settings.stage == 1 else settings.micro_batches * ties
+        waits = barrier or deliveries > 1
+        # Where the gradient waits. One that the host adds up waits in its memory.
+        on_device = state == "device" or settings.grads_on == "device" or not waits
+        once = deliveries == 1 or (sums and ties == 1)
+        if update == "device" and on_device:
+            gradient = "device"
+        else:
+            gradient = "disk" if settings.grads_on == "disk" and barrier and once else "host"
+        summed = sums and gradient != "device"
+        return evolve(
+            made,
+            state=state,
+            buffers=STATE_FORMATS[bucket.state_format],
+            update=update,
+            matrices=updates_matrices(bucket.state_format),
+            work=bucket.work(world),
+            gradient=gradient,
+            deliveries=deliveries,
+            summed=summed,
+            apart=deliveries > settings.micro_batches > 1 and not summed,
+            waits=waits,
+        )
+
+    return tuple(map(places, layout.all_buckets))
