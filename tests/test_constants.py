@@ -5,22 +5,37 @@ Each has a case whose size is `at`: it runs with the constant below that, at it 
 
 import ast
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import saved
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 
 import zfunc
+from zfunc.checkpoint import export, manifest, safetensors_file, strict_json, swap_file
+from zfunc.checkpoint.directory import open_checkpoint
+from zfunc.core import bucketing, settings
+from zfunc.core.layout import Parameter
+from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import row_attention, tile_attention
 from zfunc.engine.trace import purity
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.errors import CheckpointError, RankError
 from zfunc.models.loss import linear_next_token_loss
+from zfunc.optim import rules, updates
+from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.stage_ranks import StageRanks
 
 ROOT = Path(__file__).parents[1]
 MARKED = (
@@ -30,30 +45,96 @@ MARKED = (
     "engine/program",
     "engine/compile.py",
     "planner/candidate.py",
+    "optim",
+    "checkpoint",
+    "core",
+    "runtime",
 )
+
+
+def named(texts: Iterable[str]) -> list[str]:
+    """The constants of texts that each have a module, and names in it."""
+    return [f"{module}.{x}" for module, *names in map(str.split, texts) for x in names]
+
+
 NONE = {  # numbers of another kind, and why no result depends on them
-    "models.loss_pieces.IGNORE_INDEX": "torch's",
-    "models.gpt._INIT_STD": "of initial values",
-    "models.hf.families.OLDEST": "a version",
-    "models.hf.adapters.OLDEST": "a version",
-    "engine.program.specialize.SHOWN": "names in a message",
-    "engine.trace.purity.MOST": "of a look before each step, which finds what it can in microseconds",
-    "engine.rows.keys.SLOTS": "two by construction",
-    "engine.trace.cost_trace.MULTIPROCESSORS": "of a plan's memory for a GPU that is not here, an upper bound",
-    **{
-        f"engine.program.fit_to_memory.{x}": "of a measurement"
-        for x in ("STEPS", "MEASURED", "REPEATS", "HEADROOM")
-    },
+    "torch's, C's or Linux's": [
+        "models.loss_pieces IGNORE_INDEX",
+        "core.spec ALLOCATION",
+        "runtime.host_memory POPULATE_WRITE _MMAP_THRESHOLD _TRIM_THRESHOLD",
+    ],
+    "of initial values": ["models.gpt _INIT_STD"],
+    "a version": [
+        "models.hf.families OLDEST",
+        "models.hf.adapters OLDEST",
+        "checkpoint.manifest VERSION",
+        "checkpoint.swap_file VERSION",
+    ],
+    "of a text": [
+        "engine.program.specialize SHOWN",
+        "core.settings DOCSTRING_WIDTH",
+        "core.graph SHOWN",
+        "core.display FIELD WHOLE",
+        "runtime.failure_detection LONGEST",
+    ],
+    "of a look before each step, which finds what it can in microseconds": ["engine.trace.purity MOST"],
+    "given by construction": [
+        "engine.rows.keys SLOTS",
+        "core.graph EVERY",
+        "core.layout LEFT",
+        "core.regions SUM_PARTS BF16 FP32 FP64",
+        "optim.adafactor FP32_EPS FP64",
+    ],
+    "of a plan's memory or time, an estimate or an upper bound": [
+        "engine.trace.cost_trace MULTIPROCESSORS",
+        "core.regions ACTIVATION_SLOTS",
+        "core.spec HOP",
+        "runtime.accelerator LIBRARIES",
+        "runtime.host_memory LEAST_GIVEN_BACK",
+    ],
+    "of a measurement": [
+        "engine.program.fit_to_memory STEPS MEASURED REPEATS HEADROOM",
+        "runtime.direct_io SECONDS MEASURED CHUNK",
+    ],
+    "of buckets, whose size changes no bit": ["core.bucketing BUCKET_SIZE LARGEST FEW_RANKS"],
+    "far above what there is": [
+        "models.config_file LARGEST_SIZE MOST_LAYERS",
+        "runtime.collectives MOST_TEXT",
+        "runtime.rng BACKWARD",
+    ],
+    "of a format, which another number would change": [
+        "optim.formats SPREAD SCALE_BITS CUT BINADE EXPONENT EXP_AVG EXP_AVG_SQ HIGHEST_CODE INFINITE LARGEST",
+        "optim.formats MIN_SHIFT NAN NUM_SHIFTS ROOT SIZE SMALLEST_NORMAL",
+        "optim.adafactor SUMMED NUM_ROUNDS",
+        "checkpoint.safetensors_file LENGTH _ALIGNMENT",
+        "core.extents BLOCK",
+        "core.layout ALIGNMENT",
+    ],
+    "of patience, or how many threads wait": [
+        "runtime.accelerator SPIN LONGEST_SLEEP CHECK_EVERY",
+        "runtime.blocking_calls SLOW THREADS LEAVE_AFTER",
+        "runtime.collectives SLICE LISTEN SETTLE SETTLE_LATE",
+        "runtime.failure_detection POLL STORE_TIMEOUT EXIT_GRACE LONGEST_TIMEOUT",
+        "runtime.direct_io THREADS MOST_RETRIES PAUSE",
+        "runtime.launch POLL",
+    ],
 }
 ELSEWHERE = {  # tests with cases on both sides
-    f"planner.candidate.{x}": ("planner/test_steady_state.py", "extrapolated_right_or_not_at_all")
-    for x in ("FEW", "MANY", "CLOSE")
-} | {
-    f"engine.rows.check.{x}": ("engine/test_tile_check.py", "what_reaches_farther_than_a_tile_is_refused")
-    for x in ("FEW", "SIZES")
+    "planner/test_steady_state.py extrapolated_right_or_not_at_all": ["planner.candidate FEW MANY CLOSE"],
+    "engine/test_tile_check.py what_reaches_farther_than_a_tile_is_refused": ["engine.rows.check FEW SIZES"],
+    "optim/test_update.py special_values_meet": ["optim.rules GRAD_FLOOR EXP_AVG_FLOOR EXP_AVG_SQ_FLOOR"],
+    "optim/test_update.py pieces_change_no_bit": ["optim.rules PIECE"],
+    "optim/test_whole_parameters.py shapes_types_threads_and_places": ["optim.adafactor PIECE"],
+    "optim/test_compact.py exp_avg_sq_of_anything": ["optim.formats LIMIT"],
+    "checkpoint/test_swap_space.py headers_and_records_read_back": ["core.extents _METADATA"],
+    "checkpoint/test_swap_space.py a_large_buffer_goes_in_batches": [
+        "core.extents SUMMED",
+        "checkpoint.swap_file BATCH",
+    ],
+    "runtime/test_direct_io.py what_is_read_is_what_was_written": ["runtime.direct_io REQUEST MOST_PIECES"],
+    "runtime/test_resources.py huge_pages_are_asked_for": ["runtime.host_memory HUGE_MIN"],
+    "runtime/test_resources.py touched_pages_are_resident": ["runtime.host_memory TURN"],
 }
-
-
 LLAMA = 27168  # parameters
 OFF = 4.99e-4
 
@@ -247,7 +328,145 @@ def groups_of_queries(_: int, patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def averaged(_: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(updates, "EMA_PIECE", rules.EMA_PIECE)
+    ema, weights = random(128).float(), random(256).float()[128:]
+    expected = np.float32(0.9) * ema.numpy() + weights.numpy() * np.float32(1 - 0.9)
+    updates.average_(ema, {"master": weights}, 0.9)
+    np.testing.assert_array_equal(ema.numpy(), expected)
+
+
+def exported(_: int, __: pytest.MonkeyPatch) -> None:
+    values, written = random(96).float(), dict[int, bytes]()
+    writer: Any = SimpleNamespace(write_at=lambda _, start, data: written.update({start: bytes(data)}))
+    export._write(writer, "w", values, "bf16")
+    assert b"".join(x for _, x in sorted(written.items())) == bytes(
+        values.bfloat16().view(torch.uint8).numpy()
+    )
+    values[-1] = 1e6
+    with pytest.raises(ValueError, match="a weight of 1e"):
+        export._write(writer, "w", values, "fp16")
+
+
+def of_four_ranks(_: int, __: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory() as folder:
+        saved.assert_complete(open_checkpoint(saved.save(Path(folder), world=4)))
+
+
+def in_chunks(_: int, __: pytest.MonkeyPatch) -> None:
+    """Read by the library whose format it is."""
+    with TemporaryDirectory() as folder:
+        data, path = random(16).float(), Path(folder, "a.safetensors")
+        writer = safetensors_file.create_shard(path, [safetensors_file.TensorInfo("w", "F32", (16,))])
+        writer.write_at("w", 0, data.numpy())
+        writer.finish()
+        writer.close()
+        assert torch.equal(pytest.importorskip("safetensors.torch").load_file(path)["w"], data)
+        shard = saved.checksummed(writer.shard, {"w": data.numpy().tobytes()}, writer.shard.chunk)
+        own = safetensors_file.open_shard(path, shard)
+        for start in range(16):
+            part = torch.empty(16 - start)
+            own.read_into("w", start, 16, part.numpy())
+            assert torch.equal(part, data[start:])
+        own.close()
+
+
+def limited(fits: Callable[[Any], bool], run: Callable[[Any], Any]) -> Callable[..., None]:
+    """What fits runs, and what does not is refused."""
+
+    def check(value: Any, _: pytest.MonkeyPatch) -> None:
+        with nullcontext() if fits(value) else pytest.raises((ValueError, CheckpointError)):
+            run(value)
+
+    return check
+
+
+def at_most(size: int, run: Callable[[], Any]) -> Row:
+    """Of what is of this size, and no more is allowed."""
+    return Row(size, limited(lambda most: size <= most, lambda _: run()))
+
+
+def counted(most: int, make: Callable[[int], Any]) -> Row:
+    """A limit that a field has from its beginning, so that what is counted is below, at and above it."""
+    return Row(most, limited(lambda count: count <= most, make))
+
+
+def make_file() -> None:
+    with TemporaryDirectory() as folder:
+        safetensors_file.create_shard(
+            Path(folder, "a"), [safetensors_file.TensorInfo("w", "F32", (2,))]
+        ).close()
+
+
+SWAP = swap_file.SwapHeader({}, "one", 0, 1, ("/a",), (1,), {}, 0)
+MANIFEST = manifest.Manifest(1, "fp32", (), (), manifest.TrainingPosition(1, 1, 1, 1, LossScale()), {}, {})
+HEADER = 56  # bytes of the header of a file with one tensor, of that of a swap space
+SWAP_HEADER = len(SWAP.raw.rstrip(b"\0")) - swap_file._HEADER.size
+EPS = 2.0**-126
+
+
+def shard_in_chunks(chunk: int) -> None:
+    shard = strict_json.to_plain(safetensors_file.Shard("a", 72, 0, 64, ()))
+    strict_json.JsonNode({**shard, "chunk": chunk}, "x").read(safetensors_file.Shard)
+
+
+def message(limit: int, patch: pytest.MonkeyPatch) -> None:
+    """With 64 bytes of text."""
+    job = RankGroup(world=2, members=(0, 1), store=dist.HashStore())
+    stage = StageRanks(world=1, members=(0,), store=job.store, stage=0, whole=job)
+
+    def issue(_: Any, what: str, __: Any, part: Tensor, *___: Any) -> Any:
+        part.copy_(torch.tensor([64, 8]) if part.dtype == torch.int64 else torch.arange(72))
+        return SimpleNamespace(what=what, wait=lambda _: None)
+
+    patch.setattr(StageRanks, "_point_to_point", issue)
+    if limit < 64:
+        with pytest.raises(RankError, match="got a message of 8 bytes with 64 of text"):
+            stage.receive(1, 0, 8)
+    else:
+        text, values = stage.receive(1, 0, 8)
+        assert (text, values.tolist()) == (bytes(range(8, 72)), [*range(8)])
+
+
+def in_shares(least: int, _: pytest.MonkeyPatch) -> None:
+    """A quarter of the state is so within a bucket."""
+    parameters = [[Parameter(f"{s}.{n}", (64,)) for n in range(2)] for s in range(8)]
+    layout = bucketing.lay_out(parameters, StepSettings(offload_ratio=0.25, bucket_size=1024), 1)
+    on_device = bucketing.resident_buckets(layout, 0.25)
+    assert len(layout.buckets) >= least
+    assert abs(len(on_device) / len(layout.buckets) - 0.75) <= 0.5 / least
+
+
+def counts_of_tiles(shortest: int, _: pytest.MonkeyPatch) -> None:
+    """None is shorter, unless it is the row; and the longest that may be are among them."""
+    for tokens in (1, 7, 8, 9, 16, 56, 64, 72, 120):
+        may_be = [n for n in range(1, tokens + 1) if tokens % n == 0 and tokens >= n * shortest] or [1]
+        found = settings.tile_counts(tokens)
+        assert {*found} <= {*may_be}
+        assert found[0] == 1
+        assert min(may_be, key=lambda n: abs(n - 4)) in found
+
+
 ROWS = {
+    "optim.rules.SMALLEST_NORMAL": Row(
+        EPS, limited(lambda least: least <= EPS, lambda _: zfunc.AdamW(eps=EPS)), EPS / 2
+    ),
+    "optim.rules.MAX_STEP": at_most(2**53, lambda: rules.checked_step(2**53)),
+    "optim.rules.EMA_PIECE": Row(128, averaged, 64),
+    "checkpoint.export.PIECE": Row(96, exported),
+    "checkpoint.reader.MAX_OPEN": Row(4, of_four_ranks),
+    "checkpoint.safetensors_file.CHUNK": Row(64, in_chunks, 4),
+    "checkpoint.safetensors_file.CHUNK_LIMIT": counted(64 << 20, shard_in_chunks),
+    "checkpoint.safetensors_file.HEADER_LIMIT": at_most(HEADER, make_file),
+    "checkpoint.strict_json.MAX_INT": at_most(99, lambda: strict_json.parse_json(b"99", "x")),
+    "checkpoint.swap_file.HEADER_LIMIT": at_most(SWAP_HEADER, lambda: evolve(SWAP).raw),
+    "checkpoint.manifest.LIMIT": at_most(len(manifest.to_json(MANIFEST)), lambda: manifest.to_json(MANIFEST)),
+    "core.bucketing.MIN_PARTIAL_BUCKETS": Row(8, in_shares),
+    "core.settings.MOST_TILES": counted(1 << 16, lambda n: StepSettings(tiles=n)),
+    "core.settings.MOST_DEVICES": counted(1024, lambda n: StepSettings(devices=n)),
+    "core.settings.MOST_MICRO_BATCHES": counted(1 << 16, lambda n: StepSettings(micro_batches=n)),
+    "core.settings.SHORTEST_TILE": Row(8, counts_of_tiles),
+    "runtime.stage_ranks.MOST_HEAD": Row(64, message),
     "models.hf.cutting.RECORDED": Row(12, windows),
     "models.hf.comparison.SMALL": Row(LLAMA, small_model),
     "models.hf.comparison.LOSS_CLOSE": Row(5e-4, lambda *x: compared(*x, loss=True), 2e-5),
@@ -275,9 +494,19 @@ def constants() -> Iterator[str]:
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             module = ".".join(file.relative_to(ROOT / "zfunc").with_suffix("").parts)
             for node in ast.parse(file.read_text()).body:
-                name = node.targets[0] if isinstance(node, ast.Assign) else None
-                if isinstance(name, ast.Name) and name.id.isupper() and is_number(node.value):
-                    yield f"{module}.{name.id}"
+                for name, value in assigned(node):
+                    if isinstance(name, ast.Name) and name.id.isupper() and is_number(value):
+                        yield f"{module}.{name.id}"
+
+
+def assigned(node: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Names and values of an assignment, one by one."""
+    if isinstance(node, ast.Assign):
+        name, value = node.targets[0], node.value
+        if isinstance(name, ast.Tuple) and isinstance(value, ast.Tuple):
+            yield from zip(name.elts, value.elts, strict=True)
+        else:
+            yield name, value
 
 
 def is_number(value: ast.expr) -> bool:
@@ -288,12 +517,14 @@ def is_number(value: ast.expr) -> bool:
 
 
 def test_every_constant_of_a_marked_module_is_in_a_row() -> None:
-    found = {*constants()}
-    assert found - {*ROWS, *ELSEWHERE, *NONE} == set(), (
-        "a row with a case on both sides, or the reason for none"
-    )
-    assert {*ROWS, *ELSEWHERE, *NONE} - found == set()
-    for file, name in ELSEWHERE.values():
+    found, known = {*constants()}, [*ROWS]
+    for listed in (*NONE.values(), *ELSEWHERE.values()):
+        known += named(listed)
+    assert found - {*known} == set(), "a row with a case on both sides, or the reason for none"
+    assert {*known} - found == set()
+    assert len({*known}) == len(known)
+    for place in ELSEWHERE:
+        file, name = place.split()
         assert name in (ROOT / "tests" / file).read_text()
 
 
