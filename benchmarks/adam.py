@@ -29,7 +29,6 @@ from benchmarks.machine import describe, make_parser, write
 from zfunc import SGD, Adafactor, Adagrad, AdamW, Lion, Muon
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, moment_buffers
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.updates import host_update_
 from zfunc.runtime.host_memory import alloc_host
@@ -160,7 +159,7 @@ def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callab
     state[means.name] = torch.full((means.numel(m.n),), 1e-6)
     decision = StepDecision(False, SCALE, STEP, optimizer.factors(STEP))
     out = None if split else m.out
-    how = {"group": group, "part": ParameterPart(shape), "out": out, "threads": threads}
+    how = {"group": group, "shape": shape, "out": out, "threads": threads}
     return lambda: optimizer.host_update(state, m.grad, decision, **how)
 
 

@@ -103,7 +103,8 @@ GROUPS = zfunc.groups(
     ("loss.*", zfunc.SGD(0.1)),
     zfunc.Lion(1e-3, weight_decay=0.1),
 )
-WHOLE = zfunc.groups(  # what needs whole parameters, which slices of two ranks cut
+MATRICES = zfunc.groups((is_matrix, zfunc.Muon(0.02, momentum=0.8)), zfunc.AdamW(1e-3))
+WHOLE = zfunc.groups(  # what needs whole parameters
     ("huge.*", zfunc.Adafactor(0.1)),
     ("inlet.*", zfunc.Adafactor(0.05, weight_decay=0.1)),
     (is_matrix, zfunc.Muon(0.02, momentum=0.8)),
@@ -143,11 +144,11 @@ NUMBERS: dict[str, Settings] = {
     },
     "a split master, some in fp32": {**TWO, "fp32_params": IN_FP32, "split_master": True},
     "two AdamW": {**TWO, "optimizer": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), ADAMW)},
-    "whole parameters, 8 bits": {**TWO, "optimizer": WHOLE, "moments": "8bit"},
+    "whole matrices, 8 bits": {**TWO, "optimizer": MATRICES, "moments": "8bit"},
     "whole parameters, some in fp32, 16 bits": {
         **{**TWO, "optimizer": WHOLE, "fp32_params": IN_FP32, "moments": "16bit"},
     },
-    "whole parameters, no barrier": {"precision": "bf16", "optimizer": WHOLE},
+    "whole matrices, no barrier": {"precision": "bf16", "optimizer": MATRICES},
     "momentum, 16 bits": {
         **TWO,
         "optimizer": zfunc.SGD(0.1, momentum=0.9, dampening=0.1),
@@ -325,6 +326,8 @@ class Row:
         given = self.settings
         if "optimizer" in given and self.model != "odd sizes":
             return False  # its rules are of those parameters
+        if self.world > 1 and "Adafactor" in str(given.get("optimizer")):
+            return False  # which has slices of parameters there
         order = str(given.get("order", ""))
         halves = "ZeroBubble" in order or "DualPipeV" in order
         if "tiles" in given and (self.model not in ("tied GPT", "edits", "aliases") or halves):

@@ -21,7 +21,7 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, UpdateWork, make_layout
-from zfunc.core.optimizer_state import updates_each_parameter, updates_matrices
+from zfunc.core.optimizer_state import updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
@@ -127,7 +127,7 @@ def _work(p: Parameter, n: int) -> UpdateWork:
     """What the update of parameter number `n` takes, as optimizers say it."""
     if updates_matrices(p.state_format):
         return UpdateWork(700 * (n + 1), 50 + 8 * n, 2 + n)
-    return UpdateWork(measured=(24, 16, 8, 8) if updates_each_parameter(p.state_format) else ())
+    return UpdateWork()
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
@@ -167,7 +167,7 @@ MATRICES_APART: Segments = [
     [Parameter(name, shape, state_format="muon-16bit")]
     for name, shape in (("a", (9, 8)), ("b", (30, 8)), ("c", (9, 9)))
 ]
-CUT: Segments = [
+WHOLE: Segments = [
     [evolve(EMBED, state_format="adafactor-16bit"), Parameter("a", (300,))],
     [Parameter("b", (30, 8), state_format="adafactor-16bit"), Parameter("c", (8,), group=2)],
     [Parameter("d", (20, 20), state_format="adafactor-16bit"), evolve(EMBED, state_format="adafactor-16bit")],
@@ -215,9 +215,7 @@ SPECS: dict[str, StepSpec] = {
     "whole matrices": spec(MATRICES, resident={0}, save=True, ema=0.5),
     "whole matrices, barrier": spec(MATRICES_APART, micro_batches=2, world=2, barrier=True, resident={0, 2}),
     "whole matrices, stage 3": spec(MATRICES, stage=3, world=3, params_on="host", barrier=True, host_slots=1),
-    "cut by ranks": spec(CUT, world=2, resident={0}, save=True),
-    "cut by ranks, barrier": spec(CUT, micro_batches=2, world=3, barrier=True, resident={1}),
-    "cut by ranks, stage 3": spec(CUT, stage=3, world=2, params_on="host", barrier=True, host_slots=1),
+    "whole parameters": spec(WHOLE, micro_batches=2, barrier=True, resident={0}, save=True),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": spec(TIED_THREE, state_format="8bit", barrier=True, world=3),
@@ -261,9 +259,7 @@ SPECS: dict[str, StepSpec] = {
         TIED, update_on="device", grads_on="host", barrier=True, micro_batches=2, group_size=2, world=2
     ),
     "whole matrices, updated on the device": spec(MATRICES, world=3, update_on="device", barrier=True),
-    "cut by ranks, updated on the device": spec(
-        CUT, world=2, update_on="device", update_slots=1, host_slots=1
-    ),
+    "whole parameters, updated on the device": spec(WHOLE, update_on="device", update_slots=1, host_slots=1),
     "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, grad_slots=1),
     "vertical, two ranks": spec(TIED_THREE, micro_batches=2, group_size=2, world=2, resident={1}),
     "in groups": spec(

@@ -122,10 +122,8 @@ any_job = st.one_of(specs(), st.sampled_from([*SPECS.values()]))
 PLAIN, DEFERRED = TRAINING["zero_offload"], TRAINING["deferred"]
 UPDATES = ("update", "update_on_device")
 BEGUN = ("momentum", "momentum_on_device")
-MEASURE = "measure", "measure_on_device"
 PASSED_ON = (  # from one part of an update to the next
-    *("host_direction", "direction_shard", "direction_slot"),
-    *("measured", "joined", "measuring", "param_slot"),
+    *("host_direction", "direction_shard", "direction_slot", "param_slot"),
 )
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
@@ -184,9 +182,6 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
         == [b for b in spec.offloaded if spec.places[b].staged]
     )
     assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.places[b].matrices]
-    measured = sorted((i, b) for b in everywhere for i in spec.places[b].rounds)
-    assert sorted(op.index for op in ops if op.verb in MEASURE) == measured
-    assert sorted(op.index for op in ops if op.verb == "join_measures") == measured
     assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.places[b].streamed]
 
 
@@ -255,7 +250,7 @@ def test_a_host_slot_is_read_before_it_is_overwritten(recipe: Recipe, spec: Step
     full: dict[Region, str] = {}
     for op in recipe(spec):
         for r in op.reads:
-            if r.buffer == "host_slot" and op.verb != "measure":
+            if r.buffer == "host_slot":
                 del full[r]  # a KeyError is a slot read after its bucket's update, or never filled
         for r in op.writes:
             if r.buffer == "host_slot":
@@ -347,7 +342,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     assert verbs.count("decide") == verbs.count("global_norm") == 1
     late = recipe is DEFERRED
     for i, op in enumerate(recipe(spec)):
-        if op.verb in (*UPDATES, *BEGUN, *MEASURE, "join_measures"):
+        if op.verb in (*UPDATES, *BEGUN):
             assert verbs.index("decide") < i or (late and op.index[-1] in spec.offloaded)
     if spec.barrier or late:
         measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
@@ -362,7 +357,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
         for op in recipe(spec):
             updated |= {op.index[0]} if op.verb in UPDATES else set()
             assert op.verb != "forward" or updated.issuperset(spec.layout.buckets_of(op.index[1]))
-        if not any(spec.places[b].in_parts for b in spec.offloaded):
+        if not any(spec.places[b].matrices for b in spec.offloaded):
             assert updates == sorted(updates)
         if not spec.matrix_buckets:
             assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
@@ -566,8 +561,6 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
     def moved(region: Region) -> int:
         if region.buffer in ("decision", "squares", "host_squares"):
             return 0  # one number
-        if region.role == "measures":
-            return 0  # a few for each row and column
         if "direction" in region.buffer:
             return elements * 2
         if region.buffer == "update_slot":
@@ -600,8 +593,8 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
         expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
         means = {x.name for x in spec.places[b].buffers if x.whole}
-        if means and op.verb in ("update", "update_on_device") and not spec.places[b].rounds:
-            # What no `measure` has read: the gradient three times, and the weights.
+        if means and op.verb in ("update", "update_on_device"):
+            # What measures a whole parameter: the gradient three times, and the weights.
             weights = [x for x in spec.places[b].buffers if x.name not in means]
             expected += 3 * moved(op.reads[1]) + sum(x.nbytes(elements) for x in weights)
         if op.verb == "update" and any(r.buffer == "params" for r in op.writes):

@@ -48,7 +48,7 @@ def test_plain_is_zero_offload_where_nothing_else_is_set(
         **{name: data.draw(st.booleans()) for name in ("barrier", "save")},
         **{name: data.draw(st.integers(1, 3)) for name in ("grad_slots", "host_slots")},
     )
-    if any(len(b.deliveries) > 1 or own.places[b.index].in_parts for b in own.layout.buckets):
+    if any(len(b.deliveries) > 1 or own.places[b.index].matrices for b in own.layout.buckets):
         with pytest.raises(PlanError, match="tied parameters or updates of whole matrices"):
             Graph(plain(own))
     else:

@@ -106,7 +106,7 @@ EMPTIED = [
     Row("fp16 in 2", "from the host", "pairs"),
     Row("a split master", "half of the activations on the host", "tied GPT"),
     Row("bf16 in 3, clipped", "half of the state on the disk", "odd sizes"),
-    Row("whole parameters, 8 bits", "on the device", "odd sizes"),
+    Row("whole matrices, 8 bits", "on the device", "odd sizes"),
     Row("bf16 in 2, 16 bits", "stage 3", "GPT with dropout"),
     Row(
         "bf16, clipped in part, 16 bits", "updated on the device, from the host", "odd sizes"

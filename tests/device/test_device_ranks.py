@@ -38,9 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
     "resident": {
         "offload_ratio": 0.5,
-        "optimizer": zfunc.groups(
-            ("huge.*", zfunc.Adafactor(1e-2)), ("back.*", zfunc.Adafactor(1e-2)), zfunc.AdamW(1e-2)
-        ),
+        "optimizer": zfunc.groups(("huge.*", zfunc.Lion(1e-2)), zfunc.AdamW(1e-2)),
     },
     "stage 3": {"micro_batches": 2, "stage": 3},
     "stage 3 on the host": {"micro_batches": 2, "stage": 3, "params_on": "host", "activations_on": "host"},

@@ -208,12 +208,12 @@ SAME_ROWS = [
             ("bf16 in 3, clipped", "norms"),
             ("groups", "half on the device"),
             ("groups, 8 bits", "stage 3, horizontal"),
-            ("whole parameters, 8 bits", "stage 3, all from the host"),
-            ("whole parameters, 8 bits", "one slot"),
-            ("whole parameters, 8 bits", "half on the device"),
-            ("whole parameters, 8 bits", "all on the disk, one slot"),
-            ("whole parameters, no barrier", "all on the disk"),
-            ("whole parameters, no barrier", "half on the device"),
+            ("whole matrices, 8 bits", "stage 3, all from the host"),
+            ("whole matrices, 8 bits", "one slot"),
+            ("whole matrices, 8 bits", "half on the device"),
+            ("whole matrices, 8 bits", "all on the disk, one slot"),
+            ("whole matrices, no barrier", "all on the disk"),
+            ("whole matrices, no barrier", "half on the device"),
         ]
     )
 ]

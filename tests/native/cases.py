@@ -15,7 +15,6 @@ from zfunc.core.optimizer_state import moment_buffers
 from zfunc.optim.adafactor import Adafactor, AdafactorFactors, Matrices
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import BLOCK, first_dither, kernel_layout
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
@@ -83,10 +82,11 @@ def update_case(
         moments.removesuffix("-split"), split_master="split" in moments
     )
     decision = StepDecision(False, scale, step, optimizer.factors(step) | ({} if lr is None else {"lr": lr}))
-    if name == "direction":
-        how = optimizer.direction_step(decision)
-    else:
-        how = optimizer.rule_step(decision, 0, ParameterPart((1, 1)))
+    how = (
+        optimizer.direction_step(decision)
+        if name == "direction"
+        else optimizer.rule_step(decision, 0, (1, 1))
+    )
     weight_decay, decoupled = DECAYS[decay]
     shrink = weight_decay * (decision.factors["lr"] if decoupled else 1.0)
     how = how._replace(decay=decay, factors=how.factors._replace(decay=shrink))

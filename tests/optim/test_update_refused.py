@@ -16,7 +16,6 @@ from update_law import ROWS, State, exact, fresh
 
 import zfunc
 from zfunc.core.decision import StepDecision
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.updates import accumulate_, square_sum
 
@@ -99,7 +98,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zfunc.Muon(ns_steps=0), "ns_steps: got 0, expected a whole number of at least 1 and at most 99"),
     (lambda: zfunc.Muon(adjust_lr_fn="rms"), "adjust_lr_fn: got 'rms', expected one of original, match_rms_adamw"),  # pyright: ignore
     (lambda: zfunc.Muon(eps=-1), "eps: got -1, expected a finite number of at least 0"),
-    (lambda: zfunc.Muon(3e38).rule_step(FIRST, 0, ParameterPart((9, 1))), "lr of a matrix"),
+    (lambda: zfunc.Muon(3e38).rule_step(FIRST, 0, (9, 1)), "lr of a matrix"),
 ]  # fmt: skip
 
 

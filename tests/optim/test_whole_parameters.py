@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from native.adafactor import reference_adafactor_update
 from numpy_reference import array, reference_update, split, tensor
@@ -21,7 +21,6 @@ from update_law import (
     State,
     assert_same,
     check_update,
-    clone,
     gradient,
     packed,
     random_bytes,
@@ -30,11 +29,10 @@ from update_law import (
 
 from zfunc import Adafactor, Muon
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments, state_slice, updates_matrices, weight_buffers
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments, updates_matrices, weight_buffers
 from zfunc.errors import CheckpointError
 from zfunc.optim import adafactor
-from zfunc.optim.adafactor import KernelUpdate, Matrices, Update, exact_sum
-from zfunc.optim.base import ParameterPart
+from zfunc.optim.adafactor import Matrices, exact_sum
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.updates import device_update_, host_update_
 
@@ -84,18 +82,14 @@ def check(
     out: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    part, group, decision = (
-        ParameterPart(shape),
-        optimizer.group("", shape),
-        decided(optimizer, step, scale),
-    )
+    group, decision = optimizer.group("", shape), decided(optimizer, step, scale)
     *weights, variance = (array(x) for x in state.values())
     kept = (matrices := Matrices.of(shape)).num_kept
     of = weights, variance[:kept], array(grad), matrices, optimizer.checked_factors(decision, group)
     *new, after, copy = reference_adafactor_update(*of, out=out and NAMES[out])
     values = zip(state, (*new, np.concatenate([after, variance[kept:]])), strict=True)
     expected = {name: tensor(x) for name, x in values}
-    check_update(optimizer, state, grad, expected, copy, decision, out=out, group=group, part=part, **more)
+    check_update(optimizer, state, grad, expected, copy, decision, out=out, group=group, shape=shape, **more)
 
 
 @every_device
@@ -117,36 +111,6 @@ def test_shapes_types_threads_and_places(
         state, grad = fresh(optimizer, shape), gradient(prod(shape), torch.float16)
         monkeypatch.setattr(adafactor, "PIECE", 512 if prod(shape) <= 10_000 else 1 << 15)
         check(optimizer, shape, state, grad, out=torch.bfloat16, threads=(3,), offset=offset)
-
-
-@settings(max_examples=20)
-@given(st.sampled_from([x for x in SHAPES if prod(x) > 64]), st.data())
-def test_parts_that_join_what_they_measure_are_the_whole(shape: Shape, data: st.DataObject) -> None:
-    """By the kernel, and in torch operations."""
-    moments, n = data.draw(st.sampled_from(["fp32", "16bit"])), prod(shape)
-    optimizer = Adafactor(0.1, weight_decay=0.1, moments=moments)
-    cuts = data.draw(st.sets(st.integers(1, (n - 1) // 64), max_size=3))
-    slices = [*itertools.pairwise([0, *(64 * x for x in sorted(cuts)), n])]
-    state_format, state = optimizer.state_format(group := optimizer.group("", shape)), fresh(optimizer, shape)
-    grad, decision = gradient(n, torch.bfloat16), decided(optimizer, 2)
-    whole = clone(state)
-    optimizer.host_update(whole, grad, decision, group=group, part=ParameterPart(shape))
-    for kind in (KernelUpdate, Update):
-        mine, joined = clone(state), list[Tensor]()
-        rooms = [torch.full((2 * -(-(b - a) // 64),), -1.0, dtype=torch.float64) for a, b in slices]
-
-        def run(call: Any, at: tuple[int, int], room: Tensor | None = None) -> Any:
-            part = ParameterPart(shape, at[0], tuple(joined), room)  # noqa: B023
-            own = state_slice(state_format, mine, *at)  # noqa: B023
-            return optimizer.run(kind, call, own, grad[slice(*at)], decision, group=group, part=part)  # noqa: B023
-
-        for i, nbytes in enumerate(optimizer.update_work(shape, group=group).measured):
-            together = torch.stack([run(Update.measure, *x) for x in zip(slices, rooms, strict=True)])
-            assert together[0].nbytes == nbytes
-            joined.append(together.sum(0) if i % 2 else together.amax(0) if nbytes else together[0])
-        for at in slices:
-            run(Update.finish, at)
-        assert_same(mine.values(), whole.values())
 
 
 @given(
@@ -174,13 +138,13 @@ def test_any_finite_bits(
 
 def test_a_gradient_that_is_not_finite_leaves_weights_that_are_not() -> None:
     optimizer, shape = Adafactor(0.1), (70, 70)
-    group, part = optimizer.group("", shape), ParameterPart(shape)
+    group = optimizer.group("", shape)
     for wrong in (math.inf, math.nan):
         grad = gradient(4900, torch.float32)
         grad[77] = wrong
         states = [fresh(optimizer, shape) for _ in range(2)]
         for state, update in zip(states, (optimizer.host_update, optimizer.device_update), strict=True):
-            update(state, grad, decided(optimizer), group=group, part=part)
+            update(state, grad, decided(optimizer), group=group, shape=shape)
             assert not state["master"].isfinite().all()
         of_host, of_device = ([*state.values()][-1] for state in states)
         torch.testing.assert_close(of_host, of_device, rtol=0, atol=0, equal_nan=True)
@@ -207,8 +171,7 @@ def test_a_hundred_steps_of_torch(given: dict[str, Any]) -> None:
         for step in range(1, 101):
             noise = gradient(theirs.numel(), torch.float32, step) * 0.1 * scale
             g = noise + 0.05 * theirs.detach().float().flatten()
-            part = ParameterPart(shape)
-            optimizer.host_update(state, g, decided(optimizer, step, 1.0), group=group, part=part)
+            optimizer.host_update(state, g, decided(optimizer, step, 1.0), group=group, shape=shape)
             theirs.grad = g.double().view(shape)
             follow.step()
         torch.testing.assert_close(state["master"].double(), theirs.detach().flatten(), rtol=1e-5, atol=1e-5)
@@ -302,7 +265,7 @@ def test_a_hundred_steps_of_torchs_muon(shape: tuple[int, int], settings: dict[s
         decision, direction = decided(muon, step, 1.0), torch.empty(n, dtype=torch.bfloat16)
         muon.direction(state, grad, decision, group=group, out=direction)
         along = muon.orthogonalize(direction.view(shape), group=group).reshape(-1).contiguous()
-        muon.host_update(state, along, decision, group=group, part=ParameterPart(shape))
+        muon.host_update(state, along, decision, group=group, shape=shape)
         way += (weights.detach() - before).norm().item()
     torch.testing.assert_close(
         state["momentum_buffer"].view(shape), theirs.state[weights]["momentum_buffer"], rtol=1e-4, atol=1e-5

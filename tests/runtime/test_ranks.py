@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             ("*.bias", zfunc.SGD(0.1, momentum=0.9, moments="16bit")),
             ("*.ln_*", zfunc.Adagrad(1e-2, moments="16bit")),
             ("block0.*", zfunc.Lion(1e-4, weight_decay=1.0, moments="16bit")),
-            ("block1.*", zfunc.Adafactor(1e-2, moments="16bit")),
+            ("block1.*", zfunc.AdamW(1e-2, moments="16bit")),
             zfunc.AdamW(1e-3, weight_decay=0.1, moments="16bit"),
         ),
     },
@@ -107,11 +107,10 @@ def compare(group: Any, world: int, out: Path, *, night: bool) -> None:
         seen, params = train(program, data, steps=STEPS.get(name, FEWER))
         if rank == 0:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
-            verbs = "reduce_scatter", "gather", "all_gather", "join_measures"
+            verbs = "reduce_scatter", "gather", "all_gather"
             carries = [op for op in program.plan.graph if op.verb in verbs]
             sizes = {
-                "bytes": program.layout.numel * program.dtype.itemsize
-                + sum(sum(x.work.measured) for x in program.spec.places),
+                "bytes": program.layout.numel * program.dtype.itemsize,
                 "planned": sum(op.nbytes for op in carries),
             }
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))

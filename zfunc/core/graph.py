@@ -26,7 +26,6 @@ Role = Literal[
     "copy",
     "act",
     "squares",
-    "measures",
     "loss",
     "aux",
     "module_buffers",
@@ -73,7 +72,7 @@ class Region:
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
-    of a gradient, "measures" of parameters before their update, a "loss", the auxiliary outputs beside it ("aux"),
+    of a gradient, a "loss", the auxiliary outputs beside it ("aux"),
     the "module_buffers" that forward changes, the moving average of the weights ("ema").
 
     Raises PlanError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.

@@ -29,14 +29,12 @@ Kind = tuple[
 class UpdateWork:
     """The work of a parameter's update beside the element-wise pass; zero where that pass is all.
 
-    Of a whole matrix FLOPs, bytes and launches on the device. `measured` are the bytes that the ranks join in each
-    round before they update a parameter of which each has a slice.
+    Of a whole matrix FLOPs, bytes and launches on the device.
     """
 
     flops: int = 0
     workspace: int = 0
     launches: int = 0
-    measured: tuple[int, ...] = ()
 
 
 ELEMENTWISE = UpdateWork()  # no more than that pass
@@ -148,10 +146,6 @@ class Bucket:
         edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start), x) for x in self.spans)
         return tuple(part for part in edges if part[0] < part[1])
 
-    def cut_by(self, world: int) -> tuple[Span, ...]:
-        """The parameters that lie in the slices of several of `world` ranks."""
-        return tuple(x for x in self.spans if len(self._ranks_of(x, world)) > 1)
-
     def _ranks_of(self, span: Span, world: int) -> range:
         """The ranks in whose slices a parameter lies."""
         size = self.numel // world
@@ -159,7 +153,7 @@ class Bucket:
 
     def work(self, world: int) -> UpdateWork:
         """The work of its update on the one of `world` ranks that has most. A rank with part of a matrix updates it
-        whole; a parameter in one rank's slice is not measured."""
+        whole."""
         if all(x.work == ELEMENTWISE for x in self.spans):
             return ELEMENTWISE
         flops, launches = [0] * world, [0] * world
@@ -167,8 +161,7 @@ class Bucket:
             for rank in self._ranks_of(x, world):
                 flops[rank] += x.work.flops
                 launches[rank] += x.work.launches
-        measured = tuple(map(sum, zip(*(x.work.measured for x in self.cut_by(world)), strict=True)))
-        return UpdateWork(max(flops), max(x.work.workspace for x in self.spans), max(launches), measured)
+        return UpdateWork(max(flops), max(x.work.workspace for x in self.spans), max(launches))
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:

@@ -340,28 +340,6 @@ class OpBuilder:
             launches=work.launches,
         )
 
-    def measure(self, i: int, b: int) -> Op:
-        """Measure this rank's part of the parameters of bucket `b` that lie in several slices, in round `i`, on the
-        host or, as `measure_on_device`, where the state is there."""
-        if i == 0:
-            self.at.rings["measured"].give(b)
-        kept, own = self.at.measures("measuring", b), self.at.measures("measured", b, i)
-        reads = self._gradient(b), *self._updated(b), *self._joined_of(b, i), *((kept,) if i else ())
-        nbytes = self._bytes_to_measure(b) // len(self.spec.places[b].rounds)
-        return self._on_state("measure", (i, b), reads, (own, kept), nbytes)
-
-    measure_on_device = measure
-
-    def join_measures(self, i: int, b: int) -> Op:
-        """Join what all ranks have measured in round `i`."""
-        nbytes = 2 * self.spec.places[b].work.measured[i] * (self.spec.world - 1) // self.spec.world
-        own, joined = (self.at.measures(x, b, i) for x in ("measured", "joined"))
-        return Op("join_measures", (i, b), "network", (self.at("decision"), own), (joined,), nbytes=nbytes)
-
-    def _joined_of(self, b: int, rounds: int | None = None) -> tuple[Region, ...]:
-        """The joined measures of bucket `b` after so many rounds, or after all."""
-        return tuple(self.at.measures("joined", b, i) for i in self.spec.places[b].rounds[:rounds])
-
     def update(self, b: int) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, the optimizer, and the copy for the device; or,
         as `update_on_device`, where the state is there, with this rank's slice of its parameters.
@@ -382,7 +360,7 @@ class OpBuilder:
         else:
             copy = (at.params(b) if spec.places[b].params != "device" else at.give("param_slot", b),)
         kept = copy if on_device or spec.places[b].params != "device" else ()  # by a step that is skipped
-        reads = grad, *state, *kept, *self._joined_of(b)
+        reads = grad, *state, *kept
         return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
 
     update_on_device = update
@@ -417,15 +395,14 @@ class OpBuilder:
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it.
 
-        One of whole parameters has measured them, or `measure` has. One of whole matrices moves the weights alone,
-        and the direction: `momentum` has moved the rest.
+        One of whole parameters measures them first. One of whole matrices moves the weights alone, and the
+        direction: `momentum` has moved the rest.
         """
         state = self._bytes_of(b, self.spec.places[b].buffers)
         copied = 0 if self.spec.places[b].sends_high_half else self.at.shard_bytes(b)
         if self.spec.places[b].matrices:
             return 2 * (state - self._moment_bytes(b)) + self.at.shard_bytes(b, BF16) + copied
-        measured = 0 if self.spec.places[b].rounds else self._bytes_to_measure(b)
-        return measured + 2 * state + self.at.waiting(b).nbytes + copied
+        return self._bytes_to_measure(b) + 2 * state + self.at.waiting(b).nbytes + copied
 
     def _bytes_to_measure(self, b: int) -> int:
         """Bytes that are read to measure whole parameters: the gradient three times, and the weights."""

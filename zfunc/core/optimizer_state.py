@@ -122,20 +122,14 @@ def owner_of(name: str) -> str:
     return owner if moments in MOMENTS else name
 
 
-def measuring_room(start: int, stop: int) -> slice:
-    """The place of a rank's measures of elements `start` (a multiple of 64) to `stop` of its slice, kept from round
-    to round: two fp64 for every 64 elements."""
-    return slice(start // 32, -(-stop // 64) * 2)
-
-
 def updates_matrices(name: str) -> bool:
     """Whether an update of this state needs all of a matrix."""
     return any(x.matrix for x in STATE_FORMATS[name])
 
 
-def updates_each_parameter(name: str) -> bool:
-    """Whether this state is updated one parameter after the other, because an update depends on its shape."""
-    return any(x.whole or x.matrix for x in STATE_FORMATS[name])
+def updates_parameters(name: str) -> bool:
+    """Whether an update of this state needs all of a parameter."""
+    return any(x.whole for x in STATE_FORMATS[name])
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:

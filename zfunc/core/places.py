@@ -88,16 +88,6 @@ class BucketPlaces:
         return self.added or not self.waits
 
     @property
-    def rounds(self) -> range:
-        """The rounds in which the ranks measure the bucket before they update it."""
-        return range(len(self.work.measured))
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether the update begins with operations that the next bucket's may overlap with."""
-        return self.matrices or bool(self.work.measured)
-
-    @property
     def sends_high_half(self) -> bool:
         """Whether the high half of the master weights is the device's copy of the parameters."""
         return self.dtype == "bf16" and any(x.name == HIGH_HALF for x in self.buffers)

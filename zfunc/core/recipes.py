@@ -84,7 +84,7 @@ def _check_plain(spec: StepSpec) -> None:
     """Raise PlanError for a step that has other operations than those of `plain`."""
     changed = {f.name for f in fields(StepSettings) if getattr(spec.settings, f.name) != f.default}
     others = any(
-        len(b.deliveries) > 1 or x.in_parts for b, x in zip(spec.layout.buckets, spec.places, strict=False)
+        len(b.deliveries) > 1 or x.matrices for b, x in zip(spec.layout.buckets, spec.places, strict=False)
     )
     if changed - PLAIN or others or spec.world > 1 or spec.settings.group_size > 1:
         other = "ranks, groups, tied parameters or updates of whole matrices"
@@ -395,33 +395,25 @@ def _at_home(made: Update) -> Update:
 def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Update a bucket and its parameters on all devices.
 
-    One in parts only begins: the device makes matrices orthogonal, or the ranks join what they have measured, while
-    the host begins with the next bucket.
+    One of whole matrices only begins: the device makes them orthogonal while the host begins with the next bucket.
     """
     place = spec.places[b]
     # The slot of a state that lives elsewhere is occupied until its update has ended.
-    if place.in_parts or place.state == "disk" or place.staged:
-        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if place.in_parts else 0)
+    if place.matrices or place.state == "disk" or place.staged:
+        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if place.matrices else 0)
     if place.gradient == "disk":
         yield emit.unspill(b)
     if place.state == "disk":
         yield emit.page_in(b)
     if place.staged:
         yield emit.state_to_device(b)
-    if not place.in_parts:
+    if not place.matrices:
         yield from _end_update(spec, emit, b)
         return
     emit.begun.append(b)
-    if place.matrices:
-        yield emit.momentum(b)
-        if place.update == "host":
-            yield emit.direction_to_device(b)
-    for i in place.rounds:
-        yield emit.measure(i, b)
-        yield emit.join_measures(i, b)
-    # The slot of its gradient is used again.
-    if place.rounds and (not place.waits or place.gradient == "disk"):
-        yield from _end_updates(spec, emit)
+    yield emit.momentum(b)
+    if place.update == "host":
+        yield emit.direction_to_device(b)
 
 
 def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[Op]:

@@ -11,7 +11,7 @@ from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, measuring_room
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer
 from zfunc.core.pipeline import B, F
 from zfunc.core.slots import Ring
 from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
@@ -231,24 +231,6 @@ class Regions:
         """The residuals that forward of a segment keeps beside its output, unless backward recomputes them."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
         return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
-
-    def measures(self, buffer: str, b: int, *i: int) -> Region:
-        """The measures of a bucket in round `i`: a rank's own ("measured"), or those of all ranks ("joined"); or,
-        without a round, the buffer that a rank keeps from one to the next ("measuring")."""
-        return self._measures(
-            buffer, (self.spec.places[b].update == "device"), *i, *self.slot("measured", b).index
-        )
-
-    @_once
-    def _measures(self, buffer: str, on_device: bool, *index: int) -> Region:
-        work = {x: x.work.measured for x in self.spec.places if x.rounds}
-        if buffer == "measuring":
-            nbytes = measuring_room(0, max(x.shard_numel for x in work)).stop * FP64
-        else:
-            nbytes = max(measured[index[0]] for measured in work.values())
-        buffer, tier = (f"device_{buffer}", "device") if on_device else (buffer, "host")
-        here = self.whose(tier, self.device)
-        return Region(buffer, index, nbytes, tier, "program", "fp64", "measures", **here)
 
     @property
     def rings(self) -> dict[str, Ring]:
@@ -537,8 +519,6 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     ):
         there = {b: n for b, n in sizes.items() if directions.tier != "device" or b in updated_here}
         yield Ring.passing(directions, there, updated, spec.updates_ahead)
-    measured = {b: 1 for b in updated_here if spec.places[b].rounds}
-    yield Ring.passing(slots("measured", "device", None), measured, [*measured], spec.updates_ahead)  # count
 
     # What a segment left passes once for each micro-batch of a group.
     segments = [s for s in range(spec.num_segments) if spec.activations[s] != "device"]

@@ -1,4 +1,4 @@
-"""Adafactor: its settings, and its update of a part of a parameter in rounds, by the kernel or in torch operations.
+"""Adafactor: its settings, and its update of a whole parameter, by the kernel or in torch operations.
 
 Each operation is rounded once to float32, but for sums:
 
@@ -14,14 +14,15 @@ A vector has no r, its c has every element, and f is 1 / sqrt(c).
 
 A sum of float64 depends on its order where it rounds, and here none does: every term is first rounded to a multiple
 of one unit, so small that the largest keeps 52 bits less those of the number of terms (Demmel & Nguyen, "Fast
-Reproducible Floating-Point Summation", 2013). So threads, vector units, devices and ranks may add in any order. A
-rank without the whole parameter measures its part, and the ranks take the largest of each number in even rounds,
-and the sum in odd ones:
+Reproducible Floating-Point Summation", 2013). So threads, vector units and devices may add in any order. Four
+sweeps measure a parameter before its update:
 
-    0   the largest gradient of every row and column, and the variances, which lie in the slices of the ranks
-    1   the sums of squares of every row and column; a vector has none, as each element is its own column
-    2   the largest sum of squares of 64 elements, of the direction u and of the weights
-    3   the sums of these
+    the largest gradient of every row and column
+    the sums of squares of every row and column; a vector has none, as each element is its own column
+    the largest sum of squares of 64 elements, of the direction u and of the weights
+    the sums of these
+
+A rank without the whole parameter could measure a part of it alone, so several ranks are refused.
 
 torch is imported where an update needs it: settings, formats and plans need none.
 """
@@ -30,17 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
 from math import inf, lcm, prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import attrs
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.layout import ALIGNMENT, UpdateWork
+from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, StateBuffer, weight_buffers
 from zfunc.errors import refuse
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.elementwise import KernelOptimizer, LearningRate, lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_SQ_FLOOR, as_float32, grad_floor_of
 from zfunc.values import FLOAT32_MAX, number
@@ -48,10 +47,9 @@ from zfunc.values import FLOAT32_MAX, number
 if TYPE_CHECKING:
     from torch import Tensor
 
-FP32_EPS, FP64 = 2.0**-23, 8  # bytes
+FP32_EPS = 2.0**-23
 PIECE = 1 << 20  # elements whose temporaries are there at a time, on a device
 SUMMED = 64  # elements whose squares have a sum in a fixed order
-NUM_ROUNDS = 4
 
 # Each parameter has the means of its rows, then those of its columns, in the elements that are its own.
 for _moments in MOMENTS:
@@ -112,8 +110,8 @@ class Matrices(NamedTuple):
         """The number of means that are kept."""
         return self.kept.stop - self.kept.start
 
-    def rectangles(self, start: int, stop: int, first: int = 0) -> Iterator[Rectangle]:
-        """Elements `start` to `stop` of the parameter, at most five, numbered from `first`.
+    def rectangles(self, start: int, stop: int) -> Iterator[Rectangle]:
+        """Elements `start` to `stop` of the parameter, in at most five rectangles.
 
         >>> [x.shape for x in Matrices(3, 2, 4, True).rectangles(2, 23)]
         [(1, 1, 2), (1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 3)]
@@ -130,7 +128,7 @@ class Matrices(NamedTuple):
                 shape = left // (self.rows * self.columns), self.rows, self.columns
             below = self.num_rows + matrix * self.columns + column
             lines = slice(row, row + shape[0] * shape[1]), slice(below, below + shape[0] * shape[2])
-            yield Rectangle(slice(at - first, at - first + prod(shape)), shape, *lines)
+            yield Rectangle(slice(at, at + prod(shape)), shape, *lines)
             at += prod(shape)
 
 
@@ -217,17 +215,6 @@ class Adafactor(KernelOptimizer):
         """
         return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
-    def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """The bytes that each round measures of a parameter.
-
-        >>> Adafactor().update_work((8, 4), group=0).measured, Adafactor().update_work((8,), group=0).measured
-        ((192, 96, 16, 16), (0, 0, 16, 16))
-        """
-        del group
-        matrices = Matrices.of(shape)
-        lines, kept = (matrices.num_lines, matrices.num_kept) if matrices.factored else (0, 0)
-        return UpdateWork(measured=tuple(FP64 * x for x in (lines + kept, lines, 2, 2)))
-
     def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
         """The scalars of a step; ValueError for one that float32 cannot hold."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
@@ -249,37 +236,29 @@ class Adafactor(KernelOptimizer):
 
     def host_update(self, *args: Any, **given: Any) -> None:
         """Update a parameter in host memory by the compiled kernel, in place or `into` other buffers."""
-        self.run(KernelUpdate, Update.finish, *args, **given)
+        self._run(KernelUpdate, *args, **given)
 
     def device_update(self, *args: Any, **given: Any) -> None:
         """The same, to the bit, in torch operations on the tensors' device."""
-        self.run(Update, Update.finish, *args, **given)
+        self._run(Update, *args, **given)
 
-    def measure(self, state: Any, grad: Tensor, *args: Any, **given: Any) -> Tensor:
-        """The measures of a part of a parameter for the round after those in `part.measures`, on its device."""
-        from zfunc.runtime.accelerator import on_accelerator
-
-        kind = Update if on_accelerator(grad.device) else KernelUpdate
-        return self.run(kind, Update.measure, state, grad, *args, **given)
-
-    def run(self, kind: Any, call: Any, *args: Any, group: int, **how: Any) -> Any:
-        """A method of an update of this kind."""
+    def _run(self, kind: type[Update], *args: Any, group: int, **how: Any) -> None:
         from torch import no_grad
 
         *tensors, decision = args
         factors = self.checked_factors(decision, group)
         with no_grad():
-            return call(kind(self.state_format(group), factors, *tensors, **how))
+            kind(self.state_format(group), factors, *tensors, **how).run()
 
 
 # ---- an update in torch operations, by the rules of `updates` ---------------------------------------------
 
 
 class Update:
-    """An update under way of 1-D contiguous buffers, by name, in place or `into` others.
+    """An update under way of the 1-D contiguous buffers of a parameter, by name, in place or `into` others.
 
     `out`: [n] fp32, bf16 or fp16, receives the rounded new weights. Raises TypeError or ValueError with every
-    buffer unchanged. What is measured is 0 or more, and 0 where the part has none.
+    buffer unchanged.
     """
 
     on_host: ClassVar = False  # whether the buffers have to be there; else on one device, whichever
@@ -291,7 +270,7 @@ class Update:
         state: Mapping[str, Tensor],
         grad: Tensor,
         *,
-        part: ParameterPart,
+        shape: tuple[int, ...],
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -300,66 +279,36 @@ class Update:
         update_spans(state_format, state, grad, out, into, device=CPU if self.on_host else None)
         self.state, self.into, self.grad, self.out = state, into or state, grad, out
         self.masters, self.k = weight_buffers(state_format), as_float32(factors)
-        whole, n = Matrices.of(part.shape), grad.numel()
-        # Of a vector, the variances of a part are there with it.
-        self.matrices = whole if whole.factored else Matrices(1, 1, n, factored=False)
-        self.first, self.numel = part.start if whole.factored else 0, prod(part.shape)
-        kind = STATE_FORMATS[state_format][-1]
-        self.variance, self.new_variance = state[kind.name], self.into[kind.name]
-        # Of the variances, which its buffer begins with
-        self.own = slice(*(min(kind.numel(x), self.matrices.num_kept) for x in (self.first, self.first + n)))
-        self.measures = [*part.measures]  # of all ranks together, a tensor for each round
-        room = self._zeros(2 * -(-n // SUMMED)) if part.room is None else part.room
-        self.blocks = room.view(2, -1)  # sums of squares of every SUMMED elements: direction, weights
+        self.matrices = Matrices.of(shape)
+        variance = STATE_FORMATS[state_format][-1].name
+        self.variance, self.new_variance = state[variance], self.into[variance]
 
-    def measure(self) -> Tensor:
-        """The part's measures for the next round: fp64, as long as `update_work` says. Only its room changes."""
-        if len(self.measures) < 2 and not self.matrices.factored:
-            return self._zeros(0)
-        return (self._largest, self._sums, self._largest_blocks, self._block_sums)[len(self.measures)]()
-
-    def finish(self) -> None:
-        """The rounds that are left, as if the part were the whole, and the update."""
+    def run(self) -> None:
+        """Measure the parameter, and write its new variances and weights."""
         if not self.grad.numel():
             return
-        while len(self.measures) < NUM_ROUNDS:
-            self.measures.append(self.measure())
-        own = self._means[self.own]
-        self.new_variance[: own.numel()].copy_(own)
-        self.new_variance[own.numel() :].zero_()
+        kept = self.matrices.num_kept
+        self.new_variance[:kept].copy_(self._means)
+        self.new_variance[kept:].zero_()
         self._move(self._rate)
 
     def _zeros(self, n: int) -> Tensor:
         return self.grad.new_zeros(n).double()
 
-    # The rounds
+    # What is measured
 
-    def _largest(self) -> Tensor:
-        n, kept = self.matrices.num_lines, self.matrices.num_kept
-        largest, measured = self._zeros(n).float(), self._zeros(n + kept)
+    @cached_property
+    def _sums(self) -> Tensor:
+        """The sums of squares of each line: fp64."""
+        n = self.matrices.num_lines
+        largest, sums = self._zeros(n).float(), self._zeros(n)
         for at in self._rectangles():
             self._largest_in(at, largest)
-        measured[:n] = largest
-        measured[n:][self.own] = self.variance[: self.own.stop - self.own.start]
-        return measured
-
-    def _sums(self) -> Tensor:
-        largest, sums = self.measures[0][: self.matrices.num_lines], self._zeros(self.matrices.num_lines)
+        largest = largest.double()
         units = _unit_of(largest.square(), self._counts.frexp().exponent).where(largest.isfinite(), largest)
         for at in self._rectangles():
             self._sums_in(at, units, sums)
         return sums.where(units.isfinite(), units)  # infinite or NaN as the largest
-
-    def _largest_blocks(self) -> Tensor:
-        self._fill_blocks()
-        return self.blocks.amax(1)
-
-    def _block_sums(self) -> Tensor:
-        units = _unit_of(self.measures[2], (-(-self.numel // SUMMED)).bit_length())[:, None]
-        # In place, for nobody reads them again: new memory would take most of the time.
-        return self.blocks.add_(units).sub_(units).sum(1)
-
-    # What follows from them
 
     @cached_property
     def _counts(self) -> Tensor:
@@ -371,11 +320,11 @@ class Update:
     @cached_property
     def _means(self) -> Tensor:
         """The new variances, of all lines that are kept."""
+        old = self.variance[: self.matrices.num_kept].clone()
         if self.matrices.factored:
-            old = self.measures[0][self.matrices.num_lines :].float()
-            mean = _over(self.measures[1], self._counts)[self.matrices.kept]
+            mean = _over(self._sums, self._counts)[self.matrices.kept]
         else:
-            old, mean = self.variance.clone(), self._loaded.square()
+            mean = self._loaded.square()
         new = old.mul_(self.k.keep).add_(mean.mul_(self.k.add))
         return new.masked_fill_(new.abs() < EXP_AVG_SQ_FLOOR, 0.0)
 
@@ -397,22 +346,27 @@ class Update:
 
     @property
     def _rate(self) -> Tensor:
-        of_update, of_weights = _root(_over(self.measures[3], self.numel))
+        """The learning rate of this parameter, by the sizes of direction and weights."""
+        n = self.grad.numel()
+        blocks = self._zeros(2 * -(-n // SUMMED)).view(2, -1)  # sums of squares: direction, weights
+        self._fill_blocks(*blocks)
+        units = _unit_of(blocks.amax(1), blocks.shape[1].bit_length())[:, None]
+        # In place, for nobody reads them again: new memory would take most of the time.
+        of_update, of_weights = _root(_over(blocks.add_(units).sub_(units).sum(1), n))
         size = of_weights.clamp_(min=self.k.least_size).mul_(self.k.rate)
         return size / (of_update / of_update.new_full((), self.k.threshold)).clamp_(min=1.0)
 
     # Its sweeps
 
     def _pieces(self) -> Iterator[slice]:
-        """The part in multiples of SUMMED elements, and in whole rows if PIECE has room for them."""
+        """The parameter in multiples of SUMMED elements, and in whole rows if PIECE has room for them."""
         unit, n = lcm(SUMMED, max(1, self.matrices.columns)), self.grad.numel()
         size = max(1, PIECE // unit) * unit if unit <= PIECE else PIECE
-        edges = [0, *range(size - self.first % size, n, size), n]
-        return (slice(*x) for x in pairwise(edges))
+        return (slice(at, min(at + size, n)) for at in range(0, n, size))
 
     def _rectangles(self) -> Iterator[Rectangle]:
         for piece in self._pieces():
-            yield from self.matrices.rectangles(self.first + piece.start, self.first + piece.stop, self.first)
+            yield from self.matrices.rectangles(piece.start, piece.stop)
 
     def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
         size = self._loaded[at.elements].abs().view(at.shape)
@@ -444,11 +398,11 @@ class Update:
 
         return unpack_weights({x: self.state[x][piece] for x in self.masters})
 
-    def _fill_blocks(self) -> None:
+    def _fill_blocks(self, of_direction: Tensor, of_weights: Tensor) -> None:
         for piece in self._pieces():
             at = slice(piece.start // SUMMED, -(-piece.stop // SUMMED))
-            self.blocks[0, at] = _square_sums(self._direction[piece])
-            self.blocks[1, at] = _square_sums(self._weights(piece))
+            of_direction[at] = _square_sums(self._direction[piece])
+            of_weights[at] = _square_sums(self._weights(piece))
 
     def _move(self, rate: Tensor) -> None:
         from zfunc.optim.formats import pack
@@ -485,7 +439,7 @@ class KernelUpdate(Update):
         self.team = checked_threads(threads), isa
 
     def _rectangles(self) -> Iterator[Rectangle]:
-        return self.matrices.rectangles(self.first, self.first + self.grad.numel(), self.first)
+        return self.matrices.rectangles(0, self.grad.numel())
 
     def _largest_in(self, at: Rectangle, largest: Tensor) -> None:
         row, column = at.of(largest)
@@ -496,16 +450,14 @@ class KernelUpdate(Update):
         given = {"row_sum": row, "column_sum": column, "row_unit": row_unit, "column_unit": column_unit}
         self._sweep("FACTOR_SUMS", at, **given)
 
-    def _fill_blocks(self) -> None:
-        self._sweep(
-            "FACTOR_SQUARES", **dict(zip(("direction_squares", "weight_squares"), self.blocks, strict=True))
-        )
+    def _fill_blocks(self, of_direction: Tensor, of_weights: Tensor) -> None:
+        self._sweep("FACTOR_SQUARES", direction_squares=of_direction, weight_squares=of_weights)
 
     def _move(self, rate: Tensor) -> None:
         self._sweep("FACTORED", rate=rate.item())
 
     def _sweep(self, sweep: str, at: Rectangle | None = None, *, rate: float = 0.0, **known: Tensor) -> None:
-        """One of the kernel's over matrices of their own, or over the whole part, with these tensors by name."""
+        """One of the kernel's over matrices of their own, or over the parameter, with these tensors by name."""
         from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
         k, known["grad"] = self.k, self.grad if at is None else self.grad[at.elements]
@@ -519,7 +471,7 @@ class KernelUpdate(Update):
         cpu_adam.factor(
             getattr(cpu_adam, sweep),
             [known[x].data_ptr() if x in known else 0 for x in POINTERS],
-            (rows, columns, self.first if at is None else 0),
+            (rows, columns, 0),  # the last: the number of the first element
             (*types, bool(k.decay)),
             (k.grad_scale, k.grad_floor, k.limit, rate, k.decay),
             known["grad"].numel(),

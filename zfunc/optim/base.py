@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attrs import frozen
-
 from zfunc.core.decision import StepDecision
 
 if TYPE_CHECKING:
@@ -18,36 +16,20 @@ if TYPE_CHECKING:
     State = Mapping[str, Tensor]
 
 
-@frozen(eq=False)
-class ParameterPart:
-    """Elements of a parameter of `shape`, from `start` (a multiple of 64) on, as many as the gradient has.
-
-    `measures` are what all ranks have measured of the parameter, a tensor for each round, and `room` what this rank
-    keeps from one round to the next; see `Optimizer`.
-    """
-
-    shape: tuple[int, ...]
-    start: int = 0
-    measures: tuple[Tensor, ...] = ()  # fp64
-    room: Tensor | None = None  # fp64, two for every 64 elements
-
-
 @runtime_checkable
 class Optimizer(Protocol):
     """Settings as a value. An update gets flat slices of the state by the names of the format's buffers.
 
     They are of parameters of one group, side by side. Where the format has a `whole` or a `matrix` buffer, they are
-    of one parameter, `part=` is passed too, and the optimizer has more methods; `update_work(shape, group=)` says
-    what they take.
+    of one parameter, whose `shape=` is passed too.
 
-    - `whole`, as of `zfunc.optim.adafactor`: an update needs numbers of a whole parameter. Where one lies in the
-      slices of several ranks, each measures its part in rounds by `measure(state, grad, decision, group=, part=)`:
-      fp64 numbers of the round after those in `part.measures`, none below 0; only the part's `room` changes. Then
-      the ranks join what they have, the largest of every number in rounds 0, 2 and so on, the sum in the others.
+    - `whole`, as of `zfunc.optim.adafactor`: an update needs numbers of a whole parameter, so a single rank, whose
+      slice has it whole.
     - `matrix`, as of `zfunc.optim.muon`: an update needs all of a matrix. `direction(state, grad, decision,
       group=, out=)` updates the momentum and writes a direction in bf16, with the same bits anywhere;
-      `orthogonalize(direction, group=)` makes of a whole matrix of it [rows, columns] what the weights move along;
-      an update has that as its gradient, whatever the `grad_scale`.
+      `orthogonalize(direction, group=)` makes of a whole matrix of it [rows, columns] what the weights move along,
+      and `update_work(shape, group=)` says what that takes; an update has it as its gradient, whatever the
+      `grad_scale`.
 
     One with a choice of the format that its state has between steps says which by `moments`, and has
     `with_moments(moments, split_master=)`: the same optimizer with another; with `split_master`, on two halves if

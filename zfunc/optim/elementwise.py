@@ -22,7 +22,6 @@ from zfunc.core.layout import ALIGNMENT, round_up
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of, stored_buffers
 from zfunc.errors import CheckpointError, refuse
 from zfunc.optim import rules
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.options import one_of
 from zfunc.values import number
@@ -260,24 +259,24 @@ class Elementwise(KernelOptimizer):
         return n * 4 * rows + n // ALIGNMENT * 96 + (1 << 15)  # per block, and what the allocator rounds up
 
     def host_update(
-        self, state: Any, grad: Any, decision: StepDecision, *, group: int, part: Any = None, **how: Any
+        self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
         """The update of state, gradient and decision by the compiled kernel: `updates.host_update_`."""
         from zfunc.optim.updates import host_update_
 
-        host_update_(self.rule_step(decision, group, part), state, grad, **how)
+        host_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def device_update(
-        self, state: Any, grad: Any, decision: StepDecision, *, group: int, part: Any = None, **how: Any
+        self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
         """The same update, to the bit, in torch operations on the tensors' device: `updates.device_update_`."""
         from zfunc.optim.updates import device_update_
 
-        device_update_(self.rule_step(decision, group, part), state, grad, **how)
+        device_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
-    def rule_step(self, decision: StepDecision, group: int, part: ParameterPart | None = None) -> RuleStep:
+    def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
         """The rule of an update, with the numbers of its step."""
-        del part
+        del shape
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
         return RuleStep(self.rule, self.state_format(group), factors, decision.number, decay)

@@ -144,7 +144,6 @@ class GroupedOptimizer:
     direction = _of_member("direction")
     orthogonalize = _of_member("orthogonalize")
     update_work = _of_member("update_work")
-    measure = _of_member("measure")
     convert_state = _of_member("convert_state")
 
 

@@ -17,7 +17,6 @@ from attrs import evolve
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import UpdateWork, round_up
 from zfunc.core.spec import ALLOCATION
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.elementwise import Elementwise, LearningRate, choice_field, lr_field, number_field
 from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations, Rule, RuleStep
 from zfunc.values import number, whole
@@ -108,11 +107,11 @@ class Muon(Elementwise):
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
-    def rule_step(self, decision: StepDecision, group: int, part: ParameterPart | None = None) -> RuleStep:
+    def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
         """The rule step that moves the weights of a matrix along a direction, which has been scaled."""
-        assert part is not None  # by the format of its state
+        assert shape is not None  # by the format of its state
         step = super().rule_step(evolve(decision, grad_scale=1.0), group)
-        rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(part.shape))
+        rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(shape))
         return step._replace(state_format=f"weights-{self.moments}", factors=step.factors._replace(rate=rate))
 
     def direction_step(self, decision: StepDecision) -> RuleStep:

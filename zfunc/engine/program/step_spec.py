@@ -9,12 +9,12 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import ELEMENTWISE, Parameter
-from zfunc.core.optimizer_state import Moments, updates_each_parameter, updates_matrices
+from zfunc.core.optimizer_state import Moments, updates_matrices, updates_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.spec import Parts, SegmentCost, StepSpec
-from zfunc.errors import PlanError, did_you_mean
+from zfunc.errors import PlanError, did_you_mean, refuse
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer, has_moments
 from zfunc.optim.by_name import CLASSES
@@ -60,7 +60,7 @@ def make_spec(
         )
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for own in segments for p in own)
-    parameters = [[_in_group(p, optimizer) for p in own] for own in segments]
+    parameters = [[_in_group(p, optimizer, world) for p in own] for own in segments]
     layout, order = lay_out(parameters, settings, world), make_order(settings.order)
     largest = max(b.numel for b in layout.buckets) // world
     averaging = 2 * 4 * min(largest, EMA_PIECE)  # bytes that `updates.average_` takes on an accelerator
@@ -76,12 +76,20 @@ def make_spec(
     )
 
 
-def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
+def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
     """The parameter with what its optimizer says of it."""
     group = optimizer.group(p.name, p.shape)
     state_format, work = optimizer.state_format(group), ELEMENTWISE
-    if p.trainable and updates_each_parameter(state_format):
-        if updates_matrices(state_format) and len(p.shape) != 2:
+    if p.trainable and world > 1 and updates_parameters(state_format):
+        refuse(
+            "optimizer",
+            f"{state_format.partition('-')[0].capitalize()} for {p.name!r} on {world} ranks, which have a slice of "
+            "it each",
+            "one rank, which updates parameters whole",
+            "pass zfunc.AdamW(moments='8bit'), of 6 bytes a parameter, or for several GPUs devices= or pp=",
+        )
+    if p.trainable and updates_matrices(state_format):
+        if len(p.shape) != 2:
             raise ValueError(
                 f"optimizer: got {state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}, "
                 "expected matrices alone: pass "

@@ -2,28 +2,22 @@
 
 A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
 
-Some updates need whole parameters, of which a rank's slice has parts. The ranks gather the direction of whole
-matrices, and each makes those orthogonal that its own slice has a part of: equal inputs, so equal bits. Or they
-measure their parts in rounds, and join what they have after each.
+Some updates need whole matrices, of which a rank's slice has parts. The ranks gather the direction of these, and
+each makes those orthogonal that its own slice has a part of: equal inputs, so equal bits.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
-from attrs import evolve
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
-from zfunc.core.layout import LEFT, Bucket, Span
-from zfunc.core.optimizer_state import HIGH_HALF, measuring_room, state_slice, updates_each_parameter
-from zfunc.core.regions import FP64
+from zfunc.core.layout import LEFT, Bucket
+from zfunc.core.optimizer_state import HIGH_HALF, state_slice, updates_matrices, updates_parameters
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.engine.state.memory import Flat
-from zfunc.optim.base import ParameterPart
 from zfunc.optim.formats import master_weights, unpack_weights
 from zfunc.optim.updates import average_
 from zfunc.runtime.accelerator import on_accelerator
@@ -73,9 +67,9 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
     grad = gradient_of(op, mem, shard)
     apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
-    by_parameter = updates_each_parameter(bucket.state_format)
+    by_parameter = updates_matrices(bucket.state_format) or updates_parameters(bucket.state_format)
     unused = {*decision.unused}
-    parts = _parameters(op, mem, bucket, step, unused) if by_parameter else _runs(bucket, shard, unused)
+    parts = (_parameters if by_parameter else _runs)(bucket, shard, unused)
     for start, stop, given in parts:
         own = state_slice(bucket.state_format, state, start, stop)
         out = None if copy is None else copy[start:stop]
@@ -96,79 +90,12 @@ def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tup
 
 
 def _parameters(
-    op: Op, mem: Memory, bucket: Bucket, step: StepContext, unused: Collection[str]
+    bucket: Bucket, shard: slice, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The runs of single parameters, or of this rank's parts: start, stop, and the optimizer's arguments."""
-    joined = _joined_measures(op, mem, bucket, step)
-    for start, stop, span, part in _parts(bucket, step.slice_of(bucket.index)):
+    """The runs of single parameters in this rank's slice: start, stop, and arguments of the optimizer."""
+    for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         group = LEFT if span.name in unused else span.group
-        yield start, stop, {"group": group, "part": evolve(part, measures=joined.get(span.name, ()))}
-
-
-def _parts(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, Span, ParameterPart]]:
-    """This rank's part of each parameter, as elements of its slice."""
-    for first, last, span in bucket.spans_within(shard.start, shard.stop):
-        before = bucket.start - span.start
-        part = ParameterPart(span.shape, first + before)
-        yield first - shard.start, last - shard.start, span, part
-
-
-def _measured_places(bucket: Bucket, world: int) -> dict[str, list[slice]]:
-    """The slice of each round's measures for each parameter that lies in several ranks' slices."""
-    places: dict[str, list[slice]] = {}
-    ends = Counter[int]()  # of the rounds
-    for span in bucket.cut_by(world):
-        places[span.name] = []
-        for i, nbytes in enumerate(span.work.measured):
-            places[span.name].append(slice(ends[i], ends[i] + nbytes // FP64))
-            ends[i] += nbytes // FP64
-    return places
-
-
-def _joined_measures(op: Op, mem: Memory, bucket: Bucket, step: StepContext) -> dict[str, tuple[Tensor, ...]]:
-    """The joined measures of these parameters in the rounds that the operation reads."""
-    rounds = [mem[r] for r in op.operands("measures") if r not in op.writes]
-    return {
-        name: tuple(x[at] for x, at in zip(rounds, places, strict=False))
-        for name, places in _measured_places(bucket, step.ranks.world).items()
-    }
-
-
-def measure(op: Op, mem: Memory, step: StepContext) -> None:
-    """Measure this rank's part of each parameter of a bucket that lies in several slices."""
-    i, b = op.index
-    decision: StepDecision = mem[op.read("decision")]
-    if decision.skip:
-        return
-    bucket, shard, optimizer = step.layout.buckets[b], step.slice_of(b), step.optimizer
-    grad, state = gradient_of(op, mem, shard), state_of(op, mem)
-    places, joined = _measured_places(bucket, step.ranks.world), _joined_measures(op, mem, bucket, step)
-    measured, room = (mem[r] for r in op.writes)
-    measured.zero_()
-    for start, stop, span, part in _parts(bucket, shard):
-        if span.name in places:
-            own = optimizer.measure(  # pyright: ignore  # by the format of its state
-                state_slice(bucket.state_format, state, start, stop),
-                grad[start:stop],
-                decision,
-                group=span.group,
-                part=evolve(part, measures=joined[span.name], room=room[measuring_room(start, stop)]),
-            )
-            measured[places[span.name][i]].copy_(own)
-
-
-def join_measures(op: Op, mem: Memory, step: StepContext) -> None:
-    """Make the largest of every number that ranks have measured known to all, or the sum."""
-    i, b = op.index
-    if mem[op.read("decision")].skip:
-        return
-    numel = step.layout.buckets[b].work(step.ranks.world).measured[i] // FP64
-    joined = mem[op.write("measures")][:numel]
-    joined.copy_(mem[op.read("measures")][:numel])
-    if i % 2 == 0:  # as integers, of which NaN is the largest: a MAX of floats may lose it, as gloo's does
-        step.ranks.all_reduce(joined.abs_().view(torch.int64), largest=True)
-    else:
-        step.ranks.all_reduce(joined)
+        yield start - shard.start, stop - shard.start, {"group": group, "shape": span.shape}
 
 
 def momentum(op: Op, mem: Memory, step: StepContext) -> None:
@@ -200,10 +127,12 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
     bucket, optimizer = step.layout.buckets[b], step.optimizer
     own = mem[op.write("direction_shard")]
     whole = mem[op.write("direction_slot")] if op.touches("direction_slot") else own  # of one rank
-    for start, stop, span, part in _parts(bucket, step.slice_of(b)):
-        direction = whole[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
+    shard = step.slice_of(b)
+    for start, stop, span in bucket.spans_within(shard.start, shard.stop):
+        first = span.start - bucket.start
+        direction = whole[first : first + span.numel].view(span.shape)
         matrix = optimizer.orthogonalize(direction, group=span.group)  # pyright: ignore
-        own[start:stop].copy_(matrix.reshape(-1)[part.start : part.start + stop - start])
+        own[start - shard.start : stop - shard.start].copy_(matrix.reshape(-1)[start - first : stop - first])
 
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
@@ -239,7 +168,6 @@ def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 UPDATE_STAGES = {
     **named_like_verbs(update, update_on_device, average, all_gather),
-    **named_like_verbs(momentum, gather_direction, orthogonalize, measure, join_measures),
+    **named_like_verbs(momentum, gather_direction, orthogonalize),
     "momentum_on_device": momentum,
-    "measure_on_device": measure,
 }
