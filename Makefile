@@ -87,7 +87,7 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.streaming
 
 # What `make test` leaves to the night: the rows that repeat what others say of any two settings, hypothesis with all
-# its examples, all soaks, 300 random models, and a sample of mutants.
+# its examples, all soaks, 300 random models and 1,200 segments in tiles, and a sample of mutants.
 nightly: $(TOOLS) soak
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile night -m "slow or hypothesis"
 	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device -m slow
@@ -98,7 +98,8 @@ nightly: $(TOOLS) soak
 soak: $(TOOLS)
 	$(BIN)/python tests/soak.py
 
-# Random models under random settings against plain PyTorch; what fails is printed with the command that repeats it.
+# Random models under random settings against plain PyTorch, and segments in tiles against whole rows; what fails is
+# printed with the command that repeats it.
 SECONDS ?= 3600
 fuzz: $(TOOLS)
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

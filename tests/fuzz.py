@@ -1,4 +1,5 @@
-"""Random models under random settings against plain PyTorch, a few steps each, as long as asked.
+"""Random models under random settings against plain PyTorch, a few steps each, as long as asked. Beside each some
+random segments in tiles, against themselves on whole rows.
 
     python tests/fuzz.py --seconds 3600 --seed 1
     python tests/fuzz.py --cases 1 --seed 4711
@@ -9,6 +10,9 @@ the smallest model and the fewest settings that still fail.
 The invariant: in every case the gradient that reaches the optimizer is autograd's, unscaled and clipped, element by
 element; where the model draws random numbers or updates are deferred, it is that of the same program that
 recomputes, streams, traces and defers nothing, bit by bit. New memory is NaN.
+
+SEGMENTS in tiles go with each case: those whose pieces keep tokens apart outside one attention are that of the row,
+and all others are refused.
 """
 
 import argparse
@@ -25,8 +29,9 @@ from unittest.mock import patch
 import plain
 import torch
 from attrs import evolve, field, frozen
-from fuzz_models import Model, draw
+from fuzz_models import WIDTH, Model, Rows, draw, draw_rows
 from table import Scattered
+from tile_law import in_tiles
 
 import zfunc
 from zfunc.engine.trace import vjp
@@ -34,6 +39,7 @@ from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 STEPS = 3
+SEGMENTS = 4  # in tiles, beside each model
 SETTINGS: dict[str, list[Any]] = {
     "recompute": ["all", "none", "min-cut", "all,min-cut"],
     "precision": ["fp32", "fp32", "bf16", "fp16"],
@@ -91,8 +97,18 @@ def case(seed: int) -> Case:
     return Case(model, {k: v for k, v in settings.items() if v != {**SETTINGS, **OPTIMIZER}[k][0]})
 
 
-def run(given: Case) -> None:
+def segments(seed: int) -> list[Rows]:
+    """The segments in tiles of a seed."""
+    random = Random(seed)
+    return [draw_rows(random) for _ in range(SEGMENTS)]
+
+
+def run(given: Case | Rows) -> None:
     """Train it beside plain PyTorch. Raises where they differ, or where it does not train at all."""
+    if isinstance(given, Rows):
+        passed = in_tiles(given.module(), given.dtype, (2, given.tokens, WIDTH), given.tiles)
+        assert passed == given.fits, "passed in tiles" if passed else "refused in tiles"
+        return
     with TemporaryDirectory() as folder:
         _run_in(folder, given)
 
@@ -157,7 +173,7 @@ def _precision(model: Model, precision: str) -> str:
     return precision
 
 
-def failure(given: Case) -> BaseException | None:
+def failure(given: Case | Rows) -> BaseException | None:
     """What is raised by a case, if anything."""
     try:
         run(given)
@@ -166,8 +182,14 @@ def failure(given: Case) -> BaseException | None:
     return None
 
 
-def smaller(given: Case) -> Iterator[Case]:
+def smaller(given: Case | Rows) -> Iterator[Case | Rows]:
     """Cases with one thing less."""
+    if isinstance(given, Rows):
+        fewer = [given.pieces[:i] + given.pieces[i + 1 :] for i in range(len(given.pieces))]
+        yield from (evolve(given, pieces=pieces) for pieces in fewer if pieces)
+        if given.dtype != torch.float32:
+            yield evolve(given, dtype=torch.float32)
+        return
     model = given.model
     for name in given.settings:
         yield evolve(given, settings={k: v for k, v in given.settings.items() if k != name})
@@ -188,7 +210,7 @@ def smaller(given: Case) -> Iterator[Case]:
         yield evolve(given, model=evolve(model, tokens=False))
 
 
-def shrunk(given: Case, error: BaseException) -> Case:
+def shrunk(given: Case | Rows, error: BaseException) -> Case | Rows:
     """The smallest case found that fails with the same type of error."""
     while True:
         for less in smaller(given):
@@ -205,15 +227,14 @@ def fuzz(seed: int, *, cases: int, seconds: float) -> list[str]:
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     began, failed, number = time.monotonic(), list[str](), 0
     while number < cases and time.monotonic() - began < seconds:
-        given = case(seed + number)
-        if error := failure(given):
-            least = shrunk(given, error)
-            failed_with = failure(least) or error
-            lines = "".join(traceback.format_exception(failed_with)[-4:])
-            failed.append(
-                f"{lines}seed {seed + number}: {least}\n  python tests/fuzz.py --cases 1 --seed {seed + number}"
-            )
-            print(failed[-1], flush=True)
+        for given in (case(seed + number), *segments(seed + number)):
+            if error := failure(given):
+                least = shrunk(given, error)
+                failed_with = failure(least) or error
+                lines = "".join(traceback.format_exception(failed_with)[-4:])
+                again = f"python tests/fuzz.py --cases 1 --seed {seed + number}"
+                failed.append(f"{lines}seed {seed + number}: {least}\n  {again}")
+                print(failed[-1], flush=True)
         number += 1
     print(f"{number} cases from seed {seed} in {time.monotonic() - began:.0f} s, {len(failed)} failed")
     return failed
@@ -229,6 +250,7 @@ def main() -> int:
     args = options.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("zfunc").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # of what is refused
     return 1 if fuzz(args.seed, cases=args.cases, seconds=args.seconds) else 0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
+from zfunc.engine.rows.row_attention import attend_row
 
 ROWS, WIDTH, VOCAB, BATCH = 4, 8, 10, 6
 Size = tuple[int, int]  # rows, width
@@ -318,26 +319,70 @@ MIXING: dict[str, Callable[[int, int], nn.Module]] = {
 """Pieces that keep rows and width, in which rows depend on others: not seen in a sum or a mean alone."""
 
 APART = (
-    "linear",
-    "frozen",
-    "residual",
-    "norm",
-    "gelu",
-    "tied inside",
-    "used twice",
-    "scaled",
-    "largest",
-    "masked",
+    *("linear", "frozen", "residual", "norm", "gelu", "positions", "tied inside", "used twice", "scaled"),
+    *("own backward", "fft", "largest", "masked", "detached", "strided"),
 )
-"""Pieces of which a row depends on no other."""
+"""Pieces of which a row depends on no other; on others it does."""
 
 
-def draw_rows(random: Random) -> tuple[str, ...]:
-    """One to three pieces without random numbers, for rows in tiles."""
-    pieces = [x for x in (*KEEPING, *MIXING) if x not in RANDOM]
-    return tuple(
-        random.choice([random.choice(APART), random.choice(pieces)]) for _ in range(random.randint(1, 3))
-    )
+class Heads(nn.Module):
+    """Causal attention of two heads: to a window of tokens, to those of a document, or to all before."""
+
+    def __init__(self, width: int, window: int | None = None, document: int | None = None) -> None:
+        super().__init__()
+        self.qkv, self.window, self.document = nn.Linear(width, 3 * width), window, document
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 6, -1).transpose(1, 2).chunk(3, 1)
+        if self.window or self.document:
+            at = torch.arange(x.shape[1], device=x.device)
+            first = (at - at % self.document).expand(x.shape[:2]) if self.document else None
+            y = attend_row(q, k, v, first, self.window)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+ATTENDING: dict[str, Callable[[int, int], nn.Module]] = {
+    "heads": lambda rows, width: Heads(width),
+    "heads with a window": lambda rows, width: Heads(width, window=5),
+    "heads of documents": lambda rows, width: Heads(width, document=6),
+    "heads of both": lambda rows, width: Heads(width, window=3, document=7),
+}
+"""Pieces in which a row depends on those before through attention, which one of a segment may."""
+
+
+@frozen
+class Rows:
+    """A segment for rows in tiles, by its pieces, and the rows that it gets."""
+
+    pieces: tuple[str, ...]
+    tokens: int = 16
+    tiles: int = 4
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether tokens depend on others through one attention alone."""
+        return sum(x in ATTENDING for x in self.pieces) < 2 and {*self.pieces} <= {*APART, *ATTENDING}
+
+    def module(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        known = {**KEEPING, **MIXING, **ATTENDING}
+        return nn.Sequential(*(known[x](self.tokens, WIDTH) for x in self.pieces))
+
+
+def draw_rows(random: Random) -> Rows:
+    """A segment without random numbers, in half of all cases one that fits."""
+    pieces = random.choices(APART, k=random.randint(1, 3))
+    others = [x for x in (*KEEPING, *MIXING, *ATTENDING) if x not in (*RANDOM, *APART)]
+    for more in (ATTENDING, others):
+        if random.random() < 0.5:
+            pieces.insert(random.randint(0, len(pieces)), random.choice([*more]))
+    tokens, tiles = random.choice([(16, 2), (16, 4), (16, 16), (24, 3), (15, 5), (48, 4)])
+    dtype = random.choice([torch.float32, torch.float32, torch.bfloat16])
+    return Rows(tuple(pieces), tokens, tiles, dtype, random.randrange(1000))
 
 
 CHANGING: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], Size]]] = {

@@ -62,7 +62,7 @@ BUDGETS = {
     "models": 3_340,
     "train": 4_650,
     "cli": 2_400,
-    "tests": 41_150,
+    "tests": 41_250,
 }
 
 

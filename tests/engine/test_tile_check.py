@@ -1,7 +1,6 @@
 """What cannot pass in tiles is refused by name: tokens that depend on others outside attention."""
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import fuzz_models
@@ -333,15 +332,3 @@ def test_an_operation_along_tokens_is_that_of_the_row_or_refused(name: str) -> N
             pytest.skip(f"it takes other things: {error}")
         passed = in_tiles(body)
         assert passed or dim == 1 or name == "renorm.default"  # of which each feature is a norm over tokens
-
-
-@pytest.mark.parametrize(
-    "seeds",
-    [range(3), *(pytest.param(range(n, n + 100), marks=pytest.mark.slow) for n in range(3, 1003, 100))],
-)
-def test_random_pieces_are_those_of_the_row_or_refused(seeds: range) -> None:
-    for seed in seeds:
-        torch.manual_seed(seed)
-        pieces = fuzz_models.draw_rows(Random(seed))
-        made = [{**fuzz_models.KEEPING, **fuzz_models.MIXING}[name](16, 8) for name in pieces]
-        assert in_tiles(nn.Sequential(*made)) or not {*pieces} <= {*fuzz_models.APART}, (seed, pieces)
