@@ -105,7 +105,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
     "of a format, which another number would change": [
         "optim.formats SPREAD SCALE_BITS CUT BINADE EXPONENT EXP_AVG EXP_AVG_SQ HIGHEST_CODE INFINITE LARGEST",
         "optim.formats MIN_SHIFT NAN NUM_SHIFTS ROOT SIZE SMALLEST_NORMAL",
-        "optim.adafactor SUMMED NUM_ROUNDS",
+        "optim.adafactor SUMMED",
         "checkpoint.safetensors_file LENGTH _ALIGNMENT",
         "core.extents BLOCK",
         "core.layout ALIGNMENT",
