@@ -83,7 +83,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "core.graph EVERY",
         "core.layout LEFT",
         "core.regions SUM_PARTS BF16 FP32 FP64",
-        "optim.adafactor FP32_EPS FP64",
+        "optim.adafactor FP32_EPS",
     ],
     "of a plan's memory or time, an estimate or an upper bound": [
         "engine.trace.cost_trace MULTIPROCESSORS",
