@@ -277,9 +277,9 @@ WAYS: dict[str, Settings] = {
         **{"accumulate": "horizontal", "activations_on": "host,disk"},
     },
 }
-TIED = ("pairs", "GPT with dropout", "tied GPT", "GPT in halves")
+TIED = ("pairs", "GPT with dropout", "tied GPT")
 JOBS = (  # a model, and on how many ranks
-    *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT", "GPT in halves"),
+    *("odd sizes", "pairs", "norms", "frozen below", "GPT with dropout", "tied GPT"),
     *("odd sizes on 2", "pairs on 3", "frozen below on 2", "norms on 2", "odd sizes on 3"),
     *("edits", "aliases", "aliases on 2"),
 )

@@ -34,13 +34,6 @@ def tied_gpt(dropout: float = 0.0, num_layers: int = 3) -> tuple[list[zfunc.Segm
     return segments, batch
 
 
-def in_halves(
-    segments: Any, batch: Callable[[int], Batch]
-) -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
-    """A model of tokens with its blocks in two."""
-    return [*zfunc.cut_blocks(segments)], batch
-
-
 class Loss(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -323,7 +316,7 @@ MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]
     "pairs": pairs,
 }
 IN_FP32 = {  # parameters that may be fp32 beside others in 16 bits
-    **dict.fromkeys(("tied GPT", "GPT with dropout", "GPT in halves"), "*.ln_*"),
+    **dict.fromkeys(("tied GPT", "GPT with dropout"), "*.ln_*"),
     "odd sizes": ["scale", "loss.*"],
     **dict.fromkeys(("frozen below", "norms"), "loss.out"),
     "pairs": "b.table",
@@ -334,7 +327,6 @@ SHORTER = {  # where many trainings are compared, or a device is told of each op
     **MODELS,
     "tied GPT": lambda: tied_gpt(num_layers=2),
     "GPT with dropout": lambda: tied_gpt(0.2, num_layers=2),
-    "GPT in halves": lambda: in_halves(*tied_gpt(0.2, num_layers=2)),
     "edits": edits,
     "aliases": aliases,
 }

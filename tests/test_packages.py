@@ -56,13 +56,13 @@ BUDGETS = {
     "runtime": 3_380,
     "optim": 2_920,
     "checkpoint": 3_120,
-    "engine": 9_920,
+    "engine": 9_660,
     "viz": 1_100,
     "planner": 3_290,
     "models": 3_340,
     "train": 4_650,
     "cli": 2_400,
-    "tests": 41_250,
+    "tests": 40_960,
 }
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.checkpoint.writer import Save as Save
     from zfunc.core.pipeline import Mesh as Mesh
     from zfunc.engine.compile import compile as compile
-    from zfunc.engine.rows.halves import cut_blocks as cut_blocks
     from zfunc.engine.step.evaluate import apply as apply
     from zfunc.engine.step.evaluate import buffers as buffers
     from zfunc.engine.step.evaluate import evaluate as evaluate

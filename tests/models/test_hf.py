@@ -135,46 +135,6 @@ def test_loss_and_every_gradient_are_the_models_own(
     assert "cannot be traced" not in caplog.text
 
 
-HALVES = [
-    ("Llama", "all", "bf16"),
-    ("Qwen3", "none", "fp32"),
-    ("Mixtral", "min-cut", "bf16"),  # with the sums of its routers
-    ("OLMo 2", "none", "bf16"),
-    ("Gemma 2", "all", "fp32"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "recompute", "precision"),
-    [
-        pytest.param(name, recompute, precision, marks=[SLOW] * ((name, recompute, precision) not in HALVES))
-        for name in CONFIGS
-        if name != "GPT-NeoX" and name not in REPEATS
-        for recompute in ("all", "min-cut", "none")
-        for precision in ("fp32", "bf16")
-    ],
-)
-def test_layers_in_halves_have_the_bits_of_whole_ones(name: str, recompute: Any, precision: Any) -> None:
-    segments, x = zfunc.hf.segments(random_model(name)), tokens()
-    halves = zfunc.cut_blocks(segments)
-    assert [s.name for s in halves[1:3]] == [f"{segments[1].name}/{n}" for n in (1, 2)]
-    (loss, grads), (same, others) = (
-        gradients(compiled(s, recompute=recompute, precision=precision), x, x) for s in (segments, halves)
-    )
-    assert torch.equal(loss, same)
-    assert grads.keys() == others.keys()
-    assert [full for full, g in grads.items() if not torch.equal(g, others[full])] == []
-
-
-def test_parallel_layers_stay_whole() -> None:
-    segments = zfunc.hf.segments(random_model("GPT-NeoX"))
-    assert zfunc.cut_blocks(segments) == segments
-    with pytest.raises(
-        ValueError, match=r"layers\.0': got no value after 'attention' .*: leave it whole, as where"
-    ):
-        zfunc.cut_blocks(segments, after="attention")
-
-
 WINDOWS = (4, RECORDED - 1, RECORDED, RECORDED + 1, 2 * RECORDED)
 
 

@@ -3,7 +3,7 @@
 From the ground up: a folder imports those that are named before it.
 
     trace                   one segment: a pure function, its forward, backward and costs
-    rows                    rows of tokens in tiles, their attention, blocks in halves
+    rows                    rows of tokens in tiles, and their attention
     state                   `State`: its memory, its weights
     stages                  what each operation of a plan does to that memory
     program                 `Program`: segments and settings, the verified plan, a batch's shapes

@@ -1,4 +1,4 @@
-"""Rows of tokens: a segment in tiles of its row, attention of rows and tiles, a block in halves.
+"""Rows of tokens: a segment in tiles of its row, attention of rows and tiles.
 
     keys                    keys and values of a row, by parts, on the device or on the host
     tile_attention          attention of a tile of queries over all keys so far
@@ -8,7 +8,6 @@
     tiles                   the passes of a segment whose rows of tokens pass in tiles
     check                   what is not known to keep tokens apart is tried before it trains
     tiled_vjp               forward and backward of a segment in tiles; its evaluation
-    halves                  a block as two segments, cut at the sum after attention
 
 Before and after attention no token of a segment in tiles depends on another; what is not known to be so is refused.
 """

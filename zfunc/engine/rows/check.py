@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.engine.rows.cut import floats_of, forward_graph
-from zfunc.engine.rows.halves import expression
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow
+from zfunc.engine.trace.expressions import expression
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.trace.vjp import SegmentVJP, cotangents_of, joint_graph, pull_of
 from zfunc.runtime.rng import seeded
