@@ -91,6 +91,17 @@ def test_published_makespans(order: Order) -> None:
         assert round(timeline(of, 1e11, 3.2e-3).seconds * 1e3, 3) == 6315.592
 
 
+@pytest.mark.parametrize("order", [GPipe(), OneFOneB(), LoopedBFS(3)], ids=lambda x: type(x).__name__)
+def test_one_device_is_an_order_like_any_other(order: Order) -> None:
+    """1F1B of one device passes its micro-batches one by one; an order of its own is planned as it is given."""
+    of = spec(TIED, micro_batches=3)
+    planned = evolve(of, order=order)
+    ended = [x for x in planned.passes if x.ended]
+    (listed,) = order(1, 3, 3)
+    assert [(x.way, x.m, x.s) for x in ended] == [*listed]
+    assert ([*zero_offload(planned)] == [*zero_offload(of)]) == isinstance(order, OneFOneB)
+
+
 @given(st.data(), st.sampled_from(list(ORDERS)), st.integers(2, 4), st.integers(1, 7))
 def test_any_order_has_every_pass_once_after_those_it_needs(
     data: st.DataObject, name: str, devices: int, micro_batches: int
@@ -281,7 +292,7 @@ def test_an_order_that_is_none_is_refused(order: Order, says: str) -> None:
 
 def test_a_weight_of_two_devices_is_refused_where_it_lives_on_one() -> None:
     tied = spec(TIED, devices=2, params_on="host", order=GPipe())
-    assert tied.home(0) == 0
+    assert tied.places[0].home == 0
     with pytest.raises(
         PlanError, match=re.escape("weights embed on the devices [0, 1], expected one: pass params_on")
     ):

@@ -7,8 +7,9 @@ of the weights (zero bubble, 2401.10241). "R" recomputes what backward needs of 
 (RoundPipe). Published orders are in `zfunc.schedules`.
 """
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -48,27 +49,27 @@ class Pass(NamedTuple):
         return f"{self.way}[{self.m},{self.s}]"
 
 
-def passes_on_one(groups: Sequence[range], num_segments: int, first_trained: int) -> Iterator[Pass]:
-    """The beginnings and ends of passes on one device: micro-batches go through the segments in groups.
+@frozen
+class InGroups:
+    """The order of one device: micro-batches pass each segment in groups of `size`.
 
     A micro-batch passes the last segment both ways at once, because that keeps all of its residuals.
     """
-    for x in _of_groups(groups, num_segments, first_trained):
-        yield x
-        yield x._replace(ended=True)
+
+    size: int
+
+    def __call__(self, _devices: int, segments: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+        """The passes of the one device."""
+        made, last = list[tuple[str, int, int]](), segments - 1
+        for first in range(0, micro_batches, self.size):
+            group = range(first, min(first + self.size, micro_batches))
+            made += [(F, m, s) for s in range(last) for m in group]
+            made += [(way, m, last) for m in group for way in (F, B)]
+            made += [(B, m, s) for s in reversed(range(last)) for m in group]
+        return [made]
 
 
-def _of_groups(groups: Sequence[range], num_segments: int, first_trained: int) -> Iterator[Pass]:
-    last = num_segments - 1
-    for group in groups:
-        yield from (Pass(F, m, s) for s in range(last) for m in group)
-        for m in group:
-            yield Pass(F, m, last)
-            yield Pass(B, m, last)
-        yield from (Pass(B, m, s) for s in reversed(range(first_trained, last)) for m in group)
-
-
-def passes_on_several(
+def passes_in(
     order: Order,
     devices: int,
     micro_batches: int,
@@ -131,19 +132,28 @@ def passes_on_several(
                 f"are {num_segments} segments and {micro_batches} micro-batches"
             )
 
-    def groups(x: Pass) -> list[Any]:
-        """The groups of a pass in which gradients are made from the last segment down."""
-        last = x.m == micro_batches - 1
-        return [(x.m, x.device), *(n for n, group in enumerate(tied) if last and x.s in group)]
+    weights = {*trained}
 
-    grouped = defaultdict[Any, list[Pass]](list)
-    for x in chain(*lists):
-        for group in groups(x):
-            grouped[group].append(x)
-    before = {
-        x: [y for group in groups(x) for y in _before(x, split, grouped[group], trained) if y in expected]
-        for x in chain(*lists)
-    }
+    def added_up(x: Pass) -> list[int]:
+        """The numbers of the `tied` segments to whose sum a pass adds, whichever device makes it."""
+        return [n for n, group in enumerate(tied) if x.m == micro_batches - 1 and x.s in group]
+
+    # What makes gradients on a device, and those of tied segments on all of them, from the lowest segment up.
+    groups = defaultdict[Any, list[Pass]](list[Pass])
+    for x in sorted(chain(*lists), key=lambda x: x.s):
+        for group in ((x.m, x.device), *added_up(x)) if x.way in (B, W) else ():
+            groups[group].append(x)
+
+    def higher(x: Pass) -> Iterator[tuple[str, int, int]]:
+        """The passes of higher segments that a pass follows: of its device to the next that follows the others."""
+        for group in ((x.m, x.device), *added_up(x)) if x.way in (B, W) and x.s in weights else ():
+            own = groups[group]
+            for y in own[bisect_right(own, x.s, key=lambda y: y.s) :]:
+                yield y[:3]
+                if y.s in weights and isinstance(group, tuple):
+                    break
+
+    before = {x: [y for y in (*_before(x, split), *higher(x)) if y in expected] for x in chain(*lists)}
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
     def arrives(x: Pass, before: tuple[str, int, int]) -> int:
@@ -187,10 +197,8 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
     return made.get(way, way)
 
 
-def _before(
-    x: Pass, split: Collection[tuple[int, int]], own: Iterable[Pass], trained: Collection[int]
-) -> list[tuple[str, int, int]]:
-    """The passes that one of a group's `own` follows, as far as there are such."""
+def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
+    """The passes of its micro-batch and of its segment that one follows, as far as there are such."""
 
     def of(way: str, m: int, s: int) -> tuple[str, int, int]:
         """The backward of a micro-batch, or this half of it."""
@@ -200,8 +208,6 @@ def _before(
         return [(F, x.m - 1, x.s), (F, x.m, x.s - 1)]
     if x.way == R:
         return [(F, x.m, x.s)]
-    higher = [y[:3] for y in own if x.way != I and y.way in (B, W) and y.s > x.s and x.s in trained]
     if x.way == W:
-        return [of(W, x.m - 1, x.s), (I, x.m, x.s), *higher]
-    made = of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), (R, x.m, x.s), of(I, x.m, x.s + 1)
-    return [*made, *higher]
+        return [of(W, x.m - 1, x.s), (I, x.m, x.s)]
+    return [of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), (R, x.m, x.s), of(I, x.m, x.s + 1)]

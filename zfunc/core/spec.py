@@ -12,7 +12,7 @@ from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
-from zfunc.core.pipeline import VERBS, B, F, I, Order, Pass, R, W, passes_on_one, passes_on_several
+from zfunc.core.pipeline import VERBS, B, F, I, InGroups, Order, Pass, R, W, passes_in
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.errors import PlanError
@@ -146,7 +146,7 @@ class StepSpec:
                     f"{name}: got buckets {sorted(unknown)}, expected some of {sorted(known)}: make it with "
                     "zfunc.core.bucketing"
                 )
-        if self.order is not None:
+        if self.settings.stages > 1:
             self._check_places()
 
     @cached_property
@@ -189,7 +189,7 @@ class StepSpec:
     def loaded_before(self, m: int) -> Sequence[int]:
         """The micro-batches that come to the first device just before the first pass of `m`: all of its group, or,
         where other devices send to that one, too, the next one."""
-        if self.order is not None:
+        if self.settings.stages > 1:
             return range(m + (m > 0), min(m + 2, self.settings.micro_batches))
         return next((group for group in self.micro_batch_groups if group[0] == m), ())
 
@@ -197,15 +197,14 @@ class StepSpec:
     def passes(self) -> tuple[Pass, ...]:
         """The passes of all micro-batches through the segments, in serial order."""
         settings, count, layout = self.settings, self.num_segments, self.layout
-        if self.order is None:
-            return tuple(passes_on_one(self.micro_batch_groups, count, layout.first_trainable))
         unknown = {F: 1, R: 1, B: 3, I: 2, W: 1}
         work = [{way: getattr(x, VERBS[way]).flops or n for way, n in unknown.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
         trained = [s for s in range(count) if layout.buckets_of(s)]
         tied = [*self._tied.values()]
         given = settings.stages, settings.micro_batches, trained, work, hops, self.repeated, tied
-        return tuple(x for _, _, x in passes_on_several(self.order, *given))
+        order = self.order or InGroups(self.settings.group_size)
+        return tuple(x for _, _, x in passes_in(order, *given))
 
     @cached_property
     def _tied(self) -> dict[int, set[int]]:
@@ -227,7 +226,9 @@ class StepSpec:
 
     @cached_property
     def _devices(self) -> dict[tuple[str, int, int], int]:
-        passes = self.passes if self.order is not None else ()
+        passes = (
+            self.passes if self.settings.stages > 1 else ()
+        )  # one device makes all, which may be millions
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in passes}
 
     def device_of(self, way: str, m: int, s: int) -> int:
@@ -236,7 +237,7 @@ class StepSpec:
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
         """The segments of which a device makes passes these ways, in ascending order."""
-        if self.order is None:
+        if self.settings.stages == 1:
             return [*range(self.num_segments)]
         return sorted(set[int]().union(*(self._made_on.get((device, way), ()) for way in ways)))
 
@@ -424,7 +425,7 @@ class StepSpec:
 
     @cached_property
     def _one_sum_at_a_time(self) -> bool:
-        """Whether no device adds to two sums of a bucket, nor two devices to one."""
+        """Whether no device of several adds to two sums of a bucket, nor two devices to one."""
         pulled: dict[int, set[int]] = {}
         for (way, _, s), d in self._devices.items():
             if way == B:
@@ -437,7 +438,7 @@ class StepSpec:
     def open_sums(self, device: int) -> int:
         """The most segments of which a device has passed some micro-batches back and not all, at any time."""
         most, counts = 0, Counter[int]()
-        for x in self.passes if self.order is not None else ():
+        for x in self.passes if self.settings.stages > 1 else ():
             if x.way in (B, W) and x.device == device and x.ended:
                 counts[x.s] += 1
                 most = max(most, len(counts))

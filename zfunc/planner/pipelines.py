@@ -12,7 +12,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from zfunc.core.graph import Op
-from zfunc.core.pipeline import VERBS, B, F, I, R, W, passes_on_several
+from zfunc.core.pipeline import VERBS, B, F, I, R, W, passes_in
 from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep
 from zfunc.schedules import make_order
@@ -141,5 +141,5 @@ def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> 
         hops = [round(2 * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
         trained = [x for x in range(count) if spec.layout.buckets_of(x)]
         given = settings.stages, micro_batches, trained, one, hops, spec.repeated
-        return passes_on_several(made, *given)[-1][0]
+        return passes_in(made, *given)[-1][0]
     return math.inf
