@@ -13,13 +13,6 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc import schedules
-from zfunc.core.graph import Graph
-from zfunc.core.hardware import Hardware
-from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.recipes import zero_offload
-from zfunc.core.simulator import lower_bound, simulate
-from zfunc.core.spec import PassCost, SegmentCost, StepSpec
-from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 256, 512
@@ -84,7 +77,7 @@ print(*(f"{name:<12} {program.plan.digest}" for name, program in programs.items(
 
 # ## The plans, as pictures
 #
-# `simulate` says how long a plan takes on given hardware; `text` draws it. This machine is made up, and
+# `simulate` says when each operation runs on given hardware; `text` draws that. This machine is made up, and
 # slow enough for a model this small. A capital is where an operation begins. In `Serial` everything waits
 # for everything; in `Overlapped` Adam of the last bucket begins while backward is still at the first
 # segments.
@@ -98,10 +91,10 @@ rates = {
     "read": 1e9,
     "write": 1e9,
 }  # bytes a second
-slow = Hardware("made up", flops=60e9, rates=rates)
+slow = zfunc.Hardware("made up", flops=60e9, rates=rates)
 for plan in (serial, overlapped):
-    print(f"\n{text(simulate(plan, slow))}")
-print(f"\nno schedule is faster than {lower_bound(serial.graph, slow) * 1e3:.1f} ms")
+    print(f"\n{plan.simulate(slow).text()}")
+print(f"\nno schedule is faster than {serial.lower_bound(slow) * 1e3:.1f} ms")
 
 # ## Two ranks
 #
@@ -109,12 +102,9 @@ print(f"\nno schedule is faster than {lower_bound(serial.graph, slow) * 1e3:.1f}
 # simulated (training itself is in one process for now): in graph order, the all_gather of one bucket, which
 # waits for its Adam, holds up the reduce_scatter of the next.
 
-size = 12 * 2048**2
-layout = make_layout([[Parameter(f"block{s}", (size,))] for s in range(4)], bucket_size=size, world=2)
-cost = SegmentCost(PassCost(2 * size * 4096), PassCost(6 * size * 4096))
-ranks = Graph(zero_offload(StepSpec(layout, (cost,) * 4, world=2)))
+ranks = zfunc.step_graph(segments=4, parameters=12 * 2048**2, tokens=4096, world=2)
 for schedule in (schedules.Overlapped(), schedules.Interleaved()):
-    print(f"\n{schedule}\n{text(simulate(schedule(ranks)))}")
+    print(f"\n{schedule}\n{schedule(ranks).simulate().text()}")
 
 # ## The results
 #
@@ -140,4 +130,4 @@ for name, (metrics, weights) in results.items():
 # memory: there is less to gain than with a GPU, where the copies and compute have hardware of their own.
 
 timeline = results["Overlapped"][0].timeline
-print(f"\n{text(timeline)}")
+print(f"\n{timeline.text()}")

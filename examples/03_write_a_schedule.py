@@ -8,41 +8,30 @@
 
 import sys
 
+import zfunc
 from zfunc import schedules
 from zfunc.core.graph import Graph
-from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.memory_model import peak_memory
-from zfunc.core.ops import OpBuilder
-from zfunc.core.plan import Plan, PlanError, build
-from zfunc.core.recipes import zero_offload
-from zfunc.core.simulator import simulate
-from zfunc.core.spec import PassCost, SegmentCost, StepSpec
-from zfunc.core.verifier import verify
-from zfunc.viz.timeline_text import text
+from zfunc.core.plan import Plan, build
 
 # ## A graph without a model
 #
-# A recipe needs to know how large things are, not what they are: names and shapes, and what a segment
-# costs. Here are four segments of fifty million parameters, a bucket each, FLOPs for 4096 tokens.
+# The graph of a step needs to know how large things are, not what they are. Here are four segments of fifty
+# million parameters, a bucket each, and 4096 tokens.
 
-SIZE = 12 * 2048**2
-layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], bucket_size=SIZE)
-cost = SegmentCost(PassCost(2 * SIZE * 4096), PassCost(6 * SIZE * 4096))
-spec = StepSpec(layout, costs=(cost,) * 4)
+graph = zfunc.step_graph(segments=4, parameters=12 * 2048**2, tokens=4096)
 
-# `OpBuilder` makes the operations, each with what it reads and writes. `update` of bucket 3 reads the decision on
-# this step and the gradient's slot; it updates the master weights and moments, and leaves a copy for the
-# device. The slot is the one that `to_host` has given the gradient:
+# An operation says what it reads and writes. `update` of bucket 3 reads the decision on this step and the
+# gradient's slot; it updates the master weights and moments, and leaves a copy for the device. The slot is the
+# one that `to_host` has given the gradient:
 
-emit = OpBuilder(spec)
-for op in (emit.pack(0, 3, 3, first=True), emit.to_host(0, 3, 0), emit.update(3)):
+for name in ("pack[0,3,3]", "to_host[0,3,0]", "update[3]"):
+    op = graph.ops[graph.position[name]]
     print(f"{op} reads {', '.join(map(str, op.reads))}")
     print(f"{op} writes {', '.join(map(str, op.writes))}")
 
-# The recipe yields operations in serial order. That is the meaning of the step, and what two operations
-# both touch is all there is to know about their order.
+# The operations are in serial order. That is the meaning of the step, and what two operations both touch is all
+# there is to know about their order.
 
-graph = Graph(zero_offload(spec))
 print(f"{len(graph)} operations, {len(graph.conflicts)} pairs whose order counts")
 
 # ## A schedule for one copy engine
@@ -60,7 +49,7 @@ def in_graph_order(graph: Graph) -> Plan:
     return build(graph, lanes)
 
 
-print(f"\nin graph order\n{text(simulate(verify(in_graph_order(graph))))}")
+print(f"\nin graph order\n{in_graph_order(graph).verify().simulate().text()}")
 
 # The picture shows what is wrong with it. The copy of a bucket's new parameters waits for its Adam, and
 # behind it stand gradients that could leave at once. Compute is done early and the lane of copies is idle
@@ -79,13 +68,13 @@ def out_before_in(graph: Graph) -> Plan:
     return build(graph, lanes)
 
 
-def first_lines(error: PlanError, count: int) -> str:
+def first_lines(error: zfunc.PlanError, count: int) -> str:
     return "\n".join([*str(error).splitlines()[:count], "   ..."])
 
 
 try:
     out_before_in(graph)
-except PlanError as error:
+except zfunc.PlanError as error:
     print(f"\n{first_lines(error, 8)}")
 
 # And one that forgets something. It looks fast; `verify` says what is missing.
@@ -100,8 +89,8 @@ def without_copies_in(graph: Graph) -> Plan:
 
 
 try:
-    verify(without_copies_in(graph))
-except PlanError as error:
+    without_copies_in(graph).verify()
+except zfunc.PlanError as error:
     print(f"\n{first_lines(error, 3)}")
 
 # ## A better one
@@ -112,24 +101,24 @@ except PlanError as error:
 
 
 def as_it_would_start(graph: Graph) -> Plan:
-    start = {e.op: e.start for e in simulate(schedules.Overlapped()(graph)).events}
+    start = {e.op: e.start for e in schedules.Overlapped()(graph).simulate().events}
     lanes: dict[str, list[int]] = {}
     for i in sorted(range(len(graph)), key=lambda i: start[graph.ops[i].name]):
         lanes.setdefault(LANES[graph.ops[i].kind], []).append(i)
     return build(graph, lanes)
 
 
-print(f"\nas it would start\n{text(simulate(verify(as_it_would_start(graph))))}")
+print(f"\nas it would start\n{as_it_would_start(graph).verify().simulate().text()}")
 
 # Beside the shipped ones: one engine in this order is as fast as two. The memory it takes on the device is
 # known too, before anything has run.
 
 print("\n                      simulated   device memory")
 for schedule in (schedules.Serial(), in_graph_order, as_it_would_start, schedules.Overlapped()):
-    plan = verify(schedule(graph))
+    plan = schedule(graph).verify()
     name = getattr(schedule, "__name__", type(schedule).__name__)
     print(
-        f"{name:<20} {simulate(plan).seconds * 1e3:7.1f} ms   {peak_memory(plan)['device'].nbytes / 2**20:6.0f} MiB"
+        f"{name:<20} {plan.simulate().seconds * 1e3:7.1f} ms   {plan.peak_bytes()['device'] / 2**20:6.0f} MiB"
     )
 print(f"torch imported so far: {'torch' in sys.modules}")
 
@@ -140,8 +129,6 @@ print(f"torch imported so far: {'torch' in sys.modules}")
 
 import torch
 from torch.nn import functional as F
-
-import zfunc
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the tensors here are tiny

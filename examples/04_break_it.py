@@ -11,8 +11,8 @@ from attrs import evolve
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.core.plan import Plan, PlanError
-from zfunc.core.verifier import races, verify
+from zfunc.core.plan import Plan
+from zfunc.core.verifier import races
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.executor import prepare_plan
@@ -72,8 +72,8 @@ broken = without(good.plan, "pack[0,1,1]", "to_host[0,2,0]")
 # region, and marks them in the plan:
 
 try:
-    verify(broken)
-except PlanError as error:
+    broken.verify()
+except zfunc.PlanError as error:
     print(f"\nPlanError: {error}")
 
 # This was not luck. `build` leaves out every wait that follows from others, so each one left is needed;

@@ -14,11 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
-from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import peak_memory
-from zfunc.core.simulator import simulate
-from zfunc.engine.program.program import Program
-from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 256, 512
@@ -29,7 +24,7 @@ class Loss(nn.Linear):
         return F.cross_entropy(super().forward(x), targets)
 
 
-def compiled(**recipe: object) -> Program:
+def compiled(**recipe: object):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     pieces = {**{f"layer{i}": x for i, x in enumerate(layers)}, "loss": Loss(WIDTH, 10)}
@@ -73,9 +68,9 @@ rates = {
     "read": 1e9,
     "write": 1e9,
 }  # bytes a second
-slow = Hardware("made up", flops=60e9, rates=rates)
+slow = zfunc.Hardware("made up", flops=60e9, rates=rates)
 for name, program in programs.items():
-    print(f"\n{name}\n{text(simulate(program.plan, slow))}")
+    print(f"\n{name}\n{program.plan.simulate(slow).text()}")
 
 # ## What they cost
 #
@@ -83,11 +78,10 @@ for name, program in programs.items():
 # ones. What stays on the device needs room there.
 
 print(f"\n{'':<12} {'time':>8} {'device':>10} {'pinned':>10} {'host':>10}   of the plain step")
-plain = simulate(programs["plain"].plan, slow).seconds, peak_memory(programs["plain"].plan)
+plain = programs["plain"].plan
 for name, program in programs.items():
-    bytes_here = peak_memory(program.plan)
-    ratios = [bytes_here[tier].nbytes / plain[1][tier].nbytes for tier in ("device", "pinned", "host")]
-    time = simulate(program.plan, slow).seconds / plain[0]
+    ratios = [program.plan.peak_bytes()[x] / plain.peak_bytes()[x] for x in ("device", "pinned", "host")]
+    time = program.plan.simulate(slow).seconds / plain.simulate(slow).seconds
     print(f"{name:<12} {time:8.2f} " + " ".join(f"{ratio:10.2f}" for ratio in ratios))
 
 # ## What they compute

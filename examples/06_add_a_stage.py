@@ -15,12 +15,8 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.core.graph import Op, Region
-from zfunc.core.hardware import Hardware
 from zfunc.core.recipes import zero_offload
-from zfunc.core.simulator import simulate
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program.program import Program
-from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
 BLOCK, WIDTH, ROWS = 64, 256, 128
@@ -86,7 +82,7 @@ class Loss(nn.Linear):
         return F.cross_entropy(super().forward(x), targets)
 
 
-def compiled(**more: object) -> Program:
+def compiled(**more: object):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     pieces = {**{f"layer{i}": x for i, x in enumerate(layers)}, "loss": Loss(WIDTH, 10)}
@@ -112,9 +108,9 @@ rates = {
     "read": 1e9,
     "write": 1e9,
 }  # bytes a second
-slow = Hardware("made up", flops=60e9, rates=rates)
+slow = zfunc.Hardware("made up", flops=60e9, rates=rates)
 for program in (plain, mine):
-    print(f"\n{text(simulate(program.plan, slow))}")
+    print(f"\n{program.plan.simulate(slow).text()}")
 
 # Trained, it goes the same way, though not bit by bit: this recipe computes something else. Its own laws hold: here
 # every stage is given only what its operation declared, and the serial schedule gives the same bits.

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
-from zfunc.core.hardware import Hardware
-from zfunc.planner.planned import Planned
-from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 128, 64
@@ -48,7 +45,7 @@ rates = {
     "read": 1e9,
     "write": 1e9,
 }  # bytes a second
-small = Hardware("small", flops=2e10, rates=rates, memory={"device": 800_000, "host": 10**9})
+small = zfunc.Hardware("small", flops=2e10, rates=rates, memory={"device": 800_000, "host": 10**9})
 MODES = {
     "on the device": {},
     "parameters on the host": {"params_on": "host"},
@@ -56,7 +53,7 @@ MODES = {
 }
 
 
-def planned(depth: int, **settings: object) -> Planned:
+def planned(depth: int, **settings: object):
     common = {"precision": "bf16", "bucket_size": 20_000, "clip_norm": 1.0, "micro_batches": 2}
     return zfunc.plan(model(depth), batch, hardware=small, advice=False, **common, **settings)
 
@@ -94,7 +91,7 @@ for name, plan in {**plans, "one by one": planned(24, **apart)}.items():
 # Six layers of it as a picture: while a segment computes, the next one's parameters are fetched. Forward ends with
 # two segments in the slots, and backward begins with those, so they are not fetched again.
 
-print(f"\n{text(planned(6, **together).timeline)}")
+print(f"\n{planned(6, **together).timeline.text()}")
 
 # ## The same training
 #

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import zfunc
 from zfunc.core.hardware import ROUND
 from zfunc.runtime.fault_injection import Fault, InjectedFault
-from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS, DEPTH = 128, 64, 12
@@ -70,7 +69,7 @@ for name, plan in plans.items():
 # A step as a picture. The updates come last here, because clipping waits for the norm: while one bucket is updated,
 # the state of the next is read and that of the one before is written. Then the step is committed.
 
-print(f"\n{text(plans['everything'].timeline)}")
+print(f"\n{plans['everything'].timeline.text()}")
 
 # ## The same training, and a failure in the middle
 #

@@ -12,12 +12,8 @@ import torch
 from zfunc.schedules.stages import Passes, cut_in_stages, of_segments
 
 import zfunc
-from zfunc.core.hardware import ROUND
-from zfunc.core.simulator import simulate
-from zfunc.errors import PlanError
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.viz.timeline_text import text
 
 config = GPTConfig(vocab_size=64, seq_length=16, num_layers=6, hidden_size=32, num_attention_heads=2)
 segments = gpt_segments(config)
@@ -51,7 +47,7 @@ def trained(**settings: Any) -> tuple[Any, list[float]]:
 _, alone = trained()
 try:
     trained(devices=4)
-except PlanError as error:
+except zfunc.PlanError as error:
     print(error)
 
 # ## An order of your own
@@ -72,7 +68,7 @@ def v_shaped(devices: int, segments: int, micro_batches: int) -> list[Passes]:
 
 program, losses = trained(devices=4, order=v_shaped)
 print(f"same losses as on one device: {losses == alone}")
-print(text(simulate(program.plan, ROUND), width=100))
+print(program.plan.simulate().text())
 
 # ## What is wrong with it is said
 #
@@ -86,5 +82,5 @@ def crossed(devices: int, segments: int, micro_batches: int) -> list[Passes]:
 
 try:
     trained(devices=4, order=crossed)
-except PlanError as error:
+except zfunc.PlanError as error:
     print(error)

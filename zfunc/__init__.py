@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfunc._version import __version__ as __version__
-from zfunc.core.display import PICTURES
+from zfunc.core.methods import FUNCTIONS
 
 if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save as Save
+    from zfunc.core.hardware import Hardware as Hardware
     from zfunc.core.pipeline import Mesh as Mesh
+    from zfunc.core.step_graph import step_graph as step_graph
     from zfunc.engine.compile import compile as compile
     from zfunc.engine.step.evaluate import apply as apply
     from zfunc.engine.step.evaluate import buffers as buffers
@@ -100,4 +102,13 @@ def __dir__() -> list[str]:
     return sorted(_homes())
 
 
-PICTURES.append(lambda: import_module("zfunc.viz.notebook"))
+FUNCTIONS |= {
+    "simulate": "zfunc.core.simulator",
+    "lower_bound": "zfunc.core.simulator",
+    "verify": "zfunc.core.verifier",
+    "peak_memory": "zfunc.core.memory_model",
+    "text": "zfunc.viz.timeline_text",
+    "svg": "zfunc.viz.timeline_svg",
+    "plan_html": "zfunc.viz.notebook",
+    "timeline_html": "zfunc.viz.notebook",
+}

@@ -15,6 +15,7 @@
     ops               one constructor for each operation that does more than copy
     moves             the operations that copy a thing from one tier to another: a verb is a row
     recipes           a training step as operations, in the paper's order
+    step_graph        the graph of a step of equal segments, without a model
     decision          `StepDecision`: skip the step, or update with which factor
     plan              lanes and waits, their text form, vector clocks
     verifier          checks that a plan keeps the serial result
@@ -22,7 +23,8 @@
     simulator         how long a plan takes on given hardware
     traffic           the bytes that the kernels of a pass move
     memory_model      how much memory a plan needs, on which tier, and when
-    display           how values print, and what a notebook shows
+    display           how values print
+    methods           what modules above do with plans and timelines, as methods of these
     timeline          when operations ran, simulated or measured
     critical_path     the chain of operations that bounded a step
 

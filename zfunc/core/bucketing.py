@@ -13,7 +13,15 @@ MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a numb
 
 
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
-    """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
+    """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload.
+
+    Raises ValueError where each of several ranks would keep all of its parameters off the device.
+    """
+    if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
+        raise ValueError(
+            f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
+            "stage=3, in which each keeps its slice there: pass it"
+        )
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
     size = settings.bucket_size or default_bucket_size(world)

@@ -1,9 +1,6 @@
-"""How values print in a line or two, and what a notebook shows instead of that.
+"""How values print in a line or two, and tables of them as HTML."""
 
-Pictures belong to packages above those of the values that they show: `zfunc` itself says who draws them.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any, cast
 
@@ -65,12 +62,3 @@ def html_table(
     )
     first = f"<thead><tr>{top}</tr></thead>" * bool(head)
     return f"<table{of}>{title}{first}<tbody>{lines}</tbody></table>"
-
-
-PICTURES: list[Callable[[], Any]] = []
-"""What imports the module that draws values for a notebook, with a function for each kind; `zfunc` adds it."""
-
-
-def in_notebook(kind: str, value: Any) -> str:
-    """The picture of a value, a plan or a timeline, as HTML."""
-    return getattr(PICTURES[0](), f"{kind}_html")(value)

@@ -15,8 +15,11 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from zfunc.core.display import counted, in_notebook
-from zfunc.core.graph import EVERY, Graph, Op, Region
+from zfunc.core.display import counted
+from zfunc.core.graph import EVERY, Graph, Op, Region, Tier
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.methods import above, in_notebook
+from zfunc.core.timeline import Timeline
 from zfunc.errors import PlanError
 
 # The work of an operation, as a plan prints it.
@@ -113,6 +116,22 @@ class Plan:
     def num_waits(self) -> int:
         """The number of waits between lanes."""
         return sum(map(len, self.waits))
+
+    def verify(self) -> "Plan":
+        """This plan, if every schedule of its threads gives the serial result; PlanError names the race if not."""
+        return above("verify")(self)
+
+    def simulate(self, hardware: Hardware = ROUND) -> Timeline:
+        """When each operation of this plan runs on `hardware`, in seconds; raises PlanError for a deadlock."""
+        return above("simulate")(self, hardware)
+
+    def lower_bound(self, hardware: Hardware = ROUND) -> float:
+        """Seconds on `hardware` of the longest chain of dependencies in the graph: no plan of it is faster."""
+        return above("lower_bound")(self.graph, hardware)
+
+    def peak_bytes(self) -> dict[Tier, int]:
+        """The most bytes that this plan may have on each tier at once, in any timing."""
+        return {tier: peak.nbytes for tier, peak in above("peak_memory")(self).items()}
 
     def text(self) -> str:
         """The whole plan as text: regions, operations in serial order, lanes with their waits."""

@@ -559,6 +559,11 @@ class StepSettings:
         return self.params_on in ("host", DISK) or self.stage == 3
 
     @property
+    def splits_master(self) -> bool:
+        """Whether the high half of a bucket's master is its bf16 parameter, which is no copy then."""
+        return self.params_on in ("host", DISK) and self.precision == "bf16"
+
+    @property
     def moves(self) -> bool:
         """Whether backward gets weights or inputs in other memory than forward did."""
         return self.streams or self.stashes

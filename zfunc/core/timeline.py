@@ -5,8 +5,9 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from zfunc.core.display import counted, in_notebook
+from zfunc.core.display import counted
 from zfunc.core.graph import Kind
+from zfunc.core.methods import above, in_notebook
 from zfunc.units import format_seconds
 
 
@@ -43,6 +44,14 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         return in_notebook("timeline", self)
+
+    def text(self, width: int = 100) -> str:
+        """A picture of the step in letters, `width` columns wide: a row a lane, a time axis, a legend."""
+        return above("text")(self, width)
+
+    def svg(self, title: str = "", width: int = 1200) -> str:
+        """A picture of the step as an SVG file, `width` px wide."""
+        return above("svg")(self, title=title, width=width)
 
     @cached_property
     def seconds(self) -> float:

@@ -19,7 +19,6 @@ from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
-from zfunc.core.memory_model import peak_memory
 from zfunc.core.settings import schedule_for
 from zfunc.engine.compile import compile, ranks_of_stage
 from zfunc.engine.program.program import Program
@@ -94,7 +93,7 @@ class TrainingJob:
     @property
     def planned_bytes(self) -> dict[str, int]:
         """The plan's peak on each tier."""
-        return {tier: peak.nbytes for tier, peak in peak_memory(self.program.plan).items()}
+        return self.program.plan.peak_bytes()
 
     @property
     def machine(self) -> dict[str, Any]:

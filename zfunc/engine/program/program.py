@@ -18,10 +18,11 @@ from torch import Tensor
 
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
-from zfunc.core.display import brief, html_table, in_notebook
+from zfunc.core.display import brief, html_table
 from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
+from zfunc.core.methods import in_notebook
 from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.settings import TIERS_OF, Schedule, StepSettings

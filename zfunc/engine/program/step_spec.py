@@ -12,7 +12,7 @@ from zfunc.core.layout import ELEMENTWISE, Parameter
 from zfunc.core.optimizer_state import Moments, updates_matrices, updates_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.settings import StepSettings
 from zfunc.core.spec import Parts, SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean, refuse
 from zfunc.optim.adamw import AdamW
@@ -53,11 +53,6 @@ def make_spec(
     `constant_bytes` are the device memory of what the segments read and never train, beside parameters;
     `buffer_bytes` that of what the forward of each segment changes.
     """
-    if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
-        raise ValueError(
-            f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
-            "stage=3, in which each keeps its slice there: pass it"
-        )
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for own in segments for p in own)
     parameters = [[_in_group(p, optimizer, world) for p in own] for own in segments]
@@ -128,13 +123,11 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
 def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
     """The optimizer with its moments in the format of the settings.
 
-    Where the host has the parameters in bf16, they are the high half of a split master, which is no copy.
     Raises ValueError for an optimizer that has no choice of moments.
     """
     moments = settings.moments
     if has_moments(optimizer):
-        split = settings.params_on in ("host", DISK) and settings.precision == "bf16"
-        return optimizer.with_moments(moments, split_master=split)
+        return optimizer.with_moments(moments, split_master=settings.splits_master)
     if moments != DEFAULT_MOMENTS:
         raise ValueError(
             f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "

@@ -1,0 +1,20 @@
+"""Methods of plans and timelines whose code is in modules above them: simulate, verify, draw.
+
+A value offers such a function as a method, and its module imports nothing from above; `zfunc` says where each is.
+"""
+
+from importlib import import_module
+from typing import Any
+
+FUNCTIONS: dict[str, str] = {}
+"""The module of each function, by the name of the function."""
+
+
+def above(name: str) -> Any:
+    """The function of this name; its module is imported at the first call."""
+    return getattr(import_module(FUNCTIONS[name]), name)
+
+
+def in_notebook(kind: str, value: Any) -> str:
+    """The picture of a value, a "plan" or a "timeline", as HTML."""
+    return above(f"{kind}_html")(value)
