@@ -35,7 +35,7 @@ class Adagrad(Elementwise):
     eps: float = eps_field(1e-10)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Over the root of the sum of all squares."""
+        """Adagrad's rule: the gradient divided by the root of the sum of all its squares."""
         m = m + g * g
         return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 

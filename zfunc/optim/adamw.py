@@ -64,7 +64,7 @@ class AdamW(Elementwise):
     split_master: bool = field(default=False, kw_only=True, repr=False)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:
-        """Kingma & Ba 2015, algorithm 1."""
+        """Adam's rule: the change of the weights and both moments (Kingma & Ba 2015, algorithm 1)."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         v = o.flush(k.keep_sq * v + k.add_sq * (g * g), EXP_AVG_SQ_FLOOR)
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
@@ -84,7 +84,7 @@ class AdamW(Elementwise):
 
     @classmethod
     def kind(cls) -> str:
-        """Adam's formats have none."""
+        """The prefix of the names of Adam's state formats, which is empty."""
         return ""
 
     def state_format(self, group: int = 0) -> str:

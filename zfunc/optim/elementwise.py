@@ -67,27 +67,27 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def lr_field(default: float) -> Any:
-    """A learning rate of at least 0, or a schedule."""
+    """An attrs field for a learning rate of at least 0, or a schedule."""
     return field(default=default, converter=_schedule_or(partial(number, "lr", least=0)))
 
 
 def betas_field(default: Betas) -> Any:
-    """Two decay rates in [0, 1), or a schedule of them."""
+    """An attrs field for two decay rates in [0, 1), or a schedule of them."""
     return field(default=default, kw_only=True, converter=_schedule_or(partial(checked_betas, "betas")))
 
 
 def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A schedule is a function of the step: neither a tensor nor a class."""
+    """A converter that takes a schedule, a function of the step, as it is, and any other value through `check`."""
     return lambda x: x if callable(x) and not isinstance(x, type) else check(x)
 
 
 def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:
-    """A finite number of at least `least`, within the `bounds` that `number` has: `most`, or `below`."""
+    """An attrs field for a number of at least `least`, with the `bounds` of `number`: `most`, or `below`."""
     return field(default=default, kw_only=True, converter=partial(number, name, least=least, **bounds))
 
 
 def eps_field(default: float) -> Any:
-    """0 or a normal float32: the kernel flushes subnormal values to 0."""
+    """An attrs field for 0 or a normal float32: the kernel flushes subnormal values to 0."""
 
     def converted(value: Any) -> float:
         if 0.0 < (eps := number("eps", value, least=0)) < rules.SMALLEST_NORMAL:
@@ -98,7 +98,7 @@ def eps_field(default: float) -> Any:
 
 
 def choice_field(name: str, default: str, choices: tuple[str, ...]) -> Any:
-    """One of some names."""
+    """An attrs field that takes one of some names."""
     return field(default=default, kw_only=True, converter=partial(one_of(choices), name))
 
 

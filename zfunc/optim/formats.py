@@ -64,12 +64,12 @@ NAN, SIZE, BINADE = 0x7FC00000, 0x7FFFFFFF, 1 << 23  # bits of a float32: the on
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of float32, as int32."""
+    """The bits of float32 `x`, as int32."""
     return x.view(torch.int32)
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """And back."""
+    """The float32 values of the bits in int32 `x`."""
     return bits.view(torch.float32)
 
 

@@ -74,7 +74,7 @@ class WarmupCosine(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """Half a cosine."""
+        """The share of the fall that is left, along half a cosine."""
         return 0.5 * (1.0 + math.cos(math.pi * gone))
 
 
@@ -88,13 +88,13 @@ class WarmupLinear(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """A line."""
+        """The share of the fall that is left, along a line."""
         return 1.0 - gone
 
 
 @frozen
 class Scaled:
-    """Another learning rate times a factor, such as that of a layer.
+    """A learning rate, or a schedule of one, times a constant factor, such as that of a layer.
 
     >>> rate = scaled(warmup_cosine(1.0, warmup=2, total=10), 0.5)
     >>> rate(1), rate(2)

@@ -36,7 +36,7 @@ class Lion(Elementwise):
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """The sign of one mean; the other one is kept."""
+        """Lion's rule: the sign of one mean of gradient and moment; the other mean is the new moment."""
         change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 

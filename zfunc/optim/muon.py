@@ -75,7 +75,7 @@ class Muon(Elementwise):
     eps: float = number_field("eps", 1e-7)
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
-        """Along the orthogonal direction, which is the gradient here."""
+        """Muon's second rule: the weights move along the orthogonal direction, which is passed as the gradient."""
         return (k.rate * o.flush(0.0 + g, EXP_AVG_FLOOR),)
 
     @property

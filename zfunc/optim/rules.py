@@ -52,7 +52,7 @@ class Operations(Protocol):
         """x, and 0 where its size is below the floor."""
 
     def sqrt(self, x: Any, /) -> Any:
-        """The nearest float32."""
+        """The square root, rounded to the nearest float32."""
 
     def signed(self, x: Any, size: float, /) -> Any:
         """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
@@ -102,12 +102,12 @@ def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) 
 
 
 def scaled(o: Operations, k: Factors, grad: Any) -> Any:
-    """The gradient as a rule takes it."""
+    """The gradient times `grad_scale`, with what is below the floor as 0: what a rule takes."""
     return o.flush(grad, k.grad_floor) * k.grad_scale
 
 
 def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
-    """The gradient of a loss with the weights' squares in it."""
+    """The gradient with L2 decay: `decay` times the weights added, and floored again."""
     return o.flush(g + k.decay * p, GRAD_FLOOR)
 
 

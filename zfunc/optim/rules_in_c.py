@@ -55,7 +55,7 @@ def _operator(op: str) -> tuple[Any, Any]:
 
 
 class Value:
-    """A float in C: a name, or an operation of others. It is not computed, so it has no truth."""
+    """An expression of type float in C: a name, or an operation on other Values. It has no truth value."""
 
     def __init__(self, op: str, *args: Value, text: str = "") -> None:
         self.op, self.args, self.text = op, args, text
@@ -70,12 +70,12 @@ class Value:
 
 
 def name(text: str) -> Value:
-    """A variable."""
+    """A Value that is the C variable `name`."""
     return Value("name", text=text)
 
 
 def value_of(x: Any) -> Value:
-    """A value, or a number as a float of C."""
+    """The argument as a Value: itself, or a number as a literal of C's float."""
     if isinstance(x, Value):
         return x
     rounded = struct.unpack("f", struct.pack("f", x))[0]
@@ -84,7 +84,7 @@ def value_of(x: Any) -> Value:
 
 
 class _Names:
-    """`rules.Operations` on values."""
+    """`rules.Operations` that build Values instead of computing."""
 
     def flush(self, x: Value, floor: Any, /) -> Value:
         return Value("flush", x, floor if isinstance(floor, Value) else Value("floor", text=repr(floor)))
@@ -97,7 +97,7 @@ class _Names:
 
 
 def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> dict[Value, None]:
-    """All values that results are made of, operands first."""
+    """All Values that `results` are made of, each once, operands before what uses them."""
     seen = {} if seen is None else seen
     for x in results:
         if x not in seen:
@@ -117,7 +117,7 @@ class Printer:
         self.names: dict[Value, str] = {}
 
     def text(self, x: Value) -> str:
-        """An expression; what has a variable of its own is that."""
+        """The C expression of a Value; a Value that has a variable is named."""
         if x in self.names or x.op == "name":
             return self.names.get(x, x.text)
         if x.op == "floor":
@@ -158,7 +158,7 @@ class Printer:
 
 
 def bits_of(x: float) -> int:
-    """The bits of a float32."""
+    """The bits of `x` rounded to float32, as an unsigned integer."""
     return struct.unpack("I", struct.pack("f", x))[0]
 
 
@@ -330,5 +330,5 @@ def _compile(compiler: str, text: str, num_moments: int, library: Path) -> None:
 
 @cache
 def _in_torch(why: str) -> Any:
-    """Said once."""
+    """Log, once, why an optimizer's own rule runs in torch operations; returns None."""
     log.info("An optimizer's own rule runs in torch operations on the host: %s", why)

@@ -47,7 +47,7 @@ class SGD(Elementwise):
         return "nesterov" if self.nesterov else "sgd"
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any = 0.0) -> tuple[Any, ...]:
-        """With Nesterov's variant, one momentum step ahead."""
+        """SGD's rule: the momentum, or with Nesterov's variant the momentum one step ahead."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         return k.rate * (g + k.keep * m if self.nesterov else m), m
 

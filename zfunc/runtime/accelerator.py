@@ -36,7 +36,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` is queued on streams: on any but the CPU."""
+    """Whether work on `device` is queued on streams, as on any device but the CPU."""
     return device.type != "cpu"
 
 
@@ -107,7 +107,7 @@ def devices_from(device: torch.device, count: int) -> tuple[torch.device, ...]:
 
 
 def device_name(device: torch.device) -> str | None:
-    """The maker's name of the device, such as "NVIDIA H200"; None for the CPU, the type where nobody says."""
+    """The maker's name of `device`, such as "NVIDIA H200"; None for the CPU; its type where torch has no name."""
     if not on_accelerator(device):
         return None
     name = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -143,12 +143,12 @@ def modelled(grouped: bool | None) -> Iterator[None]:
 
 
 def runs_on_cpu(device: torch.device) -> bool:
-    """Whether the CPU's kernels run there: not where a trace on the CPU is of what an accelerator runs."""
+    """Whether passes on `device` use the CPU's kernels; False while a trace there models an accelerator."""
     return not on_accelerator(device) and _GROUPED.get() is None
 
 
 def has_grouped_kernels(device: torch.device) -> bool:
-    """Whether torch has fused attention of grouped queries there, and products of groups."""
+    """Whether torch has kernels of groups on `device`: fused attention of grouped queries, products by experts."""
     if device.type != "cuda" or torch.version.hip:  # not known: what each can do is right everywhere
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -186,21 +186,21 @@ def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def behind(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """`work_on(stream)`, after what the caller's stream has queued before."""
+    """A context as `work_on(stream)`, whose work runs after all that the caller's stream has queued before."""
     if stream is not None:
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
     return work_on(stream)
 
 
 def rejoin(stream: torch.Stream | None) -> None:
-    """What the caller's stream queues next is after what `stream` has queued before; None changes nothing."""
+    """Let the caller's stream wait for all that `stream` has queued; None changes nothing."""
     if stream is not None:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
 @contextmanager
 def in_turn(stream: torch.Stream | None) -> Iterator[None]:
-    """`work_on(stream)`, after what the caller's stream has queued before and before what it queues next."""
+    """As `work_on(stream)`: work that runs between what the caller's stream queued before and queues next."""
     with behind(stream):
         yield
     rejoin(stream)
@@ -213,7 +213,7 @@ def take_stream(device: torch.device) -> torch.Stream:
 
 
 def give_back(streams: Mapping[Any, torch.Stream]) -> None:
-    """Leave these to the next `take_stream`; what is queued on them is before what that queues."""
+    """Hand streams to the next callers of `take_stream`; work that is queued on a stream runs before theirs."""
     for stream in streams.values():
         _spare_streams.setdefault(stream.device, []).append(stream)
 
@@ -330,12 +330,12 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most since `reset_peak`; 0 on the CPU."""
+    """The most bytes that tensors had on the accelerator at once since `reset_peak`; 0 on the CPU."""
     return torch.accelerator.max_memory_allocated(device) if on_accelerator(device) else 0
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to count the peak anew."""
+    """Let `peak_bytes` count from now on."""
     if on_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
 
@@ -362,7 +362,7 @@ Pin = Callable[[torch.device, int, int], Callable[[], object]]
 
 @frozen
 class Vendor:
-    """One device type's own calls. None: there is none, and the fallback holds."""
+    """The calls that torch offers for one device type alone; None where it has none, and a fallback is used."""
 
     pin: Pin | None = None  # see `pinning_of`
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
@@ -396,7 +396,7 @@ def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], o
 
 
 def _forget_cuda_error() -> None:
-    """Or the next kernel launch would report what has been handled."""
+    """Clear CUDA's last error, which the next kernel launch would report again."""
     with suppress(OSError, AttributeError):
         # The one that torch has loaded.
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")

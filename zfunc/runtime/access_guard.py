@@ -31,7 +31,7 @@ class AccessGuard(MutableMapping[Region, Any]):
                     t.fill_(float("nan"))
 
     def check(self) -> None:
-        """Raise if a region that was only to be read has changed."""
+        """Raise UndeclaredAccess if the operation has changed a region that it declared as read only."""
         for r, before in self._before.items():
             after = list(tensors(self._mem.get(r)))
             if len(before) != len(after) or not all(map(_identical, before, after)):
@@ -86,7 +86,7 @@ class AccessGuard(MutableMapping[Region, Any]):
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of a region's value: a tensor, a pytree of them, or a flat buffer with its views."""
+    """The tensors in a region's value, which is a tensor, a pytree of tensors, or a flat buffer with its views."""
     return [t for t in tree_leaves(getattr(value, "flat", value)) if isinstance(t, Tensor)]
 
 

@@ -35,7 +35,7 @@ class DaemonThreads:
         self._tasks.put((future, function, args))
 
     def close(self) -> None:
-        """Let the threads end after the calls that were submitted."""
+        """End the threads once they have made the calls that were submitted."""
         for _ in range(self.count):
             self._tasks.put(None)
 
@@ -90,7 +90,7 @@ def _begin_and_wait(
     workers: "list[tuple[Future[None], deque[T]]]",
     tell: Callable[[float], Any],
 ) -> None:
-    """Return when all calls have ended. After an interrupt those under way have LEAVE_AFTER seconds for that."""
+    """Wait for all calls; after an interrupt, at most LEAVE_AFTER seconds for those under way."""
     began, pending = time.monotonic(), {future for future, _ in workers}
     try:
         for future, own in workers:
@@ -105,7 +105,7 @@ def _begin_and_wait(
 
 
 def _call_next(function: Callable[[T], Any], own: deque[T], left: list[deque[T]]) -> None:
-    """Call it with items of `own` that no other thread takes. An error ends the calls with all that are left."""
+    """A thread's loop: call the function with items of `own` that no other thread took; an error ends it."""
     try:
         while own:
             try:

@@ -92,7 +92,7 @@ class RankGroup:
 
     @property
     def job(self) -> "RankGroup":
-        """All ranks that train together."""
+        """The group of all ranks that train together; a pipeline stage's group overrides it."""
         return self.whole or self
 
     @property
@@ -111,7 +111,7 @@ class RankGroup:
         return FailureDetector(self.store, self.rank, self.world)
 
     def leave(self, why: str) -> None:
-        """Say that this rank comes to no collective any more; the others need not wait for the time-out then.
+        """Tell the other ranks that this one comes to no further collective, so that none waits for the time-out.
 
         Where a collective has failed already nothing is said: then it is not this rank that left.
         """
@@ -181,7 +181,7 @@ class RankGroup:
         return highest == -lowest
 
     def texts(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
+        """The text that each rank passes, in the order of the ranks; the same list on each."""
         if self.world == 1:
             return [text]
         data = text.encode(errors="surrogatepass")
@@ -270,7 +270,7 @@ class RankGroup:
         )
 
     def _all_reduce(self, values: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        """In place, of a small tensor on the host."""
+        """Reduce a small host tensor over the ranks, in place."""
         self._wait_for("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
 
     def _wait_for(self, what: str, issue: Callable[[], Any]) -> None:

@@ -58,7 +58,7 @@ _ADVICE = {
 
 @frozen
 class _Request:
-    """One call: areas of memory, and the place in the file of all of them, one after the other."""
+    """One request to a drive: areas of memory, and the place in the file where they stand one after the other."""
 
     pieces: list[memoryview]
     offset: int
@@ -129,7 +129,7 @@ class DirectFile:
 
     @classmethod
     def _of(cls, path: Path, fd: int, *, named: bool = True) -> "DirectFile":
-        """The file of `fd`, which is closed if that fails."""
+        """The DirectFile of descriptor `fd`, which is closed if making one fails."""
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -230,7 +230,7 @@ class DirectFile:
 
     @contextmanager
     def _in_use(self, *, begun: bool = False) -> Generator[None, None, None]:
-        """Keep the descriptor open: once it is closed, another file may get its number."""
+        """A context that keeps the descriptor open, as another file may get the number of a closed one."""
         with self._idle:
             if self._closed and not (begun and self._users):
                 raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
@@ -276,7 +276,7 @@ class DirectFile:
             )
 
     def _check_size(self) -> None:
-        """A file that was truncated would be extended with zeros."""
+        """Raise DiskError if somebody truncated the file: a write would extend it with zeros."""
         size = os.fstat(self._fd).st_size
         if size != self.nbytes:
             raise DiskError(
@@ -285,7 +285,7 @@ class DirectFile:
             )
 
     def _run(self, direction: Direction, requests: Sequence[_Request], of_what: str) -> None:
-        """Make the requests on the drive's threads."""
+        """Make requests on the drive's threads, and wait for all of them."""
         first, last = requests[0].offset, requests[-1].offset + requests[-1].nbytes
 
         def make(request: _Request) -> None:
@@ -418,7 +418,7 @@ def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
 
 
 def _after(pieces: Sequence[memoryview], done: int) -> Iterator[memoryview]:
-    """The rest of `pieces` after their first `done` bytes."""
+    """What is left of the areas of memory `pieces` after their first `done` bytes."""
     for piece in pieces:
         if done < piece.nbytes:
             yield piece[done:]

@@ -351,7 +351,7 @@ class Executor:
         del run.waiting[lane]
 
     def _drive(self, run: RunningStep, n: int) -> None:
-        """Issue the operations of one lane in order; on an exception stop every lane."""
+        """Issue the operations of one lane in order; an exception stops every lane."""
         lane = run.prepared.plan.lanes[n].name
         stream: torch.Stream | None = None
         random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
@@ -489,7 +489,7 @@ class Executor:
 
 
 def _work(tasks: "SimpleQueue[Any]") -> None:
-    """A lane's thread."""
+    """The loop of a lane's thread: drive its lane of one step after the other, until None comes."""
     while (task := tasks.get()) is not None:
         executor, run, n, done = task
         try:
@@ -502,7 +502,7 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _named(
     error: BaseException, item: IssuedOp | None, lane: str, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
-    """The error as train_step raises it: zfunc's own and interrupts as they are, the rest with the operation."""
+    """The error that train_step raises: zfunc's own and interrupts unchanged, others with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
@@ -514,7 +514,7 @@ def _named(
 
 
 def _device_error(error: BaseException, noticed: str, device: torch.device) -> BaseException:
-    """An error that the device reported some time after its operation."""
+    """An ExecutionError for what a device reported some time after its cause; other errors as they are."""
     if not isinstance(error, torch.AcceleratorError):
         return error
     late = ExecutionError(

@@ -66,7 +66,7 @@ class MissingRanks:
     why: str = ""  # what the one that left said
 
     def text(self, names: Sequence[int], me: int) -> str:
-        """The verdict as the rank `me` words it, with `names[rank]` for each rank.
+        """The missing ranks in words, as rank `me` reports them, with `names[rank]` for each rank.
 
         >>> MissingRanks((1,)).text(names=(0, 1), me=0)
         'rank 1 is gone'
@@ -100,7 +100,7 @@ class FailureDetector:
     world: int
 
     def leave(self, why: str) -> None:
-        """Tell the others that this rank will not come again. Raises StoreLost."""
+        """Tell the other ranks, through the store, that this one has left. Raises StoreLost."""
         mine = json.dumps({"rank": self.rank, "why": why[:LONGEST]})
 
         def tell() -> None:
@@ -110,7 +110,7 @@ class FailureDetector:
         self._ask(tell, STORE_TIMEOUT)
 
     def failed(self) -> bool:
-        """Whether any rank has left or given up. Raises StoreLost."""
+        """Whether the store knows of a rank that has left or given up. Raises StoreLost."""
         return self._ask(lambda: self.store.check([_key("failed")]), STORE_TIMEOUT)
 
     def find_missing(self, symptom: Symptom, *, min_wait: float, max_wait: float) -> MissingRanks:
@@ -163,7 +163,7 @@ class FailureDetector:
             parted = self.store.add(_key("parted"), 0)
 
     def _ask(self, question: Callable[[], T], seconds: float) -> T:
-        """The answer, from a thread that may be left behind: a store on a machine without power never answers."""
+        """The store's answer to a call, made in a thread that is abandoned if no answer comes in time."""
         if self.store is None:
             raise StoreLost("the group has no store")
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()

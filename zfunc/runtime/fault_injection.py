@@ -48,11 +48,11 @@ class Fault:
     action: Action = field(validator=validators.in_(ACTIONS))
 
     def __str__(self) -> str:
-        """As `parse_faults` reads it."""
+        """The fault as text that `parse_faults` reads."""
         return f"rank={self.rank},step={self.step},op={self.op},do={self.action}"
 
     def happen(self) -> None:
-        """Do it to this process, and say so in the log."""
+        """Carry the fault out in this process, and log that."""
         log.warning("fault injected: %s", self)
         if self.action == "raise":
             raise InjectedFault(f"{self.op}: got the injected fault {self}, expected to fail here")

@@ -58,7 +58,7 @@ def address_limit() -> int | None:
 
 
 class HostPages(mmap.mmap):
-    """Anonymous memory; what registered it is undone before it is unmapped. A tensor on it keeps it alive."""
+    """Anonymous pages, kept alive by the tensors on them; page-locking is undone before they are unmapped."""
 
     release: Callable[[], object] | None = None
 
@@ -110,7 +110,7 @@ def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = 
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Through ctypes, which lets go of the GIL while the kernel of the system clears the pages."""
+    """Let the system populate pages, by madvise through ctypes, which releases the GIL meanwhile."""
     while _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # before Linux 5.14

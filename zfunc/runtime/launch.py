@@ -102,7 +102,7 @@ def fresh_store(store: Store, rank: int, world: int) -> Store:
 
 
 def _answer(store: Store, name: str, world: int) -> None:
-    """Send every rank the name, until all have acknowledged it."""
+    """Rank 0's side of `fresh_store`: send every rank the name until all have acknowledged it."""
     until = time.monotonic() + store.timeout / timedelta(seconds=1)
     missing = set(range(1, world))
     while missing:

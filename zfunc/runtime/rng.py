@@ -44,7 +44,7 @@ class Draws:
         return self.generator_of(self.count - 1, device)
 
     def generator_of(self, n: int, device: torch.device) -> torch.Generator:
-        """The generator of draw `n`."""
+        """A generator seeded for draw number `n` of the pass."""
         own: dict[torch.device, torch.Generator] = _thread.__dict__.setdefault("generators", {})
         if device not in own:
             own[device] = torch.Generator(device)
@@ -91,7 +91,7 @@ def seeded_sequence(number: int) -> AbstractContextManager[Any]:
 
 
 class _Redirect(TorchDispatchMode):
-    """Hands every random operation a generator."""
+    """A dispatch mode that passes every random operation the generator of the pass under way."""
 
     def __init__(self, generator: Callable[[torch.device], torch.Generator]) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def _native_dropout(
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
-    """The device on which an operation draws."""
+    """The device on which a random operation draws: the one named in its arguments, else that of its tensors."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     for t in tree_leaves((args, kwargs)):

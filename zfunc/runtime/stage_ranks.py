@@ -35,7 +35,7 @@ class StageRanks(RankGroup):
 
     @classmethod
     def of_stage(cls, job: RankGroup, pp: int) -> "StageRanks":
-        """Those of this rank's stage, of `pp` stages. A collective of the stage's ranks."""
+        """The ranks of this rank's stage, of `pp` stages. A collective of the stage's ranks."""
         world = job.world // pp
         stage, rank = divmod(job.rank, world)
         members = job.members[stage * world : (stage + 1) * world]
@@ -157,5 +157,5 @@ def _join() -> None:
 
 @cache
 def _group(_: Any, members: tuple[int, ...]) -> Any:
-    """The process group of these ranks of a job, made once."""
+    """The process group of some ranks of a job, made once in a process."""
     return _new_group([*members], use_local_synchronization=True)
