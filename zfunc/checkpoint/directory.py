@@ -50,11 +50,11 @@ class UnfinishedCheckpoint:
         weakref.finalize(self, _delete, self.path, os.getpid())
 
     def hold(self, lock: int) -> None:
-        """Keep the lock, a file descriptor, until `release`."""
+        """Keep the folder's lock, an open file descriptor, until `release`."""
         self._lock = lock
 
     def release(self) -> None:
-        """Release the lock. A second call does nothing."""
+        """Release the folder's lock. A second call does nothing."""
         fd, self._lock = self._lock, -1
         if fd >= 0:
             disk.unlock(fd)
@@ -66,7 +66,7 @@ def _delete(path: Path, pid: int) -> None:
 
 
 def shard_name(rank: int, world: int) -> str:
-    """The file of one rank.
+    """The file name of one rank's shard in a checkpoint of `world` ranks.
 
     >>> shard_name(0, 2)
     'rank-00000-of-00002.safetensors'
@@ -206,7 +206,7 @@ def _steps(folder: Path, names: re.Pattern[str] = _STEP) -> list[Path]:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int]:
-    """The sort key of a name: how often training had gone back, and the step."""
+    """The sort key of a checkpoint's folder name: how often training had gone back, then the step."""
     return int(name[2] or 0), int(name[1])
 
 
@@ -215,7 +215,7 @@ def _unfinished(folder: Path, name: str) -> Path:
 
 
 def _free(folder: Path, step: int) -> Path:
-    """A new name for this step, which sorts after all existing ones."""
+    """A new folder name for a checkpoint of this step, which sorts after all existing ones."""
     back, last = max((_order(m) for x in os.listdir(folder) if (m := _STEP.fullmatch(x))), default=(0, -1))
     back += step <= last
     return folder / (f"step-{step:08d}.{back}" if back else f"step-{step:08d}")

@@ -42,7 +42,7 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
 
 @define(eq=False)
 class Opened:
-    """An open file, until nothing refers to it: a call under way would go on in the next file with its number."""
+    """An open file, closed once no call under way needs it: its number may be another file's next."""
 
     fd: int = -1  # of a closed one
     path: Path = Path()
@@ -53,7 +53,7 @@ class Opened:
             os.close(self.fd)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """So many bytes of it from an offset. Raises CheckpointError, for too many before it allocates memory."""
+        """`nbytes` of the file from `offset`. Raises CheckpointError before allocating more than it has."""
         with os_errors_as(self.path, f"reading bytes {offset} to {offset + nbytes}"):
             if offset + nbytes > self.size:
                 raise OSError(errno.EIO, "the file ended early")
@@ -62,7 +62,7 @@ class Opened:
 
 
 def open_file(path: Path) -> Opened:
-    """A regular file, to read. Raises CheckpointError for anything else."""
+    """Open a regular file for reading. Raises CheckpointError for anything else."""
     with os_errors_as(path, "opening it"):
         # Without O_NONBLOCK opening a pipe would block until it has a writer.
         file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), path)
@@ -74,7 +74,7 @@ def open_file(path: Path) -> Opened:
 
 
 def bytes_of(buffer: Any) -> memoryview:
-    """The memory of a contiguous buffer."""
+    """The bytes of a contiguous buffer, as a memoryview of its memory."""
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError("got a buffer with gaps, expected a contiguous one: pass a contiguous copy")
@@ -195,7 +195,7 @@ def unlock(fd: int) -> None:
 
 @contextmanager
 def locked(path: Path) -> Generator[None, None, None]:
-    """Hold the lock on a folder."""
+    """A context that holds the lock on a folder."""
     fd = lock(path)
     try:
         yield

@@ -99,12 +99,12 @@ def export_weights(
 
 
 def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
-    """The type in which a checkpoint has a module's buffer."""
+    """The dtype in which a checkpoint stores a module's buffer."""
     return next((manifest.tensor(x).dtype for x in entry.pieces[BUFFER]), DTYPES["fp32"].safetensors)
 
 
 def check_averages(checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless it has a moving average of the weights."""
+    """Raise ValueError unless the checkpoint has a moving average of the weights."""
     if not any(EMA.name in x.pieces for x in checkpoint.manifest.parameters):
         got = f"True for {checkpoint.path}, which has no moving average of the weights"
         refuse("ema", got, "one of a training with ema", "leave it out")

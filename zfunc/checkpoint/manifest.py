@@ -145,7 +145,7 @@ class Manifest:
 
     @cached_property
     def by_name(self) -> dict[str, ParameterEntry]:
-        """The parameters by name."""
+        """The manifest's entries of parameters, by full name."""
         return {x.name: x for x in self.parameters}
 
     @cached_property
@@ -262,7 +262,7 @@ def _check_pieces(
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
-    """The first error of ranges that should tile 0 to numel in this order, but for gaps; "" for none."""
+    """What is wrong with ranges that should tile 0 to numel in this order, gaps aside; "" if nothing is."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -325,7 +325,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checksum(named: Mapping[str, Any]) -> int:
-    """The CRC-32 of the other fields as they are written."""
+    """The CRC-32 of all fields of the manifest but the checksum, as they are written."""
     return zlib.crc32(strict_json.render(named))
 
 

@@ -56,7 +56,7 @@ class CheckpointReader:
         return self.checkpoint.manifest
 
     def dtype(self, parameter: str, kind: str) -> Dtype:
-        """The type of the stored elements; "fp32" for a parameter without any."""
+        """The dtype of the stored elements of a parameter's state of one kind; "fp32" if it has none."""
         pieces = self.manifest.by_name[parameter].pieces[kind]
         return _DTYPES[self.manifest.tensor(pieces[0]).dtype] if pieces else "fp32"
 
@@ -73,7 +73,7 @@ class CheckpointReader:
             in_parallel(self._shard(n).read_into, calls)
 
     def tensors(self, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:
-        """Slices of different kinds as new tensors on the host, by kind."""
+        """Read slices of different kinds of state into new host tensors, by kind."""
         typed = ((x, TORCH_DTYPES[self.dtype(x.parameter, x.kind)]) for x in wanted)
         values = {x: torch.empty(x.stop - x.start, dtype=dtype, device="cpu") for x, dtype in typed}
         self.read([(x, as_bytes(own)) for x, own in values.items()])

@@ -53,7 +53,7 @@ _NEXT = f"{USE_ANOTHER}; check this disk"
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """The kind of shapes whose bytes fit in 64 bits, at any precision, even if every 0 were 1."""
+    """A check of strict_json for shapes whose bytes fit in 64 bits at any precision, even if every 0 were 1."""
     dims: tuple[int, ...] = strict_json.decoded(value, tuple[Count, ...])
     if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
         raise Refusal(brief(value), "at most 64 dimensions and 2^60 elements")
@@ -79,7 +79,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """The bytes of all elements of the tensor."""
         return self.numel * BYTES[self.dtype]
 
 
@@ -101,14 +101,14 @@ class Shard:
     checksum: Callable[[memoryview], int] = field(default=zlib.crc32, metadata=IN_MEMORY)
 
     def summed(self, checksums: Mapping[str, Sequence[int]]) -> "Shard":
-        """With these checksums of each tensor's chunks, by name."""
+        """The same shard with checksums of each tensor's chunks, given by name."""
         return evolve(
             self, tensors=tuple(evolve(t, checksums=tuple(checksums[t.name])) for t in self.tensors)
         )
 
     @property
     def header_size(self) -> int:
-        """Bytes before the first tensor."""
+        """The bytes of the file before its first tensor: the length of the header, and the header."""
         return self.size - sum(t.nbytes for t in self.tensors)
 
     @cached_property
@@ -126,7 +126,7 @@ class Shard:
 
 
 def num_chunks(nbytes: int, chunk: int) -> int:
-    """Chunks of a tensor of so many bytes."""
+    """The number of chunks with a checksum each in a tensor of `nbytes`."""
     return -(-nbytes // chunk)
 
 
@@ -188,7 +188,7 @@ class ShardWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file, after the writes under way. A second call does nothing."""
+        """Close the file once the writes under way have ended. A second call does nothing."""
         self._file = disk.Opened()
 
 

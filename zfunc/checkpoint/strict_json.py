@@ -94,14 +94,14 @@ class Refusal(Exception):  # noqa: N818
 
 @frozen
 class Within:
-    """The kind of numbers, or of texts by their number of characters, from `low` to `high`."""
+    """A check for numbers from `low` to `high`, or for texts with so many characters."""
 
     type: type[int] | type[float] | type[str]
     low: float
     high: float
 
     def __call__(self, value: Any) -> Any:
-        """The value. Raises Refusal for another."""
+        """The value, if the check holds. Raises Refusal if not."""
         value = float(value) if self.type is float and type(value) is int else value
         size: Any = len(value) if type(value) is str else value
         if type(value) is not self.type or not self.low <= size <= self.high:
@@ -111,7 +111,7 @@ class Within:
 
 
 def known(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """The kind of texts that are among the `names` of that moment; each becomes what it stands for."""
+    """A check for texts among the keys of `names()`, asked when a value is read; a text becomes its value there."""
 
     def meaning(value: Any) -> Any:
         now = names()
@@ -245,7 +245,7 @@ class JsonNode:
         return self.refuse(expected, got, place)
 
     def of_version(self, version: int) -> "JsonNode":
-        """An object of this version, without it. Raises CheckpointError for another one."""
+        """This object without its field `version`. Raises CheckpointError for another version than `version`."""
         found = self.entries().get("version")
         if found is None or found.read(int) != version:
             got = "no version" if found is None else f"version {found.value}"

@@ -62,16 +62,16 @@ class _Bucket:
 
     @property
     def other(self) -> int:
-        """The generation that is written."""
+        """The generation that the next write goes to: the one that is not committed."""
         return 0 if self.committed < 0 else 1 - self.committed
 
     def newest(self, name: str) -> int:
-        """The generation that is read."""
+        """The generation of buffer `name` that `read` takes: one written since the commit, else the committed."""
         return self.other if name in self.written else self.committed
 
     @property
     def missing(self) -> list[str]:
-        """The writes that a commit still needs."""
+        """The buffers that have to be written before a commit, because others of the bucket were."""
         changed = self.committed < 0 or self.written
         return [x for x in self.sizes if changed and x not in self.written]
 
@@ -199,7 +199,7 @@ class SwapSpace:
             raise
 
     def lose(self, why: str) -> None:
-        """Let nothing be read, written or committed any more."""
+        """Refuse every further read, write and commit of this space."""
         self._lost = self._lost or why
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class SwapSpace:
 
 
 def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
-    """Make a record invalid, and wait until that is on the disk."""
+    """Overwrite a commit's record with an invalid one, and wait until that is on the disk."""
     _write(file, bytes(BLOCK), header.record_at(record.number), f"the record of commit {record.number}")
     file.sync()
 
@@ -403,7 +403,7 @@ def check_folders(folders: Sequence[Path]) -> None:
 
 
 def in_use(path: Path) -> CheckpointError:
-    """The error of a swap space's file that a process has locked."""
+    """The CheckpointError for a file of a swap space that another process has locked."""
     return CheckpointError(
         f"{path}: got a swap space that a process uses, expected it free: wait until that has ended, or name "
         "another folder; if it is this process, load it with the program whose swap space it is, zfunc.save the "

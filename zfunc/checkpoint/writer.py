@@ -203,7 +203,7 @@ def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
 
 
 def as_bytes(flat: Tensor) -> Any:
-    """The memory of a contiguous host tensor, of any type: NumPy has no bf16."""
+    """The bytes of a contiguous host tensor of any dtype, bf16 among them, which NumPy lacks."""
     return memoryview(flat.view(torch.uint8).numpy())
 
 

@@ -51,7 +51,7 @@ class PlotPoint:
 
 
 def placed(points: Points, span: tuple[int, int]) -> dict[int, PlotPoint]:
-    """The points by place, in order; a place is as many steps as it takes."""
+    """The points grouped by place on the axis, in order; a place is a run of steps that share some pixels."""
     each = max(1, -(-(span[1] - span[0] + 1) // PLACES))
     places: dict[int, PlotPoint] = {}
     for place, group in groupby(points, lambda point: (point[0] - span[0]) // each):
@@ -154,7 +154,7 @@ def _shapes(curve: Curve, places: Sequence[PlotPoint], frame: _Frame) -> Iterato
 
 
 def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """A tick on the axis for the marks of each pixel."""
+    """One tick on the time axis for all marks that fall on the same pixel."""
     for x, group in groupby(chart.marks, lambda step: round(frame.x(step))):
         steps = list(group)
         which = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"
@@ -163,7 +163,7 @@ def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _tooltips(chart: Chart, curves: list[tuple[Curve, dict[int, PlotPoint]]], frame: _Frame) -> Iterator[str]:
-    """The values of every place, without a script."""
+    """Tooltips with the values of every place of a chart, as HTML that needs no script."""
     places = {place: point for _, points in curves for place, point in points.items()}
     half = (_RIGHT - _LEFT) / max(2, 2 * max(places))
     for place, p in places.items():

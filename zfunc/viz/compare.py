@@ -44,7 +44,7 @@ def sums(timelines: Timelines, by: Callable[[Event], str]) -> tuple[Sum, ...]:
 
 
 def by_lane(event: Event) -> str:
-    """The lane of an event."""
+    """The name of the lane that an event ran on."""
     return event.lane
 
 
@@ -54,7 +54,7 @@ def by_verb(event: Event) -> str:
 
 
 def table(simulated: Timeline, measured: Timeline, plan: Plan) -> str:
-    """Predicted and measured, by lane and by verb, the step itself, and what bounds each."""
+    """A text table of predicted and measured seconds by lane, by verb and of the step, and of what bounds each."""
     both = simulated, measured
     total = Sum("the step", len(plan.graph), tuple(t.seconds for t in both))
     heads = ("", "ops", *(t.source for t in both), "ratio")

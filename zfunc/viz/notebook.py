@@ -51,7 +51,7 @@ def timeline_html(timeline: Timeline, plan: Plan | None = None, title: str = "On
 
 
 def image(picture: str) -> str:
-    """An SVG file as an image."""
+    """An SVG file as an HTML image element with its data in it."""
     data = b64encode(picture.encode()).decode()
     return f'<img style="max-width: 100%" alt="one step" src="data:image/svg+xml;base64,{data}">'
 
@@ -76,7 +76,7 @@ def curves(metrics: Iterable[Any]) -> Picture:
 
 
 def curves_html(curves: dict[str, Points]) -> str:
-    """Charts side by side, each of a curve by its name."""
+    """HTML with a chart for each curve, side by side, by the curve's name."""
     steps = [step for points in curves.values() for step, _ in points]
     if not steps:
         return "<p>no steps</p>"

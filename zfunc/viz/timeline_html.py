@@ -120,13 +120,13 @@ def _summary(timeline: Timeline, plan: Plan) -> str:
 
 
 def _in_order(shown: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
-    """The sums by verb, as verbs come in the graph."""
+    """The sums of seconds by verb, in the order in which verbs appear in the graph."""
     number = verbs_of(shown, plan)
     return sorted(sums(shown, by_verb), key=lambda row: number[row.name])
 
 
 def _from_above(shown: tuple[Timeline, ...]) -> list[Sum]:
-    """The sums by lane, as the lanes are drawn."""
+    """The sums of seconds by lane, in the order in which lanes are drawn, from above."""
     lanes = [*lanes_of(shown)]
     return sorted(sums(shown, by_lane), key=lambda row: lanes.index(row.name))
 

@@ -187,7 +187,7 @@ def _bar(
 
 
 def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame) -> Iterator[str]:
-    """From the end of what was waited for to the start of what waited, edge to edge."""
+    """Arrows from the end of each operation that another waited for to the start of that one."""
     events = {e.op: e for e in timeline.events}
     for name, waits in after.items():
         for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):

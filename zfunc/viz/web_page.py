@@ -43,5 +43,5 @@ def web_file(name: str) -> str:
 
 
 def _source(text: str) -> str:
-    """A source in a Content-Security-Policy, by its hash."""
+    """The hash of a script or style, as a source in a Content-Security-Policy."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
