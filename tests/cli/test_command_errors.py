@@ -371,7 +371,7 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         def read(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr("zfunc.train.run_folder.read_history", read)
+        monkeypatch.setattr("zfunc.train.run_history.read_history", read)
 
     return raising
 
@@ -472,7 +472,9 @@ def test_names_that_are_no_text_are_spelled_out() -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr("zfunc.train.run_folder.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        "zfunc.train.run_history.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    )
     assert main(["report", "nowhere"]) == 130
     assert capsys.readouterr().err == "zfunc report: stopped at once\n"
 

@@ -18,7 +18,7 @@ from zfunc.cli.commands import report
 from zfunc.cli.main import main
 from zfunc.cli.report_page import report_page
 from zfunc.cli.train_lines import ENDINGS
-from zfunc.train.run_folder import RunHistory, read_history, rows_of
+from zfunc.train.run_history import RunHistory, read_history, rows_of
 from zfunc.viz.charts import PLACES, placed
 from zfunc.viz.web_page import web_file
 

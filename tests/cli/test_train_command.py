@@ -27,7 +27,7 @@ from zfunc.cli.terminal import interrupts, printable
 from zfunc.cli.train_lines import TrainingOutput, progress
 from zfunc.planner.profile import load_profile
 from zfunc.train.events import INTERRUPT, TERMINATED, Sampled, Stepped, Working
-from zfunc.train.run_folder import read_recorded_step
+from zfunc.train.run_history import read_recorded_step
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

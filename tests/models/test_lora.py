@@ -20,7 +20,7 @@ import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.core.regions import Regions
 from zfunc.models.hf.adapters import adapt, adapted_modules, lora_config
-from zfunc.train.run_folder import read_history
+from zfunc.train.run_history import read_history
 
 peft = pytest.importorskip("peft")
 pytestmark = [  # what peft calls, and what it notices

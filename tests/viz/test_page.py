@@ -21,7 +21,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.train.run_folder import read_history
+from zfunc.train.run_history import read_history
 from zfunc.viz.legend import PALETTE, colour_of, lanes_of
 from zfunc.viz.timeline_html import data, page
 

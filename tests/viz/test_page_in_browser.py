@@ -17,7 +17,7 @@ from table import plan_of
 
 from zfunc.cli.report_page import report_page
 from zfunc.core.simulator import simulate
-from zfunc.train.run_folder import read_history
+from zfunc.train.run_history import read_history
 from zfunc.viz.legend import colour_of
 from zfunc.viz.timeline_html import SCRIPTS, data, page
 

@@ -20,7 +20,7 @@ from zfunc.core.display import html_table
 from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.core.timeline import Timeline
 from zfunc.train.events import ENDINGS
-from zfunc.train.run_folder import METRICS, TRACE, Row, RunHistory, finite_number, read_recorded_step
+from zfunc.train.run_history import METRICS, TRACE, Row, RunHistory, finite_number, read_recorded_step
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_clock, format_seconds
 from zfunc.viz.charts import Chart, Curve, chart_figure

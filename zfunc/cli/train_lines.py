@@ -30,7 +30,8 @@ from zfunc.train.events import (
     Stepped,
     Working,
 )
-from zfunc.train.run_folder import RunFolder, read_history
+from zfunc.train.run_folder import RunFolder
+from zfunc.train.run_history import read_history
 from zfunc.units import format_bytes, format_clock, format_parameters
 
 INTERVAL = 5.0  # seconds between two lines of steps

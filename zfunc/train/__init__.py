@@ -6,7 +6,8 @@
     loop         the loop, as a generator of events
     events       what happens in a training
     resume       when it ends, and from which checkpoint a run continues
-    run_folder   a run's files, written, and read back while they grow
+    run_folder   the files of a run, written
+    run_history  the files of a run, read back while they grow
     tracking     events as scalars for TensorBoard, Weights & Biases and trackio
     data         corpora, documents, tokenizers, packing, batches
     deepspeed    DeepSpeed's configuration files (public as `zfunc.from_deepspeed`)

@@ -22,7 +22,8 @@ from zfunc.checkpoint.swap_checkpoint import has_commit
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.train.run_folder import CONFIG, SUMMARY, jsonable, read_json_object
+from zfunc.train.run_folder import jsonable
+from zfunc.train.run_history import CONFIG, SUMMARY, read_json_object
 from zfunc.train.settings import AUTO, TrainSettings
 
 KEY = "train"  # in a checkpoint's extra

@@ -21,8 +21,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from io import SEEK_END
 from pathlib import Path
@@ -30,28 +30,31 @@ from statistics import fmean
 from typing import Any, BinaryIO, cast
 
 import attrs
-from attrs import define, field, frozen, validators
+from attrs import define, field
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
-from zfunc.checkpoint.strict_json import MAX_INT, JsonNode, Text, parse_json
-from zfunc.core.critical_path import events_of
-from zfunc.core.plan import Plan, parse
-from zfunc.core.timeline import Timeline
-from zfunc.errors import CheckpointError
+from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
-from zfunc.units import format_parameters
-from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
+from zfunc.train.run_history import (
+    CONFIG,
+    METRICS,
+    PLAN,
+    SUMMARY,
+    TRACE,
+    Row,
+    read_history,
+    read_json_object,
+    rows_of,
+    words_of_stage,
+)
+from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 
-CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 RUNS = Path("runs")
 # Of a step's metrics, what is recorded.
 MEASURED = "loss", "lr", "grad_norm", "skipped", "loss_scale", "seconds", "host_seconds", "aux", "norms"
-LAST = 50  # steps that the loss of a run is the mean of
-Row = dict[str, Any]
 log = logging.getLogger("zfunc")
 
 
@@ -193,13 +196,7 @@ class RunFolder:
         s, machine = self._config["settings"], self._config["machine"]
         where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
         model = f"{s['num_layers']} x {s['hidden_size']} {self._config['architecture']}, {s['precision']}"
-        return f"{s['schedule']}: step {event.step} of a {model}{_of_stage(s)}, measured on {where}"
-
-
-def _of_stage(settings: Mapping[str, Any]) -> str:
-    """Of which pipeline stage a measured step is: rank 0, which writes it, has the first."""
-    pp = settings.get("pp", 1)  # runs of older versions have no such setting
-    return f", the first of {pp} stages" if pp > 1 else ""
+        return f"{s['schedule']}: step {event.step} of a {model}{words_of_stage(s)}, measured on {where}"
 
 
 def _line(row: Row) -> bytes:
@@ -280,188 +277,3 @@ def _is_run(path: Path) -> bool:
         return {"settings", "plan"} <= read_json_object(path / CONFIG).keys()
     except ValueError:
         return False
-
-
-# --- read back --------------------------------------------------------------------------------------------
-
-
-@frozen
-class RunHistory:
-    """A run up to now. `rows` are those of metrics.jsonl; `summary` is empty while it runs, or if it was killed.
-
-    `damage` says which line of the metrics is not valid, and was the last one read; "" if all are.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    rows: tuple[Row, ...]  # in ascending order of steps
-    summary: dict[str, Any]
-    damage: str = ""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings it trained with, all resolved."""
-        return self.config["settings"]
-
-    @property
-    def model(self) -> str:
-        """A short description of the model."""
-        s, what = self.settings, self.config.get("architecture", "GPT")
-        count, trained = (finite_number(self.config.get(x)) for x in ("parameters", "trained"))
-        of = format_parameters(count or 0, trained or count or 0)
-        return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {of}"
-
-    @property
-    def held_out(self) -> str:
-        """The name of the evaluation in a row."""
-        return f"held_out_bits_per_{self.unit}"
-
-    @property
-    def unit(self) -> str:
-        """The word for a token of the data: "byte" or "token"."""
-        return str(self.config.get("unit", "byte"))
-
-    @property
-    def planned(self) -> dict[str, int]:
-        """The plan's peak bytes on each tier."""
-        return {tier: n for tier, n in self.config["plan"].get("planned_bytes", {}).items() if n}
-
-    @property
-    def planned_on_host(self) -> int:
-        """The plan's bytes of tensors in host memory, which is also the device's on a CPU."""
-        tiers = ("host", "pinned") if self.config["machine"].get("gpu") else ("host", "pinned", "device")
-        return sum(self.planned.get(tier, 0) for tier in tiers)
-
-    @property
-    def steps(self) -> tuple[Row, ...]:
-        """The rows of steps, without that of the evaluation before the first."""
-        return tuple(row for row in self.rows if "seconds" in row)
-
-    @property
-    def skipped(self) -> list[Row]:
-        """The rows of steps that an overflow skipped."""
-        return [row for row in self.steps if row.get("skipped") is True]
-
-    @property
-    def last_losses(self) -> list[float]:
-        """Those of the LAST steps that are finite numbers."""
-        return self.numbers("loss")[-LAST:]
-
-    def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
-        """(step, value) of every row that has a figure; None for a value that is not a finite number."""
-        return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
-
-    def numbers(self, name: str) -> list[float]:
-        """The values of a figure by step, without None."""
-        return [y for _, y in self.of(name) if y is not None]
-
-
-def read_history(run: Path) -> RunHistory:
-    """The run in a folder, also while it is written. Raises ValueError for files that zfunc did not write."""
-    config, end, metrics = read_json_object(run / CONFIG), run / SUMMARY, run / METRICS
-    summary = read_json_object(end) if end.exists() else {}
-    with _reading(run / CONFIG):  # what readers take as it is
-        begun, ended = (JsonNode(x, str(at)).entries() for x, at in ((config, run / CONFIG), (summary, end)))
-        for name in ("settings", "plan", "machine"):
-            begun[name].read(dict)
-        for entries, name, kind in (
-            (begun, "data", tuple[str, ...]),
-            (begun["plan"].entries(), "planned_bytes", Mapping[str, float]),
-            (ended, "peak_bytes", Mapping[str, float]),
-            (ended, "ended", Text),
-        ):
-            if name in entries:
-                entries[name].read(kind)
-    valid, bad_line = rows_of(metrics.read_bytes() if metrics.exists() else b"")
-    damage = f"{metrics}: line {bad_line} is not valid; the rest is not read" if bad_line else ""
-    return RunHistory(run, config, valid, summary, damage)
-
-
-def settings_of(place: Path) -> dict[str, Any]:
-    """The settings of the run in a folder, or of that which a checkpoint is in; empty without a run."""
-    for config in (folder / CONFIG for folder in (place, *place.absolute().parents[:2])):
-        if config.is_file() and (settings := read_json_object(config).get("settings")):
-            return settings
-    return {}
-
-
-def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
-    """The complete lines of metrics as rows, and the number of the first invalid one, 0 if all are valid.
-
-    >>> rows_of(b'{"step": 1}\\n{"step": 2')
-    (({'step': 1},), 0)
-    """
-    rows: list[Row] = []
-    for n, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            return tuple(rows), n
-        row = cast("Row", content) if isinstance(content, dict) else {}
-        if type(row.get("step")) is not int or not after < row["step"] <= MAX_INT:
-            return tuple(rows), n
-        rows.append(row)
-        after = row["step"]
-    return tuple(rows), 0
-
-
-def finite_number(value: object) -> float | None:
-    """The value as a float, or None if it is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run folder. Raises ValueError, naming file and line, if there is none."""
-    with _reading(path):
-        return parse_json(path.read_bytes(), str(path)).read(dict)
-
-
-@contextmanager
-def _reading(path: Path) -> Generator[None]:
-    """Turn any error in a file of a run folder into one with its path, the reason, and advice."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"got {path.parent}, whose {path.name} cannot be read ({error.strerror}), expected the folder of a run"
-            f"{' that measured a step' * (path.name in (PLAN, TRACE))}: name one that `zfunc train` wrote"
-        ) from error
-    except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        what = repr(error) if isinstance(error, KeyError | TypeError) else str(error)
-        what = what.partition(": the file is damaged")[0]
-        at = "" if what.startswith(str(path.parent)) else f"{path}: "
-        expected = "" if "expected" in what else ", expected what zfunc train wrote"
-        raise ValueError(f"{at}{what}{expected}: name the folder of another run") from error
-
-
-@frozen
-class RecordedStep:
-    """A step that a run measured, its plan, and what a prediction of it needs to know of the run."""
-
-    plan: Plan
-    timeline: Timeline
-    schedule: str = field(validator=validators.instance_of(str))
-    precision: str = field(validator=validators.instance_of(str))
-    world: int = field(validator=[validators.instance_of(int), validators.ge(1)])
-    stage: str = ""  # which one, of a pipeline over ranks
-
-
-def read_recorded_step(run: Path) -> RecordedStep:
-    """The measured step in the folder of a run.
-
-    Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan.
-    """
-    with _reading(run / PLAN):
-        plan = parse((run / PLAN).read_text(encoding="utf-8"))
-    with _reading(run / TRACE):
-        timeline = read_chrome_trace((run / TRACE).read_text(encoding="utf-8"))
-        events_of(plan, timeline)
-    config = read_json_object(run / CONFIG)
-    with _reading(run / CONFIG):
-        settings, ranks = config["settings"], config["machine"]["ranks"]
-        how = settings["schedule"], settings["precision"], ranks, _of_stage(settings)
-        return RecordedStep(plan, timeline, *how)

@@ -21,7 +21,8 @@ import attrs
 
 from zfunc.errors import install
 from zfunc.train.events import Evaluated, Event, Started, Stepped
-from zfunc.train.run_folder import METRICS, Row, RunFolder, finite_number, jsonable, rows_of
+from zfunc.train.run_folder import RunFolder, jsonable
+from zfunc.train.run_history import METRICS, Row, finite_number, rows_of
 from zfunc.train.settings import TrainSettings
 
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"

@@ -25,7 +25,7 @@ from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
 from zfunc.options import file_to_write, option, path
 from zfunc.schedules import make_schedule
-from zfunc.train.run_folder import read_recorded_step
+from zfunc.train.run_history import read_recorded_step
 from zfunc.train.settings import DRAWN, STEP, check_together, step_flags, step_settings
 from zfunc.units import format_bytes
 from zfunc.viz.chrome_trace import chrome_trace

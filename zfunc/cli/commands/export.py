@@ -49,7 +49,7 @@ class ExportSettings:
 def run_export(settings: ExportSettings) -> int:
     """`zfunc export`."""
     from zfunc.checkpoint.export import SUFFIX, export_weights
-    from zfunc.train.run_folder import settings_of
+    from zfunc.train.run_history import settings_of
 
     source, out, given = settings.checkpoint, settings.out, {"dtype": settings.dtype, "ema": settings.ema}
     trained = settings_of(source)

@@ -31,7 +31,7 @@ class ReportSettings:
 def run_report(settings: ReportSettings) -> int:
     """`zfunc report`: one page, or a page and a line every few seconds until the run ends, or Ctrl-C."""
     from zfunc.cli.report_page import headline, report_page
-    from zfunc.train.run_folder import read_history
+    from zfunc.train.run_history import read_history
 
     out = settings.out or settings.run / "report.html"
     began, run = time.monotonic(), read_history(settings.run)
