@@ -51,7 +51,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_570,
+    "core": 6_600,
     "schedules and ground": 1_450,
     "runtime": 3_380,
     "optim": 2_920,
@@ -60,7 +60,7 @@ BUDGETS = {
     "viz": 1_100,
     "planner": 3_290,
     "models": 3_340,
-    "train": 4_650,
+    "train": 4_670,
     "cli": 2_400,
     "tests": 40_960,
 }
