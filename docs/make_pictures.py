@@ -24,6 +24,7 @@ from zfunc.core.recipes import zero_offload
 from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
+from zfunc.core.step_graph import step_graph
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.legend import colour_of
@@ -39,13 +40,7 @@ PASSES = {"forward": 1, "recompute": 1, "backward": 2, "backward_input": 1, "bac
 
 def schedule_pictures() -> Iterator[tuple[str, str]]:
     """One step of four blocks of a transformer on two ranks, under three schedules."""
-    width, tokens = 2048, 4096
-    block = 12 * width * width
-    blocks = [[Parameter(f"block{s}.weight", (12, width, width))] for s in range(4)]
-    forward = 2 * block * tokens
-    cost = SegmentCost(PassCost(forward), PassCost(3 * forward), input_bytes=2 * width * tokens)
-    layout = make_layout(blocks, bucket_size=block, world=2)
-    graph = Graph(tuple(zero_offload(StepSpec(layout, (cost,) * 4, world=2))))
+    graph = step_graph(segments=4, parameters=12 * 2048**2, tokens=4096, world=2)
     for schedule in (schedules.Serial(), schedules.Overlapped(), schedules.Interleaved()):
         name, plan = type(schedule).__name__, schedule(graph)
         title = f"{name}: one ZeRO-Offload step of four segments on two ranks"
