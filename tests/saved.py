@@ -29,7 +29,7 @@ from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.optimizer_state import AdamFormat, StateBuffer, stored_buffers
+from zfunc.core.optimizer_state import STATE_FORMATS, AdamFormat, StateBuffer
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
@@ -127,7 +127,7 @@ def save_swap(
     layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
     snapshot = Snapshot(layout, kinds_in(layout), position, {})
-    stored = stored_buffers(moments)[::-1]
+    stored = STATE_FORMATS[moments][::-1]
     for rank in range(world):
         extents = {
             x.index: Extent.of((s.name, s.nbytes(x.numel // world)) for s in stored) for x in layout.buckets
@@ -156,7 +156,7 @@ def save_swap(
 def part_of(layout: Layout, x: Slice, salt: int) -> bytes:
     """The bytes of a slice of a parameter's state."""
     (span,) = {s for s in (*layout.spans, *layout.frozen) if s.name == x.parameter}
-    buffer = next((b for b in stored_buffers(layout.state_format) if b.name == x.kind), FROZEN_FP32)
+    buffer = next((b for b in STATE_FORMATS[layout.state_format] if b.name == x.kind), FROZEN_FP32)
     item = BYTES[x.stored.dtype]
     complete = content(x.parameter, x.kind, buffer.nbytes(span.stop - span.start), salt)
     return complete[x.start * item : x.stop * item]

@@ -35,7 +35,7 @@ from zfunc.checkpoint.safetensors_file import (
 from zfunc.checkpoint.strict_json import Count, JsonNode, Refusal, Text, Within, decoded, known
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.layout import Layout, Parameter, Span
-from zfunc.core.optimizer_state import EMA, FORMER_FORMATS, STATE_FORMATS, StateBuffer, stored_buffers
+from zfunc.core.optimizer_state import EMA, STATE_FORMATS, StateBuffer
 from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
@@ -48,10 +48,9 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 
 
-# State formats with another name in the file: "8bit" was the first format of 8-bit moments, and a zfunc that knows
-# only that one has to refuse the current one.
-_FORMAT_NAMES = {"8bit-1": "8bit", "8bit": "8bit-2"}
-Format = Annotated[str, known(lambda: {_written(name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)})]
+# State formats with another name in the file: "8bit" was that of the first 8-bit moments, whose codes were others.
+_FORMAT_NAMES = {"8bit": "8bit-2"}
+Format = Annotated[str, known(lambda: {_written(name): name for name in STATE_FORMATS})]
 
 
 def _written(state_format: str) -> str:
@@ -167,7 +166,7 @@ class Manifest:
             return {BUFFER: (entry.numel, tuple(BYTES))}
         kinds: dict[str, tuple[int, tuple[str, ...]]] = {FROZEN: (entry.numel, _FLOATS)}
         if entry.trainable:
-            buffers = stored_buffers(self.format_of(entry))
+            buffers = STATE_FORMATS[self.format_of(entry)]
             kinds = {x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers}
         if EMA.name in entry.pieces:
             kinds[EMA.name] = entry.numel, (DTYPES[EMA.dtype].safetensors,)
@@ -358,7 +357,7 @@ def stored_kinds(
     """The kinds of state that a checkpoint has by bucket; `frozen` has the type of each frozen bucket's values;
     with `ema` there are moving averages, of the frozen buckets in `averaged` too."""
     averages = [EMA] if ema else []
-    kinds = {x.index: [*stored_buffers(x.state_format), *averages] for x in layout.buckets}
+    kinds = {x.index: [*STATE_FORMATS[x.state_format], *averages] for x in layout.buckets}
     return kinds | {
         b: [StateBuffer(FROZEN, dtype), *([EMA] if b in averaged else ())] for b, dtype in frozen.items()
     }

@@ -87,20 +87,6 @@ to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq doe
 (`zfunc.optim.formats.split_to_even`).
 """
 
-FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
-    "8bit-1": (
-        *(*_SPLIT, *_adams("uint8")),
-        StateBuffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
-        StateBuffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
-    )
-}
-"""Formats that checkpoints are read in, but no longer written: the first 8-bit moments."""
-
-
-def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
-    """The buffers of any format that a checkpoint may have."""
-    return (STATE_FORMATS if name in STATE_FORMATS else FORMER_FORMATS)[name]
-
 
 def format_with(name: str, moments: Moments) -> str:
     """The format that the same optimizer has with other moments.
@@ -115,10 +101,10 @@ def format_with(name: str, moments: Moments) -> str:
 def owner_of(name: str) -> str:
     """Whose state a format is of: formats of one owner are converted into each other. Adam's has no name.
 
-    >>> [owner_of(x) for x in ("adafactor-small-fp32", "lion-8bit", "fp32-split", "8bit-1", "my_own")]
-    ['adafactor-small', 'lion', '', '', 'my_own']
+    >>> [owner_of(x) for x in ("adafactor-small-fp32", "lion-8bit", "fp32-split", "my_own")]
+    ['adafactor-small', 'lion', '', 'my_own']
     """
-    owner, _, moments = name.removesuffix("-split").removesuffix("-1").rpartition("-")
+    owner, _, moments = name.removesuffix("-split").rpartition("-")
     return owner if moments in MOMENTS else name
 
 
@@ -133,22 +119,22 @@ def updates_parameters(name: str) -> bool:
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:
-    """The names of the buffers that the fp32 weights of any format that a checkpoint may have are read from.
+    """The names of the buffers that the fp32 weights of a format are read from.
 
     >>> weight_buffers("16bit"), weight_buffers("fp32-split")[2:]
     (('master_high', 'master_low'), ('exp_avg_sq',))
     """
-    masters = tuple(x.name for x in stored_buffers(name) if x.name.startswith("master"))
+    masters = tuple(x.name for x in STATE_FORMATS[name] if x.name.startswith("master"))
     return (*masters, "exp_avg_sq") if name == "fp32-split" else masters
 
 
 def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
-    """The buffers of a format beside those of the weights, any that a checkpoint may have.
+    """The buffers of a format beside those of the weights.
 
     >>> [x.name for x in moment_buffers("sgd-8bit")]
     ['momentum_buffer', 'momentum_buffer_scale']
     """
-    return tuple(x for x in stored_buffers(name) if not x.name.startswith("master"))
+    return tuple(x for x in STATE_FORMATS[name] if not x.name.startswith("master"))
 
 
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:

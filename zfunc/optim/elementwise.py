@@ -19,7 +19,7 @@ from attrs import evolve, field, fields, frozen
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
-from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of, stored_buffers
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of
 from zfunc.errors import CheckpointError, refuse
 from zfunc.optim import rules
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
@@ -198,7 +198,7 @@ class KernelOptimizer(ABC):
                 "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
             )
         packed = pack(unpack_weights(state), unpack_moments(state, state_format), wanted, step)
-        return {x.name: packed[x.name] for x in stored_buffers(wanted)}
+        return {x.name: packed[x.name] for x in STATE_FORMATS[wanted]}
 
 
 class Elementwise(KernelOptimizer):

@@ -225,31 +225,6 @@ def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
     return (plain >> 1 & SIZE) + ROOT & EXPONENT
 
 
-def unpack_first_codes(
-    exp_avg: Tensor, exp_avg_sq: Tensor, exp_avg_exponent: Tensor, exp_avg_sq_exponent: Tensor
-) -> list[Tensor]:
-    """The float32 exp_avg and exp_avg_sq [n] of the first 8-bit format, which old checkpoints hold.
-
-    Their codes [n] are floats of 4 mantissa bits below an exponent [ceil(n / 64)] for each block, which counts from
-    the lowest there is. 3 exponent bits and a sign for exp_avg, 4 for exp_avg_sq; a block of exponent 255 is NaN.
-
-    >>> codes = torch.tensor([[0x70, 0xF0], [0xF0, 1]], dtype=torch.uint8)
-    >>> m, v = unpack_first_codes(*codes, *torch.tensor([[89], [101]], dtype=torch.uint8))
-    >>> m, v.log2()
-    (tensor([ 1., -1.]), tensor([  0., -18.]))
-    """
-
-    def unpacked(codes: Tensor, stored: Tensor, exponent_bits: int, lowest: int) -> Tensor:
-        size = codes.int() & (16 << exponent_bits) - 1
-        units = where(size < 16, size, size % 16 + 16).double()
-        exponent = stored.int().repeat_interleave(BLOCK)[: len(codes)] + lowest
-        binade = (size >> 4).clamp_(min=1) + exponent - (127 + 3 + (1 << exponent_bits))
-        return where(exponent < 255, units.ldexp(binade), torch.nan).float()
-
-    m = unpacked(exp_avg, exp_avg_exponent, 3, 38)
-    return [where(exp_avg < 128, m, -m), unpacked(exp_avg_sq, exp_avg_sq_exponent, 4, 26)]
-
-
 # ---- whole states --------------------------------------------------------------------------------------
 
 
@@ -283,11 +258,9 @@ def _has_signs(state: Mapping[str, Tensor]) -> bool:
 
 
 def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tensor]:
-    """The float32 moments of a state of any format, also a former one; exact, maybe its own memory."""
+    """The float32 moments of a state of any format; exact, maybe its own memory."""
     kinds = moment_buffers(state_format)
     own = [state[x.name] for x in kinds]
-    if state_format == "8bit-1":
-        return unpack_first_codes(*own)
     if state_format == "8bit":
         return [unpack_exp_avg(*own), unpack_floats(*own[1:], signed=False)]
     if any(x.dtype == "uint8" for x in kinds):

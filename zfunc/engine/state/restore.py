@@ -16,7 +16,7 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer, stored_buffers
+from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer
 from zfunc.core.spec import FROZEN, StepSpec
 from zfunc.engine.state.state import Buffers
 from zfunc.engine.state.weights import begin_averages
@@ -186,12 +186,12 @@ def _convert(
     Returns whether the optimizer can; if `strict`, raises CheckpointError where it cannot.
     """
     manifest = reader.manifest
-    own = {x.name: x for x in stored_buffers(bucket.state_format)}
+    own = {x.name: x for x in STATE_FORMATS[bucket.state_format]}
     unshared = next(x for kind, x in slices.items() if own[kind].shared == 1)
     name = unshared.parameter
     (group,) = (x.group for x in bucket.spans if x.name == name)
     stored_format = manifest.format_of(manifest.by_name[name])
-    stored = stored_buffers(stored_format)
+    stored = STATE_FORMATS[stored_format]
     for start in range(unshared.start, unshared.stop, PART):
         stop = min(start + PART, unshared.stop)
         parts = [WantedSlice(x.name, name, x.numel(start), x.numel(stop)) for x in stored]
