@@ -25,6 +25,7 @@ from attrs import evolve, frozen
 import zfunc
 from benchmarks.machine import gpt, make_parser, write
 from zfunc import schedules
+from zfunc.core.graph import Op
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
 from zfunc.engine.program.program import Program
@@ -33,6 +34,7 @@ from zfunc.engine.state.state import State
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.planner.calibrate import (
     MeasuredStep,
+    clocked,
     handoff,
     make_profile,
     measure_beside,
@@ -65,6 +67,7 @@ class Measured:
     seconds: dict[str, list[float]]
     traced: list[MeasuredStep]  # one operation at a time
     beside: list[MeasuredStep]  # overlapped
+    spent: list[tuple[Op, float]]  # seconds of the thread in each stage, on a device
     planned: int
     allocated: int
 
@@ -92,6 +95,7 @@ def compiled(args: argparse.Namespace, shape: list[int]) -> tuple[dict[str, Prog
 def measured(args: argparse.Namespace, model: str) -> Measured:
     """Run every program in turns."""
     programs, batch = compiled(args, [int(n) for n in model.split("x")])
+    programs["alone"], spent = clocked(programs["alone"])
     state = zfunc.init(programs["alone"])
     plans = {name: specialize(program, batch).plan for name, program in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -104,7 +108,7 @@ def measured(args: argparse.Namespace, model: str) -> Measured:
                 if m.timeline is not None:
                     traced[name].append(MeasuredStep(plans[name], m.timeline, m.seconds))
     planned, allocated = memory(programs["alone"], state, batch)
-    return Measured(model, programs, batch, seconds, *traced.values(), planned, allocated)
+    return Measured(model, programs, batch, seconds, *traced.values(), spent, planned, allocated)
 
 
 def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
@@ -126,7 +130,7 @@ def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
     program = one.programs["alone"]
     costs, told = operation_costs(middle_half(one.traced)), handoff(middle_half(one.beside)) or 0.0
     machine = measure_beside(program, Path(args.folder))
-    return make_profile(machine, costs, told, "a benchmark").hardware(args.precision)
+    return make_profile(machine, costs, told, "a benchmark", one.spent).hardware(args.precision)
 
 
 def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:

@@ -612,4 +612,5 @@ def hardware() -> st.SearchStrategy[Hardware]:
         handoff,
         shared=shared,
         launch=st.floats(0, 1e3),
+        issue=st.one_of(st.just({}), st.dictionaries(kinds, st.floats(0, 1e3))),
     )

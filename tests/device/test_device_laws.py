@@ -49,7 +49,7 @@ from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss import linear_next_token_loss
 from zfunc.optim.by_name import make_optimizer
-from zfunc.planner.calibrate import measure_launch
+from zfunc.planner.calibrate import clocked, issue_seconds, measure_launch
 from zfunc.runtime import accelerator
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.host_memory import alloc_host
@@ -847,6 +847,16 @@ def test_the_plan_counts_launches(device: str, controls: Any) -> None:
 
 def test_a_launch_is_timed(device: str) -> None:
     assert 1e-7 < measure_launch(torch.device(device, 0)) < 1e-2
+
+
+def test_what_python_takes_to_issue_each_operation_is_timed(device: str) -> None:
+    program, data = compiled("tied GPT", device, schedule="Serial")
+    alone, spent = clocked(program)
+    zfunc.train_step(alone, zfunc.init(program), data(0))
+    assert sorted(op.name for op, _ in spent) == sorted(
+        op.name for op in specialize(program, data(0)).plan.graph
+    )
+    assert {"issue_compute", "issue_d2h", "issue_h2d"} <= issue_seconds(spent).keys()
 
 
 def test_the_doctor_tells_what_a_device_is_and_how_fast_it_copies(device: str) -> None:

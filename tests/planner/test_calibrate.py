@@ -30,6 +30,7 @@ from zfunc.planner.calibrate import (
     calibrate,
     fit_line,
     handoff,
+    issue_seconds,
     make_profile,
     measure_arithmetic,
     measure_disk,
@@ -141,6 +142,33 @@ def test_what_a_handoff_takes_is_found() -> None:
     timeline = simulate(plan, evolve(ROUND, latency=1e-3, handoff=2e-4))
     assert handoff([MeasuredStep(plan, timeline, timeline.seconds)]) == pytest.approx(2e-4)
     assert handoff(steps_of(ROUND, 1.0)) is None
+
+
+def test_what_python_takes_to_issue_an_operation_is_found() -> None:
+    """Of copies and kernels the median; of updates what a line leaves for none, as they sweep in that time."""
+    ops = [op for op in plan_of("zero_offload", "tied", "Serial").graph if op.nbytes and not op.flops]
+    of_host = [
+        (evolve(op, nbytes=n), 3e-4 + n / 1e11) for op in ops if op.kind == "host" for n in (10**6, 10**8)
+    ]
+    others = [(op, 1e-4 if op.kind == "h2d" else 2e-5) for op in ops if op.kind in ("compute", "d2h", "h2d")]
+    found = issue_seconds([*of_host, *others, (others[0][0], 1.0)])
+    assert found == {
+        "issue_compute": 2e-5,
+        "issue_host": pytest.approx(3e-4, rel=1e-3),
+        "issue_d2h": 2e-5,
+        "issue_h2d": 1e-4,
+    }
+    assert issue_seconds([]) == {}
+    profile = make_profile(MACHINE, OPERATIONS, 1.0, "in a test", [*of_host, *others])
+    on = parse_profile(profile_text(profile), "calibrated").hardware("fp32")
+    assert on.issue == {
+        "compute": 2e-5,
+        "host": profile.value("seconds", "issue_host"),
+        "d2h": 2e-5,
+        "h2d": 1e-4,
+    }
+    assert 0 < on.handoff < 0.01, "of lanes that do nothing, not that of steps"
+    assert made().hardware("fp32").issue == {}
 
 
 # ---- a profile of them -----------------------------------------------------------------------------

@@ -56,6 +56,9 @@ class Hardware:
     - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
       a thread or to see an event.
     - `launch`: seconds of the host to launch one piece of work on the device (`Op.launches`).
+    - `issue`: for each kind, the seconds in which Python issues an operation, beside its launches: a part of its
+      own, in which no other lane of the process issues one. Of kinds that are left out nothing is known. Where this
+      is known of any, a hand-over is such seconds, too.
     - `memory`: bytes on each "device", on the "host" (pinned and pageable together) and the "disk". A tier that is
       left out has no known limit. On a `unified` machine, device memory is host memory.
     - `grouped`: torch has kernels of groups on the device: attention of grouped queries, products by experts.
@@ -84,6 +87,7 @@ class Hardware:
     handoff: float = 0.0
     launch: float = 0.0
     latencies: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False)
+    issue: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False, kw_only=True)
     memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_dict, hash=False)
     unified: bool = False
     grouped: bool = True
@@ -104,11 +108,13 @@ class Hardware:
             if not 0 < rate < math.inf:
                 self._refuse(f"a {what} rate of {rate}", "a positive number a second: pass one")
         others = (latency for latency, _ in self.collectives)
-        for latency in (self.latency, self.handoff, self.launch, *self.latencies.values(), *others):
+        known = *self.latencies.values(), *self.issue.values()
+        for latency in (self.latency, self.handoff, self.launch, *known, *others):
             if not 0 <= latency < math.inf:
                 self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
         self._check_names("rates", self.rates, KINDS)
         self._check_names("latencies", self.latencies, KINDS)
+        self._check_names("issue", self.issue, KINDS)
         self._check_names("memory", self.memory, CAPACITIES)
         for tier, nbytes in self.memory.items():
             if not 0 < nbytes < math.inf:
@@ -150,6 +156,11 @@ class Hardware:
             return known
         copies = op.copied_bytes / min(self.rates["h2d"], self.rates["d2h"])
         return max(self._seconds_of_work(op), op.launches * self.launch, copies)
+
+    def issue_seconds(self, op: Op) -> float:
+        """The seconds in which Python issues `op`, 0 where that is not known."""
+        own = self.issue.get(op.kind, 0.0)
+        return own + op.launches * self.launch if own else 0.0
 
     def _seconds_of_work(self, op: Op) -> float:
         """Interpolated (log-log) between measured operations of its kind by their time at these rates, if it counts

@@ -6,6 +6,10 @@ operation that uses several resources runs at the lowest of its speeds. Each kin
 also a resource of its own, so two lanes of one kind are no faster than one. A wait across lanes ends
 `Hardware.handoff` seconds after the operation waited for.
 
+Where `Hardware.issue` is known, an operation begins with the seconds in which Python issues it, a part of those it
+takes, and a hand-over is seconds in which Python wakes a lane that slept. All of this needs Python's lock, of which
+there is one for all lanes of a process: one more resource.
+
 The result lies between the critical path and the serial sum plus all hand-offs. Not below: no operation runs faster
 than alone. Not above: while any operation runs, the speeds add up to at least 1. If the scarcest resource is shared
 to a sum S > 1, no speed is below 1 / S, and at least S operations run, because none uses more than all of it; if no
@@ -15,6 +19,7 @@ resource is overcommitted, all speeds are 1. While nothing runs, a hand-off is p
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from attrs import define, field
 
@@ -41,7 +46,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
     hint = "pass such as zfunc.planner.profile.load_profile('rtx4090').hardware('bf16', 1)"
     of_type("simulate: hardware", hardware, Hardware, f"a zfunc.core.hardware.Hardware: {hint}")
     alone = seconds_alone(plan.graph, hardware) if alone is None else alone
-    run = _Run(plan, alone, hardware.handoff, Speeds(hardware))
+    run = _Run(plan, alone, _issued(plan.graph, hardware, alone), hardware, Speeds(hardware))
     for lane in range(len(plan.lanes)):
         run.begin(lane, 0.0)
     run.share(0.0)
@@ -71,6 +76,13 @@ def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
     return [seconds(op) for op in graph]
 
 
+def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[float]:
+    """The seconds of each operation in which Python issues it, at most all that it takes."""
+    if not hardware.issue:
+        return [0.0] * len(graph)
+    return [min(seconds, hardware.issue_seconds(op)) for op, seconds in zip(graph, alone, strict=True)]
+
+
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     """Seconds of the longest chain of dependencies, which no schedule can beat."""
     end: list[float] = []
@@ -79,14 +91,18 @@ def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     return max(end, default=0.0)
 
 
-Running = tuple[Kind, int]  # operations of a kind on a device
+Running = tuple[Kind | Literal["issue"], int]  # operations of a kind on a device, or those with Python's lock
+LOCKED: Running = ("issue", 0)
+WAKING = -1  # in the place of an operation
 
 
 class Speeds:
     """The speed of each kind of operation on each device, given how many of each run."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self._shared = [(of, hardware.neighbours.get(name)) for name, of in hardware.shared.items()]
+        self._shared: list[tuple[Mapping[Any, float], int | None]] = [
+            (of, hardware.neighbours.get(name)) for name, of in hardware.shared.items()
+        ]
         self._cache: dict[tuple[tuple[Running, int], ...], dict[Running, float]] = {}
 
     def of(self, counts: Mapping[Running, int]) -> dict[Running, float]:
@@ -118,7 +134,8 @@ class Speeds:
 
 @define
 class _Running:
-    """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` it ends at `end`."""
+    """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` it ends at `end`, or
+    has been issued then, where `rest` are the seconds that follow."""
 
     op: int
     on: Running
@@ -127,6 +144,7 @@ class _Running:
     left: float
     speed: float
     end: float
+    rest: float = 0.0
 
 
 @define
@@ -135,7 +153,8 @@ class _Run:
 
     plan: Plan
     alone: Sequence[float]
-    handoff: float
+    issued: Sequence[float]  # the first of them
+    hardware: Hardware
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])
     counts: Counter[Running] = field(factory=Counter[Running])
@@ -163,12 +182,29 @@ class _Run:
         if not self.idle[lane] or at == len(ops) or self.pending[ops[at]]:
             return
         i = ops[at]
-        op, seconds = self.plan.graph.ops[i], self.alone[i]
-        self.running.append(_Running(i, (op.kind, op.device), lane, now, seconds, 1.0, now + seconds))
-        self.counts[op.kind, op.device] += 1
-        self.idle[lane] = False
+        if issued := self.issued[i]:
+            self.run(i, LOCKED, lane, now, issued, self.alone[i] - issued)
+        else:
+            self.run(i, self.kind_of(i), lane, now, self.alone[i])
         self.at[lane] += 1
         self.started[i] = now
+
+    def wake(self, lane: int, now: float) -> None:
+        """Begin what `lane` waited for; where Python's lock is counted, first wake it."""
+        ops, at = self.plan.lanes[lane].ops, self.at[lane]
+        if not self.hardware.issue:
+            self.begin(lane, now)
+        elif self.idle[lane] and at < len(ops) and not self.pending[ops[at]]:
+            self.run(WAKING, LOCKED, lane, now, self.hardware.handoff)
+
+    def kind_of(self, i: int) -> Running:
+        op = self.plan.graph.ops[i]
+        return op.kind, op.device
+
+    def run(self, i: int, on: Running, lane: int, now: float, seconds: float, rest: float = 0.0) -> None:
+        self.running.append(_Running(i, on, lane, now, seconds, 1.0, now + seconds, rest))
+        self.counts[on] += 1
+        self.idle[lane] = False
 
     def advance(self) -> None:
         """Advance to the next end or hand-off, start operations that it unblocks, and share the resources again."""
@@ -177,24 +213,32 @@ class _Run:
             if r.end < now:
                 now = r.end
         lanes: list[int] = []
-        running: list[_Running] = []
-        for r in self.running:
+        woken: list[int] = []
+        told = now if self.hardware.issue else now + self.hardware.handoff
+        before, self.running = self.running, []
+        for r in before:
             if r.end != now:
-                running.append(r)
+                self.running.append(r)
                 continue
-            self.ended[r.op] = now
             self.counts[r.on] -= 1
+            if r.rest > 0:
+                self.run(r.op, self.kind_of(r.op), r.lane, now, r.rest)
+                continue
             self.idle[r.lane] = True
             lanes.append(r.lane)
+            if r.op == WAKING:
+                continue
+            self.ended[r.op] = now
             if (unlocked := self.unlocks.get(r.op)) is not None:
-                self.handed.append((now + self.handoff, unlocked))
-        self.running = running
+                self.handed.append((told, unlocked))
         while self.handed and self.handed[0][0] <= now:
             for n in self.handed.popleft()[1]:
                 self.pending[n] -= 1
-                lanes.append(self.plan.place[n][0])
+                woken.append(self.plan.place[n][0])
         for lane in lanes:
             self.begin(lane, now)
+        for lane in woken:
+            self.wake(lane, now)
         self.share(now)
 
     def share(self, now: float) -> None:

@@ -19,19 +19,20 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from time import thread_time
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 
 from zfunc.core.dtypes import Precision
-from zfunc.core.graph import KINDS, Kind
+from zfunc.core.graph import KINDS, Graph, Kind, Op, Region
 from zfunc.core.hardware import Measured
-from zfunc.core.plan import Plan
+from zfunc.core.plan import Plan, build
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program.program import Program, rescheduled
 from zfunc.engine.program.specialize import specialize
@@ -39,7 +40,7 @@ from zfunc.engine.step.init import init
 from zfunc.engine.step.train_step import train_step
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
-from zfunc.planner.profile import NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
+from zfunc.planner.profile import ISSUE, NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
 from zfunc.runtime.accelerator import (
     available_bytes,
     device_count,
@@ -48,6 +49,7 @@ from zfunc.runtime.accelerator import (
     on_accelerator,
 )
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, measure
+from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 from zfunc.runtime.host_memory import available_host_bytes, map_pages
 from zfunc.runtime.thread_budget import (
     allowed_cpus,
@@ -105,10 +107,13 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     the model does not fit; DiskError where `folder` cannot be written.
     """
     machine = measure_beside(program, Path(folder))
-    serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
+    alone, spent = clocked(program)
+    serial, overlapped = traced_steps((alone, rescheduled(program, Overlapped())), batch, turns)
     steps = middle_half(serial)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
-    profile = make_profile(machine, operation_costs(steps), handoff(middle_half(overlapped)) or 0.0, how)
+    profile = make_profile(
+        machine, operation_costs(steps), handoff(middle_half(overlapped)) or 0.0, how, spent
+    )
     log.info("%s: measured by %s, of %.3g s each", machine.title, how, steps[len(steps) // 2].seconds)
     if machine.world == 1:
         log.info(
@@ -210,6 +215,57 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 def _rounded(value: float, digits: int = 6) -> float:
     """To as many digits: the rest is noise."""
     return float(f"{value:.{digits}g}")
+
+
+def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
+    """The program, and a list that receives each operation and the seconds of its thread on a core in its stage: on
+    a device, those in which Python issues it. On the CPU, where stages compute, the program is as it was."""
+    spent: list[tuple[Op, float]] = []
+    if not on_accelerator(program.device):
+        return program, spent
+
+    def timed(stage: Callable[..., None]) -> Callable[..., None]:
+        def run(op: Op, *given: Any) -> None:
+            start = thread_time()
+            stage(op, *given)
+            spent.append((op, thread_time() - start))
+
+        return run
+
+    stages = {verb: timed(stage) for verb, stage in program.stages.items()}
+    return rescheduled(evolve(program, stages=stages), program.schedule), spent
+
+
+def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
+    """By the figure's name, the seconds in which Python issues an operation of a kind: the median. An update also
+    sweeps in that time, so of the host's it is what a line through those of each size leaves for none."""
+    found: dict[Kind, dict[int, list[float]]] = {}
+    for op, seconds in spent:
+        if op.nbytes and not op.flops:
+            found.setdefault(op.kind, {}).setdefault(op.nbytes, []).append(seconds)
+    issue: dict[str, float] = {}
+    for kind, key in ISSUE.items():
+        if of := found.get(kind):
+            sized = [(nbytes, max(median(taken), 1e-9)) for nbytes, taken in of.items()]
+            every = [x for taken in of.values() for x in taken]
+            issue[key] = fit_line(sized)[0] if kind == "host" else median(every)
+    return {key: seconds for key, seconds in issue.items() if seconds}
+
+
+def measure_handoff(num_ops: int = 1000) -> float:
+    """Seconds to wake a lane: what operations that do nothing take longer on two lanes, of which each waits for the
+    other, than on one."""
+    x = Region("x")
+    graph = Graph(tuple(Op(f"nothing{i}", (), "host", reads=(x,), writes=(x,)) for i in range(num_ops)))
+    executor, device = Executor(torch.device("cpu")), torch.device("cpu")
+    stages: dict[str, Any] = dict.fromkeys((op.verb for op in graph), lambda *_: None)
+
+    def taken(num_lanes: int) -> float:
+        plan = build(graph, {f"lane{n}": range(n, num_ops, num_lanes) for n in range(num_lanes)})
+        ready = prepare_plan(plan, stages, device)
+        return _median_seconds(lambda: executor.run(ready, {x: None}, None, RunOptions(), {}))
+
+    return max(0.0, taken(2) - taken(1)) / (num_ops - 1)
 
 
 # --- what is timed beside the steps ----------------------------------------------------------------------------
@@ -345,9 +401,16 @@ def measure_launch(device: torch.device) -> float | None:
 # --- the profile -----------------------------------------------------------------------------------------------
 
 
-def make_profile(machine: Machine, operations: tuple[Measured, ...], handoff: float, how: str) -> Profile:
+def make_profile(
+    machine: Machine,
+    operations: tuple[Measured, ...],
+    handoff: float,
+    how: str,
+    spent: Sequence[tuple[Op, float]] = (),
+) -> Profile:
     """The Profile of a machine, by the `operations` of its steps and the seconds of a `handoff`; `how` says how
-    these were measured.
+    these were measured. `spent` are those of `clocked`: where there are any, a hand-over is measured apart, as the
+    lanes of a step also wait for Python's lock.
 
     A rate of the node is that of each of its ranks, all running at once, times their number. Raises ValueError
     where no operation gives the rate of a kind.
@@ -369,6 +432,10 @@ def make_profile(machine: Machine, operations: tuple[Measured, ...], handoff: fl
     figures = {table: dict(of) for table, of in machine.figures.items()}
     figures["bytes_per_s"] |= measured(how, rates)
     figures["seconds"] |= measured(how, seconds)
+    if issue := issue_seconds(spent):
+        figures["seconds"] |= measured("Python's time in the stages of these steps", issue)
+        waking = measured("lanes of operations that do nothing", {"handoff": measure_handoff()})
+        figures["seconds"] |= waking
     peaks = *(f"{tier}_bytes" for tier in figures["bytes"]), *figures["bytes_per_s"]
     figures["reached"] |= measured("the figure was reached", dict.fromkeys(peaks, 1.0))
     return Profile(

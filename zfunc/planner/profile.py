@@ -39,6 +39,7 @@ NETWORKS = ("network_in_node", "network_between_nodes")
 LL128 = ("ll128", "ll128_in_node", "ll128_between_nodes")  # a protocol of NCCL's rings
 PAT = ("pat", "pat_rank", "pat_level")  # NCCL's algorithm of Parallel Aggregated Trees
 FP16_ACCUMULATE = "fp16_accumulate"
+ISSUE: dict[Kind, str] = {kind: f"issue_{kind}" for kind in ("compute", "host", "d2h", "h2d")}
 CORE = "host_core"  # what one core sweeps of host memory in an update
 # A table's name is the unit of its figures: first those that are required, then those that are optional.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -54,10 +55,10 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # to start an operation; to tell another lane that an operation has ended; of a network, a hop of a ring, inside
     # a node and between nodes; of the host, to launch one piece of work on the device; to start a collective; the
     # same three of a ring with the protocol LL128; of trees (PAT), which need a node for each rank: to start them,
-    # a rank, a level
+    # a rank, a level; of Python, to issue an operation of a kind, beside its launches
     "seconds": (
         ("compute", "host", "d2h", "h2d", "read", "write", "handoff"),
-        (*NETWORKS, "launch", "network", *LL128, *PAT),
+        (*NETWORKS, "launch", "network", *LL128, *PAT, *ISSUE.values()),
     ),
     # the share of the figure of that name that is counted on: of FLOP/s, what large products reach, and what fused
     # attention does of them; of LL128 and trees, the share of the network's rate
@@ -225,6 +226,7 @@ class Profile:
             handoff=seconds["handoff"].value,
             launch=seconds["launch"].value if "launch" in seconds else 0.0,
             latencies=latencies,
+            issue={kind: seconds[key].value for kind, key in ISSUE.items() if key in seconds},
             memory=memory if self.unified else {"device": int(self.device_bytes), **memory},
             unified=self.unified,
             grouped=self.grouped,
