@@ -16,10 +16,14 @@ from table import plan_of
 
 from zfunc.cli.commands import report
 from zfunc.cli.main import main
-from zfunc.cli.report_page import report_page
+from zfunc.cli.report_page import headline, report_page
 from zfunc.cli.train_lines import ENDINGS
-from zfunc.train.run_history import RunHistory, read_history, rows_of
+from zfunc.core.critical_path import events_of
+from zfunc.core.hardware import ROUND
+from zfunc.core.simulator import simulate
+from zfunc.train.run_history import RunHistory, read_history, read_recorded_step, rows_of
 from zfunc.viz.charts import PLACES, placed
+from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.web_page import web_file
 
 
@@ -73,6 +77,24 @@ def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
     titles = [title for _, title in Elements(page).all("h2")]
     assert titles[:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput, tokens/s", titles[4]]
     assert ENDINGS["steps"] in page
+
+
+def test_what_ran_beside_compute_is_told_planned_and_measured(tmp_path: Path) -> None:
+    """Planned with each operation as long as measured: so in a step without gaps or clashes both are one."""
+    run = written(tmp_path, STEPS, step=True)
+    step = read_recorded_step(run)
+    page = report_page(read_history(run))
+    rows = {name: cells for name, *cells in tables(page)["The step, hidden behind compute"]}
+    assert list(rows) == ["copies", "updates and other work of the host"]
+    copies = step.timeline.hidden("d2h", "h2d")
+    assert copies
+    assert rows["copies"][2] == f"{copies:.0%}"
+    seconds = [e.seconds for e in events_of(step.plan, step.timeline)]
+    ideal = simulate(step.plan, ROUND, seconds)
+    (run / "timeline.json").write_text(chrome_trace(ideal))
+    rows = tables(report_page(read_history(run)))["The step, hidden behind compute"]
+    assert all(planned == measured for _, _, planned, measured in rows)
+    assert f"copies hidden: {ideal.hidden('d2h', 'h2d'):.0%} of " in headline(read_history(run))
 
 
 def test_settings_that_are_not_the_default_stand_out(tmp_path: Path) -> None:

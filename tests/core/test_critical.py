@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from table import every_plan, hardware, plan_of, plans
 
 from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by
-from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.graph import KINDS, Graph, Kind, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, build, topological_order
 from zfunc.core.simulator import simulate
@@ -34,6 +34,30 @@ def jittered(plan: Plan, seed: int) -> Timeline:
     ops = range(len(plan.graph))
     late = {i: random.choice([0.0, random.random(), -random.random() / 4]) for i in ops}
     return timed(plan, {i: 1 + random.random() for i in ops}, late)
+
+
+PIECES = st.tuples(st.sampled_from([*KINDS]), st.integers(0, 40), st.integers(0, 20))
+
+
+@given(
+    st.lists(PIECES, max_size=12),
+    st.sets(st.sampled_from([*KINDS]), min_size=1, max_size=3),
+    st.floats(1e-6, 1e3),
+)
+def test_the_hidden_share_is_that_of_the_moments_in_which_both_run(
+    pieces: list[tuple[Kind, int, int]], kinds: set[Kind], unit: float
+) -> None:
+    events = [Event(str(n), str(n), k, a * unit, (a + long) * unit) for n, (k, a, long) in enumerate(pieces)]
+
+    def moments(of: set[Kind]) -> set[int]:
+        return {t for kind, a, long in pieces if kind in of for t in range(a, a + long)}
+
+    own = moments(kinds)
+    both = own & moments({"compute"})
+    expected = len(both) / len(own) if own else None
+    assert Timeline(events, "measured").hidden(*kinds) == (
+        None if expected is None else pytest.approx(expected)
+    )
 
 
 def check_chain(plan: Plan, timeline: Timeline) -> None:

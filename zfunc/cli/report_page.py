@@ -15,12 +15,22 @@ from typing import Any, cast
 import attrs
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of, events_of
 from zfunc.core.display import html_table
+from zfunc.core.graph import Kind
+from zfunc.core.hardware import ROUND
 from zfunc.core.settings import BY_DEVICE, schedule_for
-from zfunc.core.timeline import Timeline
+from zfunc.core.simulator import simulate
 from zfunc.train.events import ENDINGS
-from zfunc.train.run_history import METRICS, TRACE, Row, RunHistory, finite_number, read_recorded_step
+from zfunc.train.run_history import (
+    METRICS,
+    TRACE,
+    RecordedStep,
+    Row,
+    RunHistory,
+    finite_number,
+    read_recorded_step,
+)
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_clock, format_seconds
 from zfunc.viz.charts import Chart, Curve, chart_figure
@@ -48,11 +58,20 @@ CHARTS: dict[str, tuple[str, str, Callable[[float], str]]] = {  # by title: name
     "Memory of the process": ("resident", "host_bytes", format_bytes),
     "Loss scale": ("scale", "loss_scale", "{:,.0f}".format),
 }
+HIDDEN: dict[str, tuple[Kind, ...]] = {  # what should run beside compute: kinds of operations
+    "copies": ("d2h", "h2d"),
+    "updates and other work of the host": ("host",),
+    "drives": ("read", "write"),
+    "network": ("network",),
+}
+
+Cells = tuple[str, ...]
 
 
 def report_page(run: RunHistory, refresh: float | None = None) -> str:
     """The page. Light and dark, readable without a script; a browser loads it anew after `refresh` seconds."""
-    picture, step = _measured_step(run)
+    recorded, problem = _recorded_step(run)
+    picture = _step_section(recorded, problem)
     how, ended = _ending(run)
     sample, prompt = run.summary.get("sample"), run.summary.get("prompt", "")
     span = (run.rows[0]["step"], run.rows[-1]["step"]) if run.rows else (0, 0)
@@ -68,7 +87,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
         charts="".join(chart_figure(chart, span) for chart in _charts(run)),
         step=picture,
-        tables="".join(f"<div>{table}</div>" for table in _tables(run, step) if table),
+        tables="".join(f"<div>{table}</div>" for table in _tables(run, recorded) if table),
         sample=f"<h2>A sample</h2><pre>{escape(f'{prompt}{sample}')}</pre>" if sample else "",
     )
     return page.encode(errors="replace").decode()  # JSON may have half a surrogate pair
@@ -76,7 +95,12 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 
 def headline(run: RunHistory) -> str:
     """The run in a line for a terminal."""
-    return "; ".join([*(f"{name}: {value}" for name, value in _figures(run)), _ending(run)[1]])
+    recorded, _ = _recorded_step(run)
+    hidden = (
+        (f"{name.partition(' ')[0]} hidden", f"{measured} of {planned} planned")
+        for name, _, planned, measured in (_hidden_rows(recorded) if recorded is not None else ())
+    )
+    return "; ".join([*(f"{name}: {value}" for name, value in (*_figures(run), *hidden)), _ending(run)[1]])
 
 
 # --- the summary -----------------------------------------------------------------------------------------
@@ -148,28 +172,46 @@ def _host_share(row: Row) -> float | None:
 # --- the measured step -----------------------------------------------------------------------------------
 
 
-def _measured_step(run: RunHistory) -> tuple[str, Timeline | None]:
-    """The section with its picture, or with why there is none to show; and the step."""
-    text, picture, timeline = "No step was measured yet: the tenth is, or the last of fewer.", "", None
+def _recorded_step(run: RunHistory) -> tuple[RecordedStep | None, str]:
+    """The measured step, or why there is none to show."""
     try:
         step = read_recorded_step(run.path) if (run.path / TRACE).exists() else None
     except ValueError as error:
-        step, text = None, f"The measured step cannot be shown: {error}"
+        return None, f"The measured step cannot be shown: {error}"
+    return step, "No step was measured yet: the tenth is, or the last of fewer."
+
+
+def _step_section(step: RecordedStep | None, text: str) -> str:
+    """The section with the picture of the measured step, or with the text."""
+    picture = ""
     if step is not None:
         timeline, bound = step.timeline, bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
         text = f"{legend_summary(timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
         if len(step.plan.graph) <= MOST_DRAWN:
             picture = svg(timeline, plan=step.plan, title=f"One measured step{step.stage}")
-    return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>', timeline
+    return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>'
+
+
+def _hidden_rows(step: RecordedStep) -> Iterator[Cells]:
+    """What ran beside compute, its time, and the share of it that compute hid: as planned, with each operation as
+    long as it was measured and no time lost between lanes, and as measured."""
+    seconds = [e.seconds for e in events_of(step.plan, step.timeline)]
+    planned = simulate(step.plan, attrs.evolve(ROUND, shared={}), seconds)
+    for name, kinds in HIDDEN.items():
+        if taken := sum(map(step.timeline.seconds_of, kinds)):
+            shares = (t.hidden(*kinds) or 0.0 for t in (planned, step.timeline))
+            yield name, format_seconds(taken), *(f"{share:.0%}" for share in shares)
 
 
 # --- tables ----------------------------------------------------------------------------------------------
 
-Cells = tuple[str, ...]
 
-
-def _tables(run: RunHistory, step: Timeline | None) -> Iterator[str]:
+def _tables(run: RunHistory, recorded: RecordedStep | None) -> Iterator[str]:
     """The measured step, memory, figures by step, events, settings, machine and plan."""
+    step = recorded.timeline if recorded is not None else None
+    if recorded is not None:
+        heads = ("", "in all", "planned", "measured")
+        yield html_table(heads, _hidden_rows(recorded), "The step, hidden behind compute")
     for name, by in (("lane", by_lane), ("verb", by_verb)) if step is not None else ():
         rows = ((s, s.seconds[0] / (step.seconds or 1)) for s in sums(step, by))
         cells = ((s.name, f"{s.ops:,}", format_seconds(s.seconds[0]), f"{share:.0%}") for s, share in rows)

@@ -1,6 +1,6 @@
 """When each operation of a step ran, simulated or measured."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
 from attrs import field, frozen
@@ -79,3 +79,25 @@ class Timeline:
     def seconds_of(self, kind: Kind) -> float:
         """The seconds spent on operations of `kind`, summed over the lanes."""
         return sum(e.seconds for e in self.events if e.kind == kind)
+
+    def hidden(self, *kinds: Kind) -> float | None:
+        """The share, 0 to 1, of the time with operations of `kinds` in which compute ran too; None without any.
+
+        >>> events = Event("gpu", "use", "compute", 0.0, 2.0), Event("bus", "move", "d2h", 1.0, 5.0)
+        >>> Timeline(events, "measured").hidden("d2h", "h2d")
+        0.25
+        """
+        own = [e for e in self.events if e.kind in kinds]
+        compute = [e for e in self.events if e.kind == "compute"]
+        seconds = _covered(own)
+        both = seconds + _covered(compute) - _covered([*own, *compute])
+        return min(1.0, max(0.0, both / seconds)) if seconds else None
+
+
+def _covered(events: Collection[Event]) -> float:
+    """The seconds in which one of the events ran, or several."""
+    seconds, until = 0.0, 0.0
+    for e in sorted(events, key=lambda e: e.start):
+        seconds += max(0.0, e.end - max(e.start, until))
+        until = max(until, e.end)
+    return seconds
