@@ -81,6 +81,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
     "given by construction": [
         "engine.rows.keys SLOTS",
         "core.graph EVERY",
+        "core.simulator WAKING",
         "core.layout LEFT",
         "core.regions SUM_PARTS BF16 FP32 FP64",
         "optim.adafactor FP32_EPS",

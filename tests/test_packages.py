@@ -62,7 +62,7 @@ BUDGETS = {
     "models": 3_340,
     "train": 4_670,
     "cli": 2_400,
-    "tests": 41_040,
+    "tests": 41_250,
 }
 
 

@@ -167,7 +167,7 @@ def test_what_python_takes_to_issue_an_operation_is_found() -> None:
         "d2h": 2e-5,
         "h2d": 1e-4,
     }
-    assert 0 < on.handoff < 0.01, "of lanes that do nothing, not that of steps"
+    assert on.handoff < 0.01, "of lanes that do nothing, not that of steps"
     assert made().hardware("fp32").issue == {}
 
 
