@@ -94,7 +94,7 @@ def test_what_ran_beside_compute_is_told_planned_and_measured(tmp_path: Path) ->
     (run / "timeline.json").write_text(chrome_trace(ideal))
     rows = tables(report_page(read_history(run)))["The step, hidden behind compute"]
     assert all(planned == measured for _, _, planned, measured in rows)
-    assert f"copies hidden: {ideal.hidden('d2h', 'h2d'):.0%} of " in headline(read_history(run))
+    assert f"copies hidden: {ideal.hidden('d2h', 'h2d'):.0%}, planned " in headline(read_history(run))
 
 
 def test_settings_that_are_not_the_default_stand_out(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def headline(run: RunHistory) -> str:
     """The run in a line for a terminal."""
     recorded, _ = _recorded_step(run)
     hidden = (
-        (f"{name.partition(' ')[0]} hidden", f"{measured} of {planned} planned")
+        (f"{name.partition(' ')[0]} hidden", f"{measured}, planned {planned}")
         for name, _, planned, measured in (_hidden_rows(recorded) if recorded is not None else ())
     )
     return "; ".join([*(f"{name}: {value}" for name, value in (*_figures(run), *hidden)), _ending(run)[1]])
