@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "stage": args.stage,
         "micro_batches": args.pp,
-        "parallel": zfunc.Mesh(pp=args.pp),
+        "pp": args.pp,
     }
     if args.pp > 1:
         settings["order"] = "DualPipeV"  # the first and the last segment share a weight

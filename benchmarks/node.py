@@ -101,7 +101,7 @@ def killed(args: argparse.Namespace) -> Row:
 
 def stages(args: argparse.Namespace) -> Row:
     """Expected: a start within 10 s, and the losses of data parallelism to the bit, in fp32."""
-    two = trained(args, 3, parallel=zfunc.Mesh(pp=2), micro_batches=2, order=TIED)
+    two = trained(args, 3, pp=2, micro_batches=2, order=TIED)
     one = trained(args, 3, micro_batches=2)
     assert two["losses"] == one["losses"], (two["losses"], one["losses"])
     return {"pipeline": two, "data parallel": one}

@@ -104,7 +104,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Takes]]] = {
         kind.__name__: (kind, {"stages": count(1)})
         for kind in (schedules.LoopedBFS, schedules.Interleaved1F1B, schedules.ZeroBubble)
     },
-    "Mesh": (zfunc.Mesh, {"pp": count(1)}),
     "AdamW": (
         zfunc.AdamW,
         {

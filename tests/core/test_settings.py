@@ -50,7 +50,6 @@ OTHERS: dict[str, Any] = {
     "order": "GPipe",
     "stage": 1,
     "ema": 0.9,
-    "sync_buffers": "mean",
     "params_on": "host",
     "persistent_params": 100,
     "weight_slots": 3,

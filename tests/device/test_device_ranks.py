@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "stage 3": {"micro_batches": 2, "stage": 3},
     "stage 3 on the host": {"micro_batches": 2, "stage": 3, "params_on": "host", "activations_on": "host"},
-    "pipeline": {"micro_batches": 2, "parallel": zfunc.Mesh(pp=2)},
+    "pipeline": {"micro_batches": 2, "pp": 2},
 }
 DEFAULT_STREAMS = range(4)  # of the four pretend devices
 

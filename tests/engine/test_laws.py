@@ -69,7 +69,7 @@ pytestmark = pytest.mark.usefixtures("own_format", "poisoned")
 def test_every_setting_has_a_row() -> None:
     """But for those that every row varies, and three that have tests of their own."""
     named = {name for table in (NUMBERS, WAYS) for row in table.values() for name in row}
-    others = {"compile_segments", "deterministic", "sync_buffers", "schedule", "recompute", "swap"}
+    others = {"compile_segments", "deterministic", "schedule", "recompute", "swap"}
     assert {field.name for field in fields(StepSettings)} == named - {"optimizer", "split_master"} | others
 
 

@@ -127,10 +127,9 @@ def test_a_step_that_fails_or_is_skipped_leaves_them_as_they_were() -> None:
     assert all(torch.equal(x, before[name]) for name, x in zfunc.buffers(half, state).items())
 
 
-@pytest.mark.parametrize("sync", ["rank0", "mean"])
-def test_several_ranks_keep_those_of_rank_0_or_their_mean(sync: str) -> None:
+def test_several_ranks_keep_those_of_rank_0() -> None:
     world = 2
-    make = partial(program, sync_buffers=sync, micro_batches=2)
+    make = partial(program, micro_batches=2)
     programs = programs_of(world, make, rows_of(BATCH(0), 0, world))
 
     def one(made: Program) -> dict[str, Tensor]:
@@ -138,18 +137,13 @@ def test_several_ranks_keep_those_of_rank_0_or_their_mean(sync: str) -> None:
         return zfunc.buffers(made, state)
 
     got = on_every(programs, one)
-    own = []
-    for rank in range(world):
-        modules = norm_modules()
-        x, y = rows_of(BATCH(0), rank, world)
-        for x_m, y_m in zip(x.chunk(2), y.chunk(2), strict=True):
-            loss_of(modules, x_m, y_m)
-        own.append({f"{name}.{k}": v for name, m in modules for k, v in m.named_buffers()})
+    modules, (x, y) = norm_modules(), rows_of(BATCH(0), 0, world)
+    for x_m, y_m in zip(x.chunk(2), y.chunk(2), strict=True):
+        loss_of(modules, x_m, y_m)
+    own = {f"{name}.{k}": v for name, m in modules for k, v in m.named_buffers()}
     for name, kept in got[0].items():
         assert torch.equal(kept, got[1][name])
-        each = [buffers[name] for buffers in own]
-        mean = sync == "mean" and kept.is_floating_point()
-        torch.testing.assert_close(kept, sum(each[1:], each[0]) / world if mean else each[0])
+        torch.testing.assert_close(kept, own[name])
 
 
 class Counting(nn.Module):
@@ -265,7 +259,6 @@ def test_a_function_of_ones_own_returns_them() -> None:
         "device": "cpu",
         "precision": "fp32",
         "micro_batches": 2,
-        "sync_buffers": "mean",
     }
     programs = programs_of(2, lambda: zfunc.compile(segments(), **settings), BATCH(0))
 
@@ -274,7 +267,7 @@ def test_a_function_of_ones_own_returns_them() -> None:
 
     first, second = (x.mean() for x in BATCH(0)[0].chunk(2))
     for got in on_every(programs, one):
-        assert got["b.count"] == 2  # a whole number: no mean
+        assert got["b.count"] == 2
         torch.testing.assert_close(got["a.mean"], 0.25 * first + 0.5 * second)
     wrong = {"counts": torch.zeros(())}
     made = zfunc.compile(segments(), device="cpu", precision="fp32")

@@ -10,30 +10,18 @@ of the weights (zero bubble, 2401.10241). "R" recomputes what backward needs of 
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from inspect import signature
 from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
 
-from attrs import field, frozen
+from attrs import frozen
 
 from zfunc.errors import PlanError
-from zfunc.values import whole
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
 F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
 VERBS = {F: "forward", R: "recompute", B: "backward", I: "backward_input", W: "backward_weight"}
-
-
-@frozen
-class Mesh:
-    """How ranks share the work: `pp` pipeline stages, each on as many ranks, which are data parallel.
-
-    `zfunc.compile` takes one as `parallel`; its fields are settings.
-    """
-
-    pp: int = field(default=1, converter=partial(whole, "Mesh: pp", least=1))
 
 
 class Pass(NamedTuple):

@@ -33,8 +33,6 @@ Schedule = Callable[[Graph], Plan]
 Function = TypeVar("Function", bound=Callable[..., Any])
 T = TypeVar("T")
 
-SyncBuffers = Literal["rank0", "mean"]
-SYNC_BUFFERS: tuple[SyncBuffers, ...] = get_args(SyncBuffers)
 DISK: Literal["disk"] = "disk"
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
 TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest first
@@ -65,6 +63,8 @@ GONE = {
     "speculate": "pass defer, which hides the host with the same bits and no shadow",
 }
 GONE["delayed"] = GONE["delay_from"]
+GONE["parallel"] = "pass pp, the number of pipeline stages"
+GONE["sync_buffers"] = "leave it out: ranks keep the buffers of rank 0, as with DistributedDataParallel"
 
 _names = ", ".join
 _count = partial(whole, least=1)
@@ -353,14 +353,6 @@ class StepSettings:
         "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "
         "is skipped leaves it, a frozen weight does not. `params`, `apply` and `evaluate` read it with `ema=True`.",
         note=" (default: none)",
-    )
-    sync_buffers: SyncBuffers = _setting(
-        "rank0",
-        one_of(SYNC_BUFFERS),
-        "",
-        f"whose buffers that forward changes several ranks keep, as BatchNorm's statistics: {_names(SYNC_BUFFERS)}",
-        "At the end of each step. Those of rank 0, as `DistributedDataParallel`, or the mean over the ranks; of "
-        "whole numbers those of rank 0.",
     )
     params_on: Literal["device", "host", "disk", "auto"] = _setting(
         "device",

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zfunc.core.pipeline import Mesh
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import StepSettings, settings_with, takes_settings, tile_counts
@@ -63,7 +61,6 @@ def compile(
     example: Batch | Mapping[str, Any] | None = None,
     stages: dict[str, Stage] | None = None,
     patience: float = 600.0,
-    parallel: Mesh | None = None,
     **changes: Any,
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
@@ -77,7 +74,6 @@ def compile(
     - `recipe`: the operations of a step in serial order: `zfunc.core.recipes.zero_offload`, or your own. New
       operations need a function each in `stages`.
     - `stages`: stage functions by verb, in addition to the built-in ones or instead of them.
-    - `parallel`: `zfunc.Mesh(pp=2)` says how the ranks share the work; `pp=2` alone says the same.
     - `patience`: seconds that a lane waits for another before the step fails.
 
     The settings of the step, as `settings` or by name; names take precedence:
@@ -91,9 +87,6 @@ def compile(
     example = None if example is None else unpacked(example, segments[-1])
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
-    of_type("parallel", parallel, Mesh | None, "a zfunc.Mesh or None: pass zfunc.Mesh(pp=2)")
-    if parallel is not None:
-        changes = {**attrs.asdict(parallel), **changes}
     device = pick_device(device)
     refuse_global_modes("compile", device)
     on_gpu = on_accelerator(device)

@@ -230,33 +230,18 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the buffers that forward changed to the State: those of rank 0, or the ranks' mean of them."""
+    """Copy the buffers that forward changed to the State: those of rank 0 on all ranks."""
     if mem[op.read("decision")].skip:
         return
     for kept in op.writes:
         if kept.lifetime != "state":
             continue
-        (s,) = kept.index
-        changed = mem[Region("next_module_buffers", (s,))]
+        changed = mem[Region("next_module_buffers", kept.index)]
         if step.ranks.world > 1:
-            _same_on_all_ranks(changed, step, s)
+            if step.ranks.rank:
+                changed.zero_()  # the sum over ranks is what rank 0 has
+            step.ranks.all_reduce(changed)
         mem[kept].copy_(changed)
-
-
-def _same_on_all_ranks(flat: Tensor, step: StepContext, s: int) -> None:
-    """Give all ranks the buffers of rank 0, or the mean of those that are not whole numbers."""
-    views = buffer_views(flat, step.calls[s].buffers).values()
-    floating = [t for t in views if t.is_floating_point()] if step.settings.sync_buffers == "mean" else []
-    if floating:
-        total = torch.cat([t.flatten().double() for t in floating])
-        step.ranks.all_reduce(total)
-        means = (total / step.ranks.world).split([t.numel() for t in floating])
-    if step.ranks.rank:
-        flat.zero_()  # the sum over ranks is what rank 0 has
-    step.ranks.all_reduce(flat)
-    if floating:
-        for t, mean in zip(floating, means, strict=True):
-            t.copy_(mean.view(t.shape))
 
 
 def write(op: Op, mem: Memory, step: StepContext) -> None:

@@ -114,7 +114,7 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     """The buffers that forward changes, by full name: copies on the host, such as `zfunc.init` takes in `params`.
 
     They are running statistics and spectral norm's vectors; other buffers are constants. Of several ranks each has
-    those of the setting `sync_buffers`; of pipeline stages on ranks, which have to call this together, those of
+    those of rank 0; of pipeline stages on ranks, which have to call this together, those of
     all. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "buffers")

@@ -249,7 +249,7 @@ def _check_rows(program: Program, batch: Batch) -> None:
 def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
     optimizer, settings, number = program.optimizer, program.settings, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(unmarked(batch)) if isinstance(t, Tensor)]
-    named = ("micro_batches", "clip_norm", "ema", "sync_buffers", "precision", "recompute")
+    named = ("micro_batches", "clip_norm", "ema", "precision", "recompute")
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
         f"deferred {state.buffers.owner.deferred}",
