@@ -11,6 +11,7 @@ from attrs import frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
+from zfunc.core.places import BucketPlaces
 from zfunc.core.regions import BF16, Regions
 from zfunc.core.spec import GRADIENT, PARAMS, StepSpec
 
@@ -24,6 +25,11 @@ class Item:
     to: Tier
     m: int  # its micro-batch
     b: int  # its bucket or segment
+
+    @property
+    def place(self) -> BucketPlaces:
+        """The places of its bucket."""
+        return self.spec.places[self.b]
 
     @property
     def in_group(self) -> int:
@@ -44,7 +50,7 @@ class Place:
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
         """The regions of an item there. One that arrives is given a slot of each ring that it passes through."""
-        passed = [ring for ring in self.rings if x.b in x.at.rings[ring]]
+        passed = [ring for ring in self.rings if x.b in x.at.ring(ring)]
         if not passed and self.otherwise is not None:
             return self.otherwise(x)
         find = x.at.give if arrives and passed else x.at.slot
@@ -84,16 +90,16 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 def _new_params(x: Item) -> tuple[Region, ...]:
     """The new parameters of a bucket, unless they are the high half of its master, which memory or a slot has."""
-    if not x.spec.places[x.b].sends_high_half:
+    if not x.place.sends_high_half:
         return (x.at.slot("param_slot", x.b),)
-    return x.at.paged(x.b) if x.spec.places[x.b].state == "disk" else (x.at.high_half(x.b),)
+    return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
 
 
 def _state_at_home(x: Item) -> tuple[Region, ...]:
-    """The state of a bucket off the device, in memory and in the slot it was paged into; its parameters, where an
-    update writes them apart; and, on the way there, a gradient that waits here."""
+    """Regions copied to the device before an update of a bucket: optimizer state, paged state, host params, waiting
+    gradient; and copied back after it, but for the gradient."""
     parts = x.at.staged_bytes(x.b)
-    apart = (x.at.params(x.b),) if PARAMS in parts and x.spec.places[x.b].params == "host" else ()
+    apart = (x.at.params(x.b),) if PARAMS in parts and x.place.params == "host" else ()
     waits = (x.at.gradient_to_apply(x.b),) if GRADIENT in parts and x.to == "device" else ()
     return (*x.at.bucket_state(x.b), *x.at.paged(x.b), *apart, *waits)
 
@@ -126,7 +132,7 @@ _STATE: dict[Tier, Place] = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
 
 THINGS: dict[str, Thing] = {
     "weights": Thing(
-        lambda x: x.spec.places[x.b].weight_bytes,
+        lambda x: x.place.weight_bytes,
         {
             "device": Place(("weight_slot",)),
             "pinned": Place(("weight_page",), lambda x: (x.at.home(x.b),)),
@@ -147,15 +153,15 @@ THINGS: dict[str, Thing] = {
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
     # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.
     "gradient": Thing(
-        lambda x: x.spec.places[x.b].delivered_bytes,
+        lambda x: x.place.delivered_bytes,
         {
             "device": Place(otherwise=lambda x: (x.at.delivered(x.b),)),
             "pinned": Place(("host_slot", "grad_page"), lambda x: (x.at.waiting(x.b),)),
         },
     ),
     "waiting gradient": Thing(
-        lambda x: x.at.spilled(x.b).nbytes,
-        {"pinned": Place(("grad_page",)), "disk": Place(otherwise=lambda x: (x.at.spilled(x.b),))},
+        lambda x: x.at("spilled", x.b).nbytes,
+        {"pinned": Place(("grad_page",)), "disk": Place(otherwise=lambda x: (x.at("spilled", x.b),))},
     ),
     "squares": Thing(
         lambda x: x.at("squares", x.b).nbytes,
@@ -170,11 +176,11 @@ THINGS: dict[str, Thing] = {
         _staged_bytes, {"pinned": Place(otherwise=_state_at_home), "device": Place(("update_slot",))}
     ),
     "direction": Thing(
-        lambda x: x.at.shard_bytes(x.b, BF16),
+        lambda x: x.place.shard_numel * BF16,
         {"device": Place(("direction_shard",)), "pinned": Place(("host_direction",))},
     ),
     "new parameters": Thing(
-        lambda x: x.at.shard_bytes(x.b),
+        lambda x: x.place.shard_bytes,
         {"pinned": Place(otherwise=_new_params), "device": Place(otherwise=lambda x: (x.at.params(x.b),))},
     ),
 }

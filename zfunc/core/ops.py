@@ -67,9 +67,10 @@ class OpBuilder:
 
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in its slot."""
-        slot, fetched = self.at.slot("weight_slot", b), self.spec.places[b].params != "device"
+        place = self.spec.places[b]
+        slot, fetched = self.at.slot("weight_slot", b), place.params != "device"
         reads = (slot if fetched else self.at.params(b), *self._decision_made())
-        nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
+        nbytes = place.shard_bytes * (self.spec.world - 1)
         return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
 
     def number(self, verb: str, *index: int) -> int:
@@ -92,7 +93,7 @@ class OpBuilder:
         at, spec, last = self.at, self.spec, s == self.spec.num_segments - 1
         residuals = at.residuals(m, s)
         if spec.activations[s] != "device":
-            at.rings["act_room"].give(s)
+            at.ring("act_room").give(s)
         stateful = s in spec.stateful
         before = (at("next_module_buffers", s) if m else at("module_buffers", s),) if stateful else ()
         after = (at("next_module_buffers", s),) if stateful else ()
@@ -174,7 +175,7 @@ class OpBuilder:
         """Copy the gradients of segment `s` into the flat gradient of bucket `b`; the `first` one zeroes what none
         fills."""
         if first and self.spec.settings.stage != 1:
-            self.at.rings["grad_slot"].give(b)
+            self.at.ring("grad_slot").give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
         nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
         return Op("pack", (m, b, s), "compute", (grads,) if first else (grads, into), (into,), nbytes=nbytes)
@@ -188,7 +189,7 @@ class OpBuilder:
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
         """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
         region = self.at.gradient(b)
-        nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
+        nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
         reads, writes = (region, *self._decision_made()), (region,)
         if not self.spec.barrier and not self._decided:
@@ -214,7 +215,7 @@ class OpBuilder:
     def square_sum(self, b: int, *, waits: bool) -> Op:
         """Sum the squares of a complete bucket on the device: of its gradient, or of the sum that waits."""
         grad = self.at.waiting(b) if waits else self.at.gradient(b)
-        nbytes = grad.nbytes if waits else self.at.shard_bytes(b)
+        nbytes = grad.nbytes if waits else self.spec.places[b].shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
@@ -226,10 +227,11 @@ class OpBuilder:
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
-        grad, stays = self.at.gradient(b), (self.spec.places[b].gradient == "device")
+        place = self.spec.places[b]
+        grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
-        moved = into.nbytes if stays else self.at.shard_bytes(b, FP32)  # a slot has room for more
-        nbytes = self.at.shard_bytes(b) + (1 if first else 2) * moved
+        moved = into.nbytes if stays else place.shard_numel * FP32  # a slot has room for more
+        nbytes = place.shard_bytes + (1 if first else 2) * moved
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def join_sums(self, b: int, d: int) -> Op:
@@ -296,31 +298,32 @@ class OpBuilder:
     def _gradient(self, b: int) -> Region:
         """The gradient that an update reads: where it waits, or in the slot where it has arrived, which may be that
         of the state."""
-        if self.spec.places[b].staged and self.spec.places[b].gradient != "device":
+        place = self.spec.places[b]
+        if place.staged and place.gradient != "device":
             return self.at.slot("update_slot", b)
-        if self.spec.places[b].waits:
+        if place.waits:
             return self.at.gradient_to_apply(b)
-        return (
-            self.at.gradient(b) if (self.spec.places[b].update == "device") else self.at.slot("host_slot", b)
-        )
+        return self.at.gradient(b) if place.update == "device" else self.at.slot("host_slot", b)
 
     def _direction(self, b: int) -> str:
         """The ring with this rank's slices of directions, where the state of bucket `b` is updated."""
-        return "direction_shard" if (self.spec.places[b].update == "device") else "host_direction"
+        return "direction_shard" if self.spec.places[b].update == "device" else "host_direction"
 
     def momentum(self, b: int) -> Op:
         """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
         host or, as `momentum_on_device`, where the state is there."""
         state = self._updated(b, weight_buffers(self._format(b)))
         grad, direction = self._gradient(b), self.at.give(self._direction(b), b)
-        nbytes = 2 * self._moment_bytes(b) + self.at.waiting(b).nbytes + self.at.shard_bytes(b, BF16)
+        nbytes = (
+            2 * self._moment_bytes(b) + self.at.waiting(b).nbytes + self.spec.places[b].shard_numel * BF16
+        )
         return self._on_state("momentum", (b,), (grad, *state), (*state, direction), nbytes)
 
     momentum_on_device = momentum
 
     def gather_direction(self, b: int) -> Op:
         """Gather the slices of a direction from all ranks, which makes its matrices whole."""
-        nbytes = self.at.shard_bytes(b, BF16) * (self.spec.world - 1)
+        nbytes = self.spec.places[b].shard_numel * BF16 * (self.spec.world - 1)
         reads = (self.at("decision"), self.at.slot("direction_shard", b))
         whole = self.at.give("direction_slot", b)
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
@@ -346,20 +349,19 @@ class OpBuilder:
 
         The weights of a bucket of whole matrices move along its orthogonal direction.
         """
-        at, spec, on_device = self.at, self.spec, (self.spec.places[b].update == "device")
-        grad = at.slot(self._direction(b), b) if spec.places[b].matrices else self._gradient(b)
-        moments = (
-            moment_buffers(self._format(b)) if spec.places[b].matrices else ()
-        )  # which `momentum` changes
+        place = self.spec.places[b]
+        at, on_device = self.at, place.update == "device"
+        grad = at.slot(self._direction(b), b) if place.matrices else self._gradient(b)
+        moments = moment_buffers(self._format(b)) if place.matrices else ()  # which `momentum` changes
         state = self._updated(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
         if on_device:
-            copy = (at.params(b),) if spec.places[b].params == "device" else ()
-        elif spec.places[b].sends_high_half or spec.places[b].params == "disk":
+            copy = (at.params(b),) if place.params == "device" else ()
+        elif place.sends_high_half or place.params == "disk":
             copy = ()
         else:
-            copy = (at.params(b) if spec.places[b].params != "device" else at.give("param_slot", b),)
-        kept = copy if on_device or spec.places[b].params != "device" else ()  # by a step that is skipped
+            copy = (at.params(b) if place.params != "device" else at.give("param_slot", b),)
+        kept = copy if on_device or place.params != "device" else ()  # by a step that is skipped
         reads = grad, *state, *kept
         return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
 
@@ -374,7 +376,7 @@ class OpBuilder:
 
     def all_gather(self, b: int) -> Op:
         """Gather the new slices of bucket `b` from all ranks."""
-        nbytes = self.at.shard_bytes(b) * (self.spec.world - 1)
+        nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
         params, late = self.at.params(b), (self.at("decision"),) if self.spec.deferred else ()
         return Op("all_gather", (b,), "network", (params, *late), (params,), nbytes=nbytes)
@@ -398,10 +400,11 @@ class OpBuilder:
         One of whole parameters measures them first. One of whole matrices moves the weights alone, and the
         direction: `momentum` has moved the rest.
         """
-        state = self._bytes_of(b, self.spec.places[b].buffers)
-        copied = 0 if self.spec.places[b].sends_high_half else self.at.shard_bytes(b)
-        if self.spec.places[b].matrices:
-            return 2 * (state - self._moment_bytes(b)) + self.at.shard_bytes(b, BF16) + copied
+        place = self.spec.places[b]
+        state = self._bytes_of(b, place.buffers)
+        copied = 0 if place.sends_high_half else place.shard_bytes
+        if place.matrices:
+            return 2 * (state - self._moment_bytes(b)) + place.shard_numel * BF16 + copied
         return self._bytes_to_measure(b) + 2 * state + self.at.waiting(b).nbytes + copied
 
     def _bytes_to_measure(self, b: int) -> int:

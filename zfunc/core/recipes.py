@@ -282,7 +282,7 @@ def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.places[b].streamed]
-    for place in (spec.places[b] for b in emit.at.rings["weight_slot"].take(streamed)):
+    for place in (spec.places[b] for b in emit.at.ring("weight_slot").take(streamed)):
         yield from _read_weights(emit, place)
         if place.params != "device":
             yield emit.fetch(place.index)
@@ -292,7 +292,7 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 
 def _read_weights(emit: OpBuilder, place: BucketPlaces) -> Iterator[Op]:
     """Read the parameters of a bucket that lives on the disk, unless a page has them."""
-    if place.params == "disk" and emit.at.rings["weight_page"].take([place.index]):
+    if place.params == "disk" and emit.at.ring("weight_page").take([place.index]):
         yield emit.page_in_weights(place.index)
 
 
@@ -311,8 +311,8 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
     if way == I:
         return
     summed = [b for b in layout.buckets_of(s) if spec.places[b].summed]
-    emit.at.rings["sum_slot"].take(summed)
-    emit.at.rings["sum_slot"].kept |= {*summed}
+    emit.at.ring("sum_slot").take(summed)
+    emit.at.ring("sum_slot").kept |= {*summed}
     for b, d, group in layout.contributions(s):
         if spec.settings.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
@@ -356,7 +356,7 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
             yield emit.squares_to_host(b)
         yield emit.to_host(m, b, d)
         if place.summed:
-            emit.at.rings["sum_slot"].kept -= {b}
+            emit.at.ring("sum_slot").kept -= {b}
         if place.added:
             yield emit.accumulate(m, b, d, first=(m == 0 or place.summed) and begins)
         if place.gradient == "disk":

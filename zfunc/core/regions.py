@@ -1,8 +1,9 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from attrs import define, evolve, field, frozen
@@ -13,7 +14,7 @@ from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer
 from zfunc.core.pipeline import B, F
-from zfunc.core.slots import Ring
+from zfunc.core.slots import ALIKE, Ring
 from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
@@ -21,73 +22,101 @@ SUM_PARTS = 21  # doubles that an exact sum of squares consists of
 # One is copied while a pass uses the other. Rows in tiles have one slot: they take far longer than their copies.
 ACTIVATION_SLOTS = 2
 
+Index = tuple[int, ...]
+
 
 @frozen
 class Row:
-    """The common fields of a buffer's regions. Their bytes follow from the spec and the last index. They are on the
-    device or rank whose operations are made, unless `of` finds it from the spec and the index."""
+    """The common fields of a buffer's regions: each is the same for all of them, or follows from the spec and a
+    region's index. A region is on the device or rank whose operations are made, unless `of` has another."""
 
-    nbytes: Callable[[StepSpec, int], int]
-    tier: Tier = "device"
-    lifetime: Lifetime = "operation"
-    dtype: Dtype | None = None
+    nbytes: int | Callable[[StepSpec, Index], int]
+    tier: Tier | Callable[[StepSpec, Index], Tier] = "device"
+    lifetime: Lifetime | Callable[[StepSpec, Index], Lifetime] = "operation"
+    dtype: Dtype | Callable[[StepSpec, Index], Dtype] | None = None
     role: Role | None = None
-    of: Callable[[StepSpec, tuple[int, ...]], int] | None = None
+    of: Callable[[StepSpec, Index], int] | None = None
 
 
-def _none(_spec: StepSpec, _i: int) -> int:
-    return 0
+def _for(value: Any, spec: StepSpec, index: Index) -> Any:
+    return value(spec, index) if callable(value) else value
 
 
-def _number(_spec: StepSpec, _i: int) -> int:
-    return FP64
+def _input_bytes(spec: StepSpec, i: Index) -> int:
+    return spec.costs[i[-1]].input_bytes
 
 
-def _input_bytes(spec: StepSpec, s: int) -> int:
-    return spec.costs[s].input_bytes
+def _buffer_bytes(spec: StepSpec, i: Index) -> int:
+    return spec.buffer_bytes[i[-1]]
 
 
-def _buffer_bytes(spec: StepSpec, s: int) -> int:
-    return spec.buffer_bytes[s]
+def _home_of(spec: StepSpec, i: Index) -> int:
+    return spec.places[i[-1]].home
 
 
-def _home_of(spec: StepSpec, index: tuple[int, ...]) -> int:
-    return spec.places[index[-1]].home
+def _forward_of(spec: StepSpec, i: Index) -> int:
+    return spec.device_of(F, 0, i[-1])
 
 
-def _forward_of(spec: StepSpec, index: tuple[int, ...]) -> int:
-    return spec.device_of(F, 0, index[-1])
-
-
-def _square_bytes(spec: StepSpec, b: int) -> int:
+def _square_bytes(spec: StepSpec, i: Index) -> int:
     """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter; with room for what
     a device has instead, a norm of each parameter."""
-    parameters, row = len(spec.layout.buckets[b].spans), SUM_PARTS * FP64
+    parameters, row = len(spec.layout.buckets[i[-1]].spans), SUM_PARTS * FP64
     return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
 
-def _stashed_bytes(spec: StepSpec, s: int) -> int:
-    """Bytes that wait for backward of segment `s` off the device."""
-    return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
+def _stashed_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes that wait for backward of a segment off the device."""
+    return max(spec.costs[i[-1]].stash_bytes, spec.costs[i[-1]].input_bytes)
 
 
-def _recomputed_bytes(spec: StepSpec, s: int) -> int:
+def _recomputed_bytes(spec: StepSpec, i: Index) -> int:
     """Bytes that a recomputation keeps for backward: residuals, and what has come back to a slot for both."""
-    came_back = 0 if spec.activations[s] == "device" else spec.costs[s].stash_bytes
-    return spec.costs[s].recomputed_bytes + came_back
+    came_back = 0 if spec.activations[i[-1]] == "device" else spec.costs[i[-1]].stash_bytes
+    return spec.costs[i[-1]].recomputed_bytes + came_back
 
 
-def _extent_bytes(spec: StepSpec, b: int) -> int:
-    extent = spec.extents[b]
-    records = spec.swap_records if b in spec.first_on_disk else 0  # which is in every plan
+def _extent_bytes(spec: StepSpec, i: Index) -> int:
+    extent = spec.extents[i[-1]]
+    records = spec.swap_records if i[-1] in spec.first_on_disk else 0  # which is in every plan
     return extent.generations * extent.nbytes + records
 
 
+def _delayed(spec: StepSpec, i: Index) -> Lifetime:
+    """The lifetime of a gradient that waits: for the next step, or in this one."""
+    return "state" if spec.deferred and spec.places[i[-1]].state != "device" else "program"
+
+
+def _dtype_of(spec: StepSpec, i: Index) -> Dtype:
+    return spec.places[i[-1]].dtype
+
+
+def _waiting(dtype: Dtype | None, tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
+    """A gradient that waits for its update, in a dtype, or in that of its bucket's parameters."""
+
+    def nbytes(spec: StepSpec, i: Index) -> int:
+        place = spec.places[i[-1]]
+        return place.shard_numel * DTYPES[dtype or place.dtype].nbytes
+
+    return Row(nbytes, tier, _delayed, dtype or _dtype_of, "grad_shard", _home_of)
+
+
+def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
+    """A slot of a dtype, or of that of most parameters."""
+    return Row(0, tier, "program", dtype or (lambda spec, _: spec.settings.precision), role)
+
+
+# Parameters where they live: all, or a rank's slice.
+_PARAMS = Row(
+    lambda spec, i: spec.places[i[-1]].weight_bytes,
+    lambda spec, i: "device" if spec.places[i[-1]].params == "device" else "pinned",
+    *("state", _dtype_of, "params", _home_of),
+)
 REGIONS: dict[str, Row] = {
     # of a micro-batch
     "batch": Row(lambda spec, _: spec.costs[0].input_bytes + spec.target_bytes, "host", "value"),
     "targets": Row(lambda spec, _: spec.target_bytes),
-    "loss": Row(lambda _, __: ALLOCATION, role="loss"),
+    "loss": Row(ALLOCATION, role="loss"),
     "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
     # of a micro-batch and a segment
     "act": Row(_input_bytes),  # its input, which the segment before it made
@@ -97,13 +126,14 @@ REGIONS: dict[str, Row] = {
     # they, on their way to another rank, which has them
     "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(F, *i)),
     "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(B, i[0], i[1] - 1)),
-    "residuals": Row(lambda spec, s: spec.costs[s].residual_bytes),
+    "residuals": Row(lambda spec, i: spec.costs[i[-1]].residual_bytes),
     "recomputed": Row(_recomputed_bytes),  # they, made ahead of backward
-    "pending": Row(lambda spec, s: spec.costs[s].pending_bytes),  # kept by one half of backward for the other
-    "grads": Row(lambda spec, s: spec.grad_bytes[s]),  # as backward returns them, before they are packed
+    # kept by one half of backward for the other
+    "pending": Row(lambda spec, i: spec.costs[i[-1]].pending_bytes),
+    "grads": Row(lambda spec, i: spec.grad_bytes[i[-1]]),  # as backward returns them, before they are packed
     # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
     "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),
-    "disk_act": Row(lambda spec, s: whole_blocks(_stashed_bytes(spec, s)), "disk", "program", "uint8", "act"),
+    "disk_act": Row(lambda spec, i: whole_blocks(_stashed_bytes(spec, i)), "disk", "program", "uint8", "act"),
     # of the pass that runs: keys and values of a row in tiles, and the sums of their gradients
     "host_keys": Row(
         lambda spec, _: max(x.key_bytes for x in spec.costs), "pinned", "program", "uint8", "act"
@@ -117,25 +147,54 @@ REGIONS: dict[str, Row] = {
     "extent": Row(
         _extent_bytes, "disk", "state", "uint8", "state", _home_of
     ),  # its state, or frozen parameters
-    "sent": Row(_none, "host"),  # and of a delivery: it orders a collective before the decision
+    "sent": Row(0, "host"),  # and of a delivery: it orders a collective before the decision
+    "params": _PARAMS,
+    "frozen": _PARAMS,
+    "host_grad": _waiting(None, "pinned"),
+    # of several deliveries
+    "grad_sum": _waiting("fp32", lambda spec, i: "host" if spec.places[i[-1]].update == "host" else "pinned"),
+    "device_grad": _waiting(None, "device"),
+    "device_sum": _waiting("fp32", "device"),
+    "spilled": Row(  # a gradient that waits on the disk
+        lambda spec, i: whole_blocks(spec.places[i[-1]].delivered_bytes),
+        *("disk", _delayed, "uint8", None, _home_of),
+    ),
+    # slots, which `Ring` numbers; an item that passes decides their room, and of some the dtype
+    "weight_slot": _slot("device", None, "params"),  # of a segment that uses them
+    "weight_page": _slot("pinned", "uint8"),  # read from the disk, all or this rank's slice
+    "sum_slot": _slot("device", "fp32", "grad_shard"),  # over the micro-batches
+    "state_slot": _slot("pinned", "uint8", "paged"),  # while it is updated
+    "update_slot": _slot("device", "uint8", "paged"),  # while it is updated there
+    "grad_page": _slot("pinned", None, "grad_shard"),  # on its way to the disk, or back
+    "grad_slot": _slot("device", None, "grad"),
+    "host_slot": _slot("pinned", None, "grad_shard"),  # as it arrives on the host
+    "param_slot": _slot("pinned", None, "copy"),  # new ones, before their copy to the device
+    "direction_slot": _slot("device", "bf16"),  # from the slices of all ranks
+    "direction_shard": _slot("device", "bf16", "grad_shard"),
+    "host_direction": _slot("pinned", "bf16", "grad_shard"),  # on its way to the device, or back
+    "act_slot": _slot("device", "uint8", "act"),  # what backward needs, back on the device
+    "act_page": _slot("pinned", "uint8", "act"),  # on its way to the disk, or back
+    "act_hop": _slot("pinned", "uint8", "act"),
+    "grad_act_hop": _slot("pinned", "uint8", "act"),
+    "act_room": Row(0),  # has no memory, and only counts
     # of the step
     "constants": Row(lambda spec, _: spec.constant_bytes, lifetime="value"),  # of the model
-    "norm": Row(_number, "host", "value"),
+    "norm": Row(FP64, "host", "value"),
     "norms": Row(
         lambda spec, _: FP64 * sum(len(x.spans) for x in spec.layout.buckets) * spec.settings.norms,
         "host",
         "value",
     ),
-    "mean_loss": Row(_number, "host", "value", role="loss"),  # over all ranks
+    "mean_loss": Row(FP64, "host", "value", role="loss"),  # over all ranks
     "mean_aux": Row(lambda spec, _: FP64 * len(spec.aux), "host", "value", role="aux"),
-    "decision": Row(_number, "host", "value"),  # whether it is skipped, and what scales its gradient
-    "position": Row(_none, "host", "value"),  # where the training is after the update that a commit names
-    "committed": Row(_none, "disk", "value"),  # what names the step whose state is on the disk
-    "checkpoint": Row(_none, "disk", "value"),  # the one being written
+    "decision": Row(FP64, "host", "value"),  # whether it is skipped, and what scales its gradient
+    "position": Row(0, "host", "value"),  # where the training is after the update that a commit names
+    "committed": Row(0, "disk", "value"),  # what names the step whose state is on the disk
+    "checkpoint": Row(0, "disk", "value"),  # the one being written
     "written_buffers": Row(lambda spec, _: sum(spec.buffer_bytes), "disk", "value"),  # by rank 0
-    "published": Row(_none, "disk", "value"),  # the checkpoint's path, or why it failed
+    "published": Row(0, "disk", "value"),  # the checkpoint's path, or why it failed
 }
-"""The buffers whose place is the same in every step; the others are methods of `Regions`."""
+"""The regions of every step, slots among them, by buffer; those of the optimizer state follow from its format."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -175,15 +234,21 @@ class Regions:
         return (r,) if (r := self._row(buffer, index)).nbytes else ()
 
     @_once
-    def _row(self, buffer: str, index: tuple[int, ...]) -> Region:
-        row = REGIONS[buffer]
-        nbytes = row.nbytes(self.spec, index[-1] if index else 0)
+    def _row(self, buffer: str, index: Index) -> Region:
+        return self._made(buffer, REGIONS[buffer], index)
+
+    def _made(self, buffer: str, row: Row, index: Index, device: int | None = None) -> Region:
+        """The region of a row and an index, on this device or another."""
+        spec = self.spec
+        tier, lifetime = _for(row.tier, spec, index), _for(row.lifetime, spec, index)
         if row.of is not None:
-            number = row.of(self.spec, index)
+            number = row.of(spec, index)
+        elif lifetime == "value" and tier != "device":
+            number = EVERY
         else:
-            number = EVERY if row.lifetime == "value" and row.tier != "device" else self.device
-        own = row.tier, row.lifetime, row.dtype, row.role
-        return Region(buffer, index, nbytes, *own, **self.whose(row.tier, number))
+            number = self.device if device is None else device
+        nbytes, dtype = _for(row.nbytes, spec, index), _for(row.dtype, spec, index)
+        return Region(buffer, index, nbytes, tier, lifetime, dtype, row.role, **self.whose(tier, number))
 
     def whose(self, tier: Tier, number: int) -> dict[str, Any]:
         """Whose a region is: of this device, or, where each is another rank's, of this rank, on any tier."""
@@ -203,53 +268,40 @@ class Regions:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
 
-    @_once
     def params(self, b: int) -> Region:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
-        spec = self.spec
-        buffer = "params" if b < len(spec.layout.buckets) else "frozen"
-        tier: Tier = "pinned" if spec.places[b].params != "device" else "device"
-        own = tier, "state", spec.places[b].dtype, "params"
-        return Region(
-            buffer, (b,), spec.places[b].weight_bytes, *own, **self.whose(tier, spec.places[b].home)
-        )
+        return self("params" if self.spec.places[b].trainable else "frozen", b)
 
-    @_once
     def home(self, b: int) -> Region:
         """The parameters of a bucket, trainable or frozen, in host memory, as the device gets them."""
         return self.high_half(b) if self.spec.places[b].keeps_high_half else self.params(b)
-
-    @_once
-    def spilled(self, b: int) -> Region:
-        """A gradient that waits on the disk for its update."""
-        lifetime = "state" if self.spec.deferred else "program"
-        nbytes = whole_blocks(self.spec.places[b].delivered_bytes)
-        home = self.whose("disk", self.spec.places[b].home)
-        return Region("spilled", (b,), nbytes, "disk", lifetime, "uint8", **home)
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
         """The residuals that forward of a segment keeps beside its output, unless backward recomputes them."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
         return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
 
-    @property
-    def rings(self) -> dict[str, Ring]:
-        """The rings of slots, by buffer: the device's own, and those of all devices; each has the items that pass
-        through it."""
-        return self._rings_of(self.device)
+    def ring(self, buffer: str) -> Ring:
+        """The slots of a buffer: this device's own, or those of all devices."""
+        return self._rings_of(self.device)[buffer]
 
     @_once
     def _rings_of(self, device: int) -> dict[str, Ring]:
         rings = {ring.region.buffer: ring for ring in _rings(self, device)}
         return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in rings.items()}
 
+    def slots(self, buffer: str, device: int) -> Region:
+        """A slot that has no number and no room yet: `Ring` gives each its own."""
+        own = self.whose(_for(REGIONS[buffer].tier, self.spec, ()), device)
+        return self._made(buffer, REGIONS[buffer], tuple(n for n in own.values() if n), device)
+
     def slot(self, buffer: str, item: int) -> Region:
         """The slot of a ring that has a bucket or what a segment left."""
-        return self.rings[buffer].slot(item)
+        return self.ring(buffer).slot(item)
 
     def give(self, buffer: str, item: int) -> Region:
         """The slot of a ring that it has from now on."""
-        return self.rings[buffer].give(item)
+        return self.ring(buffer).give(item)
 
     def gradient(self, b: int) -> Region:
         """The flat gradient of a bucket on the device: in a slot, or in stage 1 in a buffer of its own."""
@@ -257,11 +309,9 @@ class Regions:
 
     @_once
     def _whole_sum(self, b: int) -> Region:
-        nbytes = self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
-        home = self.whose("device", self.spec.places[b].home)
-        return Region(
-            "grad_slot", (b,), nbytes, "device", "program", self.spec.places[b].dtype, "grad", **home
-        )
+        place = self.spec.places[b]
+        row = Row(place.numel * place.element_bytes, "device", "program", place.dtype, "grad", _home_of)
+        return self._made("grad_slot", row, (b,))
 
     def delivered(self, b: int) -> Region:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
@@ -269,7 +319,7 @@ class Regions:
 
     def room(self, s: int) -> tuple[Region, ...]:
         """Empty; it keeps forward from running ahead of the copies of what a segment leaves to the host."""
-        return (self.slot("act_room", s),) if s in self.rings["act_room"] else ()
+        return (self.slot("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
         """Where the passes of a segment have the keys of a row, if on the host: memory for each device."""
@@ -297,33 +347,21 @@ class Regions:
         """The gradient of a bucket that waits for its update, in memory; in a page if it waits on the disk."""
         return self.slot("grad_page", b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
 
-    def shard_bytes(self, b: int, element_bytes: int | None = None) -> int:
-        """Bytes of this rank's slice of a bucket, with elements as its parameters' on the device, or of so many."""
-        return self.spec.places[b].shard_numel * (element_bytes or self.spec.places[b].element_bytes)
-
-    @_once
     def waiting(self, b: int) -> Region:
-        """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
-        added = self.spec.places[b].added
-        dtype = "fp32" if added else self.spec.places[b].dtype
-        nbytes = self.shard_bytes(b, DTYPES[dtype].nbytes)
-        tier: Tier = "host" if added and self.spec.places[b].update != "device" else "pinned"
-        buffer = "grad_sum" if added else "host_grad"
-        if self.spec.places[b].gradient == "device":
-            tier, buffer = "device", "device_sum" if added else "device_grad"
-        # It waits for the next step, or in this one.
-        lifetime = "state" if self.spec.deferred and self.spec.places[b].state != "device" else "program"
-        home = self.whose(tier, self.spec.places[b].home)
-        return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard", **home)
+        """The gradient of a bucket that waits for its update in memory; a sum if a step adds up several."""
+        place = self.spec.places[b]
+        if place.gradient == "device":
+            return self("device_sum" if place.added else "device_grad", b)
+        return self("grad_sum" if place.added else "host_grad", b)
 
     def staged_bytes(self, b: int) -> dict[str, int]:
         """Bytes of what the slot on the device has of bucket `b` while it is updated there: its state, parameters
         that live elsewhere and are no part of the state, and a gradient that waited elsewhere."""
-        spec, numel = self.spec, self.spec.places[b].shard_numel
-        parts = {x.name: x.nbytes(numel) for x in spec.places[b].buffers}
-        if spec.places[b].params != "device" and not spec.places[b].sends_high_half:
-            parts[PARAMS] = spec.places[b].weight_bytes
-        if spec.places[b].gradient != "device":
+        place = self.spec.places[b]
+        parts = {x.name: x.nbytes(place.shard_numel) for x in place.buffers}
+        if place.params != "device" and not place.sends_high_half:
+            parts[PARAMS] = place.weight_bytes
+        if place.gradient != "device":
             parts[GRADIENT] = self.waiting(b).nbytes
         return parts
 
@@ -336,29 +374,21 @@ class Regions:
             yield from (evolve(r, rank=0) for r in self._state() if r.rank == stage)
 
     def _state(self) -> Iterator[Region]:
-        layout = self.spec.layout
-        yield from (self("module_buffers", s) for s in self.spec.stateful)
-        for bucket in layout.frozen_buckets:
-            if self.spec.places[bucket.index].params != "disk":
-                yield self.params(bucket.index)
-            if self.spec.swaps:
-                yield self("extent", bucket.index)
-            elif bucket.index in self.spec.frozen_masters:
-                nbytes = self.shard_bytes(bucket.index, FP32)
-                home = self.whose("host", self.spec.places[bucket.index].home)
-                yield Region(MASTER, (bucket.index,), nbytes, "host", "state", "fp32", "state", **home)
-            if bucket.index in self.spec.frozen_averages:
-                yield self.ema(bucket.index)
-        for b in range(len(layout.buckets)):
-            if not self.spec.places[b].keeps_high_half and self.spec.places[b].params != "disk":
+        spec = self.spec
+        yield from (self("module_buffers", s) for s in spec.stateful)
+        for place in sorted(spec.places, key=lambda x: x.trainable):
+            b = place.index
+            if place.params != "disk" and not place.keeps_high_half:
                 yield self.params(b)
             yield from self.bucket_state(b)
-            if self.spec.swaps:
+            if spec.swaps:
                 yield self("extent", b)
-            if self.spec.settings.ema is not None:
+            elif b in spec.frozen_masters:
+                yield self._of_state(StateBuffer(MASTER, "fp32"), b)
+            if b in spec.frozen_averages or (place.trainable and spec.settings.ema is not None):
                 yield self.ema(b)
-            if self.spec.deferred and self.spec.places[b].state != "device":
-                yield self.spilled(b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
+            if spec.deferred and place.trainable and place.state != "device":
+                yield self("spilled", b) if place.gradient == "disk" else self.waiting(b)
 
     def on_device(self) -> dict[Region, bool]:
         """The regions of a State on the device; True for parameters that can be made again of their master."""
@@ -370,31 +400,25 @@ class Regions:
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
         """The optimizer state of a bucket in memory; pinned where the device gets it as it is."""
-        kinds = self.spec.places[b].buffers
-        if self.spec.places[b].state == "disk":
-            kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.places[b].keeps_high_half]
-        numel, sent = (
-            self.spec.places[b].shard_numel,
-            HIGH_HALF if self.spec.places[b].sends_high_half else "",
+        place, kinds = self.spec.places[b], self.spec.places[b].buffers
+        if place.state == "disk":
+            kinds = [x for x in kinds if x.name == HIGH_HALF and place.keeps_high_half]
+        sent = HIGH_HALF if place.sends_high_half else ""
+        return tuple(self._of_state(x, b, copied=place.staged or x.name == sent) for x in kinds)
+
+    def _of_state(self, x: StateBuffer, b: int, *, copied: bool = False) -> Region:
+        """A buffer of a rank's state of a bucket, pinned if it is copied to the device."""
+        place = self.spec.places[b]
+        tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
+        role = "ema" if x == EMA else "state"
+        return self._made(
+            x.name, Row(x.nbytes(place.shard_numel), tier, "state", x.dtype, role, _home_of), (b,)
         )
-        staged = self.spec.places[b].staged
-        tiers: dict[str, Tier] = {x.name: "pinned" if staged or x.name == sent else "host" for x in kinds}
-        if self.spec.places[b].state == "device":
-            tiers = dict.fromkeys(tiers, "device")
-
-        def region(x: StateBuffer) -> Region:
-            home = self.whose(tiers[x.name], self.spec.places[b].home)
-            return Region(x.name, (b,), x.nbytes(numel), tiers[x.name], "state", x.dtype, "state", **home)
-
-        return tuple(map(region, kinds))
 
     @_once
     def ema(self, b: int) -> Region:
         """The moving average of the weights of a bucket, where its state is."""
-        nbytes, there = EMA.nbytes(self.spec.places[b].shard_numel), self.spec.places[b].state == "device"
-        where: Tier = "device" if there else "host"
-        home = self.whose(where, self.spec.places[b].home)
-        return Region(EMA.name, (b,), nbytes, where, "state", EMA.dtype, "ema", **home)
+        return self._of_state(EMA, b)
 
     def high_half(self, b: int) -> Region:
         """The half of a split master that the device gets as it is."""
@@ -402,142 +426,114 @@ class Regions:
 
     def paged(self, b: int) -> tuple[Region, ...]:
         """The slot that has the state of a bucket that lives on the disk; of a frozen one the page."""
-        if self.spec.places[b].state == "disk":
+        place = self.spec.places[b]
+        if place.state == "disk":
             return (self.slot("state_slot", b),)
-        frozen_there = b >= len(self.spec.layout.buckets) and self.spec.places[b].params == "disk"
-        return (self.slot("weight_page", b),) if frozen_there else ()
+        return (self.slot("weight_page", b),) if place.params == "disk" and not place.trainable else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
         """The regions of a bucket in memory that are saved: state and averages, or frozen parameters."""
-        if b >= len(self.spec.layout.buckets):
-            return () if self.spec.places[b].params == "disk" else (self.params(b),)
+        if not (place := self.spec.places[b]).trainable:
+            return () if place.params == "disk" else (self.params(b),)
         return (*self.bucket_state(b), *((self.ema(b),) if self.spec.settings.ema is not None else ()))
 
     def written(self, b: int) -> Region:
         """The bytes of a checkpoint for a bucket, as a region that its write makes."""
-        slice_ = self.shard_bytes(b)
-        nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self.saved(b))
-        paged = (
-            self.spec.extents[b].moved_bytes
-            if self.spec.places[b].state == "disk" or self.spec.places[b].params == "disk"
-            else 0
-        )
-        home = self.whose("disk", self.spec.places[b].home)
-        return Region("written", (b,), nbytes + paged, "disk", "value", **home)
+        place = self.spec.places[b]
+        nbytes = sum(place.shard_bytes if r.role == "params" else r.nbytes for r in self.saved(b))
+        nbytes += self.spec.extents[b].moved_bytes if "disk" in (place.state, place.params) else 0
+        return self._made("written", Row(nbytes, "disk", "value", of=_home_of), (b,))
 
 
 def _rings(at: Regions, device: int) -> Iterator[Ring]:
-    """The rings of slots: the region that each slot is, the bytes of each item that passes through, and how many of
-    them in a row have slots of their own. Those on a device have the items of its passes."""
+    """The rings of slots: the bytes of each item that passes through, and how many of them in a row have slots of
+    their own. Those on a device have the items of its passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
+    depth, host = settings.weight_slots, settings.host_slots
 
-    def slots(buffer: str, tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Region:
-        own = at.whose(tier, device)
-        lifetime = "operation" if dtype is None else "program"
-        index = tuple(n for n in own.values() if n)
-        return Region(buffer, index, 0, tier, lifetime, dtype, role, **own)
+    def reused(
+        buffer: str,
+        sizes: dict[int, int],
+        groups: Iterable[Sequence[int]],
+        depth: int,
+        kinds: Mapping[int, Dtype] = ALIKE,
+    ) -> Ring:
+        return Ring.reused(at.slots(buffer, device), sizes, groups, depth, kinds)
+
+    def passing(buffer: str, sizes: dict[int, int], order: Sequence[int], depth: int, *kinds: Any) -> Ring:
+        return Ring.passing(at.slots(buffer, device), sizes, order, depth, *kinds)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
         there = spec.segments_on(device, *ways)
         return [s for s in segments if s in there]
 
-    def shards(element_bytes: int | None, buckets: Iterable[int]) -> dict[int, int]:
-        return {b: at.shard_bytes(b, element_bytes) for b in buckets}
-
     # A slot of parameters, or of gradients in their dtype, serves buckets of one.
-    dtypes: dict[int, Dtype] = {b.index: spec.places[b.index].dtype for b in layout.all_buckets}
-    delivered: dict[int, Dtype] = {x.index: x.delivered_dtype for x in spec.places}
-    usual = spec.settings.precision
+    places, segments = spec.places, range(spec.num_segments)
+    dtypes: dict[int, Dtype] = {x.index: x.dtype for x in places}
+    delivered: dict[int, Dtype] = {x.index: x.delivered_dtype for x in places}
+    at_home = [x for x in places if x.trainable and x.home == device]
+    offloaded = [x for x in (at_home if spec.over_ranks else places) if x.trainable and x.state != "device"]
+    leaving = [x for x in offloaded if x.gradient != "device"]  # gradients
+    used = [layout.weights_of(s) for s in here(segments, F, B)]
+    pulled = [layout.buckets_of(s) for s in here(segments, B) if s >= layout.first_trainable]
 
     # Parameters, sums and states stay in their slots until another item needs one.
-    together = [layout.weights_of(s) for s in range(spec.num_segments)]
-    used = [layout.weights_of(s) for s in here(range(spec.num_segments), F, B)]
-    weights = {
-        b.index: b.numel * spec.places[b.index].element_bytes
-        for b in layout.all_buckets
-        if spec.places[b.index].streamed
-    }
-    weights_here = {b: nbytes for b, nbytes in weights.items() if any(b in own for own in used)}
-    weight_slots = slots("weight_slot", "device", usual, "params")  # of a segment that uses them
-    yield Ring.reused(weight_slots, weights_here, used, settings.weight_slots, dtypes)
-    paged = weights_here if spec.over_ranks else weights
-    pages = {b: whole_blocks(spec.places[b].weight_bytes) for b in paged if spec.places[b].params == "disk"}
-    weight_pages = slots("weight_page", "pinned", "uint8")  # read from the disk, all or this rank's slice
-    yield Ring.reused(weight_pages, pages, together, settings.weight_slots)
-    offloaded = [b for b in spec.offloaded if not spec.over_ranks or spec.places[b].home == device]
-    leaving = [b for b in offloaded if spec.places[b].gradient != "device"]  # gradients
-    pulled = [s for s in here(range(spec.num_segments), B) if s >= layout.first_trainable]
-    added = [layout.buckets_of(s) for s in pulled]
-    sums = shards(FP32, (b for b in leaving if spec.places[b].summed and any(b in own for own in added)))
-    sum_slots = slots("sum_slot", "device", "fp32", "grad_shard")  # over the micro-batches
-    yield Ring.reused(sum_slots, sums, added, max(settings.grad_slots, spec.open_sums(device)))
-    states = {b: spec.extents[b].nbytes for b in (offloaded if spec.swaps else ())}
-    state_slots = slots("state_slot", "pinned", "uint8", "paged")  # while it is updated
-    yield Ring.reused(state_slots, states, [[b] for b in states], settings.state_slots)
-    updated_here = [b for b in range(len(layout.buckets)) if spec.places[b].home == device]
-    staged = {
-        b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in updated_here if spec.places[b].staged
-    }
-    update_slots = slots("update_slot", "device", "uint8", "paged")  # while it is updated there
-    yield Ring.reused(update_slots, staged, [[b] for b in staged], settings.update_slots)
-    spilled = {b: at.spilled(b).nbytes for b in offloaded if spec.places[b].gradient == "disk"}
-    grad_pages = slots("grad_page", "pinned", usual, "grad_shard")  # on its way to the disk, or back
-    yield Ring.reused(grad_pages, spilled, [[b] for b in spilled], settings.host_slots, delivered)
+    streamed = [x for x in places if x.streamed]
+    own = [x for x in streamed if any(x.index in group for group in used)]
+    weights = {x.index: x.numel * x.element_bytes for x in own}
+    yield reused("weight_slot", weights, used, depth, dtypes)
+    on_disk = (x for x in (own if spec.over_ranks else streamed) if x.params == "disk")
+    pages = {x.index: whole_blocks(x.weight_bytes) for x in on_disk}
+    yield reused("weight_page", pages, [layout.weights_of(s) for s in segments], depth)
+    added = (x for x in leaving if x.summed and any(x.index in group for group in pulled))
+    sums = {x.index: x.shard_numel * FP32 for x in added}
+    yield reused("sum_slot", sums, pulled, max(settings.grad_slots, spec.open_sums(device)))
+    states = {x.index: spec.extents[x.index].nbytes for x in (offloaded if spec.swaps else ())}
+    yield reused("state_slot", states, [[b] for b in states], settings.state_slots)
+    staged = [x.index for x in at_home if x.staged]
+    updated = {b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in staged}
+    yield reused("update_slot", updated, [[b] for b in updated], settings.update_slots)
+    spilled = {x.index: whole_blocks(x.delivered_bytes) for x in leaving if x.gradient == "disk"}
+    yield reused("grad_page", spilled, [[b] for b in spilled], host, delivered)
 
     # Gradients pass in the order in which backward completes the buckets.
-    backward = reversed(range(layout.first_trainable, spec.num_segments))
+    backward = reversed(segments[layout.first_trainable :])
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    packed = {b for s, (b, _, _) in parts if s in pulled}
-    whole = {
-        b.index: b.numel * spec.places[b.index].element_bytes
-        for b in layout.buckets
-        if settings.stage != 1 and b.index in packed
-    }
-    grad_slots = slots("grad_slot", "device", usual, "grad")
-    yield Ring.passing(grad_slots, whole, completed, settings.grad_slots, dtypes)
-    landing = {b: spec.places[b].delivered_bytes for b in leaving if spec.places[b].lands}
-    host_slots = slots("host_slot", "pinned", usual, "grad_shard")  # as it arrives on the host
-    homes = {b: spec.places[b].home for b in landing}  # a device does not wait for what another sends
-    yield Ring.passing(host_slots, landing, completed, settings.host_slots, delivered, homes)
-    sent = shards(
-        None, (b for b in offloaded if not spec.places[b].staged and spec.places[b].params == "device")
+    packed = (places[b] for b in sorted({*chain(*pulled)}) if settings.stage != 1)
+    yield passing(
+        "grad_slot",
+        {x.index: x.numel * x.element_bytes for x in packed},
+        completed,
+        settings.grad_slots,
+        dtypes,
     )
-    param_slots = slots("param_slot", "pinned", usual, "copy")  # new ones, before their copy to the device
-    yield Ring.passing(param_slots, sent, [*sent], settings.host_slots, dtypes)
+    landing = {x.index: x.delivered_bytes for x in leaving if x.lands}
+    homes = {b: places[b].home for b in landing}  # a device does not wait for what another sends
+    yield passing("host_slot", landing, completed, host, delivered, homes)
+    sent = {x.index: x.shard_bytes for x in offloaded if not x.staged and x.params == "device"}
+    yield passing("param_slot", sent, [*sent], host, dtypes)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
-    matrices = {b: layout.buckets[b].numel * BF16 for b in spec.matrix_buckets}
-    slices, updated = shards(BF16, matrices), sorted(matrices, key=lambda b: matrices[b])
-    for directions, sizes in (
-        (slots("direction_slot", "device", "bf16"), matrices),  # from the slices of all ranks
-        (slots("direction_shard", "device", "bf16", "grad_shard"), slices),
-        (
-            slots("host_direction", "pinned", "bf16", "grad_shard"),
-            slices,
-        ),  # on its way to the device, or back
-    ):
-        there = {b: n for b, n in sizes.items() if directions.tier != "device" or b in updated_here}
-        yield Ring.passing(directions, there, updated, spec.updates_ahead)
+    matrices = [x for x in places if x.matrices]
+    order = [x.index for x in sorted(matrices, key=lambda x: x.numel)]
+    ours = [x for x in at_home if x.matrices]
+    yield passing("direction_slot", {x.index: x.numel * BF16 for x in ours}, order, spec.updates_ahead)
+    for buffer, those in (("direction_shard", ours), ("host_direction", matrices)):
+        yield passing(buffer, {x.index: x.shard_numel * BF16 for x in those}, order, spec.updates_ahead)
 
     # What a segment left passes once for each micro-batch of a group.
-    segments = [s for s in range(spec.num_segments) if spec.activations[s] != "device"]
-    stashed = {s: _stashed_bytes(spec, s) for s in segments}
+    away = {s: _stashed_bytes(spec, (s,)) for s in segments if spec.activations[s] != "device"}
     ahead = ACTIVATION_SLOTS if settings.tiles == 1 else 1
-    order = [s for s in segments for _ in range(min(settings.in_flight, settings.host_slots + ahead))]
-    act_slots = slots("act_slot", "device", "uint8", "act")  # what backward needs, back on the device
-    yield Ring.passing(act_slots, {s: stashed[s] for s in here(segments, B)}, order, ahead)
-    rooms = dict.fromkeys(here(segments, F), 1)
-    yield Ring.passing(slots("act_room", "device", None), rooms, order, ahead)
-    off_device = here(segments, F, B) if spec.over_ranks else segments
-    on_disk = {s: whole_blocks(stashed[s]) for s in off_device if spec.activations[s] == "disk"}
-    act_pages = slots("act_page", "pinned", "uint8", "act")  # on its way to the disk, or back
-    yield Ring.passing(act_pages, on_disk, order, settings.host_slots)
+    in_turn = [s for s in away for _ in range(min(settings.in_flight, host + ahead))]
+    yield passing("act_slot", {s: away[s] for s in here(away, B)}, in_turn, ahead)
+    yield passing("act_room", dict.fromkeys(here(away, F), 1), in_turn, ahead)
+    off_device = here(away, F, B) if spec.over_ranks else away
+    kept = {s: whole_blocks(away[s]) for s in off_device if spec.activations[s] == "disk"}
+    yield passing("act_page", kept, in_turn, host)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
     for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
-        sent = {
-            s: round_up(spec.costs[s].input_bytes, ALLOCATION)
-            for s in ([] if spec.over_ranks else spec.hops(way))
-        }
-        yield Ring.reused(slots(buffer, "pinned", "uint8", "act"), sent, [[*sent]], 1)
+        into = () if spec.over_ranks else spec.hops(way)
+        hops = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
+        yield reused(buffer, hops, [[*hops]], 1)
