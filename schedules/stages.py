@@ -4,7 +4,7 @@ An order of stages lists for each device its passes `(way, micro-batch, stage)`;
 segments, as `zfunc.core.pipeline` takes it. `RecomputeAhead` changes any order of these.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from attrs import frozen
@@ -35,21 +35,22 @@ def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) ->
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-def cut_by_cost(costs: Sequence[float], count: int) -> list[int]:
-    """The segments of each of `count` stages whose largest costs as little as can be; then the squares of all.
+def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
+    """The segments of each of 1 stage, of 2, and so on, whose largest costs as little as can be; then the squares
+    of all. Each cut is found from those in one stage fewer.
 
-    >>> cut_by_cost([0, 1, 1, 1, 1, 1, 2], 3)
-    [3, 2, 2]
+    >>> [*cuts_by_cost([0, 1, 1, 1, 1, 1, 2])][:3]
+    [[7], [4, 3], [3, 2, 2]]
     """
     sums = [0.0, *accumulate(costs)]
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # of as many segments
-    for k in range(1, count + 1):
+    for k in range(1, len(costs) + 1):
         longer: dict[int, tuple[float, float, list[int]]] = {}
-        for end in range(k, len(costs) - count + k + 1):
+        for end in range(k, len(costs) + 1):
             ways = ((n, sums[end] - sums[n], x) for n, x in best.items() if n < end)
             longer[end] = min((max(x[0], own), x[1] + own**2, [*x[2], end - n]) for n, own, x in ways)
         best = longer
-    return best[len(costs)][2]
+        yield best[len(costs)][2]
 
 
 def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -> Passes:

@@ -51,18 +51,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_670,
+    "core": 6_680,
     "schedules and ground": 1_450,
     "runtime": 3_380,
     "optim": 2_890,
     "checkpoint": 3_120,
     "engine": 9_660,
     "viz": 1_100,
-    "planner": 3_290,
+    "planner": 3_480,
     "models": 3_340,
     "train": 4_670,
-    "cli": 2_400,
-    "tests": 41_250,
+    "cli": 2_430,
+    "tests": 41_320,
 }
 
 

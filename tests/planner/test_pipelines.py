@@ -8,12 +8,17 @@ import pytest
 from attrs import evolve
 
 import zfunc
+from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.cli.main import main
+from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import gpt_costs
+from zfunc.planner import candidate, pipelines
+from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.profile import load_profile, replace_figures
@@ -130,3 +135,53 @@ def test_gpus_are_divided_into_ranks_and_devices(capsys: pytest.CaptureFixture[s
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["layouts"]) == 3
     assert answer["world"] * answer["devices"] == 4
+
+
+def test_few_of_the_orders_of_many_layers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound of each leaves out the others, none of which is faster than the fastest by what is worth a change."""
+    config = evolve(EQUAL, num_layers=40)
+    model = CostModel(gpt_costs(config, ROWS, zfunc.AdamW(), 1), ROOM)
+    on_host = {"params_on": "host", "activations_on": "host"}
+    step = model.step(StepSettings(order="OneFOneB", micro_batches=ROWS, **on_host, **GIVEN))
+    work, made = pipelines.work_of(step), dict[tuple[str, int], float]()
+    takes = pipelines._makespan  # pyright: ignore[reportPrivateUsage]
+
+    def timed(step: PlannedStep, order: str, m: int, work: Any) -> float:
+        made[order, m] = takes(step, order, m, work)
+        return made[order, m]
+
+    monkeypatch.setattr(pipelines, "_makespan", timed)
+    found = [*pipelines.best_orders(step, (4,), ())]
+    every = {
+        (x, m): takes(step, x, m, work)
+        for x in {*pipelines._orders(step, work)}  # pyright: ignore[reportPrivateUsage]
+        for m in (4, ROWS)
+    }
+    for asked, seconds in every.items():
+        least = pipelines._least_makespan(step, *asked, work)  # pyright: ignore[reportPrivateUsage]
+        assert least <= seconds, asked
+    assert len(made) < 0.7 * len(every)
+    for m in (4, ROWS):
+        fastest = min(seconds for (_, n), seconds in every.items() if n == m)
+        first = next(x["order"] for x in found if x["micro_batches"] == m)
+        assert every[first, m] <= fastest / (1 - pipelines.WORTH)
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_on_two_cards_is_searched_with_little_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted in operations that are made: the seconds of a machine that others use say little."""
+    made, all_of = list[int](), candidate.operations_of
+
+    def counting(spec: StepSpec) -> Graph:
+        graph = all_of(spec)
+        made.append(len(graph))
+        return graph
+
+    monkeypatch.setattr(candidate, "operations_of", counting)
+    size = {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "vocab_size": 32_000}
+    job = {"seq_length": 1024, "batch_size": 8, "hardware": "rtx4090x8", "devices": 2}
+    answer = plan_model(PlanSettings(**size, **job, schedule="auto", order="auto"))
+    assert answer.planned.fits
+    assert sum(made) < 1_150_000

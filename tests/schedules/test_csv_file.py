@@ -13,7 +13,7 @@ from zfunc.schedules import ORDERS, make_order
 from zfunc.schedules.csv_file import FromCSV, write_csv
 from zfunc.schedules.stages import cut_in_stages
 
-from zfunc.core.pipeline import passes_in
+from zfunc.core.pipeline import passes_in, passes_listed
 from zfunc.errors import PlanError
 
 
@@ -33,7 +33,8 @@ WORK = [{"F": 1, "B": 2}]
 
 
 def passes(order: Any, segments: int, micro_batches: int) -> Sequence[Any]:
-    made = passes_in(order, 2, micro_batches, range(segments), WORK * segments, [0] * segments)
+    listed = passes_listed(order, 2, micro_batches, trained := range(segments), segments)
+    made = passes_in(listed, trained, WORK * segments, [0] * segments)
     return [x for _, _, x in made]
 
 

@@ -21,10 +21,10 @@ from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import Recipe, deferred, zero_offload
 from zfunc.core.settings import PLACES, TIERS_OF, UPDATE_SHARES, StepSettings, in_equal_shares
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
-from zfunc.planner.candidate import PlannedStep, gains_and_costs, step_of
+from zfunc.planner.candidate import PlannedStep, gains_and_costs, least_seconds, step_of
 from zfunc.planner.plan_step import most_that_fit
 from zfunc.planner.search import SPACE as EVERYTHING
-from zfunc.planner.search import WORTH, Space, most_persistent, moved, search, shares_that_fit
+from zfunc.planner.search import WORTH, Space, Watch, most_persistent, moved, search, shares_that_fit
 from zfunc.planner.suggestions import suggest
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
@@ -621,3 +621,59 @@ def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
         on = with_room(**{tier: between + (fits["pinned"] if tier == "host" else 0)})
         assert most_that_fit(partial(layers, on=on), 100) == most
     assert most_that_fit(layers, 3) == 3, "what is more is not tried"
+
+
+# --- what a search does not simulate, and who waits for it -----------------------------------------------
+
+
+@pytest.mark.parametrize("name", [x for x in SPECS if SPECS[x].settings.pp == 1])
+def test_what_a_step_has_at_least_is_known_before_its_operations_are(name: str) -> None:
+    on = evolve(BALANCED, shared={"disk": {"read": 1.0, "write": 1.0}, "memory": {"host": 1.0, "d2h": 0.5}})
+    step = PlannedStep(SPECS[name], on)
+    kept, work = step.floor
+    assert "graph" not in vars(step)
+    assert {tier: n for tier, n in kept.items() if n > step.kept[tier]} == {}
+    assert {x: s for x, s in work.items() if s > step.work_of.get(x, 0.0) * (1 + 1e-9)} == {}
+    assert 0 < least_seconds(work, on) <= least_seconds(step.work_of, on) * (1 + 1e-9)
+    assert least_seconds(step.work_of, on) <= step.seconds * (1 + 1e-9)
+
+
+def test_drives_that_share_a_path_bound_a_step_by_the_sum_of_their_work() -> None:
+    step = step_of(model(), evolve(START, state_on="disk", params_on="host"), SLOW_DRIVES)
+    both = step.work["read"] + step.work["write"]
+    assert max(step.work.values()) < 0.9 * both
+    assert least_seconds(step.floor[1], SLOW_DRIVES) == pytest.approx(both, rel=0.01)
+
+
+def test_ctrl_c_ends_a_search_that_is_watched_with_the_best_so_far() -> None:
+    spec, told = model(clip_norm=1.0, micro_batches=2), list[tuple[int, float]]()
+
+    def planned(settings: StepSettings) -> PlannedStep:
+        if len(told) == 12:
+            raise KeyboardInterrupt
+        return step_of(spec, settings, BALANCED)
+
+    watch = Watch(lambda x, best: told.append((x.tried, best.seconds)))
+    found = search(planned, spec.settings, SPACE, watch)
+    assert watch.stopped
+    assert [n for n, _ in told] == [*range(2, 14)]
+    assert watch.about >= watch.tried == 13
+    assert found.reasons == ()
+    assert found.step.seconds == told[-1][1] < told[0][1]
+    assert found.step.seconds <= min(x.seconds for x in found.tried if x.fits) * (1 + WORTH)
+    with pytest.raises(KeyboardInterrupt):
+        search(planned, spec.settings, SPACE)
+
+
+def test_the_whole_search_is_as_good_without_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither bounds by arithmetic nor what is recomputed where devices wait change it by more than counts."""
+    room = {"device": 1 << 40, "host": 1 << 40}
+    bound = evolve(BALANCED, rates={**BALANCED.rates, "host": 2e8}, memory=room)
+    for on, plan in product((bound, COMPUTING), (model(micro_batches=2), recomputing)):
+        found = search(steps(plan, on), SETUP)
+        with monkeypatch.context() as patch:
+            patch.setattr(PlannedStep, "floor", ({}, {}))
+            patch.setattr(PlannedStep, "seconds_without_compute", 0.0)
+            whole = search(steps(plan, on), SETUP)
+        assert len(found.tried) <= len(whole.tried)
+        assert found.step.seconds <= whole.step.seconds * (1 + WORTH)

@@ -2,13 +2,15 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
+import time
 import unicodedata
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from zfunc.cli.parser import with_flags
 from zfunc.options import Options
@@ -25,10 +27,29 @@ def printable(text: str) -> str:
     return "".join(repr(c)[1:-1] if unicodedata.category(c)[0] == "C" else c for c in shown)
 
 
-def can_redraw() -> bool:
-    """Whether what is printed goes to a terminal that can redraw it; the one that Jupyter gives `!` cannot."""
+def can_redraw(stream: TextIO | None = None) -> bool:
+    """Whether `stream`, stdout unless given, is a terminal that can redraw its line; Jupyter's for `!` cannot."""
     jupyter = "JPY_PARENT_PID" in os.environ
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not jupyter
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb" and not jupyter
+
+
+@contextmanager
+def progress_line() -> Generator[Callable[[str], None]]:
+    """A function that shows a text on stderr, a terminal, at most once a second: one line, erased in the end."""
+    shown, last = False, time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal shown, last
+        if can_redraw(sys.stderr) and time.monotonic() - last >= 1:
+            shown, last = True, time.monotonic()
+            text = text[: shutil.get_terminal_size().columns - 1]  # a longer one would be two lines
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

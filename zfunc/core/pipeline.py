@@ -57,29 +57,19 @@ class InGroups:
         return [made]
 
 
-def passes_in(
+def passes_listed(
     order: Order,
     devices: int,
     micro_batches: int,
     trained: Sequence[int],
-    work: Sequence[Mapping[str, int]],
-    hops: Sequence[int],
+    num_segments: int,
     repeated: Collection[int] = (),
-    tied: Sequence[Collection[int]] = (),
-) -> list[tuple[int, bool, Pass]]:
-    """The beginnings and ends of the passes of an order, each with its time and whether it is a beginning, as they
-    come in time: a pass begins after those that it depends on have ended.
+) -> list[list[Pass]]:
+    """The passes of each device in its order, as they are made.
 
-    `work` is that of a pass through each segment, by its way, and `hops` that of sending its input to another
-    device, in any unit: lanes that all devices share, and those of what a device is sent, have this order.
-
-    Micro-batches pass a segment in ascending order, each way, and a device makes the gradients of one from the last
-    segment down, so that sums do not depend on the order; so do all devices of the last one, of segments that are
-    `tied`, whose sums are added up then. `trained` are the segments with gradients of weights, `repeated` those
-    whose forward may be recomputed ahead of backward: an R of any other is left out. Raises PlanError for an order
-    that has a pass twice or not at all, or in which devices wait for each other.
+    `trained` are the segments with gradients of weights, `repeated` those whose forward may be recomputed ahead of
+    backward: an R of any other is left out. Raises PlanError for an order that has a pass twice or not at all.
     """
-    num_segments = len(work)
     try:
         signature(order).bind(devices, num_segments, micro_batches)
     except TypeError as error:
@@ -119,12 +109,34 @@ def passes_in(
                 f"order: got {Pass(*x)} {times[x]} times, expected it {'once' if wanted else 'not at all'}: there "
                 f"are {num_segments} segments and {micro_batches} micro-batches"
             )
+    return lists
 
-    weights = {*trained}
+
+def passes_in(
+    lists: Sequence[Sequence[Pass]],
+    trained: Sequence[int],
+    work: Sequence[Mapping[str, int]],
+    hops: Sequence[int],
+    tied: Sequence[Collection[int]] = (),
+) -> list[tuple[int, bool, Pass]]:
+    """The beginnings and ends of the passes of each device, each with its time and whether it is a beginning, as
+    they come in time: a pass begins after those that it depends on have ended.
+
+    `work` is that of a pass through each segment, by its way, and `hops` that of sending its input to another
+    device, in any unit: lanes that all devices share, and those of what a device is sent, have this order.
+
+    Micro-batches pass a segment in ascending order, each way, and a device makes the gradients of one from the last
+    segment down, so that sums do not depend on the order; so do all devices of the last one, of segments that are
+    `tied`, whose sums are added up then. `trained` are the segments with gradients of weights. Raises PlanError
+    where devices wait for each other.
+    """
+    weights, expected = {*trained}, {x[:3] for own in lists for x in own}
+    split = {(m, s) for way, m, s in expected if way in (I, W)}
+    last = max(m for _, m, _ in expected)
 
     def added_up(x: Pass) -> list[int]:
         """The numbers of the `tied` segments to whose sum a pass adds, whichever device makes it."""
-        return [n for n, group in enumerate(tied) if x.m == micro_batches - 1 and x.s in group]
+        return [n for n, group in enumerate(tied) if x.m == last and x.s in group]
 
     # What makes gradients on a device, and those of tied segments on all of them, from the lowest segment up.
     groups = defaultdict[Any, list[Pass]](list[Pass])
@@ -151,7 +163,7 @@ def passes_in(
         return end + hops[max(before[2], x.s)] * sent
 
     found: list[tuple[int, bool, Pass]] = []
-    free, left = [0] * devices, [own[::-1] for own in lists]
+    free, left = [0] * len(lists), [[*reversed(own)] for own in lists]
     ready: dict[int, tuple[int, int, Pass]] = {}  # the next of a device: when it starts
     while any(left):
         for d, own in enumerate(left):

@@ -12,7 +12,7 @@ from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
-from zfunc.core.pipeline import VERBS, B, F, I, InGroups, Order, Pass, R, W, passes_in
+from zfunc.core.pipeline import VERBS, B, F, I, InGroups, Order, Pass, R, W, passes_in, passes_listed
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.errors import PlanError
@@ -196,15 +196,22 @@ class StepSpec:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes of all micro-batches through the segments, in serial order."""
-        settings, count, layout = self.settings, self.num_segments, self.layout
         unknown = {F: 1, R: 1, B: 3, I: 2, W: 1}
         work = [{way: getattr(x, VERBS[way]).flops or n for way, n in unknown.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
-        trained = [s for s in range(count) if layout.buckets_of(s)]
         tied = [*self._tied.values()]
-        given = settings.stages, settings.micro_batches, trained, work, hops, self.repeated, tied
-        order = self.order or InGroups(self.settings.group_size)
-        return tuple(x for _, _, x in passes_in(order, *given))
+        return tuple(x for _, _, x in passes_in(self.listed, self._trained, work, hops, tied))
+
+    @cached_property
+    def listed(self) -> list[list[Pass]]:
+        """The passes of each device in its order."""
+        order, settings = self.order or InGroups(self.settings.group_size), self.settings
+        given = settings.stages, settings.micro_batches, self._trained, self.num_segments, self.repeated
+        return passes_listed(order, *given)
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        return [s for s in range(self.num_segments) if self.layout.buckets_of(s)]
 
     @cached_property
     def _tied(self) -> dict[int, set[int]]:
@@ -226,10 +233,8 @@ class StepSpec:
 
     @cached_property
     def _devices(self) -> dict[tuple[str, int, int], int]:
-        passes = (
-            self.passes if self.settings.stages > 1 else ()
-        )  # one device makes all, which may be millions
-        return {(B if x.way == I else x.way, x.m, x.s): x.device for x in passes}
+        lists = self.listed if self.settings.stages > 1 else ()  # one device makes all, which may be millions
+        return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 
     def device_of(self, way: str, m: int, s: int) -> int:
         """The number of the device that makes a pass (B stands for I)."""
@@ -283,7 +288,7 @@ class StepSpec:
                 f"order: got a backward in two halves with {name}={getattr(self.settings, name)!r}, whose backward "
                 f"is one: pass order='OneFOneB', or leave {name} out"
             )
-        for x in self.passes:
+        for x in chain(*self.listed):
             m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
             if x.way in (W, R) and x.device != (other := self.device_of(B, m, s)):
                 raise PlanError(
@@ -315,6 +320,7 @@ class StepSpec:
                     "as DualPipeV the first and last"
                 )
 
+        _ = self.passes  # whose devices do not wait for each other
         for b in self._tied if self.settings.stage == 1 else ():
             self._check_sum(b)
 

@@ -10,28 +10,33 @@ two groups add as many seconds as where all work that does not grow takes no tim
 work, which more groups would bring to light. A step that has not, or of few groups, is simulated in full. Nothing
 here knows what the operations do.
 
-The invariant: the result is that of the full simulation, memory to the byte, and time within `CLOSE`.
+The invariant: the result is that of the full simulation, memory to the byte, and time within ten times `CLOSE`,
+since two groups are compared with two, and many pairs are added up.
 """
 
 import gc
 import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeVar
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
-from zfunc.core.graph import KINDS, Graph, Kind, Tier
+from zfunc.core.extents import whole_blocks
+from zfunc.core.graph import KINDS, Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Peak, initial_memory, peak_breakdown, peak_memory, persistent_bytes
+from zfunc.core.pipeline import VERBS
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
-from zfunc.core.settings import StepSettings
+from zfunc.core.regions import Regions
+from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Event, Timeline
@@ -45,6 +50,7 @@ MANY = 6  # times as many micro-batches as a few: fewer are simulated in full, w
 CLOSE = 1e-5  # of a step's time
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
+WorkOf = Mapping[tuple[Kind, int], float]  # seconds of a kind of operation on a device
 Placed = tuple[Event, str, bool]  # an operation of a lane: when it runs, its verb, whether it follows others
 
 
@@ -168,9 +174,40 @@ class PlannedStep:
         return self._sum(persistent_bytes)
 
     @cached_property
-    def work(self) -> dict[Kind, float]:
-        """The seconds of all operations of each kind, on the one of several devices that has most: no schedule is
-        faster than the most of them."""
+    def floor(self) -> "tuple[dict[Tier, int], WorkOf]":
+        """Bytes that are kept and work, without the operations: no more than `kept` and `work_of` have."""
+        spec, at, seconds = self.spec, Regions(self.spec), self.hardware.seconds
+        kept: dict[Region, None] = dict.fromkeys(at.state())
+        for x in (x for x in spec.places if x.waits):
+            kept[at("spilled", x.index) if x.gradient == DISK else at.waiting(x.index)] = None
+        away = {s: f"{where}_act" for s, where in enumerate(spec.activations) if where != "device"}
+        for (s, buffer), m in product(away.items(), range(spec.settings.in_flight)):
+            kept[at(buffer, m, s)] = None
+        nbytes = Counter[Tier]()
+        for r in kept:
+            nbytes[r.place] += r.nbytes
+        for at.device in range(spec.settings.devices):
+            for ring in map(at.ring, ("weight_slot", "sum_slot")):  # all of whose slots are used
+                nbytes[ring.region.place] += sum(count * room for _, count, room in ring.classes)
+
+        work = Counter[tuple[Kind, int]]()
+        passes = Counter((x.way, x.s, x.device) for own in spec.listed for x in own)
+        for (way, s, device), count in passes.items():
+            cost = getattr(spec.costs[s], VERBS[way])
+            work["compute", device] += count * seconds(Op("", (), "compute", **asdict(cost)))
+        stashed = [r.nbytes for r in kept if r.buffer == "disk_act" and r.index[0] == 0]
+        for kind in DRIVES:
+            whole, paged = kind == "write" and spec.commit, (spec.extents[b] for b in spec.paged)
+            moved = [
+                *(spec.settings.micro_batches * stashed),
+                *(x.nbytes if whole else x.moved_bytes for x in paged),
+            ]
+            work[kind, 0] = sum(seconds(Op("", (), kind, nbytes=whole_blocks(n))) for n in moved)
+        return dict(nbytes), work
+
+    @cached_property
+    def work_of(self) -> "WorkOf":
+        """The seconds of all operations of each kind, on each device."""
 
         def of(graph: Graph) -> dict[tuple[Kind, int], float]:
             seconds = {(kind, 0): 0.0 for kind in KINDS}
@@ -178,8 +215,12 @@ class PlannedStep:
                 seconds[op.kind, op.device] = seconds.get((op.kind, op.device), 0.0) + alone
             return seconds
 
-        of_each = self._sum(of)
-        return {kind: max(x for (k, _), x in of_each.items() if k == kind) for kind in KINDS}
+        return self._sum(of)
+
+    @cached_property
+    def work(self) -> dict[Kind, float]:
+        """The seconds of all operations of each kind, on the one of several devices that has most."""
+        return by_kind(self.work_of)
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """The sum that `measure` takes over the operations of all micro-batches."""
@@ -258,6 +299,16 @@ class PlannedStep:
         plan = plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
         return plan, simulate(plan, self.hardware)
 
+    @cached_property
+    def seconds_without_compute(self) -> float:
+        """Simulated time of the plan if devices computed in no time."""
+        if (few := self.repetition) is not None:
+            small, large = (step.seconds_without_compute for step in (few.small, few.large))
+            return small + few.more * (large - small)
+        alone = seconds_alone(self.graph, self.hardware)
+        free = (0.0 if op.kind == "compute" else x for op, x in zip(self.graph, alone, strict=True))
+        return simulate(self.plan, self.hardware, [*free]).seconds
+
     def without_operations(self) -> "PlannedStep":
         """The step, simulated, whose operations are made again if asked for: those of many are too many to keep."""
         _ = self._figures, self.work
@@ -318,6 +369,26 @@ def step_of(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> Plann
     """The step of `spec` with these settings, in their buckets. Its costs stay those of their micro-batches."""
     laid_out = in_buckets(lay_out(spec.layout.parameters, settings, spec.world), settings)
     return PlannedStep(evolve(spec, **laid_out), hardware)
+
+
+def by_kind(work: WorkOf) -> dict[Kind, float]:
+    """The most seconds of each kind on a device."""
+    return {kind: max([0.0, *(x for (k, _), x in work.items() if k == kind)]) for kind in KINDS}
+
+
+def least_seconds(work: WorkOf, hardware: Hardware) -> float:
+    """What no schedule can be faster than: the work of a kind on a device, or of all that share a resource.
+
+    >>> from zfunc.core.hardware import ROUND
+    >>> least_seconds({("read", 0): 2.0, ("write", 0): 3.0, ("compute", 0): 4.0}, ROUND)
+    5.0
+    """
+    used = Counter[tuple[str, int]]()
+    for resource, shares in hardware.shared.items():
+        group = hardware.neighbours.get(resource, sys.maxsize)
+        for (kind, device), seconds in work.items():
+            used[resource, device // group] += shares.get(kind, 0.0) * seconds
+    return max([0.0, *work.values(), *used.values()])
 
 
 def operations_of(spec: StepSpec) -> Graph:

@@ -6,17 +6,19 @@ Arithmetic alone: the time of the passes and of the hops between devices tells w
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from attrs import asdict, evolve
 
 from zfunc.core.graph import Op
-from zfunc.core.pipeline import VERBS, B, F, I, R, W, passes_in
+from zfunc.core.pipeline import VERBS, B, F, I, Pass, R, W, passes_in, passes_listed
 from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep
 from zfunc.schedules import make_order
-from zfunc.schedules.stages import cut_by_cost
+from zfunc.schedules.stages import cuts_by_cost
 
 STAGES = {  # that are tried on each device
     **dict.fromkeys(("GPipe", "OneFOneB"), (1,)),
@@ -26,6 +28,7 @@ STAGES = {  # that are tried on each device
 }
 ROUND_PIPE = "RoundPipe"
 UNIT = 1e-9  # seconds
+WORTH = 0.01  # of a step's time: a change that gains less is not made
 Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way, in units
 
 
@@ -50,19 +53,31 @@ def best_orders(
     step: PlannedStep, micro_batches: Sequence[int], places: Iterable[Mapping[str, str]]
 ) -> Iterator[dict[str, Any]]:
     """Changes to orders, with numbers of micro-batches, of which one may be the fastest: those whose passes take
-    least time of each kind, and with each number of micro-batches; of these also what other `places` allow."""
+    least time of each kind, within what is worth a change, and with each number of micro-batches; of these also
+    what other `places` allow."""
     settings, work = step.settings, work_of(step)
     counts = [*dict.fromkeys((settings.micro_batches, *micro_batches))]
-    found = sorted((_makespan(step, x, m, work), x, m) for x in _orders(step, work) for m in counts)
+    found = {(x, m): _least_makespan(step, x, m, work) for x in {*_orders(step, work)} for m in counts}
+    exact: dict[tuple[str, int], float] = {}
     for there in ({}, *places):
         known: set[Any] = set()
-        for seconds, order, m in found:
+        allowed = cache(partial(_allowed, step, there))
+        # Each with the least that its passes may take, until that is the least of all; then with what they do take.
+        # What is not faster by what is worth a change is not looked at.
+        left = [(seconds, False, *asked) for asked, seconds in found.items()]
+        heapify(left)
+        while left and left[0][0] < math.inf:
+            _, ends, order, m = heappop(left)
             kind = order.partition(":")[0], ":" in order  # those of equal cuts apart
             new = {m, *([kind] if m == settings.micro_batches and not there else [])} - known
             changes = {"order": order, "micro_batches": m, **there}
-            if new and seconds < math.inf and _allowed(step, changes):
+            if new and ends:
                 known |= new
                 yield changes
+            elif new and allowed(order, min(m, 2 * settings.stages)):
+                if (order, m) not in exact:
+                    exact[order, m] = _makespan(step, order, m, work)
+                heappush(left, (exact[order, m] * (1 - WORTH), True, order, m))
 
 
 def shifted(step: PlannedStep) -> list[str]:
@@ -80,7 +95,8 @@ def shifted(step: PlannedStep) -> list[str]:
             lengths = [x - (i == k) + (i == n) for i, x in enumerate(stages)]
             order = f"{name}:{_text(lengths)}"
             found.append((_makespan(step, order, step.settings.micro_batches, work), order))
-    return [order for _, order in sorted(found) if _allowed(step, {"order": order})][:2]
+    few = min(step.settings.micro_batches, 2 * devices)
+    return [order for _, order in sorted(found) if _allowed(step, {}, order, few)][:2]
 
 
 def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
@@ -89,20 +105,23 @@ def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
     if step.work["compute"] < max(step.work.values()):
         yield from STAGES
     yield ROUND_PIPE
+    cuts = [*cuts_by_cost(costs)]
     for name, each in STAGES.items():
         for count in (n * devices for n in each if n * devices <= len(costs)):
-            yield f"{name}:{_text(cut_by_cost(costs, count))}"
+            yield f"{name}:{_text(cuts[count - 1])}"
     forward, backward = [x[F] for x in work[:-1]], [x[B] for x in work[:-1]] + costs[-1:]
-    ways_there = [cut_by_cost(forward, n + 1) for n in range(len(forward))]
+    ways_there, ways_back = (
+        [(_largest(x, cut), cut) for cut in cuts_by_cost(x)] for x in (forward, backward)
+    )
     # The stages of a round go evenly on the devices: then each has one to sum its gradients on.
     for count in range(devices, len(costs) + len(forward) + 1, devices):
         ways = [
-            (there, cut_by_cost(backward, count - len(there)))
-            for there in ways_there
-            if 0 < count - len(there) <= len(costs)
+            (there, ways_back[count - n - 1])
+            for n, there in enumerate(ways_there, 1)
+            if 0 < count - n <= len(costs)
         ]
         # Of forward as few stages as take no longer than one of backward.
-        there, back = next((x for x in ways if _largest(forward, x[0]) <= _largest(backward, x[1])), ways[-1])
+        (_, there), (_, back) = next((x for x in ways if x[0][0] <= x[1][0]), ways[-1])
         yield f"{ROUND_PIPE}:{_text(there)}/{_text(back)}"
 
 
@@ -115,31 +134,54 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
     return max(sum(costs[a:b]) for a, b in pairwise(ends))
 
 
-def _allowed(step: PlannedStep, changes: Mapping[str, Any]) -> bool:
-    """Whether an order fits where things are, and other settings: seen of a few micro-batches."""
+def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batches: int) -> bool:
+    """Whether an order fits where things are, and other settings."""
     with suppress(ValueError):
-        settings = evolve(step.settings, **changes)
-        settings = evolve(settings, micro_batches=min(settings.micro_batches, 2 * settings.stages))
+        settings = evolve(step.settings, **there, order=order, micro_batches=micro_batches)
         evolve(step.spec, order=make_order(settings.order), settings=settings)
         return True
     return False
 
 
+def _least_makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
+    """What no device can be faster than: its passes, after what comes before the first of them, and before what
+    follows the last, of one micro-batch; infinite where there is no such order."""
+    with suppress(PlanError):
+        listed, one, trained, _ = _passes(step, order, micro_batches, work)
+        forward = [0, *accumulate(x[F] for x in one)]
+        backward = [0, *accumulate(min(x[B], x[I]) * (s > trained[0]) for s, x in enumerate(one))]
+
+        def least(own: list[Pass]) -> int:
+            first, last = own[0], own[-1]
+            before = forward[first.s if first.way == F else -1]
+            after = backward[last.s] if last.way in (B, I) else 0
+            return before + sum(one[x.s][x.way] for x in own) + after
+
+        return max(map(least, filter(None, listed)))
+    return math.inf
+
+
 def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """The time of the passes of that order, in units; infinite where there is none of so many segments.
+    """The time of the passes of that order, in units; infinite where there is none of so many segments."""
+    with suppress(PlanError):
+        listed, one, trained, hops = _passes(step, order, micro_batches, work)
+        return passes_in(listed, trained, one, hops)[-1][0]
+    return math.inf
+
+
+def _passes(
+    step: PlannedStep, order: str, micro_batches: int, work: Work
+) -> tuple[list[list[Pass]], list[dict[str, int]], list[int], list[int]]:
+    """The passes of each device, the time of one through each segment, the trained ones, the time of hops.
 
     Those of more micro-batches are as much shorter: nothing is known of what each takes beside its rows.
     """
-    settings, spec, made = step.settings, step.spec, make_order(order)
-    with suppress(PlanError):
-        parts, count = settings.micro_batches / micro_batches, spec.num_segments
-        listed = chain(*made(settings.stages, count, micro_batches))
-        ahead = {s for way, _, s in listed if way == R} & {*spec.repeated}
-        one = [{way: round(x * parts) for way, x in ways.items()} for ways in work]
-        for s in ahead:
-            one[s] |= {way: one[s][way] - one[s][R] for way in (B, I)}
-        hops = [round(2 * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
-        trained = [x for x in range(count) if spec.layout.buckets_of(x)]
-        given = settings.stages, micro_batches, trained, one, hops, spec.repeated
-        return passes_in(made, *given)[-1][0]
-    return math.inf
+    settings, spec, count = step.settings, step.spec, step.spec.num_segments
+    trained = [x for x in range(count) if spec.layout.buckets_of(x)]
+    listed = passes_listed(make_order(order), settings.stages, micro_batches, trained, count, spec.repeated)
+    parts = settings.micro_batches / micro_batches
+    one = [{way: round(x * parts) for way, x in ways.items()} for ways in work]
+    for s in {x.s for x in chain(*listed) if x.way == R}:
+        one[s] |= {way: one[s][way] - one[s][R] for way in (B, I)}
+    hops = [round(2 * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
+    return listed, one, trained, hops

@@ -26,7 +26,7 @@ from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, shor
 from zfunc.planner.cost_model import CostModel, precision_for
 from zfunc.planner.planned import Planned, launch_seconds
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
-from zfunc.planner.search import SPACE, Space, differing, moved, search
+from zfunc.planner.search import SPACE, Space, Watch, differing, moved, search, watched
 from zfunc.planner.suggestions import WORTH_SAYING, Suggestion, effect, suggest
 from zfunc.schedules import __all__ as SCHEDULES
 from zfunc.values import of_type
@@ -97,8 +97,11 @@ def plan(
 
 
 @garbage_collection_paused()
-def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
-    """Plan `settings`, of which some may be "auto", as in `plan`."""
+def plan_settings(
+    model: CostModel, settings: StepSettings, *, advice: bool = True, watch: Watch | None = None
+) -> Planned:
+    """Plan `settings`, of which some may be "auto", as in `plan`. A search may have a `watch`; one that is stopped
+    gives no advice."""
     if settings.pp > 1:
         raise PlanError(
             f"pp: got {settings.pp}, expected 1 in a plan: devices={settings.pp} plans the same passes on the "
@@ -113,16 +116,19 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     if space is not None and settings.devices > 1:
         settings = _possible(model, settings, space)
     if space is not None:
-        result = search(model.step, settings, space)
+        result = search(model.step, settings, space, watch)
         settings = result.step.settings
     settings = evolve(settings, swap=given.swap if settings.needs_folders else ())
     step = model.step(settings)
     settable = UNSEARCHED if searched_all and step.fits else None
     suggestions: list[Suggestion] = []
-    if advice:
+    if advice and not (watch is not None and watch.stopped):
         rows, tiles = model.segments.rows, model.segments.tile_counts
-        suggestions += suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model))
-        suggestions += _beyond_settings(model, step)
+        with watched(watch):
+            suggestions += suggest(
+                model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model)
+            )
+            suggestions += _beyond_settings(model, step)
     return Planned(
         step.hardware,
         model.machine if isinstance(model.machine, Profile) else None,

@@ -14,8 +14,8 @@ every rank: no clock is read.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import accumulate, product
 from typing import Any
 
@@ -27,13 +27,22 @@ from zfunc.core.graph import Kind, Tier
 from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings, in_equal_shares
 from zfunc.errors import PlanError
 from zfunc.options import AUTO
-from zfunc.planner.candidate import DRIVES, PlannedStep, gains_and_costs, shortage_text, step_of
-from zfunc.planner.pipelines import best_orders, shifted
+from zfunc.planner.candidate import (
+    DRIVES,
+    PlannedStep,
+    WorkOf,
+    by_kind,
+    gains_and_costs,
+    least_seconds,
+    shortage_text,
+    step_of,
+)
+from zfunc.planner.pipelines import WORTH, best_orders, shifted
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
 ROUNDS = 8  # over all settings; the last mostly changes nothing
-WORTH = 0.01  # of a step's time: a change that gains less is not made
 ALMOST = 1e-9  # a share of the state in which there is no bucket
+GUESS = 2  # candidates for each value of a setting, about
 QUARTERS = 4  # shares of the segments, in the first of which activations go further away
 NUMBERS = ("precision", "micro_batches", "moments")  # settings that change the result
 # By the share of the state that is further away: where the rest is, and the tiers that share that memory.
@@ -173,7 +182,12 @@ def _in_fewest_shares(places: list[str]) -> str:
 
 
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """The values of `recompute`, with activations where they are now, and in the first round elsewhere too."""
+    """The values of `recompute`, with activations where they are now, and in the first round elsewhere too.
+
+    They change what devices compute: not tried where a step that fits would gain nothing if that took no time.
+    """
+    if best.fits and best.seconds_without_compute > best.seconds * (1 - WORTH):
+        return
     now = best.settings.activations_on
     everywhere = _worth_trying(best, space, "activations_on", first) if first else [now]
     for activations_on, recompute in product(everywhere, space.get("recompute", ())):
@@ -304,6 +318,21 @@ def _values(
     return values
 
 
+def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
+    """The sizes of groups of micro-batches: two values with equal groups are one choice. On several devices, whose
+    order says what follows what, only whether gradients of all are added up there."""
+
+    def grouped(settings: StepSettings) -> int:
+        return settings.group_size if settings.devices == 1 else settings.group_size // settings.micro_batches
+
+    known = {grouped(best.settings)}
+    for x in space.get("accumulate", ()) if best.settings.micro_batches > 1 else ():
+        settings = moved(best.settings, best.spec.world, accumulate=x)
+        if settings is not None and grouped(settings) not in known:
+            known.add(grouped(settings))
+            yield {"accumulate": x}
+
+
 # --- orders of several devices -------------------------------------------------------------------------------
 
 
@@ -330,7 +359,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values(
         "stage", lambda x: x.spec.world > 1 and x.settings.stage > 1 and x.settings.params_on == "device", 2
     ),
-    _values("accumulate", lambda x: x.settings.micro_batches > 1),
+    _groups,
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares("offload_ratio"),
@@ -364,8 +393,33 @@ class SearchResult:
         return brief(self, "step", "reasons")
 
 
+@define(eq=False)
+class Watch:
+    """Who waits for a search. `tell` is called with each candidate, of `tried` of `about` so many, and what is the
+    best so far. Ctrl-C ends what is watched: then it is `stopped`, and the best so far is the result."""
+
+    tell: Callable[["Watch", PlannedStep], None]
+    tried: int = 0
+    about: int = 0
+    stopped: bool = False
+
+
+@contextmanager
+def watched(watch: Watch | None) -> Generator[None]:
+    """In this context Ctrl-C stops the `watch`, if there is one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if watch is None:
+            raise
+        watch.stopped = True
+
+
 def search(
-    planned: Callable[[StepSettings], PlannedStep], start: StepSettings, space: Space = SPACE
+    planned: Callable[[StepSettings], PlannedStep],
+    start: StepSettings,
+    space: Space = SPACE,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """The fastest step that fits its hardware's memory; if none does, the one that lacks least.
 
@@ -373,18 +427,13 @@ def search(
     Takes seconds for 50 layers.
     """
     first = planned(start).without_operations()
-    walk = _Walk(planned, space, first, best=first, fastest=first.seconds, seen={first.settings: first})
-    for number in range(ROUNDS):
-        before = walk.best
-        for coordinate in COORDINATES:
-            base = walk.best
-            for changes in coordinate(base, space, number == 0):
-                if (settings := moved(base.settings, base.spec.world, **changes)) is not None:
-                    walk.weigh(settings)
-        if walk.best is before and (number or before.fits):
-            break  # the first round looks at the disk only for what the host lacks
-    walk.undo_idle_changes()
-    return SearchResult(walk.best, tuple(walk.reasons()), tuple(x for x in walk.seen.values() if x))
+    walk = _Walk(planned, space, first, first, first.seconds, {first.settings: first}, watch)
+    reasons: tuple[str, ...] = ()
+    with watched(watch):
+        walk.descend()
+        walk.undo_idle_changes()
+        reasons = tuple(walk.reasons())
+    return SearchResult(walk.best, reasons, tuple(x for x in walk.seen.values() if x))
 
 
 @define(eq=False)
@@ -398,6 +447,19 @@ class _Walk:
     best: PlannedStep
     fastest: float
     seen: dict[StepSettings, PlannedStep | None]
+    watch: Watch | None = None
+
+    def descend(self) -> None:
+        """Vary one setting after the other, until no single change helps."""
+        for number in range(ROUNDS):
+            before = self.best
+            for coordinate in COORDINATES:
+                base = self.best
+                for changes in coordinate(base, self.space, number == 0):
+                    if (settings := moved(base.settings, base.spec.world, **changes)) is not None:
+                        self.weigh(settings)
+            if self.best is before and (number or before.fits):
+                return  # the first round looks at the disk only for what the host lacks
 
     def weigh(self, settings: StepSettings) -> None:
         """Try `settings`, unless arithmetic says that it cannot win. The better one stays best.
@@ -414,29 +476,42 @@ class _Walk:
         if settings in self.seen:
             return None
         self.seen[settings] = None
+        if self.watch is not None:
+            self.watch.tried = len(self.seen)
+            self.watch.about = max(len(self.seen), GUESS * sum(map(len, self.space.values())))
+            self.watch.tell(self.watch, self.best)
         try:
             step = self.planned(settings)
         except ValueError:  # a segment that has no tiles
             return None
-        lacking = step.hardware.lacking(step.kept)
-        gains = not self.best.fits or _spares_drives(step.work, self.best.work)
-        enough = math.inf if gains else self.best.seconds * (1 - WORTH)
-        short = sum(lacking.values()) > sum(self.best.lacking.values())
-        if (
-            max(step.work.values()) > enough
-            or (short and not may_give_way(settings, lacking, self.space))
-            or step.unsettled_seconds > enough
+        if self._cannot_win(step, *step.floor):
+            return None
+        if self._cannot_win(step, step.kept, step.work_of) or step.unsettled_seconds > self._enough(
+            step.work
         ):
             step.forget_operations()
             return None
         return self._simulated(step)
 
+    def _enough(self, work: Mapping[Kind, float]) -> float:
+        """The time that a step with so much work may take and win."""
+        gains = not self.best.fits or _spares_drives(work, self.best.work)
+        return math.inf if gains else self.best.seconds * (1 - WORTH)
+
+    def _cannot_win(self, step: PlannedStep, kept: dict[Tier, int], work: WorkOf) -> bool:
+        """Whether a step that keeps at least these bytes and has at least this work cannot win."""
+        lacking = step.hardware.lacking(kept)
+        short = sum(lacking.values()) > sum(self.best.lacking.values())
+        slow = least_seconds(work, step.hardware) > self._enough(by_kind(work))
+        return slow or (short and not may_give_way(step.settings, lacking, self.space))
+
     def _simulated(self, step: PlannedStep) -> PlannedStep:
+        better = _better(step, self.best)
+        _ = step.seconds_without_compute if better and step.fits else None  # needs the operations
         self.seen[step.settings] = step.without_operations()
         if step.fits:
             self.fastest = min(self.fastest, step.seconds) if self.best.fits else step.seconds
-        if _better(step, self.best):
-            self.best = step
+        self.best = step if better else self.best
         return step
 
     def undo_idle_changes(self) -> None:

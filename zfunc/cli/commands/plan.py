@@ -6,6 +6,7 @@ screen of text, or as one JSON object for programs.
 
 import json
 import math
+import sys
 from functools import partial
 from itertools import starmap
 from pathlib import Path
@@ -16,6 +17,7 @@ from attrs import asdict, evolve, fields, frozen
 from zfunc import schedules
 from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
+from zfunc.cli.terminal import progress_line
 from zfunc.core.display import counted
 from zfunc.core.hardware import ROUND
 from zfunc.core.pipeline import B, F
@@ -24,12 +26,14 @@ from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused, shortage_text
 from zfunc.planner.profile import Profile, box_of
 from zfunc.train.settings import CHOSEN, STEP, check_rows, check_together, step_flags, step_settings
+from zfunc.units import format_seconds
 
 if TYPE_CHECKING:
     from zfunc.cli.simulated_model import SimulatedModel
     from zfunc.planner.candidate import PlannedStep
     from zfunc.planner.cost_model import CostModel
     from zfunc.planner.planned import Planned
+    from zfunc.planner.search import Watch
     from zfunc.planner.suggestions import Suggestion
 
 UNPLANNED = ("deterministic",)  # settings without a flag here
@@ -103,10 +107,19 @@ class PlanSettings(PlannedStepFlags):
 
 @garbage_collection_paused()  # the import of torch, too
 def run_plan(settings: PlanSettings) -> int:
-    """`zfunc plan`: 0 if it fits, 1 if it does not."""
+    """`zfunc plan`: 0 if it fits, 1 if it does not; also the best of a search that Ctrl-C has ended."""
     from zfunc.planner.planned import report_html
+    from zfunc.planner.search import Watch
 
-    answer = plan_model(settings)
+    with progress_line() as show:
+
+        def tell(watch: Watch, best: "PlannedStep") -> None:
+            found = f"{format_seconds(best.seconds)} a step" if best.fits else shortage_text(best.lacking)
+            show(f"searching: {watch.tried} of about {watch.about} candidates; the best so far: {found}")
+
+        answer = plan_model(settings, watch := Watch(tell))
+    if watch.stopped:
+        print("stopped: the best so far follows, without advice", file=sys.stderr, flush=True)
     text = plan_text(answer)
     if settings.json:
         print(as_json(answer), flush=True)
@@ -141,8 +154,8 @@ class PlannedModel:
         return f"{counted(p.world, 'rank')} of {counted(p.devices, 'device')}: {speed}"
 
 
-def plan_model(settings: PlanSettings) -> PlannedModel:
-    """Plan the step of `settings`.
+def plan_model(settings: PlanSettings, watch: "Watch | None" = None) -> PlannedModel:
+    """Plan the step of `settings`. Its searches may have a `watch`.
 
     Raises ValueError for what cannot work, FileNotFoundError for hardware that is not known.
     """
@@ -152,7 +165,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     hardware = settings.profile
     assert hardware is not None
     if settings.gpus is not None:
-        return _fastest_layout(settings, settings.gpus, hardware)
+        return _fastest_layout(settings, settings.gpus, hardware, watch)
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
     begin = settings if settings.max != "length" else evolve(settings, seq_length=1)
     model, limit = simulated_model(begin), ""
@@ -172,12 +185,14 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
             knee.append((shorter, speed))
     if settings.max and step.tiles == AUTO:  # as many as the most fits in
         step = evolve(step, tiles=costs.segments.tile_counts[-1])
-    planned = plan_settings(costs, step)
+    planned = plan_settings(costs, step, watch=watch)
     knee += [(settings.seq_length, planned.tokens_per_second)] if knee else []
     return PlannedModel(settings, planned, model, limit, knee=tuple(knee))
 
 
-def _fastest_layout(settings: PlanSettings, gpus: int, hardware: Profile) -> PlannedModel:
+def _fastest_layout(
+    settings: PlanSettings, gpus: int, hardware: Profile, watch: "Watch | None"
+) -> PlannedModel:
     """The plan of the fastest division of the GPUs into ranks of several devices that fits, if one does; in one
     machine where one is known that has them all."""
     planned: list[PlannedModel] = []
@@ -195,9 +210,11 @@ def _fastest_layout(settings: PlanSettings, gpus: int, hardware: Profile) -> Pla
         )
     for world, devices in given:
         try:
-            planned.append(plan_model(evolve(settings, gpus=None, world=world, devices=devices)))
+            planned.append(plan_model(evolve(settings, gpus=None, world=world, devices=devices), watch))
         except ValueError as error:  # too few sequences for its ranks, or segments for its devices
             refused.append(error)
+        if watch is not None and watch.stopped and planned:
+            break
     if not planned:
         raise refused[0]
     best = min(planned, key=lambda x: (sum(x.planned.lacking.values()), x.planned.step_seconds))
@@ -331,5 +348,6 @@ COMMAND = Command(
     zfunc plan --hf-config config.json --seq-length 2048 --lora 16 \\
         --hardware rtx4090 --max batch
     """,
-    "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
+    "Ctrl-C ends a search: the best that it has found is printed, with its exit code.\n"
+    "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned, 130 for Ctrl-C where nothing is searched.",
 )
