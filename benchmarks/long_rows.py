@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, segments: Any, tokens: int, tiles: int, ke
             losses.append(metrics.loss)
             seconds.append(metrics.seconds)
         return {**result, "losses": losses, "seconds": seconds[-1], "device_bytes": peak_bytes(device)}
-    except (zfunc.OutOfMemory, torch.OutOfMemoryError, RuntimeError) as error:
+    except (zfunc.errors.OutOfMemory, torch.OutOfMemoryError, RuntimeError) as error:
         return {**result, "error": str(error).splitlines()[0][:300]}
 
 

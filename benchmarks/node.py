@@ -94,7 +94,7 @@ def killed(args: argparse.Namespace) -> Row:
 
     try:
         trained(args, 3, stage=3, stages={"gather": gather})
-    except zfunc.RankError as error:
+    except zfunc.errors.RankError as error:
         return {"error": str(error), "seconds": time.perf_counter() - begun}
     return {"error": ""}
 

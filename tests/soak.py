@@ -163,7 +163,7 @@ class Training:
         """Find the newest checkpoint, which is never an older one than before."""
         try:
             found = self.kind.saved_step(self.run)
-        except zfunc.CheckpointError as error:
+        except zfunc.errors.CheckpointError as error:
             if self.saved is not None or "no commit that all ranks have" not in str(error):
                 raise
             for path in self.run.glob("*/*.swap"):  # as docs/disk.md says: not all made the first commit

@@ -49,17 +49,8 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.engine.trace.batches import Whole as Whole
     from zfunc.engine.trace.segment import Segment as Segment
     from zfunc.engine.trace.segment import segment as segment
-    from zfunc.errors import AbandonedCalls as AbandonedCalls
-    from zfunc.errors import CheckpointError as CheckpointError
-    from zfunc.errors import DiskError as DiskError
-    from zfunc.errors import DonatedStateError as DonatedStateError
-    from zfunc.errors import ExecutionError as ExecutionError
-    from zfunc.errors import LaneTimeout as LaneTimeout
     from zfunc.errors import NonFiniteError as NonFiniteError
-    from zfunc.errors import OutOfMemory as OutOfMemory
     from zfunc.errors import PlanError as PlanError
-    from zfunc.errors import RankError as RankError
-    from zfunc.errors import UndeclaredAccess as UndeclaredAccess
     from zfunc.models import hf as hf
     from zfunc.optim import learning_rate_schedules as lr  # noqa: F401
     from zfunc.optim.adafactor import Adafactor as Adafactor

@@ -449,7 +449,7 @@ def test_a_lack_of_memory_names_what_is_kept_there_by_a_setting(monkeypatch: pyt
     everything = (
         "params_on=host and activations_on=host and offload_ratio=0.5 and persistent_params=64 keeps state"
     )
-    with pytest.raises(zfunc.OutOfMemory, match=everything):
+    with pytest.raises(zfunc.errors.OutOfMemory, match=everything):
         zfunc.init(program)
     monkeypatch.setattr("zfunc.engine.program.program.on_accelerator", lambda _: True)
     assert kept_in(program, "host").startswith("; params_on=host and activations_on=host keeps")

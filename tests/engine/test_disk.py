@@ -101,7 +101,7 @@ def test_activations_alone_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.
     pages = {r for r in program.cache.staging if r.buffer == "act_page"}
     assert len(pages) == 1
     monkeypatch.setattr(DirectFile, "read", failing(DirectFile.read, 0))
-    with pytest.raises(zfunc.DiskError, match="gone"):
+    with pytest.raises(zfunc.errors.DiskError, match="gone"):
         zfunc.train_step(program, state, batch(3))
     monkeypatch.undo()
     zfunc.train_step(program, state, batch(3))  # nothing was updated
@@ -196,7 +196,7 @@ def live(pipe: int, last: int, chosen: dict[str, Any], between: Callable[..., An
     program, batch = trained.compiled("frozen below", **chosen)
     try:
         state = zfunc.load(chosen["swap"][0], program)
-    except zfunc.CheckpointError:  # killed before the first commit
+    except zfunc.errors.CheckpointError:  # killed before the first commit
         state = zfunc.init(program, seed=2)
     while state.batches < last:
         number = state.batches
@@ -332,7 +332,7 @@ def failing(write: Callable[..., None], number: int) -> Callable[..., None]:
 
     def attempt(self: DirectFile, *args: Any, **more: Any) -> None:
         if next(calls) >= number:
-            raise zfunc.DiskError(f"{self.path}: the drive is gone")
+            raise zfunc.errors.DiskError(f"{self.path}: the drive is gone")
         write(self, *args, **more)
 
     return attempt
@@ -343,7 +343,7 @@ def test_a_swap_space_serves_one_state_and_is_never_overwritten(tmp_path: Path) 
     program, batch = trained.compiled("odd sizes", **chosen)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(DirectFile, "write", failing(DirectFile.write, 4))
-        with pytest.raises(zfunc.DiskError, match="gone"):
+        with pytest.raises(zfunc.errors.DiskError, match="gone"):
             zfunc.init(program)  # a space that nothing is committed to makes room
     state = zfunc.init(program)
     with refused("got the swap space of another run"):

@@ -118,7 +118,7 @@ def test_whatever_call_fails_nothing_is_wrong_and_the_next_life_is_whole(
                 for i in range(STEPS):
                     state, new = job.steps(program, state, i, i + 1)
                     seen += new
-            except (zfunc.CheckpointError, zfunc.DiskError) as caught:
+            except (zfunc.errors.CheckpointError, zfunc.errors.DiskError) as caught:
                 error = caught
         close_swap(program)
         if next(calls) <= at:
@@ -129,7 +129,7 @@ def test_whatever_call_fails_nothing_is_wrong_and_the_next_life_is_whole(
         assert error is None or str(job.folder) in str(error)
         try:
             job.goes_on(len(seen))
-        except zfunc.CheckpointError as lost:
+        except zfunc.errors.CheckpointError as lost:
             if made:
                 damage = "the checksum differs" in str(lost) or "got another kind of file" in str(lost)
                 assert (damage, name) == (True, "zeros written")
@@ -176,7 +176,7 @@ def test_a_drive_that_hangs_is_named_and_an_interrupt_leaves_it(
     with caplog.at_level(logging.WARNING, "zfunc"), pytest.raises(AbandonedCalls, match="interrupted"):
         job.steps(program, state, 2, 3)
     assert any("folder-0.swap: writing bytes " in x and "has not answered for" in x for x in caplog.messages)
-    with pytest.raises(zfunc.DonatedStateError, match="step 3 was given up"):
+    with pytest.raises(zfunc.errors.DonatedStateError, match="step 3 was given up"):
         job.steps(program, state, 2, 3)
     close_swap(program)
     with refused("got a swap space that a process uses"):
@@ -253,12 +253,12 @@ def test_whatever_operation_fails_the_state_is_whole_or_said_to_be_gone(
         program = job.program(stages={name.split("[")[0]: fail})
         state, seen = job.steps(program, zfunc.init(program, seed=2), 0, 2)
         armed.append(error)
-        with pytest.raises((zfunc.ExecutionError, KeyboardInterrupt), match="got this in the middle"):
+        with pytest.raises((zfunc.errors.ExecutionError, KeyboardInterrupt), match="got this in the middle"):
             job.steps(program, state, 2, 3)
         try:
             seen += job.steps(program, state, 2, STEPS)[1]
             kept.add(True)
-        except zfunc.DonatedStateError as gone:
+        except zfunc.errors.DonatedStateError as gone:
             kept.add("Go on from the last commit" not in str(gone))
         close_swap(program)
         job.check(seen)
@@ -316,7 +316,7 @@ def test_numbers_that_are_not_finite_end_as_in_memory(name: str, placed: str, tm
                 seen += new
             except zfunc.NonFiniteError as error:
                 seen.append(str(error))
-            except zfunc.DonatedStateError as error:
+            except zfunc.errors.DonatedStateError as error:
                 seen.append(str(error).partition(". Go on")[0])
         close_swap(program)
         ends.append(seen)
@@ -366,7 +366,7 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
     def limited(regions: Iterable[Any], folders: Sequence[str]) -> Any:
         regions = [*regions]
         if regions and threading.get_ident() in full:
-            raise zfunc.DiskError("no room")
+            raise zfunc.errors.DiskError("no room")
         return spill(regions, folders)
 
     def without_room(function: Callable[..., Any], *of_each: Any) -> None:
@@ -411,7 +411,7 @@ def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: 
             return function(program, *own)
 
         errors = on_every(programs, tried(attempt), *of_each)
-        assert all(isinstance(x, zfunc.OutOfMemory) for x in errors)
+        assert all(isinstance(x, zfunc.errors.OutOfMemory) for x in errors)
         assert str(errors[1]).startswith(f"{function.__name__}: needs ")
         assert str(errors[0]) == f"rank 1: {errors[1]}"
         short.clear()
@@ -444,7 +444,7 @@ def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
 
     def gone(file: DirectFile) -> None:
         if "rank-00001" in file.path.name:
-            raise zfunc.DiskError(f"{file.path}: the drive is gone")
+            raise zfunc.errors.DiskError(f"{file.path}: the drive is gone")
         sync(file)
 
     with monkeypatch.context() as patched:

@@ -114,12 +114,15 @@ def test_a_drive_that_fails_anywhere_leaves_all_of_the_weights_or_none(name: str
         def failing(call: Any, n: int = n, calls: Any = calls) -> Any:
             def attempt(self: Any, *of: Any) -> None:
                 if next(calls) >= n:
-                    raise zfunc.DiskError("the drive is gone")
+                    raise zfunc.errors.DiskError("the drive is gone")
                 call(self, *of)
 
             return attempt
 
-        with pytest.MonkeyPatch.context() as patch, suppress(zfunc.DiskError, zfunc.CheckpointError):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            suppress(zfunc.errors.DiskError, zfunc.errors.CheckpointError),
+        ):
             for call in CALLS:
                 patch.setattr(DirectFile, call, failing(getattr(DirectFile, call)))
             zfunc.replace(program, state, new)

@@ -194,7 +194,7 @@ def test_what_tiles_cannot_do_is_refused_by_name(what: str) -> None:
     state = zfunc.init(program, seed=1)
     before = bits(state)
     for _ in range(2):
-        with pytest.raises((ValueError, zfunc.ExecutionError), match=f"segment 'body': .*{message}"):
+        with pytest.raises((ValueError, zfunc.errors.ExecutionError), match=f"segment 'body': .*{message}"):
             zfunc.train_step(program, state, (torch.rand(shape), torch.rand(shape[:-1])))
     assert all(map(torch.equal, bits(state), before))
     zfunc.params(program, state)
@@ -251,7 +251,7 @@ def test_each_segment_s_own_constants_are_tried() -> None:
     segments = [zfunc.segment(name, module) for name, module in named]
     assert segments[0].like(segments[1])
     program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
-    with pytest.raises(zfunc.ExecutionError, match=f"segment 'body1': .*{OTHERWISE}"):
+    with pytest.raises(zfunc.errors.ExecutionError, match=f"segment 'body1': .*{OTHERWISE}"):
         zfunc.train_step(program, zfunc.init(program), (torch.rand(ROWS), torch.rand(ROWS[:-1])))
 
 
@@ -275,7 +275,7 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(added: Any, fits: bool) ->
     if fits:
         step()
     else:
-        with pytest.raises(zfunc.ExecutionError, match=f"segment 'loss': .*{OTHERWISE}"):
+        with pytest.raises(zfunc.errors.ExecutionError, match=f"segment 'loss': .*{OTHERWISE}"):
             step()
 
 
