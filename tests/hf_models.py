@@ -1,6 +1,7 @@
 """Random models of transformers, small ones of every family that zfunc.hf knows, and batches for them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 import zfunc
+import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.engine.program.program import Program
 
 transformers = pytest.importorskip("transformers")
@@ -165,6 +167,12 @@ def random_model(name: str, **given: Any) -> Any:
     return model_of({**CONFIGS, **HYBRIDS}[name](**given))
 
 
+@cache
+def cut(name: str) -> Sequence[zfunc.Segment]:
+    """Segments of a random model, cut once: no test changes its weights."""
+    return zfunc.hf.segments(random_model(name))
+
+
 def model_of(made: Any) -> Any:
     """A model of random weights of a config."""
     torch.manual_seed(0)
@@ -215,7 +223,7 @@ def unequal(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 def layers(name: str, ids: Any) -> Iterator[tuple[zfunc.Segment, dict[str, Tensor], Any]]:
     """The different layers of a model, their values and their inputs."""
-    segments = zfunc.hf.segments(random_model(name))
+    segments = cut(name)
     values = {k: t for segment in segments for k, t in segment.initial(0).items()}
     seen, x = list[zfunc.Segment](), ids
     for n, segment in enumerate(segments[:-1]):

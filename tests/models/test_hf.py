@@ -29,6 +29,7 @@ from hf_models import (
     assert_plain,
     compiled,
     config,
+    cut,
     model_of,
     perturbed,
     random_model,
@@ -188,17 +189,17 @@ def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:
 
 @functools.cache
 def of_tiles(name: str, tiles: int) -> tuple[Program, Any]:
-    program = compiled(zfunc.hf.segments(random_model(name)), tiles=tiles)
+    program = compiled(cut(name), tiles=tiles)
     return program, zfunc.init(program)
 
 
-@pytest.mark.parametrize("name", [*BY_LENGTH, "Llama 4"])
+@by_day(*BY_LENGTH[::2], "Llama 4", of=[*BY_LENGTH, "Llama 4"])
 @given(begins=st.sets(st.integers(1, 23), max_size=4), tiles=st.sampled_from([1, 2, 8]))
 @example(set(), 8)
 @example({8, 16}, 1)  # none is longer than the positions of short rows
 @example({9, 16}, 1)
 @example({3, 13}, 8)  # no tile has the length
-@examples(max_examples=10)
+@examples(max_examples=4)
 def test_positions_and_chunks_follow_the_documents(name: str, begins: set[int], tiles: int) -> None:
     """As in a new model of transformers, whatever rows were before."""
     ends = [*sorted(begins), 24]
@@ -215,14 +216,14 @@ def test_cached_keys_and_values_give_the_logits_of_the_whole_sequence(name: str)
 
     def logits(ids: Tensor, *more: KVCache) -> Tensor:
         x = ids
-        for s, segment in enumerate(cut):
+        for s, segment in enumerate(segments):
             values = {short: segment.origins[full].detach() for short, full in segment.by_short.items()}
             x = segment.evaluation({**values, **segment.constants}, x, *more[s : s + 1])
         return x
 
     model, ids, past = random_model(name), tokens(1), transformers.DynamicCache()
-    cut = zfunc.hf.segments(model)
-    caches = [KVCache() for _ in cut[:-1]]
+    segments = zfunc.hf.segments(model)
+    caches = [KVCache() for _ in segments[:-1]]
     parts = [
         logits(ids[:, :7], *caches),
         *(logits(ids[:, n : n + 1], *caches) for n in range(7, ids.shape[1])),
@@ -235,7 +236,7 @@ def test_cached_keys_and_values_give_the_logits_of_the_whole_sequence(name: str)
 
 @pytest.mark.parametrize(("name", "distinct"), [("GPT-2", 3), ("Llama", 3), ("Gemma", 3), ("Gemma 3", 4)])
 def test_equal_layers_share_one_trace(name: str, distinct: int) -> None:
-    program = compiled(zfunc.hf.segments(random_model(name)))
+    program = compiled(cut(name))
     assert len(program.calls) == 5
     assert len({id(call.passes) for call in program.calls}) == distinct
 
@@ -265,7 +266,7 @@ def test_steps_equal_plain_pytorch() -> None:
 
 def test_a_model_in_bf16_trains() -> None:
     settings = {"precision": "bf16", "micro_batches": 2, "optimizer": zfunc.AdamW(lr=1e-2)}
-    program = compiled(zfunc.hf.segments(random_model("Gemma")), **settings)
+    program = compiled(cut("Gemma"), **settings)
     state, losses = zfunc.init(program), []
     for _ in range(3):
         state, metrics = zfunc.train_step(program, state, (tokens(4)[:, :-1], tokens(4)[:, 1:]))
@@ -298,7 +299,7 @@ def test_norms_or_routers_in_fp32_have_the_loss_of_the_model_with_them(name: str
 
 
 def test_a_layer_that_refuses_parameters_in_fp32_is_named() -> None:
-    model = zfunc.hf.segments(random_model("Llama"))
+    model = cut("Llama")
     program, x = compiled(model, precision="bf16", fp32_params="*norm"), tokens(4)
     refused = r"segment 'model.layers.0'.*fp32_params='\*norm' keeps 'model.layers.0.input_layernorm.weight'"
     with pytest.raises(ValueError, match=refused):
@@ -327,16 +328,16 @@ def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:
 def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config({**CONFIGS, **HYBRIDS}[name]())
-    cut, real = zfunc.hf.segments(model), zfunc.hf.segments(random_model(name))
-    for a, b in zip(cut, real, strict=True):
+    made, real = zfunc.hf.segments(model), cut(name)
+    for a, b in zip(made, real, strict=True):
         assert a.constants.keys() == b.constants.keys()
         assert all(torch.equal(a.constants[k], t) for k, t in b.constants.items())
         assert a.initial(3).keys() == b.initial(3).keys()
         assert all(torch.equal(t, a.initial(3)[k]) for k, t in a.initial(3).items())
-    table = next(iter(cut[0].initial(3).values()))
-    assert not torch.equal(table, next(iter(cut[0].initial(4).values())))
+    table = next(iter(made[0].initial(3).values()))
+    assert not torch.equal(table, next(iter(made[0].initial(4).values())))
     assert 0.018 < float(table[1:].std()) < 0.022  # initializer_range
-    program = compiled(cut)
+    program = compiled(made)
     loss = zfunc.evaluate(program, zfunc.init(program), (tokens()[:, :-1], tokens()[:, 1:]))
     assert 3 < loss < 6
 
@@ -420,7 +421,7 @@ def test_a_model_whose_segments_mix_documents_refuses_several_in_a_row() -> None
 
 @by_day("LFM2", of=HYBRIDS)
 def test_states_of_a_row_are_refused_in_tiles_and_packed_documents(name: str) -> None:
-    segments, x = zfunc.hf.segments(random_model(name)), tokens(2)[:, :12]
+    segments, x = cut(name), tokens(2)[:, :12]
     row = {"input_ids": x, "position_ids": torch.arange(12).expand(2, 12) % 7}
     for tiles, inputs, message in ((2, x, "convolution or linear attention.*tiles=1"), (1, row, "documents")):
         program = compiled(segments, tiles=tiles)
@@ -462,7 +463,7 @@ def test_encoders_have_a_loss_of_the_users(name: str) -> None:
 
 
 def test_more_tokens_than_positions_are_refused_before_anything_runs() -> None:
-    program = compiled(zfunc.hf.segments(random_model("GPT-2")))
+    program = compiled(cut("GPT-2"))
     x = torch.zeros(1, 33, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"'transformer\.wte': got 33 tokens, expected at most the 32"):
         zfunc.train_step(program, zfunc.init(program), (x, x))
@@ -569,7 +570,7 @@ def test_the_loss_does_not_depend_on_micro_batches(micro_batches: int) -> None:
 
 def test_losses_of_ranks_average_to_that_of_the_batch() -> None:
     ids, labels = unequal()
-    program = compiled(zfunc.hf.segments(random_model("Llama")))
+    program = compiled(cut("Llama"))
     state = zfunc.init(program)
     whole = zfunc.evaluate(program, state, zfunc.hf.batch(ids, labels))
     per_row = int((labels != IGNORED).sum()) / 8
