@@ -94,22 +94,6 @@ def test_a_checkpoint_goes_on_with_other_parameters_in_fp32(place: str, tmp_path
             assert all(torch.equal(x, saved[name]) for name, x in own.items())
 
 
-def test_a_swap_space_resumes_to_the_bit(tmp_path: Path) -> None:
-    settings = {"state_on": "disk", "params_on": "disk", "defer": True}
-    program, batch = program_of("odd sizes", tmp_path, **settings)
-    state, _ = trained.steps(program, zfunc.init(program, seed=1), batch, 0, 2)
-    zfunc.save(tmp_path, program, state)
-    expected, _ = trained.steps(program, state, batch, 2, 4)
-    expected = {k: x.clone() for k, x in zfunc.params(program, expected).items()}
-    other, _ = program_of("odd sizes", tmp_path / "other", **settings)
-    again, _ = trained.steps(other, zfunc.init(other, seed=1), batch, 0, 2)
-    zfunc.save(tmp_path / "other", other, again)
-    close_swap(other)
-    resumed, _ = program_of("odd sizes", tmp_path / "other", **settings)
-    state, _ = trained.steps(resumed, zfunc.load(tmp_path / "other", resumed), batch, 2, 4)
-    assert all(torch.equal(x, expected[name]) for name, x in zfunc.params(resumed, state).items())
-
-
 def test_averages_and_apply_read_parameters_in_fp32() -> None:
     """An evaluation is that of the weights that `params` has: those in fp32 are not rounded."""
     program, batch = trained.compiled("odd sizes", precision="bf16", fp32_params="loss.*", ema=0.9)

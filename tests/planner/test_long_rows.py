@@ -7,6 +7,7 @@ import pytest
 import torch
 from attrs import evolve
 from hf_models import CONFIGS, transformers
+from pairs import in_pairs
 from torch import nn
 
 import zfunc
@@ -37,12 +38,11 @@ def hf_segments(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "grouped", "keys_on"), [*((*x, "device") for x in WAYS), (*WAYS[1], "host")]
+    ("way", "name"),
+    in_pairs([*((*x, "device") for x in WAYS), (*WAYS[1], "host")], ["GPT", "Mistral, window"]),
 )
-@pytest.mark.parametrize("name", ["GPT", "Mistral, window"])
-def test_a_few_tiles_stand_for_all(
-    name: str, on_gpu: bool, grouped: bool, keys_on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_tiles_stand_for_all(way: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu, grouped, keys_on = way
     segments, tokens = (gpt_segments(GPT), 720) if name == "GPT" else (hf_segments(name), 32)
     for count in (8, 9) if name == "GPT" else (16,):
         settings = StepSettings(tiles=count, keys_on=keys_on)
