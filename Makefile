@@ -10,19 +10,25 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test quick gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
 
-# First what most mistakes break and what types say: the first failure ends it within a minute. Then two
-# workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
-# The tests of the device half have processes of their own, in which torch has the pretend device. Most of them are in
-# one file, which three workers share: while one waits out a delay, its core is free.
+# First what most mistakes break and what types say: the first failure ends it within a minute. Then the rest, and the
+# device half beside it: four workers, of which those that wait, for a delay or a process, leave their core to others.
 test: $(TOOLS)
 	$(MAKE) --jobs 2 quick lint pretend
+	$(MAKE) --jobs 2 rest device-half
+
+# The tests of a file stay together, because some share what took long to make. conftest.py orders them.
+rest: $(TOOLS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --part rest
-	$(BIN)/python -m pytest -n 3 --dist worksteal --device pretend tests/device
+
+# These have processes of their own, in which torch has the pretend device. Most of them are in one file, which two
+# workers share.
+device-half: $(TOOLS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device
 
 quick: $(TOOLS)
 	$(BIN)/python -m pytest -x -n 2 --dist loadfile --no-loadscope-reorder --part quick

@@ -88,10 +88,10 @@ QUICK += [f"tests/core/test_{name}" for name in ("settings", "layout", "recipe",
 QUICK += ["tests/engine/test_segments", "tests/engine/test_gradients"]
 QUICK += ["tests/optim/test_betas", "tests/checkpoint/test_manifest"]
 LONGEST = """
-laws ranks gradients flops hf_plans hf update passes examples search compile saving disk_faults plan_command resume
-finetuning faults planner train_step whole_parameters compact digests calibrate schedules deferred threads fuzz
-placement corpus page_in_browser lora pages random_operations graph config_flag command_errors disk train_command
-hf_folders verify resources saving_ranks
+laws tiles hf ranks gradients tile_check tile_keys flops hf_plans update passes examples search compile saving
+disk_faults plan_command resume finetuning long_rows faults pipelines planner train_step whole_parameters compact
+digests calibrate schedules deferred threads fuzz placement corpus page_in_browser lora pages random_operations
+graph config_flag command_errors disk train_command hf_folders verify resources saving_ranks
 """
 SLOW = pytest.StashKey[int]()
 
