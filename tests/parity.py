@@ -5,7 +5,7 @@ move, in what order, what is kept for backward. A new setting is one row, and go
 tests/engine/test_laws.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 import trained
 from attrs import evolve, frozen
+from pairs import covering
 from small_models import IN_FP32, SHORTER, rows_of
 from table import Scattered
 from threaded_ranks import on_every, programs_of
@@ -313,6 +314,32 @@ class Row:
         return [*NUMBERS].index(self.numbers) + [*WAYS].index(self.way) + JOBS.index(self.job)
 
     @property
+    def kind(self) -> str:
+        """Of its way: what is elsewhere than on one device."""
+        way = WAYS[self.way]
+        if way.keys() & {"devices", "pp"}:
+            return "several devices"
+        return "off the device" if way.keys() & {"stage", "state_on"} or way.get("params_on") else "a device"
+
+    @property
+    def pairs(self) -> set[Any]:
+        """What meets in it: its numbers and its way's kind, each setting of the numbers and each of the way, with
+        where it puts something; ranks and these; a schedule, residuals and the kind."""
+        way = WAYS[self.way]
+        placed = {*way, *((name, place) for name, place in way.items() if isinstance(place, str))}
+        varied = (self.number % len(SCHEDULES), f"{self.number % 6} of six")
+        return {
+            *product((*varied, self.numbers, self.job), [self.kind]),
+            *product((*NUMBERS[self.numbers], self.world > 1), placed),
+            self.way,
+        }
+
+    @property
+    def entries(self) -> set[Any]:
+        """Less: each of its entries, and each setting of its numbers with its way's kind."""
+        return {self.numbers, self.way, self.job, *product(NUMBERS[self.numbers], [self.kind])}
+
+    @property
     def model(self) -> str:
         return self.job.partition(" on ")[0]
 
@@ -359,18 +386,23 @@ class Row:
         return given
 
 
-def rows(every: int) -> list[Any]:
-    """For parametrize: all pairs of NUMBERS and WAYS, each with three of the jobs, all jobs in turn. One pair in
-    `every` is run by day with one job, so that all entries of two axes are, and the others are `slow`."""
-    found: list[Any] = []
+@cache
+def _possible() -> list[Row]:
+    """All pairs of NUMBERS and WAYS, each with three of the jobs, all jobs in turn."""
+    found = list[Row]()
     for (n, numbers), (w, way) in product(enumerate(NUMBERS), enumerate(WAYS)):
         jobs = [x for x in JOBS if Row(numbers, way, x).possible]
         chosen = dict.fromkeys(jobs[(n + w + k * len(jobs) // 3) % len(jobs)] for k in range(3) if jobs)
-        for k, job in enumerate(chosen):
-            row = Row(numbers, way, job)
-            marks = () if k == (n + w) % every == 0 else (pytest.mark.slow,)
-            found.append(pytest.param(row, marks=marks, id=str(row)))
+        found += [Row(numbers, way, job) for job in chosen]
     return found
+
+
+def rows(meets: Callable[[Row], Collection[Any]], where: Callable[[Row], bool] = lambda _: True) -> list[Any]:
+    """For parametrize: all rows that are possible. By day those run in which all meets that does in any; the others
+    are `slow`."""
+    found = [row for row in _possible() if where(row)]
+    by_day = {*covering(found, meets)}
+    return [pytest.param(x, marks=() if x in by_day else (pytest.mark.slow,), id=str(x)) for x in found]
 
 
 @frozen

@@ -13,6 +13,7 @@ import pytest
 from attrs import evolve, fields_dict, frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import in_pairs
 from zfunc.schedules import OneFOneB, ZeroBubble
 from zfunc.schedules.stages import RecomputeAhead
 
@@ -499,21 +500,6 @@ def _law(
 
     law.__name__, law.__doc__, law.__module__ = test.__name__, test.__doc__, test.__module__
     return law
-
-
-def in_pairs(*axes: Iterable[Any], meets: int | None = None) -> list[Any]:
-    """Rows for parametrize: the product of the axes. A set of rows in which every two entries of two axes meet is
-    run always; the others, which repeat what those say of any two, are `slow`. The last axis is the shortest.
-    Of that set, `meets` keeps the rows in which an entry of the first axis meets so many of the second.
-    """
-    tables = [list(axis) for axis in axes]
-    rows = []
-    for at in product(*map(range, map(len, tables))):
-        always = sum(at[:-1]) % len(tables[-1]) == at[-1]
-        always &= meets is None or (at[1] - at[0]) % len(tables[1]) < meets
-        marks = () if always else (pytest.mark.slow,)
-        rows.append(pytest.param(*(table[i] for table, i in zip(tables, at, strict=True)), marks=marks))
-    return rows
 
 
 shapes = st.one_of(

@@ -10,8 +10,9 @@ import pytest
 import torch
 import trained
 from attrs import evolve
+from pairs import in_pairs
 from small_models import MODELS, bits, rows_of
-from table import chain, in_pairs, spec, waiting
+from table import chain, spec, waiting
 from threaded_ranks import on_every, programs_of
 from trained import injecting, steps
 from zfunc.schedules import Overlapped

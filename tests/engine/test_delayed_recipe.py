@@ -8,8 +8,9 @@ import plain
 import pytest
 import torch
 import trained
+from pairs import in_pairs
 from small_models import bits
-from table import SPECS, in_pairs, waiting
+from table import SPECS, waiting
 from torch import Tensor
 from trained import steps
 

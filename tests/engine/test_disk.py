@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import trained
+from pairs import in_pairs
 from parity import NUMBERS
 from saved import refused
-from table import in_pairs
 from threaded_ranks import on_every, programs_of
 
 import zfunc

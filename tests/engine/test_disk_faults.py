@@ -21,10 +21,10 @@ import torch
 import trained
 from attrs import frozen
 from bad_disks import FAULTS, fails, once
+from pairs import in_pairs
 from parity import NUMBERS
 from saved import refused
 from small_models import rows_of
-from table import in_pairs
 from test_disk import ON_DISK, on_disk
 from threaded_ranks import on_every, programs_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 from gradient_law import CLIPS, RECIPES, check, program_of
+from pairs import in_pairs
 from small_models import MODELS, rows_of
-from table import in_pairs
 from threaded_ranks import on_every, programs_of
 
 import zfunc

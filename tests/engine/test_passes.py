@@ -13,8 +13,8 @@ import shared_traces
 import torch
 import trained
 from fuzz_models import CHANGING, KEEPING, Apply, Sine
+from pairs import in_pairs
 from small_models import EDITS, Loss, bits, regression, tied_gpt
-from table import in_pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only

@@ -14,9 +14,10 @@ import trained
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import in_pairs
 from parity import Row, results
 from small_models import MODELS, rows_of
-from table import chain, in_pairs, layouts, spec
+from table import chain, layouts, spec
 from threaded_ranks import ThreadedRanks, on_every, programs_of
 from torch import Tensor
 from torch.nn.functional import mse_loss

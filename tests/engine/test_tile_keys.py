@@ -1,10 +1,12 @@
 """Keys of a row in tiles: on the host they are the same, and each is put there once."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from hf_models import layers, rows
+from pairs import in_pairs
 from tile_law import cast, passes_of
 
 from zfunc.engine.rows.keys import DeviceKeys, HostKeys
@@ -12,17 +14,12 @@ from zfunc.engine.trace.host_keys import HostMemory
 
 
 @pytest.mark.parametrize(
-    ("documents", "dtype"),
-    [
-        (True, torch.float32),
-        (False, torch.bfloat16),
-        pytest.param(False, torch.float32, marks=pytest.mark.slow),
-        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    ("way", "name"),
+    in_pairs(product([True, False], [torch.float32, torch.bfloat16]), ["GPT-2", "Mistral, window", "Qwen3"]),
 )
-@pytest.mark.parametrize("name", ["GPT-2", "Mistral, window", "Qwen3"])
-def test_keys_on_the_host_change_no_bit(name: str, documents: bool, dtype: torch.dtype) -> None:
+def test_keys_on_the_host_change_no_bit(way: tuple[bool, torch.dtype], name: str) -> None:
     """And nothing is written behind the bytes that they say they take."""
+    documents, dtype = way
     segment, values, x = next(layers(name, rows(documents)))
     values, x = cast(values, dtype), cast(x, dtype)
     for tiles in (2, 8):

@@ -1,0 +1,29 @@
+"""A covering array covers what it says, in few rows, the same ones every time."""
+
+from itertools import combinations, product
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import covering
+
+
+def pairs_of(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return {*combinations(enumerate(row), 2)}
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.data())
+def test_every_two_entries_of_two_axes_meet(sizes: list[int], data: st.DataObject) -> None:
+    """Where they do in any row at all: some rows are not possible."""
+    every = [*product(*map(range, sizes))]
+    rows = data.draw(st.lists(st.sampled_from(every), unique=True, max_size=200)) if len(every) > 1 else every
+    chosen = covering(rows, pairs_of)
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, rows))
+    assert chosen == sorted(chosen, key=rows.index)
+    assert chosen == covering(rows, pairs_of)
+
+
+def test_few_rows_stand_for_a_product() -> None:
+    """Of 10 x 10 x 10 x 10 rows not many more than the 100 that two axes have."""
+    assert 100 <= len(covering([*product(range(10), repeat=4)], pairs_of)) <= 150
+    assert len(covering([*product(range(4), range(3))], pairs_of)) == 12
+    assert covering([], pairs_of) == []
