@@ -60,7 +60,7 @@ BUDGETS = {
     "viz": 1_100,
     "planner": 3_480,
     "models": 3_340,
-    "train": 4_670,
+    "train": 4_650,
     "cli": 2_430,
     "tests": 41_420,
 }

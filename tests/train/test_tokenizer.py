@@ -1,4 +1,4 @@
-"""Tokenizers as transformers reads their folders; long texts, tokenized in pieces and in bounded calls."""
+"""Tokenizers as transformers reads their folders; long texts, tokenized in bounded calls."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from text_data import opened, tokens_of, write_jsonl
 
-from zfunc.train.data.tokenizer import BYTES, Located, in_calls, in_pieces, open_tokenizer
+from zfunc.train.data.tokenizer import BYTES, Located, in_calls, open_tokenizer
 
 WORDS = ["the", "of", "schedule", "gradient", "über", "日本語のテキスト", "🙂", "x=1;", "1,024", "don't"]
 WORDS += ["\n\n", "    "]
@@ -34,10 +34,10 @@ def byte_pairs(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters"])
-def test_a_long_text_has_the_tokens_of_the_whole_from_pieces(
+def test_a_long_text_is_cut_before_spaces_and_loses_no_character(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No call of the library is longer than CALL, unless the text is the same everywhere."""
+    """Words that a space begins have the tokens of the whole; elsewhere those beside a cut may be others."""
     library, calls = byte_pairs(kind), list[int]()
 
     def locate(texts: Sequence[str]) -> list[Located]:
@@ -45,26 +45,23 @@ def test_a_long_text_has_the_tokens_of_the_whole_from_pieces(
         made = library.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(x.ids), np.array(x.offsets).reshape(-1, 2)) for x in made]
 
-    monkeypatch.setattr("zfunc.train.data.tokenizer.PIECE", 4096)
-    monkeypatch.setattr("zfunc.train.data.tokenizer.CALL", 16384)
+    monkeypatch.setattr("zfunc.train.data.tokenizer.CALL", 4096)
     rng = random.Random(kind)
-    usual = " ".join(rng.choice(WORDS) for _ in range(12_000))
-    for text, bounded in (
-        (usual, True),
-        (usual.replace(" ", ""), kind == "bytes"),  # SentencePiece's has no place to cut it then
-        (f"{usual[:9000]}{' ' * 6000}{usual[:9000]}", False),
-        ("a" * 20_000, False),
-    ):
-        (whole,) = locate([text])
-        calls.clear()
-        ids, spans = in_pieces(locate, text)
-        assert ids.tolist() == whole[0].tolist()
-        assert spans.tolist() == whole[1].tolist()
-        assert not bounded or max(calls) <= 16384
+    words = [x for x in WORDS if x.strip()]
+    usual = " ".join(rng.choice(words) for _ in range(3_000))
+    (whole,) = locate([usual])
+    calls.clear()
+    ((ids, spans),) = in_calls(locate, [usual])
+    assert len(calls) > 1
+    assert max(calls) <= 2 * 4096
+    assert ids.tolist() == whole[0].tolist()
+    assert spans.tolist() == whole[1].tolist()
+    ((ids, spans),) = in_calls(locate, ["a" * 9_000])
+    assert (spans[0, 0], spans[-1, 1]) == (0, 9_000)
+    assert (spans[1:, 0] <= spans[:-1, 1]).all()
 
 
 def test_texts_are_tokenized_in_calls_that_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zfunc.train.data.tokenizer.PIECE", 10)
     monkeypatch.setattr("zfunc.train.data.tokenizer.CALL", 30)
     calls = list[list[str]]()
 
@@ -76,7 +73,7 @@ def test_texts_are_tokenized_in_calls_that_are_bounded(monkeypatch: pytest.Monke
     texts = ["a" * (n % 13) for n in range(40)]
     found = [(ids.tolist(), spans.tolist()) for ids, spans in in_calls(locate, texts)]
     assert found == [([97] * n, [[at, at + 1] for at in range(n)]) for n in map(len, texts)]
-    assert all(sum(map(len, call)) <= 30 + 10 for call in calls)
+    assert all(sum(map(len, call)) <= 30 + 12 for call in calls)
 
 
 # --- folders ----------------------------------------------------------------------------------------------

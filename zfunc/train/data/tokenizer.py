@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from zfunc.errors import install
 from zfunc.train.data.records import ASSISTANT, Chat
 
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
-CALL, PIECE = 1 << 20, 1 << 16  # characters of a call of the library, which holds about 150 bytes for each
-SAME = 8  # tokens that two pieces of a text must share
+CALL = 1 << 20  # characters of a call of the library, which holds about 150 bytes for each
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
 
@@ -163,54 +162,37 @@ def open_tokenizer(
 
 
 def in_calls(locate: Callable[[Sequence[str]], list[Located]], texts: Sequence[str]) -> list[Located]:
-    """`locate` of texts in calls of about CALL characters at most, and in pieces of each that is longer than PIECE.
+    """`locate` of texts in calls of CALL characters and a text more, at most.
 
-    So memory is bounded, and an interrupt is heard between two calls.
+    So memory is bounded, and an interrupt is heard between two calls. A text longer than CALL is cut before a space
+    where it has one: tokens beside a cut may be others than those of the whole.
     """
-    short = [text for text in texts if len(text) <= PIECE]
+    parts = [[*_parts(text)] for text in texts]
+    each = [part for own in parts for part in own]
     done: list[Located] = []
-    for _, call in groupby(zip(short, accumulate(map(len, short)), strict=True), lambda x: x[1] // CALL):
-        done += locate([text for text, _ in call])
+    for _, call in groupby(zip(each, accumulate(map(len, each)), strict=True), lambda x: x[1] // CALL):
+        done += locate([part for part, _ in call])
     rest = iter(done)
-    return [next(rest) if len(text) <= PIECE else in_pieces(locate, text) for text in texts]
+    return [_joined(own, [*islice(rest, len(own))]) for own in parts]
 
 
-def in_pieces(locate: Callable[[Sequence[str]], list[Located]], text: str) -> Located:
-    """The tokens of a long text, and their characters, as `locate` gives them for the whole.
-
-    Pieces overlap, and are joined where two have the same tokens; larger ones, until they have.
-    """
-    size = PIECE
-    while size < len(text):
-        shared = size // 32
-        starts = range(0, len(text) - shared, size - shared)
-        joined: list[Located] = []
-        for n in range(0, len(starts), max(1, CALL // size)):
-            some = starts[n : n + max(1, CALL // size)]
-            pieces = locate([text[at : at + size] for at in some])
-            joined += [(ids, spans + at) for at, (ids, spans) in zip(some, pieces, strict=True)]
-        if all(_join(joined, n) for n in range(1, len(joined))):
-            ids, spans = zip(*joined, strict=True)
-            return np.concatenate(ids), np.concatenate(spans)
-        size *= 4
-    return locate([text])[0]
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > CALL:
+        space = text.rfind(" ", start + 1, start + CALL)
+        stop = space if space > 0 else start + CALL
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
-def _join(pieces: list[Located], n: int) -> bool:
-    """Cut piece `n` and the one before it where both have the same tokens; False if there is no such place."""
-    (before, places), (after, spans) = pieces[n - 1], pieces[n]
-    first = int(np.searchsorted(places[:, 0], spans[0, 0])) if len(spans) else len(before)
-    left = list(zip(before[first:].tolist(), map(tuple, places[first:].tolist()), strict=True))
-    count = 2 * len(left) + SAME
-    right = list(zip(after[:count].tolist(), map(tuple, spans[:count].tolist()), strict=True))
-    at = {token: j for j, token in enumerate(right)}
-    for i in sorted(range(len(left) - SAME), key=lambda i: abs(2 * i - len(left))):  # far from both ends
-        j = at.get(left[i])
-        if j is not None and left[i : i + SAME] == right[j : j + SAME]:
-            pieces[n - 1] = before[: first + i], places[: first + i]
-            pieces[n] = after[j:], spans[j:]
-            return True
-    return False
+def _joined(parts: list[str], located: list[Located]) -> Located:
+    if len(parts) == 1:
+        return located[0]
+    starts = accumulate(map(len, parts[:-1]), initial=0)
+    moved = [(ids, spans + start) for start, (ids, spans) in zip(starts, located, strict=True)]
+    ids, spans = zip(*moved, strict=True)
+    return np.concatenate(ids), np.concatenate(spans)
 
 
 def _end_token(path: Path, loaded: Any, default: int | None) -> int:
