@@ -295,6 +295,19 @@ def _gate(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return x + y * torch.sigmoid(w)
 
 
+def _clipped(x: Tensor) -> Tensor:
+    norm = x.float().norm(dim=(1, 2), keepdim=True).to(x.dtype)
+    return torch.where(norm > 1000, x * (1000 / norm), x)
+
+
+class ClippedGradient(Sine):
+    """Rows whose gradient has a norm above 1,000 get a smaller one."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _clipped(Sine.backward(ctx, grad))
+
+
 MIXING: dict[str, Callable[[int, int], nn.Module]] = {
     "mixture of depths": lambda rows, width: Depths(width, None),
     "expert choice": lambda rows, width: Depths(width, 3),
@@ -304,6 +317,8 @@ MIXING: dict[str, Callable[[int, int], nn.Module]] = {
     "gate that begins closed": lambda rows, width: Beside(width, -30.0, _gate, Neighbours),
     "weak convolution": lambda rows, width: Beside(width, 1.0, lambda x, y, w: x + y * w, Neighbours),
     "norm over the row": pure(lambda x: x + x / x.norm(dim=(1, 2), keepdim=True)),
+    "clipped norm": pure(_clipped),
+    "clipped norm of the gradient": pure(ClippedGradient.apply),
     "GRN": pure(lambda x: x + x * (g := x.norm(dim=1, keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6)),
     "cross-covariance": pure(_cross_covariance),
     "positions by split": lambda rows, width: Table(width, lambda t, n: t.split(n)[0]),

@@ -7,8 +7,8 @@ backward is that of these operations. Any other runs, and nothing is allowed bec
               gradients of weights add up. In fp64, or where an operation or the memory has none in fp32, to the
               largest difference, without dropout; weights that begin at 0 or 1 are elsewhere
     poison    a row of the length that trains, in its own dtype, as it is only asked whether a token changes: some
-              tokens are NaN, others large, and no other token changes; so for gradients that come in. Before
-              attention, after it, and of the loss. A row without memory is halved, which the log says
+              tokens are NaN, others infinite or large, and no other token changes; so for gradients that come in.
+              Before attention, after it, and of the loss. A row without memory is halved, which the log says
 
 A trace is tried once with weights of its own, and once with those of each segment.
 """
@@ -42,6 +42,7 @@ WAYS = (
     (None, False),
 )  # None is its own dtype; of weights, too?
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-5}  # of the largest, by the bytes of an element
+LARGE = 2.0**10  # times a gradient of which a derivative is as many times itself, to the bit
 OTHERWISE = (
     "expected tokens that depend on others through attention alone, on their place through torch.arange(tokens), "
     "and no random numbers in evaluation: use tiles=1"
@@ -144,11 +145,16 @@ def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> 
 
 
 def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
-    y, pull = pull_of(pieces[0].evaluate, True, isinstance(pieces[0], TiledLoss))(weights, inputs)
+    run = pull_of(pieces[0].evaluate, True, isinstance(pieces[0], TiledLoss))
+    y, pull = run(weights, inputs)
     given = [_random_like(x) for x in floats_of(y)]
     grads, below = pull(given)
     # A gradient may be zero but for rounding, as that of the keys' bias.
     least = 0.1 * max((float(x.abs().max()) for x in grads.values() if x.numel()), default=0.0)
+    large, beneath = run(weights, inputs)[1]([x * LARGE for x in given])
+    for x, z in zip([*large.values(), *beneath], [*grads.values(), *below], strict=True):
+        if _far(x, z * LARGE, least * LARGE) > TOLERANCE[z.element_size()]:
+            return "a backward that is not linear in the gradient"
     for tiled in pieces:
         got, _ = tiled.forward(weights, inputs)
         own, under = tiled.backward(weights, inputs, None, [x.clone() for x in given])
@@ -236,13 +242,14 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
     given = [_random_like(x) for x in results if x.is_floating_point()] if pull else []
     below = pull(given) if pull else []
     del pull
-    for at, factor in ((places[0], torch.nan), (places[1], torch.nan), (places[1], -8.0)):
+    # A comparison with NaN is False: only what is infinite is beyond every threshold.
+    for at, factor in ((places[0], torch.nan), (places[1], torch.inf), (places[1], -8.0)):
         found, _ = run([_times(x, dim, at, factor) for x, dim in zip(rows, dims, strict=False)])
         if _others_differ(found, results, made, at):
             return f"tokens {at} that change others {where}"
-    for at in places if given else ():
+    for at, factor in zip(places, (torch.nan, torch.inf), strict=True) if given else ():
         floats = [dim for dim, x in zip(made, results, strict=False) if x.is_floating_point()]
-        bad = [_times(x, dim, at, torch.nan) for x, dim in zip(given, floats, strict=True)]
+        bad = [_times(x, dim, at, factor) for x, dim in zip(given, floats, strict=True)]
         if _others_differ(run(rows)[1](bad), below, dims, at):
             return f"gradients of tokens {at} that change those of others {where}"
     return ""
