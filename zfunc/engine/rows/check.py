@@ -258,7 +258,7 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
 def _others_differ(
     found: Sequence[Tensor], before: Sequence[Tensor], dims: Sequence[int], at: list[int]
 ) -> bool:
-    """Whether other tokens than those `at` these places differ."""
+    """Whether tokens differ between two results at other places than `at`."""
     for x, y, dim in zip(found, before, dims, strict=False):
         for start, stop in pairwise([-1, *at, y.shape[dim]]):
             a, b = (t.narrow(dim, start + 1, stop - start - 1) for t in (x, y))
@@ -284,7 +284,7 @@ def _tokens(inputs: tuple[Any, ...]) -> int:
 
 
 def _few(inputs: tuple[Any, ...]) -> int:
-    """How many tokens are tried in pieces."""
+    """The number of tokens of a row that are tried in pieces."""
     tokens = _tokens(inputs)
     return min(tokens, FEW) // SIZES[-1] * SIZES[-1] or tokens
 

@@ -54,14 +54,14 @@ class Half:
     reads: tuple[str, ...]
 
     def weights(self, weights: Any) -> Any:
-        """Those of the segment that it reads."""
+        """The segment's weights that this half reads, of all of them."""
         own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
         return type(weights)(*own)
 
 
 @frozen(eq=False)
 class Split:
-    """A segment for rows of one shape, cut."""
+    """A segment cut at its attention into two halves, for rows of one shape."""
 
     before: Half | None
     after: Half
@@ -255,7 +255,7 @@ def forward_graph(
 
 
 def floats_of(tree: Any) -> list[Tensor]:
-    """The floating-point tensors of a pytree."""
+    """The leaves of a pytree that are floating-point tensors."""
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 

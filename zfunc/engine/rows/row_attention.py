@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Pull(torch.autograd.Function):
-    """It has no gradient of its own, and says so: of an operation torch would leave out a part of it."""
+    """Backward of `attend_row`. Double backward raises: torch would silently drop a term."""
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, ...]:
@@ -85,7 +85,7 @@ class _Pull(torch.autograd.Function):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *hidden: Any) -> tuple[Tensor, Tensor]:
-    """The result, and its log-sum-exp, fp32 [batch, heads, tokens]."""
+    """Forward of `attend_row`: the result, and its fp32 log-sum-exp [batch, heads, tokens]."""
     out, lse = _results(q, k, v)
     for part, own, view in _tiles(q, (k, v), *hidden):
         attended = attend_tile(part(q), DeviceKeys(own), view)
@@ -95,7 +95,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *hidden: Any) -> tuple[Tensor, Tens
 
 
 def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys and values."""
+    """Backward of `attend_row`: the gradients of queries, keys and values."""
     *hidden, out, lse = more
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     dq, _ = _results(q, k, q)
@@ -106,14 +106,14 @@ def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Te
 
 
 def _results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    """Memory for what `_attend` returns: the features of a token lie together."""
+    """Empty tensors for what `_attend` returns, in which the features of a token lie together."""
     batch, heads, tokens, _features = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
 def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """Memory for what `_pull` returns."""
+    """Empty tensors for the gradients that `_pull` returns."""
     return _results(q, k, q)[0], k.new_empty(k.shape), v.new_empty(v.shape)
 
 

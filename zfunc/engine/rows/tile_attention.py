@@ -51,7 +51,7 @@ class View:
 
 @frozen(eq=False)
 class Attended:
-    """The attention of one tile: its queries [batch, heads, tile, features], the result [batch, heads, tile, value
+    """The attention of one tile: queries [batch, heads, tile, features], the result [batch, heads, tile, value
     features], and its fp32 log-sum-exp [batch, heads, tile]."""
 
     q: Tensor
@@ -151,7 +151,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class _InTorch:
-    """For any pair: fp32 scores of a tile by as many keys."""
+    """Attention in torch operations, for any pair: fp32 scores of a tile by as many keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,7 @@ def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
 
 
 def _kernel(pair: Pair) -> Any:
-    """The device's fused kernel for a pair, or torch."""
+    """The attention for a pair: the device's fused kernel that takes it, else the one in torch operations."""
     q = pair.q
     if _fits(q, pair.v) and not pair.view.hides:
         # On one H200 cuDNN took 0.6 of the time of flash attention.
@@ -322,7 +322,7 @@ class Ranges:
 
 
 def _ranges(first: Tensor, at: int, block: int) -> Ranges:
-    """Those of the queries from `at` on, whose documents have the `first` [tile] keys.
+    """The ranges of the queries from token `at` on, whose documents begin at the keys `first` [tile].
 
     >>> found = _ranges(torch.tensor([3, 3, 6, 7, 7, 7]), at=4, block=2)
     >>> found.queries.tolist(), found.keys.tolist()

@@ -62,7 +62,7 @@ class Tiled:
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace both halves of a tile now."""
+        """Trace both halves of a tile now, not in the first step."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
@@ -154,7 +154,7 @@ class TiledLoss:
         self.passes = self.make_vjp(self.function, recompute="none", wrt_input=self.wrt_input, last=True)
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
-        """The loss, and no residuals."""
+        """Forward: the loss, the sum over the tiles, and no residuals."""
         _check_once(self, weights, inputs)
         losses = list[Tensor]()
         for n, (_, tile) in enumerate(self._each(inputs)):
@@ -177,7 +177,7 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace a tile now."""
+        """Trace the passes of a tile now, not in the first step."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
@@ -245,7 +245,7 @@ class TiledRow:
         self.constants = list(self.split.constants())
 
     def at(self, i: int) -> slice:
-        """The tokens of tile `i`."""
+        """The range of tokens of tile `i` in its row."""
         return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
@@ -294,11 +294,11 @@ class TiledRow:
         return [q, *(first or [None])], residuals
 
     def part(self, i: int) -> Part:
-        """The keys of tile `i`."""
+        """The first token of tile `i` and the one behind its last, which are also its part of the keys."""
         return i * self.split.tile, (i + 1) * self.split.tile
 
     def attended(self, i: int, queries: list[Any]) -> list[Attended]:
-        """The attention of tile `i`; none without queries."""
+        """The attention of tile `i` over the row's keys, as a list of one; empty without queries."""
         if not queries:
             return []
         q, first = queries

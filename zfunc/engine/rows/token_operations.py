@@ -46,7 +46,7 @@ Places = tuple[int, int]  # outer, inner: the longer dimension is [outer, tokens
 
 
 class _UnknownError(Exception):
-    """Not known to keep tokens apart."""
+    """An operation that is not known to keep tokens apart."""
 
 
 def unknown_operation(
@@ -87,7 +87,7 @@ def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | 
 
 
 def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node, int], longer: Any) -> bool:
-    """Whether an operation is known to, of what has tokens `at` these dimensions."""
+    """Whether an operation is known to keep tokens apart that are `at` these dimensions of its arguments."""
     dims = lambda y: next(t for t in tree_leaves(y.meta["val"]) if isinstance(t, Tensor)).dim()  # noqa: E731
     from_last = {dims(y) - n for y, n in at.items()}
     if torch.Tag.pointwise in x.target.tags or name in ELEMENTS:
@@ -130,7 +130,7 @@ def arguments(x: Node) -> dict[str, Any]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether what is no node is the same in both traces."""
+    """Whether arguments that are no nodes are the same in the traces of a tile and of a row."""
     a, b = tree_leaves(one), tree_leaves(other)
     return len(a) == len(b) and all(isinstance(p, Node) or p == q for p, q in zip(a, b, strict=True))
 

@@ -83,14 +83,14 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
-    """A tree on the host, in new memory of a device."""
+    """A pytree of host tensors copied to new tensors of a device."""
     arrived = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device=device))
     arrived.put(tree)
     return arrived.tree
 
 
 def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
-    """The same over the network: a message to the other stage, or from it, with a tag of its own in the step."""
+    """`sent` between ranks: a message to the other pipeline stage, or from it, by a tag of its own in the step."""
     (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
     row = MOVES[op.verb]
     way = F if row.thing == "input" else B

@@ -37,7 +37,7 @@ def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _check_aux(segment: str, name: str, value: Any) -> None:
-    """Raise ValueError unless this is a scalar with a name of its own."""
+    """Raise ValueError unless an auxiliary output is a scalar, under a name that no metric of every step has."""
     what = f"segment {segment!r}: auxiliary output {name!r}"
     if name in RESERVED:
         raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")

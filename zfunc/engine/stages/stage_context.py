@@ -36,7 +36,7 @@ class CompiledSegment:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Those on the first of the devices that run it."""
+        """The segment's constants on the first of the devices that run it."""
         return self.constants_on[min(self.constants_on)]
 
 
@@ -80,7 +80,7 @@ Stage = Callable[[Op, Memory, StepContext], None]
 
 
 def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
-    """Stage functions by the verbs of their operations, which are their names."""
+    """The table of stage functions by verb: each function has the name of its verb."""
     return {stage.__name__.rstrip("_"): stage for stage in stages}  # pyright: ignore
 
 

@@ -115,7 +115,7 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
 
 
 def recompute(op: Op, mem: Memory, step: StepContext) -> None:
-    """What backward of one segment needs of its forward, with the seed and the buffers of that."""
+    """Run one segment's forward again for what its backward needs, with the seed and buffers of the first run."""
     call, (x, (_, before)) = step.calls[op.index[1]], _left_by_forward(op, mem)
     with step.randomness(*op.index):
         residuals = call.passes.recompute(_weights(op, mem, call, before), (x,))
@@ -303,7 +303,7 @@ def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
 
 
 def _host_of(op: Op, mem: Memory) -> HostMemory | None:
-    """Where a pass has keys of a row, unless on the device."""
+    """The host memory in which a pass has the keys of a row; None where the device has them."""
     return HostMemory(mem[op.write("host_keys")].flat) if op.touches("host_keys") else None
 
 
@@ -332,7 +332,7 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
 
 
 def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
-    """What the segment's function named like the operation returns, with the seed of its forward."""
+    """Call the segment's function of the operation's name, such as `backward`, with the seed of its forward."""
     call = step.calls[op.index[1]]
     x, (residuals, before) = _left_by_forward(op, mem)
     weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)

@@ -47,12 +47,12 @@ class Flat:
 
     @classmethod
     def of(cls, flat: Tensor, bucket: Bucket) -> "Flat":
-        """The parameters of `bucket`, or a rank's slice of them."""
+        """A Flat for the parameters of `bucket`, or for a rank's slice of them."""
         start, spans = bucket.start, bucket.spans if flat.numel() == bucket.numel else ()
         return cls(flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans})
 
     def hold(self, bucket: Bucket) -> Tensor:
-        """From now on it has the parameters of `bucket`, whose flat memory this returns."""
+        """Let this slot have the parameters of `bucket` from now on; returns the memory that they take."""
         if bucket.index not in self._held:
             self._held[bucket.index] = Flat.of(self.flat[: bucket.numel], bucket)
         held = self._held[bucket.index]
@@ -78,7 +78,7 @@ class Squares:
 
     @property
     def norms(self) -> Tensor:
-        """The norms, one for each of `rows`."""
+        """The fp32 norms on the device, one for each of `rows`."""
         return self.flat.view(torch.float32)[: len(self.rows or ())]
 
 
@@ -92,7 +92,7 @@ class ActivationSlot:
 
     @property
     def nbytes(self) -> int:
-        """Room for so many bytes."""
+        """The bytes of the slot."""
         return self.flat.numel()
 
     def hold(self, other: "ActivationSlot") -> None:
@@ -131,7 +131,7 @@ class ActivationSlot:
         self.tree, self.used = tree_unflatten(leaves, structure), start
 
     def copied(self) -> "ActivationSlot":
-        """What has been put here, in memory of its own."""
+        """A copy of the pytree in this slot, in memory of its own."""
         other = ActivationSlot(self.flat[: self.used].clone())
         other.hold(self)
         return other
@@ -193,22 +193,22 @@ class StateOnDisk:
 
     @property
     def moved(self) -> list[str]:
-        """The parts that every update moves."""
+        """The names of the parts that every update reads and writes."""
         return [x.name for x in self.extent.parts[: self.extent.moved]]
 
     @property
     def is_written(self) -> bool:
-        """Whether there is something to read."""
+        """Whether the disk has values of the bucket's state yet."""
         return self.swap.is_written(self.b)
 
     @property
     def in_memory(self) -> list[str]:
-        """The parts that memory has as well, and only a commit writes."""
+        """The names of the parts that memory has as well, and only a commit writes."""
         return self.all[self.extent.moved :]
 
     @property
     def all(self) -> list[str]:
-        """Every part."""
+        """The names of all parts of the bucket's state on the disk."""
         return [x.name for x in self.extent.parts]
 
     def _places(self, flat: Tensor, names: Sequence[str]) -> list[memoryview]:
@@ -299,7 +299,7 @@ def allocate_regions(
 
 
 def _allocate_flat(r: Region, nbytes: int, device: torch.device) -> Tensor:
-    """One allocation for regions like `r`, as bytes."""
+    """One zeroed allocation of `nbytes` for regions of the place of `r`, as uint8."""
     # Updated by the host kernel.
     on_host = r.tier != "device" or (r.role == "state" and not on_accelerator(device))
     if not on_host:

@@ -131,7 +131,7 @@ def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterat
 
 
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
-    """The memory of a slice in the buffers."""
+    """The memory of a slice: a part of one buffer of the State."""
     if x.kind == FROZEN and x.bucket in buffers.weights:
         flat = buffers.weights[x.bucket].flat
     elif x.kind == EMA.name:
@@ -143,7 +143,7 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
 
 
 def _parts(x: Slice) -> Iterator[tuple[int, int]]:
-    """A slice in bounded parts, as elements of its parameter."""
+    """The ranges of a slice in parts of bounded size, as elements of its parameter."""
     for start in range(x.start, x.stop, PART):
         yield start, min(start + PART, x.stop)
 

@@ -149,7 +149,7 @@ class Buffers:
     _changed: bool = False
 
     def place(self, memory: Mapping[Region, Any], layout: Layout) -> None:
-        """Have these regions in this memory."""
+        """Let the State have these regions in this memory."""
         self.memory |= memory
         for r, x in memory.items():
             if r.role == "params":
@@ -157,7 +157,7 @@ class Buffers:
                 self.weights[r.index[0]] = x
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Have these regions in no memory."""
+        """Let the State have these regions in no memory: they were released."""
         for r in regions:
             self.memory[r] = None
             if r.role == "params":
@@ -240,7 +240,7 @@ class State:
 
     @property
     def position(self) -> TrainingPosition:
-        """Its counters, which a checkpoint has beside the bytes."""
+        """The State's counters, as a checkpoint stores them beside the bytes."""
         return TrainingPosition(self.step, self.batches, self.sequences, self.seed, self.loss_scale)
 
     def __reduce__(self) -> Any:

@@ -171,7 +171,7 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
 
 
 def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Move the averages of frozen weights to where they are now."""
+    """Set the moving averages of frozen weights to these weights, which do not move."""
     for bucket in (x for x in layout.frozen_buckets if x.index in buffers.averages):
         average, now = buffers.ema(bucket.index), averaged(buffers, bucket, ranks)
         if average is not None and now is not None:
@@ -180,7 +180,7 @@ def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Moving averages begin as the weights."""
+    """Set the moving averages of weights to the weights."""
     for bucket in layout.all_buckets:
         average = buffers.ema(bucket.index)
         if average is not None and bucket.index in buffers.averages:

@@ -57,7 +57,7 @@ def run_on_state(
 
 
 def way_on(program: Program) -> str:
-    """What to do where a State is lost."""
+    """Advice for an error after which a State is lost."""
     if program.spec.swaps:
         return f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
     return "Go on from an earlier copy of the parameters, with init(program, params=...)"

@@ -87,7 +87,7 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
 
 
 def _free(program: Program, buffers: Buffers) -> None:
-    """Free the device's part of what was released, of staging and of constants."""
+    """Free the device memory of released regions, of staging and of constants."""
     cache = program.cache
     buffers.drop(buffers.released)
     cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})

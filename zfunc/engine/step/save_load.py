@@ -165,7 +165,7 @@ class Restored:
 
 
 def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> Restored:
-    """`load`, and what was loaded."""
+    """As `load`, and returns what was loaded beside the State."""
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
@@ -201,7 +201,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
 
 
 def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-    """Returns what `fill_state` does."""
+    """Fill a State's buffers from one checkpoint; returns what `fill_state` does."""
     saved = checkpoint.manifest.buffers
     for s, segment in enumerate(program.segments):
         if into := module_buffers(program, buffers, s):
@@ -301,5 +301,5 @@ def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, progr
 
 
 def _shown(value: Any) -> str:
-    """A setting in a message: a float in six digits."""
+    """A setting as messages show it: a float in six digits."""
     return repr(float(f"{value:.6g}") if isinstance(value, float) else value)

@@ -163,7 +163,7 @@ def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
 
 
 def read_commit(swap: SwapSpace) -> CommitMetadata:
-    """The metadata of the last commit."""
+    """The metadata of a swap space's last commit; raises CheckpointError without one."""
     where, metadata = swap.header.folders[0], swap.record()
     if metadata is None:
         raise CheckpointError(

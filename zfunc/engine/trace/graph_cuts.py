@@ -140,7 +140,7 @@ def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ())
 
 
 def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
-    """The nodes that depend on `roots`, and these."""
+    """The nodes that depend on `roots`, and `roots` themselves."""
     found = {*roots}
     for node, read in needs.items():
         if not found.isdisjoint(read):
@@ -293,7 +293,7 @@ def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
 
 
 def memory_of(node: Node) -> set[int]:
-    """The storages of the tensors that a node returns."""
+    """The identities of the storages of the tensors that a node returns."""
     values = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
     return {storage_of(t) for t in values if t.layout is torch.strided}
 

@@ -298,7 +298,7 @@ def _logged(call: Callable[[], Any]) -> tuple[Any, _Log]:
 
 
 def _difference(one: _Log, other: _Log) -> str:
-    """A description of the first operation that differs, or ""."""
+    """A description of the first operation in which two calls of a function differ, or ""."""
     nothing = "nothing", list[Any](), None
     for n, (a, b) in enumerate(zip_longest(one.ops, other.ops, fillvalue=nothing)):
         if a[0] != b[0]:

@@ -43,7 +43,7 @@ class Look:
     values: dict[str, int]
 
     def same(self, other: "Look") -> bool:
-        """Whether both looks show the same."""
+        """Whether two looks at a module show no change."""
         alike = self.numbers == other.numbers and self.values == other.values
         return alike and len(self.shown) == len(other.shown) and all(map(is_, self.shown, other.shown))
 
@@ -131,7 +131,7 @@ class Segment:
 
     @cached_property
     def by_short(self) -> dict[str, str]:
-        """The full name of each short one."""
+        """The full name of each parameter, by its short name."""
         return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
 
     @property
@@ -146,7 +146,7 @@ class Segment:
 
     @property
     def evaluation(self) -> Callable[..., Any]:
-        """The function without dropout, if there is one."""
+        """The segment's function without dropout; the one with it where there is no other."""
         return self.evaluate or self.function
 
     def changed(self) -> str:
@@ -467,7 +467,7 @@ class EndsInLoss(nn.Sequential):
     """Modules that run one after the other, of which the last gets the targets."""
 
     def forward(self, x: Any, *targets: Any) -> Any:
-        """The loss with targets; without, what it would get."""
+        """The loss of `x` and `targets`; without targets, the input of the loss."""
         *before, loss = self
         for child in before:
             x = child(x)

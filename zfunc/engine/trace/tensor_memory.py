@@ -57,7 +57,7 @@ class FakeTensors(FakeTensorMode):
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake results of an operation."""
+        """The results of an operation as fake tensors, with the strides of real ones where known."""
         if func in UNCACHED:
             enabled, self.cache_enabled = self.cache_enabled, False
             try:

@@ -346,7 +346,7 @@ class _Traced:
 
 
 def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) -> Values:
-    """The gradients of weights by name."""
+    """The gradients of a segment's weights, by short name."""
     with torch.enable_grad():
         return dict(zip(names, run(*pending), strict=True))
 
@@ -364,7 +364,7 @@ class _LeafView:
     offset: int
 
     def of(self, leaves: list[Any]) -> Tensor:
-        """The same view of other leaves."""
+        """The same view of the corresponding leaf among others."""
         leaf: Tensor = leaves[self.leaf]
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
 
@@ -421,7 +421,7 @@ def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def _without_leaves(x: Any, leaves: list[Any]) -> Any:
-    """A residual, or what to make it of if it is a view of a leaf."""
+    """A residual, or a _LeafView in its place if it is a view of a leaf."""
     if not isinstance(x, Tensor):
         return x
     for n, leaf in enumerate(leaves):
@@ -439,7 +439,7 @@ def _apart_from(held: Sequence[Any], tree: Any) -> Any:
 
 
 def _copy(t: Tensor) -> Tensor:
-    """A copy with the same strides, also of a tensor whose elements overlap."""
+    """A copy of a tensor with its strides, also where its elements overlap."""
     return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
 
 
@@ -447,7 +447,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 class _NoGradientError(ValueError):
-    """Nothing that a segment returns can be differentiated."""
+    """A segment returns nothing that can be differentiated."""
 
 
 class _OtherOutputError(Exception):
