@@ -93,7 +93,10 @@ def test_the_chain_adds_up_with_gaps_and_clocks_that_disagree(plan: Plan, seed: 
 @given(plans(), hardware())
 def test_in_a_simulated_step_the_operations_of_the_chain_touch(plan: Plan, on: Hardware) -> None:
     handed = critical_path_of(plan, simulate(plan, on))
-    assert all(link.idle <= on.handoff + link.event.end * 1e-12 for link in handed)
+    handoff = on.handoff * (
+        len(plan.lanes) if on.issue else 1
+    )  # all of them may need Python's lock meanwhile
+    assert all(link.idle <= handoff + link.event.end * 1e-12 for link in handed)
     chain = critical_path_of(plan, simulate(plan, evolve(on, handoff=0.0)))
     assert all(link.idle == 0 for link in chain)
     assert all(a.event.end == b.event.start for a, b in pairwise(chain))
