@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,14 +45,50 @@ REFUSED = {
     "train --hf nowhere": "--hf: nowhere: got no config.json in it, expected a local folder",
     "train --resume nowhere": "--resume: got nowhere, which does not exist",
     "train --state-on disk --swap /dev/shm": "/dev/shm: got a folder in memory (tmpfs)",
+    "train --data cut.jsonl": "--data: cut.jsonl, the last line: got invalid JSON (Unterminated string",
+    "train --eval-data asks.jsonl": "--eval-data: asks.jsonl, line 1: got a chat without a turn of the assistant",
+    **{
+        f"train --data chat.jsonl --tokenizer {x}/tokenizer.json": f"--tokenizer: {x}/{y}: got a chat template "
+        f"that is no Jinja (line 1: {z}"
+        for x, y, z in (
+            ("jinja", "chat_template.jinja", "Unexpected end of template"),
+            ("config", "tokenizer_config.json", "unexpected '}'"),
+        )
+    },
     "plan --hf-config nowhere.json": "--hf-config: nowhere.json: got no such file, expected the config",
     "draw --hf nowhere": "--hf: nowhere: got no config.json in it, expected a local folder",
 }
 
 
+FILES = {
+    "cut.jsonl": '{"text": "a"}\n' * 20_000 + '{"text": "b',
+    "asks.jsonl": '{"messages": [{"role": "user", "content": "?"}]}',
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}',
+    "jinja/chat_template.jinja": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}",
+    "config/tokenizer_config.json": '{"chat_template": "{% if messages }{% break %}{% endif %}"}',
+}
+
+
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_is_refused_without_torch_is_said_in_a_line(line: str) -> None:
+def test_what_is_refused_without_torch_is_said_in_a_line(line: str, own_folder: Path) -> None:
+    for name, content in FILES.items():
+        (own_folder / name).parent.mkdir(exist_ok=True)
+        (own_folder / name).write_text(content)
+        (own_folder / name).with_name("tokenizer.json").touch()
     done = blocked(f"sys.exit(main({line.split()}))")
     assert done.returncode == 2
     assert done.stderr.startswith(f"zfunc {line.split()[0]}: error: {REFUSED[line]}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["train --steps 1", "doctor", "calibrate", "export none --out x"])
+def test_too_few_addresses_for_torch_are_said_before_python_dies_of_them(line: str) -> None:
+    """Between 480 and 620 MB the import ends with ABORT, with std::bad_alloc, or anyhow."""
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (540 << 20, -1))"
+    code = f"{limit}; from zfunc.cli.main import main; sys.exit(main({line.split()}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    expected = f"zfunc {line.split()[0]}: error: RLIMIT_AS: got 540.0 MiB of addresses, expected "
+    assert done.stderr.startswith(expected)
+    assert done.stderr.endswith("raise it by ulimit -v\n")
     assert done.stderr.count("\n") == 1

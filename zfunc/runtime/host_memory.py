@@ -11,12 +11,15 @@ import errno
 import mmap
 import os
 import resource
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfunc.runtime.thread_budget import default_nodes, default_threads, local_ranks
+from zfunc.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +29,9 @@ PAGE = mmap.PAGESIZE
 HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB
 TURN = 2 << 20  # bytes that a thread, and so a node, touches in turn: a huge page
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: touches without writing
+_OF_LIBRARIES = (
+    1.4  # times the bytes of torch's libraries, Python has imported it, as tried with torch 2.13 on CPUs
+)
 LEAST_GIVEN_BACK = 1 << 20  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _CGROUP = Path("/sys/fs/cgroup")
@@ -55,6 +61,19 @@ def address_limit() -> int | None:
     """The bytes of addresses that this process may have at most (RLIMIT_AS, `ulimit -v`); None without a limit."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if most == resource.RLIM_INFINITY else most
+
+
+def check_addresses() -> None:
+    """Raise MemoryError if the limit of addresses is too low to import torch: that may end Python silently."""
+    most, torch = address_limit(), None if "torch" in sys.modules else find_spec("torch")
+    if most is None or torch is None or torch.origin is None:
+        return
+    least = _OF_LIBRARIES * sum(x.stat().st_size for x in Path(torch.origin).parent.glob("lib/*.so*"))
+    if most < least:
+        raise MemoryError(
+            f"RLIMIT_AS: got {format_bytes(most)} of addresses, expected {format_bytes(least)} at least, which the "
+            "import of torch takes: raise it by ulimit -v"
+        )
 
 
 class HostPages(mmap.mmap):

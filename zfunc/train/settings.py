@@ -4,7 +4,8 @@ The fields' defaults are the command line's. A value that exists can be run, as 
 the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -370,12 +371,30 @@ def check_exists(name: str, place: Path | None) -> None:
         raise ValueError(f"{name}: got {place}, which does not exist, expected {READ[name]}: check the path")
 
 
-def check_paths(settings: TrainSettings) -> None:
-    """Raise ValueError for what a training reads and is not there, or for a swap folder that is in memory.
+@contextmanager
+def reading(name: str, place: Path | None) -> Generator[None]:
+    """Errors of reading the data of setting `name`, as ValueError that begins with it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{name}: got {error.filename or place}, which cannot be read ({error.strerror}), expected text, "
+            "JSONL, a folder of them, a dataset or a .bin of tokens: check the path and its permissions"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
-    No torch: a path with a typo is told at once.
+
+def check_paths(settings: TrainSettings) -> None:
+    """Raise ValueError for what a training reads and is not there, or for a swap folder that is in memory; for
+    records among the first that are no documents, and for chats whose template is no Jinja.
+
+    No torch: a path with a typo, or a chat that ends badly, is told at once.
     """
     from zfunc.checkpoint.swap_space import check_folders
+    from zfunc.train.data.documents import first_look
+    from zfunc.train.data.records import CHAT
+    from zfunc.train.data.tokenizer import check_template
 
     for name in READ:
         place = getattr(settings, name)
@@ -387,6 +406,13 @@ def check_paths(settings: TrainSettings) -> None:
             raise ValueError(f"hf: {error}") from error
     if settings.swap:
         check_folders([Path(folder).expanduser() for folder in settings.swap])
+    kinds = set[str]()
+    for name, place in {"data": settings.data, "eval_data": settings.eval_data}.items():
+        with reading(name, place):
+            kinds |= set() if place is None else first_look(place)
+    folder = settings.hf if settings.tokenizer is None else settings.tokenizer.parent
+    if CHAT in kinds and folder is not None:
+        check_template(folder)
 
 
 NEEDED = {"text_only": "hf", "lora": "hf", "lora_alpha": "lora", "lora_targets": "lora"}

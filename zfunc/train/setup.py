@@ -48,6 +48,7 @@ from zfunc.train.settings import (
     TrainSettings,
     check_rows,
     gpt_config,
+    reading,
     step_settings,
 )
 
@@ -163,15 +164,8 @@ def _open_corpus(
         given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": of_tokens}
         given |= {"whole_documents": whole, "long_documents": settings.long_documents}
         path = getattr(settings, name)
-        try:
+        with reading(name, path):
             return open_data(path, cache=cache, split=split, **given)
-        except OSError as error:
-            raise ValueError(
-                f"{name}: got {error.filename or path}, which cannot be read ({error.strerror}), expected text, "
-                "JSONL, a folder of them, a dataset or a .bin of tokens: check the path and its permissions"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
 
     corpus = opened("data", split=settings.eval_data is None)
     return corpus if settings.eval_data is None else corpus.evaluated_on(opened("eval_data", split=False))

@@ -10,6 +10,7 @@ from attrs import frozen
 from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.terminal import logged
 from zfunc.options import count, file_to_write, option
+from zfunc.runtime.host_memory import check_addresses
 from zfunc.train.settings import (
     CHOSEN,
     DEVICE,
@@ -52,6 +53,7 @@ class CalibrateSettings(MeasuredStepFlags):
 
 def run_calibrate(settings: CalibrateSettings) -> int:
     """`zfunc calibrate`: all ranks measure, rank 0 writes."""
+    check_addresses()
     from zfunc.planner.profile import profile_text
     from zfunc.runtime.launch import process_group
 

@@ -16,6 +16,7 @@ from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, version_line
 from zfunc.cli.terminal import printable
 from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.options import option
+from zfunc.runtime.host_memory import check_addresses
 from zfunc.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ Read = Callable[[], Iterable[str]]  # what is there, and perhaps what is wrong
 
 def run_doctor(settings: DoctorSettings) -> int:
     """`zfunc doctor`: a line each, and below it what keeps a step from running; 1 if anything does, else 0."""
+    check_addresses()
     wrong = 0
     for name, read in reads(settings.folder):
         try:

@@ -9,6 +9,7 @@ from zfunc.cli.parser import EXIT_OK, Command, with_flags
 from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import one_of, option, path
+from zfunc.runtime.host_memory import check_addresses
 from zfunc.units import format_bytes
 
 _file = partial(option, group="file")
@@ -48,6 +49,7 @@ class ExportSettings:
 
 def run_export(settings: ExportSettings) -> int:
     """`zfunc export`."""
+    check_addresses()
     from zfunc.checkpoint.export import SUFFIX, export_weights
     from zfunc.train.run_history import settings_of
 

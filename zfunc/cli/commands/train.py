@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import can_redraw, interrupts, logged
 from zfunc.options import AUTO
+from zfunc.runtime.host_memory import check_addresses
 from zfunc.train.settings import TrainSettings, check_paths
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class TrainingFailed(Exception):  # noqa: N818
 def run_train(settings: TrainSettings) -> int:
     """`zfunc train`: rank 0 chooses where to begin, and keeps and shows what happens."""
     check_paths(settings)
+    check_addresses()
     from zfunc.runtime.launch import process_group
     from zfunc.train import resume, tracking
     from zfunc.train.run_folder import create_run

@@ -12,13 +12,22 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
 from zfunc.errors import install
-from zfunc.train.data.formats import FORMATS, holds_records, is_packed, opened, records_of, suffix_of
+from zfunc.train.data.formats import (
+    FORMATS,
+    holds_records,
+    is_packed,
+    last_line,
+    opened,
+    records_of,
+    suffix_of,
+)
 from zfunc.train.data.records import (
     EXPECTED,
     IDS,
@@ -34,6 +43,8 @@ File = tuple[str, Path]  # a name, the same on every machine, and the path on th
 PARQUET = ".parquet"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _HELD_OUT_PERCENT = 8
+# Records that are looked at before a training, in about half a second, and bytes of arrays, which are read whole.
+_FIRST, _WHOLE = 10_000, 1 << 24
 # Bytes of a column of a Parquet file that are read at once, and of its rows.
 _BUFFER, _BATCH = 1 << 20, 1 << 24
 _DESCRIPTION = re.compile("README|LICEN[CS]E|dataset_info")  # of a folder as the Hub has it
@@ -141,6 +152,26 @@ def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSo
 
     names = [name for name, path in files if (name, path) not in read]
     return DocumentSource(read, parts, held_out, notes=(f"left out: {named(names)}",) if names else ())
+
+
+def first_look(path: Path) -> set[str]:
+    """The kinds of the first documents of a file or folder of records (all of a small one), and of the last line of
+    each file of lines. No torch, no tokenizer: a chat that ends badly is told at once.
+
+    Raises ValueError, with file and line, for one that is no document.
+    """
+    if not (path.is_file() or path.is_dir()) or is_saved_dataset(path) or holds_tokens(path):
+        return set()
+    files = walk(path) if path.is_dir() else [(path.name, path)]
+    if sum(x.stat().st_size for _, x in files if suffix_of(x) == ".json") > _WHOLE:
+        return set()
+    source = file_documents(files, text=True, folder=path.is_dir())
+    if not all(suffix_of(x) in FORMATS for _, x in source.files):
+        return set()
+    every = chain.from_iterable(documents for _, documents in source.parts(Counter()))
+    kinds = {document.kind for document in islice(every, _FIRST)}
+    ends = (last_line(x) for _, x in source.files)
+    return kinds.union(document_of(record, where, Counter()).kind for end in ends for where, record in end)
 
 
 def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:

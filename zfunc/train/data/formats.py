@@ -24,6 +24,7 @@ from zfunc.train.data.records import EXPECTED, RECORDS, read_keys
 Placed = Generator[tuple[str, Any]]
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 LINES = (".jsonl", ".ndjson")
+_END = 1 << 20  # bytes in which the last line is looked for
 _RECORD = ", record "  # in the place of an element of an array
 _PACKED = re.compile(  # gzip, bzip2, xz, zip, zstd, 7z, rar, lz4, Parquet
     rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ|PK\x03\x04|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|\x04\x22\x4d\x18|PAR1"
@@ -79,6 +80,20 @@ def _lines(path: Path, file: BinaryIO) -> Placed:
     for number, line in enumerate(file, 1):
         if line.strip():
             yield (where := f"{path}, line {number}"), _parsed(line, where)
+
+
+def last_line(path: Path) -> Placed:
+    """The last record of a file of lines, if it is not long; none of a file that is compressed or of other records.
+
+    Raises ValueError for a damaged one, as of a file that was not copied whole.
+    """
+    if path.suffix.lower() not in LINES:
+        return
+    with path.open("rb") as file:
+        start = file.seek(max(0, file.seek(0, io.SEEK_END) - _END))
+        _, newline, line = file.read().rstrip().rpartition(b"\n")
+    if line and (newline or not start):
+        yield (where := f"{path}, the last line"), _parsed(line, where)
 
 
 def _array(path: Path, file: BinaryIO) -> Placed:

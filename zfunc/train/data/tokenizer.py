@@ -22,11 +22,13 @@ from zfunc.train.data.records import ASSISTANT, Chat
 
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
 CALL = 1 << 20  # characters of a call of the library, which holds about 150 bytes for each
+CONFIG = "tokenizer_config.json"  # beside a tokenizer.json
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
 
 Span = tuple[int, int]  # characters
-_MARKS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template, around what the assistant writes
+_MARKS = re.compile(r"(\{%[-+]?\s*)generation\b")  # in a template, around what the assistant writes
+_ENDS = re.compile(r"(\{%[-+]?\s*)endgeneration\b")
 
 
 @frozen(eq=False)
@@ -116,7 +118,7 @@ def open_tokenizer(
     except ImportError as error:
         raise ImportError(f"tokenizer: it needs transformers: {install('hf')}") from error
     try:
-        beside = path.with_name("tokenizer_config.json")
+        beside = path.with_name(CONFIG)
         config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
         of_class = AutoTokenizer if config.get("tokenizer_class") else PreTrainedTokenizerFast
         given = {} if path.name == "tokenizer.json" else {"tokenizer_file": str(path)}
@@ -209,6 +211,31 @@ def _end_token(path: Path, loaded: Any, default: int | None) -> int:
 #
 # What is learned of a chat is what the assistant wrote, as the tokenizer's template writes it: from the end of the
 # prompt that the model would be given, to the end of the turn. The template is in Jinja, rendered by transformers.
+
+
+def check_template(folder: Path) -> None:
+    """Raise ValueError for a folder whose chat template is no Jinja. No torch, no transformers."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    path, config = folder / "chat_template.jinja", folder / CONFIG
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        text = (
+            json.loads((path := config).read_text(encoding="utf-8")).get("chat_template")
+            if config.is_file()
+            else ""
+        )
+    if not isinstance(text, str):  # none, or several by name
+        return
+    text = _ENDS.sub(r"\1endif", _MARKS.sub(r"\1if true", text))  # those two are transformers' own
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"tokenizer: {path}: got a chat template that is no Jinja (line {error.lineno}: {error.message}), "
+            "expected it whole: correct it, or copy it again"
+        ) from error
 
 
 @frozen(eq=False)
