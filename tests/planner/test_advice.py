@@ -11,7 +11,7 @@ from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
 from zfunc.cli.parser import make_parser
 from zfunc.options import as_flag
-from zfunc.planner.plan_step import SOLD
+from zfunc.planner.plan_step import KNEE, SOLD
 from zfunc.planner.profile import replace_figures
 
 
@@ -93,6 +93,31 @@ def test_where_drives_bound_a_step_a_larger_batch_is_advised() -> None:
     assert p.disk is not None
     assert p.disk.busy > 1
     assert [x for x in p.suggestions if x.changes.get("batch_size", 0) >= 8]
+
+
+BATCHES = {  # a small job and its machine, and the batch that is advised
+    "the host updates": ("--hidden-size 1024 --seq-length 64 --batch-size 1", 16),
+    "the device is always busy": ("--hidden-size 4096 --seq-length 256 --batch-size 2 --offload-ratio 0", 32),
+    "and full": (
+        "--hidden-size 2048 --seq-length 256 --batch-size 1 --offload-ratio 0 --with bytes.device=2.75e9",
+        16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_larger_batch_is_advised_where_and_as_it_gains_most(name: str) -> None:
+    """No other micro-batches, and no farther place, make it faster by more than the next batch has to gain."""
+    job, batch_size = BATCHES[name]
+    flags = f"{job} --num-layers 2 --num-attention-heads 16 --vocab-size 5000 --hardware h100"
+    flags += " --with bytes.context=1e6"
+    p = check_typed(flags).planned
+    (advised,) = (x for x in p.suggestions if "batch_size" in x.changes)
+    assert advised.changes["batch_size"] == batch_size
+    for parts in (1, 4, 16):
+        for places in ("", "--activations-on host", "--activations-on host --params-on host"):
+            other = planned(f"{flags} --batch-size {batch_size} --micro-batches {parts} {places}").planned
+            assert not other.fits or other.step_seconds * KNEE > advised.step.seconds
 
 
 def test_lengths_beside_the_most_are_of_whole_tiles() -> None:

@@ -40,6 +40,14 @@ SOLD: dict[Tier, tuple[float, ...]] = {
     "disk": tuple(n * 1e12 for n in (1, 2, 4, 8, 16, 32)),
 }
 DOUBLED, KNEE = (2, 4, 8, 16), 1.05  # times a batch that are tried; what the next has to gain
+FARTHER = (
+    {},
+    {"activations_on": "host"},
+    {"activations_on": "host", "params_on": "host"},
+)  # of a larger batch
+PASSED = (
+    5  # times that a micro-batch passes a parameter: forward, again, backward twice, and the sum of gradients
+)
 GUESSES = 6  # of the most that fits, along a line; then the range is halved
 # Settings that a search does not vary: only these are worth a suggestion after one.
 UNSEARCHED = ("precision", "micro_batches", "moments", "stage")
@@ -186,34 +194,49 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
 
 
 def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """The batch, doubled as long as that gains: of more micro-batches where the device waits, of larger ones where
-    it is the host that launches; with activations on the host where the device has no room."""
+    """The batch, doubled as long as that gains: in larger micro-batches, or in more where these have no room; with
+    activations, and parameters, on the host where the device has none."""
     settings, segments = step.settings, model.segments
-    launched = sum(step.total(launch_seconds).values()) > WORTH_SAYING * step.seconds
-    if not launched and step.work["compute"] >= step.seconds * (1 - WORTH_SAYING):
+    if _same_for_any_rows(step) <= WORTH_SAYING * step.seconds:
         return
 
-    def larger(times: int) -> Iterator[PlannedStep]:
+    def larger(times: int, gain: float) -> Iterator[PlannedStep]:
+        """Steps of so many times the batch that fit, and by arithmetic may gain so much."""
         ways = [(model, times * settings.micro_batches)]
-        if launched and segments.resized is not None:
-            ways.append(
-                (CostModel(segments.resized(times * segments.rows), model.machine), settings.micro_batches)
-            )
-        for (of, count), places in product(ways, ({}, {"activations_on": "host"})):
+        if segments.resized is not None:
+            bigger = CostModel(segments.resized(times * segments.rows), model.machine)
+            ways.insert(0, (bigger, settings.micro_batches))
+        for (of, count), places in product(ways, FARTHER):
             with suppress(ValueError):  # tiles or micro-batches beyond what there may be
-                if (way := moved(settings, step.spec.world, **places)) is not None:
-                    new = step_of(of.spec(way), evolve(way, micro_batches=count), step.hardware)
-                    yield new.without_operations()
+                if (way := moved(settings, step.spec.world, **places)) is None:
+                    continue
+                new = step_of(of.spec(way), evolve(way, micro_batches=count), step.hardware)
+                least = max(*new.work.values(), new.unsettled_seconds)
+                if new.hardware.lacking(new.kept) or times * step.seconds <= least * gain:
+                    new.forget_operations()
+                elif new.without_operations().fits:
+                    yield new
+                    if not places:
+                        return
 
     found, known = list[Suggestion](), 1 + WORTH_SAYING
     for times in DOUBLED:
-        new = min((x for x in larger(times) if x.fits), key=lambda x: x.seconds, default=None)
+        new = min(larger(times, known), key=lambda x: x.seconds, default=None)
         if new is None or (gain := times * step.seconds / new.seconds) <= known:
             break
         batch = {"batch_size": times * segments.rows * step.spec.world}
         changes = {**batch, **differing(new.settings, settings)}
         found, known = [Suggestion(changes, new, f"{gain:.3g} times the tokens/s")], gain * KNEE
     yield from found
+
+
+def _same_for_any_rows(step: PlannedStep) -> float:
+    """The most seconds of a step that do not grow with the rows of a micro-batch: those in which the device waits,
+    those of its launches, and those in which it passes what it keeps and parameters."""
+    spec, kept = step.spec, step.kept["device"]
+    kept += sum(b.numel * spec.places[b.index].element_bytes for b in spec.layout.all_buckets)
+    passed = step.settings.micro_batches * PASSED * kept / step.hardware.rates["compute"]
+    return step.seconds - step.work["compute"] + sum(step.total(launch_seconds).values()) + passed
 
 
 def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
