@@ -201,29 +201,32 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
         return
 
     def larger(times: int, gain: float) -> Iterator[PlannedStep]:
-        """Steps of so many times the batch that fit, and by arithmetic may gain so much."""
+        """Steps of so many times the batch that fit and by arithmetic may gain so much, the fastest last."""
         ways = [(model, times * settings.micro_batches)]
         if segments.resized is not None:
             bigger = CostModel(segments.resized(times * segments.rows), model.machine)
             ways.insert(0, (bigger, settings.micro_batches))
+        most = times * step.seconds / gain
         for (of, count), places in product(ways, FARTHER):
             with suppress(ValueError):  # tiles or micro-batches beyond what there may be
                 if (way := moved(settings, step.spec.world, **places)) is None:
                     continue
                 new = step_of(of.spec(way), evolve(way, micro_batches=count), step.hardware)
                 least = max(*new.work.values(), new.unsettled_seconds)
-                if new.hardware.lacking(new.kept) or times * step.seconds <= least * gain:
+                if new.hardware.lacking(new.kept) or least >= most:
                     new.forget_operations()
-                elif new.without_operations().fits:
+                elif new.without_operations().fits and new.seconds < most:
                     yield new
                     if not places:
                         return
+                    most = new.seconds * (1 - WORTH_SAYING)
 
     found, known = list[Suggestion](), 1 + WORTH_SAYING
     for times in DOUBLED:
-        new = min(larger(times, known), key=lambda x: x.seconds, default=None)
-        if new is None or (gain := times * step.seconds / new.seconds) <= known:
+        if not (better := [*larger(times, known)]):
             break
+        new = better[-1]
+        gain = times * step.seconds / new.seconds
         batch = {"batch_size": times * segments.rows * step.spec.world}
         changes = {**batch, **differing(new.settings, settings)}
         found, known = [Suggestion(changes, new, f"{gain:.3g} times the tokens/s")], gain * KNEE
