@@ -5,12 +5,17 @@ import importlib
 import inspect
 import re
 import shlex
+import shutil
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import fields
+from small_trainings import TEXT, TINY
+from text_data import save_tokenizer, write_jsonl
 from trained import compiled, steps
 
 import zfunc
@@ -79,10 +84,10 @@ def test_no_python_of_a_page_is_left_out() -> None:
     assert {page.name for page in PAGES if python(page)} == {*PRINTED, *elsewhere}
 
 
-def commands() -> list[list[str]]:
-    """The words after `zfunc` of every command of a page."""
+def commands(pages: Sequence[Path] = PAGES) -> list[list[str]]:
+    """The words after `zfunc` of every command of some pages, without torchrun before them."""
     found: list[list[str]] = []
-    for page in PAGES:
+    for page in pages:
         blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```$", page.read_text(), re.M | re.S)
         for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -101,16 +106,62 @@ def test_every_command_of_a_page_is_one_that_zfunc_takes() -> None:
             settings_of(COMMANDS[args.command], args)
 
 
-@pytest.mark.slow
-def test_every_plan_and_picture_of_a_page_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of models without a folder. A plan that does not fit ends with 1."""
-    monkeypatch.chdir(tmp_path)
-    there = {"--hf", "--hf-config", "--config", "--data", "--compare"}  # files and folders of the reader's
-    made = [
-        x for x in commands() if x[0] in ("plan", "draw") and not there & {*x} and ".toml" not in " ".join(x)
-    ]
-    assert len(made) > 8
-    assert all(main(words) in (0, 1) for words in made)
+SMALL = {"--seq-length": "32", "--tiles": "4", "--save-every": "1"}  # instead of a page's numbers
+ELSEWHERE = {"tutorial.md"}  # run by a test of its own
+
+
+def readers_files(folder: Path) -> None:
+    """The files and folders of the reader's that pages name, and a tiny model."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    words = ["<unk>", "</s>", "user", "assistant", *(f"w{n}" for n in range(40))]
+    save_tokenizer(folder / "model" / "tokenizer.json", words)
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    shutil.copy(folder / "model" / "config.json", folder)
+    texts = [" ".join(f"w{(n + k) % 40}" for k in range(9)) for n in range(200)]
+    turns = [[{"role": "user", "content": x}, {"role": "assistant", "content": x}] for x in texts]
+    write_jsonl(folder / "texts.jsonl", *({"text": x} for x in texts))
+    write_jsonl(folder / "pairs.jsonl", *({"prompt": x, "completion": x} for x in texts))
+    for name in ("chats", "held_out"):
+        write_jsonl(folder / f"{name}.jsonl", *({"messages": x} for x in turns))
+    (folder / "book.txt").write_text(" ".join(texts))
+    (folder / "data.txt").write_text(TEXT)
+    (folder / "ds_config.json").write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 2}}')
+
+
+def small(words: list[str], number: int, folder: Path) -> list[str]:
+    """Command `number` of a page in a size for here, in a folder for what it names outside of it."""
+    words = [SMALL.get(before, x) for before, x in zip(["", *words], words, strict=False)]
+    words = [x.replace("/mnt/", f"{folder}/mnt/") for x in words]
+    if words[0] == "train":
+        words += [] if "--hf" in words else TINY
+        words += [] if {"--data", "--hf"} & {*words} else ["--data", "data.txt"]
+        words += (
+            [] if "--epochs" in words else ["--steps", str(number + 2)]
+        )  # where another ended one goes on
+    return words
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(x, marks=pytest.mark.slow, id=x.name) for x in PAGES if x.name not in ELSEWHERE]
+)
+def test_every_command_of_a_page_runs(page: Path, own_folder: Path) -> None:
+    """In order, in one folder, in small sizes and one process. A plan that does not fit, or what is wrong with a
+    machine, ends with 1."""
+    readers_files(own_folder)
+    for number, words in enumerate(commands([page])):
+        words = small(words, number, own_folder)
+        for name, place in pairwise(words):
+            if name in ("--swap", "--folder"):
+                Path(place).mkdir(parents=True, exist_ok=True)
+            if name == "--out" and words[0] == "export" and Path(place).is_dir():
+                shutil.rmtree(place)  # of an earlier section
+        assert main(words) in ((0, 1) if words[0] in ("plan", "draw", "doctor") else (0,)), words
 
 
 def test_every_name_of_a_page_is_there() -> None:
