@@ -317,7 +317,9 @@ MIXING: dict[str, Callable[[int, int], nn.Module]] = {
     "gate that begins closed": lambda rows, width: Beside(width, -30.0, _gate, Neighbours),
     "weak convolution": lambda rows, width: Beside(width, 1.0, lambda x, y, w: x + y * w, Neighbours),
     "norm over the row": pure(lambda x: x + x / x.norm(dim=(1, 2), keepdim=True)),
-    "clipped norm": pure(_clipped),
+    "clipped norm": lambda rows, width: Apply(
+        lambda self, x: _clipped(self.inner(x)), inner=nn.Linear(width, width)
+    ),
     "clipped norm of the gradient": pure(ClippedGradient.apply),
     "GRN": pure(lambda x: x + x * (g := x.norm(dim=1, keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6)),
     "cross-covariance": pure(_cross_covariance),

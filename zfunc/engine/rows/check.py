@@ -7,7 +7,7 @@ backward is that of these operations. Any other runs, and nothing is allowed bec
               gradients of weights add up. In fp64, or where an operation or the memory has none in fp32, to the
               largest difference, without dropout; weights that begin at 0 or 1 are elsewhere
     poison    a row of the length that trains, in its own dtype, as it is only asked whether a token changes: some
-              tokens are NaN, others infinite or large, and no other token changes; so for gradients that come in.
+              tokens are NaN, others huge or large, and no other token changes; so for gradients that come in.
               Before attention, after it, and of the loss. A row without memory is halved, which the log says
 
 A trace is tried once with weights of its own, and once with those of each segment.
@@ -242,12 +242,13 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
     given = [_random_like(x) for x in results if x.is_floating_point()] if pull else []
     below = pull(given) if pull else []
     del pull
-    # A comparison with NaN is False: only what is infinite is beyond every threshold.
-    for at, factor in ((places[0], torch.nan), (places[1], torch.inf), (places[1], -8.0)):
+    # Beyond every threshold: a comparison with NaN is False, and a sum over features makes NaN of what is infinite.
+    huge = torch.finfo(rows[0].dtype).max ** 0.75
+    for at, factor in ((places[0], torch.nan), (places[1], huge), (places[1], -8.0)):
         found, _ = run([_times(x, dim, at, factor) for x, dim in zip(rows, dims, strict=False)])
         if _others_differ(found, results, made, at):
             return f"tokens {at} that change others {where}"
-    for at, factor in zip(places, (torch.nan, torch.inf), strict=True) if given else ():
+    for at, factor in zip(places, (torch.nan, huge), strict=True) if given else ():
         floats = [dim for dim, x in zip(made, results, strict=False) if x.is_floating_point()]
         bad = [_times(x, dim, at, factor) for x, dim in zip(given, floats, strict=True)]
         if _others_differ(run(rows)[1](bad), below, dims, at):
