@@ -5,6 +5,7 @@ Each has a case whose size is `at`: it runs with the constant below that, at it 
 
 import ast
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +35,7 @@ from zfunc.errors import CheckpointError, RankError
 from zfunc.models.loss import linear_next_token_loss
 from zfunc.optim import rules, updates
 from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime import host_memory
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.stage_ranks import StageRanks
 
@@ -449,6 +451,15 @@ def counts_of_tiles(shortest: int, _: pytest.MonkeyPatch) -> None:
         assert min(may_be, key=lambda n: abs(n - 4)) in found
 
 
+def addresses(times: float, patch: pytest.MonkeyPatch) -> None:
+    """As many bytes of them as torch's libraries have."""
+    size = sum(x.stat().st_size for x in Path(torch.__file__).parent.glob("lib/*.so*"))
+    patch.setattr(host_memory, "address_limit", lambda: size)
+    patch.delitem(sys.modules, "torch")
+    with nullcontext() if times <= 1 else pytest.raises(MemoryError, match="RLIMIT_AS: got"):
+        host_memory.check_addresses()
+
+
 ROWS = {
     "optim.rules.SMALLEST_NORMAL": Row(
         EPS, limited(lambda least: least <= EPS, lambda _: zfunc.AdamW(eps=EPS)), EPS / 2
@@ -469,6 +480,7 @@ ROWS = {
     "core.settings.MOST_MICRO_BATCHES": counted(1 << 16, lambda n: StepSettings(micro_batches=n)),
     "core.settings.SHORTEST_TILE": Row(8, counts_of_tiles),
     "runtime.stage_ranks.MOST_HEAD": Row(64, message),
+    "runtime.host_memory._OF_LIBRARIES": Row(1.0, addresses, 0.5),
     "models.hf.cutting.RECORDED": Row(12, windows),
     "models.hf.comparison.SMALL": Row(LLAMA, small_model),
     "models.hf.comparison.LOSS_CLOSE": Row(5e-4, lambda *x: compared(*x, loss=True), 2e-5),
