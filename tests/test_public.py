@@ -24,3 +24,12 @@ def test_a_public_name_has_a_docstring_and_is_what_it_is(name: str) -> None:
     assert name in dir(zfunc)
     # An import of a module `zfunc.plan` would put it in the place of the function.
     assert inspect.ismodule(value) or importlib.util.find_spec(f"zfunc.{name}") is None
+
+
+def test_an_error_that_is_no_public_name_is_named_where_it_is() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'LaneTimeout': it is zfunc\.errors\.LaneTimeout$"
+    ):
+        _ = zfunc.LaneTimeout
+    with pytest.raises(AttributeError, match="no attribute 'did_you_mean'$"):
+        _ = zfunc.did_you_mean

@@ -81,7 +81,10 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_homes())
     if name.startswith("_") or not (name in _homes() or find_spec(f"zfunc.{name}")):
-        raise AttributeError(f"module 'zfunc' has no attribute {name!r}")
+        error = getattr(import_module("zfunc.errors"), name, None)
+        is_error = isinstance(error, type) and issubclass(error, BaseException)
+        instead = f": it is zfunc.errors.{name}" if is_error else ""
+        raise AttributeError(f"module 'zfunc' has no attribute {name!r}{instead}")
     module, own = _homes().get(name, ("zfunc", name))
     home = import_module(module)
     # A module of its package, or what a module has.
