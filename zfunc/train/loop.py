@@ -23,7 +23,7 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.state.state import State
-from zfunc.engine.step.evaluate import outputs
+from zfunc.engine.step.evaluate import outputs, wait_for_output
 from zfunc.engine.step.init import init
 from zfunc.engine.step.save_load import restore, save
 from zfunc.engine.step.swap_state import close_swap, swap_folders
@@ -327,7 +327,9 @@ def evaluate_held_out(
             if (signal := stop()) == TERMINATED or signal != before:
                 return None
             last = y
-        losses.append(float(loss_and_aux(program.segments[-1].name, last)[0]))
+        loss, _ = loss_and_aux(program.segments[-1].name, last)
+        wait_for_output(program, loss)
+        losses.append(float(loss))
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 

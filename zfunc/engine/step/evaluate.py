@@ -26,7 +26,7 @@ from zfunc.engine.step.release import check_state
 from zfunc.engine.trace.batches import Batch, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.thread_modes import refuse_global_modes
-from zfunc.runtime.accelerator import deterministic_kernels, record_use
+from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator, record_use, synchronize
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
@@ -114,8 +114,8 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     """The buffers that forward changes, by full name: copies on the host, such as `zfunc.init` takes in `params`.
 
     They are running statistics and spectral norm's vectors; other buffers are constants. Of several ranks each has
-    those of rank 0; of pipeline stages on ranks, which have to call this together, those of
-    all. Raises DonatedStateError for a used state.
+    those of rank 0; of pipeline stages on ranks, which have to call this together, those of all. Raises
+    DonatedStateError for a used state.
     """
     check_state(program, state, "buffers")
     if program.spec.over_ranks:
@@ -147,8 +147,8 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
     as `zfunc.models.gpt.Head`, which then returns logits). Of several devices, that of the last segment has the
     output. An output that shares memory with a parameter is copied. Random numbers that a segment still draws
-    depend on the state alone. With `ema` the weights are their moving average. With `defer` or `ema` and several
-    ranks, all of them have to call this after a step. Raises DonatedStateError for a used state.
+    depend on the state alone. With `ema` the weights are their moving average. With `defer`, `ema`, `stage=3` or
+    `pp` and several ranks, all of them have to call this. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
@@ -169,7 +169,7 @@ def outputs(
     """The outputs of the segments, one by one, computed on demand; the last is that of `apply`.
 
     `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.sequences.KVCache` to
-    generate token by token. With `defer` and several ranks, the first call after a step is a collective.
+    generate token by token. A collective where `apply` is one.
     """
     check_state(program, state, "apply")
     _check_ema(program, ema, "apply")
@@ -237,9 +237,19 @@ def evaluate(
 
     With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name. With `ema` the
     weights are their moving average. The batch is not split into micro-batches. Each rank evaluates its own; with
-    `defer` or `ema` all of them have to call this. Raises DonatedStateError for a used state.
+    `defer`, `ema`, `stage=3` or `pp` all of them have to call this. Raises DonatedStateError for a used state, and
+    RankError where another rank that the device waits for is gone.
     """
     inputs, *more = unpacked(batch, program.segments[-1])
     y = apply(program, state, inputs, *more, ema=ema)
     loss, aux = loss_and_aux(program.segments[-1].name, y)
+    wait_for_output(program, loss)
     return (float(loss), {name: float(x) for name, x in aux.items()}) if has_aux else float(loss)
+
+
+def wait_for_output(program: Program, output: Tensor) -> None:
+    """Wait until the device has computed an output, for which it may need collectives. Raises RankError where
+    another rank is gone, LaneTimeout after the program's `patience`."""
+    if program.ranks.several and on_accelerator(output.device):
+        stream = torch.accelerator.current_stream(output.device)
+        synchronize(stream, program.executor.patience, "evaluate", program.ranks.watch)
