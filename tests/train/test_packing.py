@@ -20,7 +20,7 @@ from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, trained, 
 
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data import documents
-from zfunc.train.data.documents import holds_tokens, is_held_out, stdlib_files
+from zfunc.train.data.documents import first_look, holds_tokens, is_held_out, stdlib_files
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
@@ -667,3 +667,18 @@ def test_an_unusable_tokenizer_is_refused(name: str, tokenizer_file: Path) -> No
         open_tokenizer(tokenizer_file)
     if name == "no end":
         assert open_tokenizer(tokenizer_file, end=7).end == 7, "the caller may give it"
+
+
+def test_a_first_look_ends_behind_its_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that books do not take minutes before a training."""
+    path = tmp_path / "books.jsonl"
+    path.write_text(json.dumps({"text": "a" * 90}) + '\n{"title": 1}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="line 2: got an object with title"):
+        first_look(path)
+    monkeypatch.setattr(documents, "_CHARACTERS", 90)
+    assert first_look(path) == {"text"}
+
+
+def test_a_first_look_takes_texts_that_are_no_utf_8_for_bytes(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_bytes(b'{"name": "\xe9"}')
+    assert first_look(tmp_path) == {"bytes"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from text_data import opened, tokens_of, write_jsonl
 
-from zfunc.train.data.tokenizer import BYTES, Located, in_calls, open_tokenizer
+from zfunc.train.data.tokenizer import BYTES, Located, check_template, in_calls, open_tokenizer
 
 WORDS = ["the", "of", "schedule", "gradient", "über", "日本語のテキスト", "🙂", "x=1;", "1,024", "don't"]
 WORDS += ["\n\n", "    "]
@@ -191,3 +191,12 @@ def test_a_folder_is_read_as_transformers_reads_it(name: str, tmp_path: Path) ->
         assert [text for text, _ in tokenizer.chat.render(Chat(tuple(chat), ""))] == [
             own.apply_chat_template(chat, tokenize=False)
         ]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"chat_template": ', b"\xff", b"[]", b'{"chat_template": [{"name": "tools"}]}']
+)
+def test_what_is_no_configuration_is_left_to_who_opens_the_tokenizer(content: bytes, tmp_path: Path) -> None:
+    """It names the file; a template alone is checked before."""
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    check_template(tmp_path)

@@ -43,8 +43,9 @@ File = tuple[str, Path]  # a name, the same on every machine, and the path on th
 PARQUET = ".parquet"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _HELD_OUT_PERCENT = 8
-# Records that are looked at before a training, in about half a second, and bytes of arrays, which are read whole.
-_FIRST, _WHOLE = 10_000, 1 << 24
+# Records that are looked at before a training, and their characters, in about half a second; and bytes of arrays,
+# which are read whole.
+_FIRST, _CHARACTERS, _WHOLE = 10_000, 1 << 24, 1 << 24
 # Bytes of a column of a Parquet file that are read at once, and of its rows.
 _BUFFER, _BATCH = 1 << 20, 1 << 24
 _DESCRIPTION = re.compile("README|LICEN[CS]E|dataset_info")  # of a folder as the Hub has it
@@ -165,11 +166,15 @@ def first_look(path: Path) -> set[str]:
     files = walk(path) if path.is_dir() else [(path.name, path)]
     if sum(x.stat().st_size for _, x in files if suffix_of(x) == ".json") > _WHOLE:
         return set()
-    source = file_documents(files, text=True, folder=path.is_dir())
+    source = file_documents(files, text=False, folder=path.is_dir())
     if not all(suffix_of(x) in FORMATS for _, x in source.files):
         return set()
     every = chain.from_iterable(documents for _, documents in source.parts(Counter()))
-    kinds = {document.kind for document in islice(every, _FIRST)}
+    kinds, characters = set[str](), 0
+    for document in islice(every, _FIRST):
+        kinds.add(document.kind)
+        if (characters := characters + len(str(document.values))) > _CHARACTERS:
+            break
     ends = (last_line(x) for _, x in source.files)
     return kinds.union(document_of(record, where, Counter()).kind for end in ends for where, record in end)
 

@@ -217,15 +217,13 @@ def check_template(folder: Path) -> None:
     """Raise ValueError for a folder whose chat template is no Jinja. No torch, no transformers."""
     from jinja2 import Environment, TemplateSyntaxError
 
-    path, config = folder / "chat_template.jinja", folder / CONFIG
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-    else:
-        text = (
-            json.loads((path := config).read_text(encoding="utf-8")).get("chat_template")
-            if config.is_file()
-            else ""
-        )
+    path, text = folder / "chat_template.jinja", None
+    with suppress(ValueError):  # no UTF-8 or no JSON: `open_tokenizer` tells it
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+        elif (path := folder / CONFIG).is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            text = config.get("chat_template") if isinstance(config, dict) else None
     if not isinstance(text, str):  # none, or several by name
         return
     text = _ENDS.sub(r"\1endif", _MARKS.sub(r"\1if true", text))  # those two are transformers' own
