@@ -29,9 +29,8 @@ PAGE = mmap.PAGESIZE
 HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB
 TURN = 2 << 20  # bytes that a thread, and so a node, touches in turn: a huge page
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: touches without writing
-_OF_LIBRARIES = (
-    1.4  # times the bytes of torch's libraries, Python has imported it, as tried with torch 2.13 on CPUs
-)
+# Addresses that an import of torch takes, by the bytes of its libraries, as tried with torch 2.13 on CPUs.
+_OF_LIBRARIES = 1.4
 LEAST_GIVEN_BACK = 1 << 20  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _CGROUP = Path("/sys/fs/cgroup")
@@ -64,11 +63,12 @@ def address_limit() -> int | None:
 
 
 def check_addresses() -> None:
-    """Raise MemoryError if the limit of addresses is too low to import torch: that may end Python silently."""
+    """Raise MemoryError if the limit of addresses is too low to import torch, which might end Python silently."""
     most, torch = address_limit(), None if "torch" in sys.modules else find_spec("torch")
     if most is None or torch is None or torch.origin is None:
         return
-    least = _OF_LIBRARIES * sum(x.stat().st_size for x in Path(torch.origin).parent.glob("lib/*.so*"))
+    libraries = {x.resolve() for x in Path(torch.origin).parent.glob("lib/*.so*")}  # links to one are one
+    least = _OF_LIBRARIES * sum(x.stat().st_size for x in libraries if x.is_file())
     if most < least:
         raise MemoryError(
             f"RLIMIT_AS: got {format_bytes(most)} of addresses, expected {format_bytes(least)} at least, which the "
