@@ -92,7 +92,7 @@ class RankGroup:
 
     @property
     def job(self) -> "RankGroup":
-        """The group of all ranks that train together; a pipeline stage's group overrides it."""
+        """The group of all ranks that train together, of which a pipeline stage has a part."""
         return self.whole or self
 
     @property
@@ -154,16 +154,15 @@ class RankGroup:
         else:
             self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
 
-    def all_reduce(self, values: Tensor, *, largest: bool = False) -> None:
-        """`values`, of one shape on each rank, become their sums over the ranks, or the largest of each."""
+    def all_reduce(self, values: Tensor) -> None:
+        """`values`, of one shape on each rank, become their sums over the ranks."""
         if not values.numel():
             return
         self.sent += 2 * (self.world - 1) * values.nbytes // self.world
-        how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         if on_accelerator(values.device):
-            self._queue("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
+            self._queue("all_reduce", lambda: dist.all_reduce(values, group=self.group, async_op=True))
         else:
-            self._all_reduce(values, how)
+            self._all_reduce(values)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums of these numbers over the ranks, in double; the same bits on each."""
