@@ -36,16 +36,13 @@ from zfunc.runtime.rng import seeded
 
 FEW = 256  # tokens in pieces
 SIZES = (2, 16)  # numbers of pieces
-WAYS = (
-    (torch.float64, True),
-    (torch.float32, True),
-    (None, False),
-)  # None is its own dtype; of weights, too?
+# The dtype, None for the segment's own, and whether gradients of weights are compared.
+WAYS = ((torch.float64, True), (torch.float32, True), (None, False))
 TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-5}  # of the largest, by the bytes of an element
-LARGE = 2.0**10  # times a gradient of which a derivative is as many times itself, to the bit
+LARGE = 2.0**10  # times a gradient: a backward that is linear in it gives as many times itself, to the bit
 OTHERWISE = (
     "expected tokens that depend on others through attention alone, on their place through torch.arange(tokens), "
-    "and no random numbers in evaluation: use tiles=1"
+    "a backward that is linear in its gradient, and no random numbers in evaluation: use tiles=1"
 )
 log = logging.getLogger("zfunc")
 
@@ -128,13 +125,10 @@ def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> 
     step = tokens // few if isinstance(pieces[0], TiledLoss) else 1
     inputs = _rows(inputs, lambda x: x[:, : few * step : step])
     for dtype, of_weights in WAYS:
-        own, x = (
-            evolve(weights, **{k: _cast(getattr(weights, k), dtype) for k in ("trained", "fixed")}),
-            inputs,
-        )
+        own = evolve(weights, **{k: _cast(getattr(weights, k), dtype) for k in ("trained", "fixed")})
         own = own if of_weights else evolve(own, trained={}, fixed={**own.trained, **own.fixed})
         try:
-            return _difference(pieces, own, _cast(x, dtype))
+            return _difference(pieces, own, _cast(inputs, dtype))
         except Exception as error:
             if dtype is None:
                 raise ValueError(
