@@ -278,7 +278,7 @@ def _needed(operations: list[_Operation], needed: set[_Tensor]) -> list[_Operati
 def _halves(
     backward: list[_Operation], below: set[_Tensor], made: set[_Tensor], weights: set[_Tensor]
 ) -> tuple[list[_Operation], list[_Operation], set[_Tensor]]:
-    """The halves of a backward as `recompute.split_backward` cuts it, which makes gradients of what is `below` and
+    """The halves of a backward as `graph_cuts.split_backward` cuts it, which makes gradients of what is `below` and
     of weights, and what the second takes over from the first. The second does not read these `weights`."""
     held = weights | {t for x in backward if not x.makes for t, _ in x.writes}
     touches = (x for x in backward if not held.isdisjoint(t for t, _ in (*x.reads, *x.writes)))

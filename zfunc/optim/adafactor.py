@@ -425,7 +425,7 @@ POINTERS = [  # its buffers, in the order of csrc/_adafactor_kernel.h
 
 
 class KernelUpdate(Update):
-    """In host memory: four sweeps over the gradient.
+    """An update in host memory by the compiled kernel: four sweeps over the gradient.
 
     Threads and instruction set change no bit. It allocates n / 4 bytes, and 64 for each row and column.
     """

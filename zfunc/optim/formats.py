@@ -69,7 +69,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """The float32 values of the bits in int32 `x`."""
+    """The float32 values whose bits are the int32 `bits`."""
     return bits.view(torch.float32)
 
 

@@ -70,7 +70,7 @@ class Value:
 
 
 def name(text: str) -> Value:
-    """A Value that is the C variable `name`."""
+    """A Value that is the C variable `text`."""
     return Value("name", text=text)
 
 

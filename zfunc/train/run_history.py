@@ -85,7 +85,7 @@ class RunHistory:
 
     @property
     def last_losses(self) -> list[float]:
-        """Those of the LAST steps that are finite numbers."""
+        """The last losses that are finite numbers, of LAST steps at most."""
         return self.numbers("loss")[-LAST:]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
@@ -209,6 +209,6 @@ def read_recorded_step(run: Path) -> RecordedStep:
 
 
 def words_of_stage(settings: Mapping[str, Any]) -> str:
-    """Of which pipeline stage a measured step is: rank 0, which writes it, has the first."""
+    """The pipeline stage of a measured step, in words; "" without stages. Rank 0 writes it, and has the first."""
     pp = settings.get("pp", 1)  # runs of older versions have no such setting
     return f", the first of {pp} stages" if pp > 1 else ""

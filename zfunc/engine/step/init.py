@@ -74,7 +74,7 @@ def _initialized(
 ) -> State:
     layout = program.layout
     spans = {span.name: span for span in (*layout.spans, *layout.frozen)}
-    drawn: dict[int, int] = {}  # both halves of a block draw as it does whole
+    drawn: dict[int, int] = {}  # segments that share one `initial` share its numbers
     for s, segment in enumerate(program.segments):
         place = drawn.setdefault(id(segment.initial), len(drawn))
         if into := module_buffers(program, buffers, s):

@@ -1,7 +1,7 @@
 """Whether two graphs return the same: operations on the same values have one number, in any graph.
 
-What cuts the forward of a module compares the joint graph of the whole with that of its parts, because a trace of
-forward loses `torch.no_grad`, and the backward that a `torch.autograd.Function` has of its own.
+`zfunc.engine.rows.check` compares the joint graph of a function with that of its forward's trace, because a trace
+of forward loses `torch.no_grad`, and the backward that a `torch.autograd.Function` has of its own.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@
     recompute="none"        `keep_as_autograd`: backward is given all results of forward that it reads
     recompute="min-cut"     `min_cut`: backward is given the tensors that the min-cut partitioner chooses
 
-A cut copies nodes; the bits are those of the joint graph. Halves of blocks and tiles are cut by `piece_of`, and
-those of a backward by `split_backward`.
+A cut copies nodes; the bits are those of the joint graph. The forward of tiles is cut by `piece_of`, and a backward
+in halves by `split_backward`.
 """
 
 from collections import defaultdict
@@ -55,8 +55,8 @@ _TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=Fa
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A context in which no other thread traces: make_fx and the partitioner patch the process. A thread that is
-    given a copy of the context, as one that cuts a block in the middle of a trace, is of it."""
+    """A context in which no other thread traces: make_fx and the partitioner patch the process. A trace within
+    another one, or in a copy of its context, does not wait."""
     if _TRACES.get():
         yield
         return

@@ -21,13 +21,13 @@ class HostMemory:
     copied_bytes: int = 0
 
     def rows(self, start: int, count: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """So many rows of elements, from the byte `start` on."""
+        """`count` rows of `numel` elements, from the byte `start` of the memory on; None for a trace."""
         stop = start + count * numel * dtype.itemsize
         self.nbytes = max(self.nbytes, stop)
         return None if self.flat is None else self.flat[start:stop].view(dtype).view(count, numel)
 
     def count(self, *copied: Tensor) -> None:
-        """Count their bytes as copied."""
+        """Add the bytes of tensors to those that a pass copied between this memory and the device."""
         self.copied_bytes += COUNTED.get() * sum(x.nbytes for x in copied)
 
 
@@ -36,7 +36,7 @@ ON_HOST: ContextVar[HostMemory | None] = ContextVar("where keys and values of a 
 
 @contextmanager
 def keys_in(host: HostMemory | None) -> Iterator[None]:
-    """Rows in tiles have their keys there; without it on the device."""
+    """A context in which rows in tiles have their keys in `host`; with None on the device."""
     before = ON_HOST.set(host)
     try:
         yield
