@@ -99,7 +99,7 @@ print(f"\nno schedule is faster than {serial.lower_bound(slow) * 1e3:.1f} ms")
 # ## Two ranks
 #
 # Between ranks `Interleaved` has something to do. The same recipe, for four large segments on two ranks,
-# simulated (training itself is in one process for now): in graph order, the all_gather of one bucket, which
+# simulated, because this file runs in one process. In graph order the all_gather of one bucket, which
 # waits for its Adam, holds up the reduce_scatter of the next.
 
 ranks = zfunc.step_graph(segments=4, parameters=12 * 2048**2, tokens=4096, world=2)
