@@ -243,6 +243,24 @@ def test_a_backward_that_a_trace_loses_is_refused() -> None:
     assert in_tiles(Body(lambda own, x: x + own.other(x).detach(), other=nn.Linear(8, 8)))
 
 
+class Steep(StraightThrough):
+    """Has a backward of its own that is that of its forward."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 200
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad * 100 * 2
+
+
+def test_gradients_beyond_fp16_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a segment that is tried in its own dtype alone."""
+    monkeypatch.setattr("zfunc.engine.rows.check.WAYS", ((None, False),))
+    assert in_tiles(Body(lambda _, x: Steep.apply(x)), torch.float16)
+
+
 def test_each_segment_s_own_constants_are_tried() -> None:
     """Of two that are alike, the second one's buffer lets tokens through."""
     hidden = lambda own, x: torch.where(own.open, x.sort(1).values, x)  # noqa: E731

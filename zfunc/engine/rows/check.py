@@ -14,6 +14,7 @@ A trace is tried once with weights of its own, and once with those of each segme
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
@@ -145,9 +146,11 @@ def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) ->
     grads, below = pull(given)
     # A gradient may be zero but for rounding, as that of the keys' bias.
     least = 0.1 * max((float(x.abs().max()) for x in grads.values() if x.numel()), default=0.0)
-    large, beneath = run(weights, inputs)[1]([x * LARGE for x in given])
+    # In fp16 less, where what follows of a large gradient may be infinite.
+    times = min([LARGE, *(2.0 ** (math.frexp(torch.finfo(x.dtype).max)[1] // 4) for x in given)])
+    large, beneath = run(weights, inputs)[1]([x * times for x in given])
     for x, z in zip([*large.values(), *beneath], [*grads.values(), *below], strict=True):
-        if _far(x, z * LARGE, least * LARGE) > TOLERANCE[z.element_size()]:
+        if _far(x, z * times, least * times) > TOLERANCE[z.element_size()]:
             return "a backward that is not linear in the gradient"
     for tiled in pieces:
         got, _ = tiled.forward(weights, inputs)
