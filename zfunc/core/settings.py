@@ -350,8 +350,8 @@ class StepSettings:
         partial(number, positive=True, below=1, hint="pass a decay such as 0.999, or leave it out"),
         "step",
         "keep a moving average of the weights, with this decay a step, such as 0.999",
-        "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a step that "
-        "is skipped leaves it, a frozen weight does not. `params`, `apply` and `evaluate` read it with `ema=True`.",
+        "In fp32, where the optimizer state is: 4 bytes a parameter. It begins as the first weights; a skipped "
+        "step leaves it, those of frozen weights move. `params`, `apply` and `evaluate` read it with `ema=True`.",
         note=" (default: none)",
     )
     params_on: Literal["device", "host", "disk", "auto"] = _setting(
@@ -417,8 +417,8 @@ class StepSettings:
         _count,
         "buffers",
         "elements that are moved and updated as a unit",
-        "Without it 50,000,000; among more than 16 ranks so many times as there are 16, up to 500,000,000, because "
-        "a collective takes longer to start the more ranks there are.",
+        "Without it 50,000,000 for every 16 ranks, at least that and at most 500,000,000, because a collective "
+        "takes longer to start the more ranks there are.",
         note=" (default: 50,000,000, and up to 500,000,000 among more than 16 ranks)",
         tries=tuple(n * 1_000_000 for n in (500, 200, 100, 50, 25, 10)),
     )
