@@ -104,4 +104,5 @@ FUNCTIONS |= {
     "svg": "zfunc.viz.timeline_svg",
     "plan_html": "zfunc.viz.notebook",
     "timeline_html": "zfunc.viz.notebook",
+    "make_order": "zfunc.schedules",
 }

@@ -43,6 +43,9 @@ def test_each_is_there(name: str) -> None:
         {"clip_norm": 1.0},
         {"params_on": "host", "stage": 3, "micro_batches": 2},
         {"state_on": "disk", "swap": ["/nowhere"]},
+        {"moments": "8bit", "clip_norm": 1.0, "defer": True},
+        {"params_on": "host", "stage": 3, "moments": "16bit"},
+        {"devices": 2, "micro_batches": 2, "order": "GPipe"},
     ],
 )
 @pytest.mark.parametrize("world", [1, 2])
@@ -67,3 +70,22 @@ def test_the_graph_of_sizes_is_the_graph_of_a_model_of_these_sizes(
     assert [(op.name, op.kind) for op in mine] == [(op.name, op.kind) for op in traced.plan.graph]
     sizes = {str(r): r.nbytes for r in traced.plan.graph.regions if r.role == "state"}
     assert {str(r): r.nbytes for r in mine.regions if r.role == "state"} == sizes
+
+
+@pytest.mark.parametrize("order", ["OneFOneB", "ZeroBubble", schedules.ORDERS["DualPipeV"], "RoundPipe"])
+def test_the_passes_of_any_order_have_the_work_of_one_device(order: Any) -> None:
+    """A backward in halves, or recomputed ahead, is no less work."""
+    there = {"params_on": "host", "activations_on": "host"} if order == "RoundPipe" else {}
+    one, two = (
+        zfunc.step_graph(micro_batches=4, devices=devices, order=order, **there) for devices in (1, 2)
+    )
+    passes = [sum(op.flops for op in graph) for graph in (one, two)]
+    assert passes[0] == passes[1] > 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"segments": 0}, {"parameters": 1e6}, {"tokens": -1}, {"offload_ratio": "auto"}]
+)
+def test_a_graph_of_bad_sizes_names_them(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: got"):
+        zfunc.step_graph(**given)

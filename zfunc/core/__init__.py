@@ -24,7 +24,7 @@
     traffic           the bytes that the kernels of a pass move
     memory_model      how much memory a plan needs, on which tier, and when
     display           how values print
-    methods           what modules above do with plans and timelines, as methods of these
+    methods           what core calls of modules above, such as the methods of plans and timelines
     timeline          when operations ran, simulated or measured
     critical_path     the chain of operations that bounded a step
 

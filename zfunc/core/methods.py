@@ -1,6 +1,6 @@
-"""Methods of plans and timelines whose code is in modules above them: simulate, verify, draw.
+"""What core calls of modules above: methods of plans and timelines (simulate, verify, draw), orders by their names.
 
-A value offers such a function as a method, and its module imports nothing from above; `zfunc` says where each is.
+A module that calls such a function imports nothing from above; `zfunc` says where each is.
 """
 
 from importlib import import_module

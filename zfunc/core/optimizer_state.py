@@ -88,6 +88,15 @@ to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq doe
 """
 
 
+def adam_format(moments: Moments, *, split_master: bool) -> AdamFormat:
+    """The format of Adam's state with these moments, with a split master where fp32 moments have the choice.
+
+    >>> adam_format("fp32", split_master=True), adam_format("8bit", split_master=False)
+    ('fp32-split', '8bit')
+    """
+    return "fp32-split" if moments == "fp32" and split_master else moments
+
+
 def format_with(name: str, moments: Moments) -> str:
     """The format that the same optimizer has with other moments.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import evolve, field, frozen
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import Moments
+from zfunc.core.optimizer_state import Moments, adam_format
 from zfunc.optim.elementwise import (
     Betas,
     Elementwise,
@@ -90,7 +90,7 @@ class AdamW(Elementwise):
     def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
-        return "fp32-split" if self.moments == "fp32" and self.split_master else self.moments
+        return adam_format(self.moments, split_master=self.split_master)
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> AdamW:
         """The same optimizer with its moments in another format, on a split master if they are fp32 or not."""
