@@ -117,6 +117,7 @@ WRONG = {
     "hand-off": ({"handoff": math.inf}, r"got a latency of inf, expected seconds, 0 or more"),
     "latency of a kind": ({"latencies": {"host": math.nan}}, "got a latency of nan, expected seconds"),
     "launch": ({"launch": -1.0}, r"got a latency of -1\.0, expected seconds, 0 or more"),
+    "issue": ({"issue": {"host": -1}}, r"got an issue of -1, expected seconds, 0 or more"),
     "collective": ({"collectives": [(0.0, 0.0)]}, r"a collective rate of 0\.0, expected a positive number"),
     "latency of a collective": ({"collectives": [(-1.0, 1.0)]}, r"got a latency of -1\.0, expected seconds"),
     "kind of a latency": ({"latencies": {"hots": 1.0}}, r"'hots' in latencies, .*did you mean 'host'"),

@@ -146,8 +146,8 @@ def test_a_mistake_in_a_spec_says_what_to_pass(field: str, value: Any, message: 
         evolve(SPEC, **{field: value})
 
 
-def test_hardware_by_its_name_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"simulate: hardware: got a str, expected .*load_profile\('rtx4090'\)"
-    ):
-        simulate(plan_with(Overlapped(), GRAPH), "rtx4090")  # type: ignore[arg-type]
+@pytest.mark.parametrize("ask", ["simulate", "lower_bound"])
+def test_hardware_by_its_name_is_refused(ask: str) -> None:
+    plan = plan_with(Overlapped(), GRAPH)
+    with pytest.raises(TypeError, match=rf"{ask}: hardware: got a str, expected .*load_profile\('rtx4090'\)"):
+        getattr(plan, ask)("rtx4090")

@@ -108,10 +108,11 @@ class Hardware:
             if not 0 < rate < math.inf:
                 self._refuse(f"a {what} rate of {rate}", "a positive number a second: pass one")
         others = (latency for latency, _ in self.collectives)
-        known = *self.latencies.values(), *self.issue.values()
-        for latency in (self.latency, self.handoff, self.launch, *known, *others):
-            if not 0 <= latency < math.inf:
-                self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
+        latencies = self.latency, self.handoff, self.launch, *self.latencies.values(), *others
+        for what, all_of in (("a latency", latencies), ("an issue", self.issue.values())):
+            for seconds in all_of:
+                if not 0 <= seconds < math.inf:
+                    self._refuse(f"{what} of {seconds}", "seconds, 0 or more: leave it out for the default")
         self._check_names("rates", self.rates, KINDS)
         self._check_names("latencies", self.latencies, KINDS)
         self._check_names("issue", self.issue, KINDS)

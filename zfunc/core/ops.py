@@ -177,13 +177,13 @@ class OpBuilder:
         if first and self.spec.settings.stage != 1:
             self.at.ring("grad_slot").give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
-        nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
+        nbytes = 2 * self.spec.places[b].numel * self.spec.places[b].element_bytes
         return Op("pack", (m, b, s), "compute", (grads,) if first else (grads, into), (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
         """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
         into = self.at.gradient(b)
-        nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.places[b].element_bytes
+        nbytes = 3 * self.spec.places[b].numel * self.spec.places[b].element_bytes
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:

@@ -43,8 +43,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
     0.01001
     """
     check_is_plan(plan)
-    hint = "pass such as zfunc.planner.profile.load_profile('rtx4090').hardware('bf16', 1)"
-    of_type("simulate: hardware", hardware, Hardware, f"a zfunc.core.hardware.Hardware: {hint}")
+    _check_hardware("simulate", hardware)
     alone = seconds_alone(plan.graph, hardware) if alone is None else alone
     run = _Run(plan, alone, _issued(plan.graph, hardware, alone), hardware, Speeds(hardware))
     for lane in range(len(plan.lanes)):
@@ -60,6 +59,11 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
         for i in lane.ops
     )
     return Timeline(tuple(events), "simulated")
+
+
+def _check_hardware(asked: str, hardware: Any) -> None:
+    hint = "pass such as zfunc.planner.profile.load_profile('rtx4090').hardware('bf16', 1)"
+    of_type(f"{asked}: hardware", hardware, Hardware, f"a zfunc.Hardware: {hint}")
 
 
 def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
@@ -85,6 +89,7 @@ def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[fl
 
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     """Seconds of the longest chain of dependencies, which no schedule can beat."""
+    _check_hardware("lower_bound", hardware)
     end: list[float] = []
     for seconds, before in zip(seconds_alone(graph, hardware), graph.predecessors, strict=True):
         end.append(max((end[n] for n in before), default=0.0) + seconds)
@@ -97,7 +102,7 @@ WAKING = -1  # in the place of an operation
 
 
 class Speeds:
-    """The speed of each kind of operation on each device, given how many of each run."""
+    """The speed of each kind of operation on each device, and of those with Python's lock, given how many run."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._shared: list[tuple[Mapping[Any, float], int | None]] = [
@@ -153,7 +158,7 @@ class _Run:
 
     plan: Plan
     alone: Sequence[float]
-    issued: Sequence[float]  # the first of them
+    issued: Sequence[float]  # of each operation, the seconds in which Python issues it, the first of `alone`
     hardware: Hardware
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])

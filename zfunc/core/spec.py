@@ -354,7 +354,7 @@ class StepSpec:
 
     @cached_property
     def offloaded(self) -> tuple[int, ...]:
-        """The ascending indices of the buckets whose state is on the host."""
+        """The ascending indices of the buckets whose state is not on the device."""
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
 
     @property

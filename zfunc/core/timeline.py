@@ -46,11 +46,14 @@ class Timeline:
         return in_notebook("timeline", self)
 
     def text(self, width: int = 100) -> str:
-        """A picture of the step in letters, `width` columns wide: a row a lane, a time axis, a legend."""
+        """A picture of the step in letters, `width` columns wide: a row a lane, a time axis, a legend.
+
+        Raises ValueError for a width that is too small.
+        """
         return above("text")(self, width)
 
     def svg(self, title: str = "", width: int = 1200) -> str:
-        """A picture of the step as an SVG file, `width` px wide."""
+        """A picture of the step as an SVG file, `width` px wide. Raises ValueError for a width below 400."""
         return above("svg")(self, title=title, width=width)
 
     @cached_property
