@@ -198,11 +198,11 @@ class PlannedStep:
         stashed = [r.nbytes for r in kept if r.buffer == "disk_act" and r.index[0] == 0]
         for kind in DRIVES:
             whole, paged = kind == "write" and spec.commit, (spec.extents[b] for b in spec.paged)
-            moved = [
-                *(spec.settings.micro_batches * stashed),
-                *(x.nbytes if whole else x.moved_bytes for x in paged),
-            ]
-            work[kind, 0] = sum(seconds(Op("", (), kind, nbytes=whole_blocks(n))) for n in moved)
+            moved = Counter(x.nbytes if whole else x.moved_bytes for x in paged)
+            for nbytes_of_one in stashed:
+                moved[nbytes_of_one] += spec.settings.micro_batches
+            times = ((seconds(Op("", (), kind, nbytes=whole_blocks(n))), count) for n, count in moved.items())
+            work[kind, 0] = sum(count * taken for taken, count in times)
         return dict(nbytes), work
 
     @cached_property

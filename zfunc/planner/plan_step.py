@@ -129,21 +129,19 @@ def plan_settings(
     settings = evolve(settings, swap=given.swap if settings.needs_folders else ())
     step = model.step(settings)
     settable = UNSEARCHED if searched_all and step.fits else None
-    suggestions: list[Suggestion] = []
+    suggestions: tuple[Suggestion, ...] = ()
     if advice and not (watch is not None and watch.stopped):
         rows, tiles = model.segments.rows, model.segments.tile_counts
         with watched(watch):
-            suggestions += suggest(
-                model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model)
-            )
-            suggestions += _beyond_settings(model, step)
+            found = suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model))
+            suggestions = *found, *_beyond_settings(model, step)
     return Planned(
         step.hardware,
         model.machine if isinstance(model.machine, Profile) else None,
         step,
         model.segments.tokens,
         model.segments.world,
-        tuple(suggestions),
+        suggestions,
         *((result.reasons, result.tried) if result else ()),
     )
 
@@ -237,7 +235,7 @@ def _same_for_any_rows(step: PlannedStep) -> float:
     """The most seconds of a step that do not grow with the rows of a micro-batch: those in which the device waits,
     those of its launches, and those in which it passes what it keeps and parameters."""
     spec, kept = step.spec, step.kept["device"]
-    kept += sum(b.numel * spec.places[b.index].element_bytes for b in spec.layout.all_buckets)
+    kept += sum(x.numel * x.element_bytes for x in spec.places)
     passed = step.settings.micro_batches * PASSED * kept / step.hardware.rates["compute"]
     return step.seconds - step.work["compute"] + sum(step.total(launch_seconds).values()) + passed
 

@@ -9,7 +9,7 @@ only what depends on the step is here: where things may be, the shares that fit,
 
 The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`, and neither is
 any with one thing in a nearer tier; where none fits, none lacks fewer bytes, and nothing that moves alone makes one
-fit. Delay, which changes numbers, is tried only if the space says so. The result is the same on
+fit. A setting that changes numbers is varied only where the space has it. The result is the same on
 every rank: no clock is read.
 """
 
@@ -200,9 +200,8 @@ def most_persistent(step: PlannedStep) -> int:
     capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
-    spans = sorted(
-        (x.numel, spec.places[b.index].element_bytes) for b in spec.layout.all_buckets for x in b.spans
-    )
+    buckets = zip(spec.layout.all_buckets, spec.places, strict=True)
+    spans = sorted((x.numel, place.element_bytes) for b, place in buckets for x in b.spans)
     sizes, ends = [n for n, _ in spans], [*accumulate(n * nbytes for n, nbytes in spans)]
     free = capacity - step.memory["device"]
     if ends[-1] <= free:
@@ -395,8 +394,8 @@ class SearchResult:
 
 @define(eq=False)
 class Watch:
-    """Who waits for a search. `tell` is called with each candidate, of `tried` of `about` so many, and what is the
-    best so far. Ctrl-C ends what is watched: then it is `stopped`, and the best so far is the result."""
+    """The caller who waits for a search. Before each candidate, number `tried` of `about` so many, `tell` is called
+    with the Watch and the best step so far. Ctrl-C ends the search with that step, and sets `stopped`."""
 
     tell: Callable[["Watch", PlannedStep], None]
     tried: int = 0
@@ -406,7 +405,7 @@ class Watch:
 
 @contextmanager
 def watched(watch: Watch | None) -> Generator[None]:
-    """In this context Ctrl-C stops the `watch`, if there is one."""
+    """A context that Ctrl-C ends, which sets `stopped` of the `watch`; without one Ctrl-C is raised."""
     try:
         yield
     except KeyboardInterrupt:

@@ -107,7 +107,7 @@ class PlanSettings(PlannedStepFlags):
 
 @garbage_collection_paused()  # the import of torch, too
 def run_plan(settings: PlanSettings) -> int:
-    """`zfunc plan`: 0 if it fits, 1 if it does not; also the best of a search that Ctrl-C has ended."""
+    """`zfunc plan`: 0 if it fits, 1 if it does not; also what Ctrl-C has ended."""
     from zfunc.planner.planned import report_html
     from zfunc.planner.search import Watch
 
@@ -119,7 +119,7 @@ def run_plan(settings: PlanSettings) -> int:
 
         answer = plan_model(settings, watch := Watch(tell))
     if watch.stopped:
-        print("stopped: the best so far follows, without advice", file=sys.stderr, flush=True)
+        print("stopped: the best step so far follows, without advice", file=sys.stderr, flush=True)
     text = plan_text(answer)
     if settings.json:
         print(as_json(answer), flush=True)
@@ -348,6 +348,6 @@ COMMAND = Command(
     zfunc plan --hf-config config.json --seq-length 2048 --lora 16 \\
         --hardware rtx4090 --max batch
     """,
-    "Ctrl-C ends a search: the best that it has found is printed, with its exit code.\n"
-    "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned, 130 for Ctrl-C where nothing is searched.",
+    "Ctrl-C ends a search, or the advice: the best that was found is printed, with its exit code.\n"
+    "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned, 130 for Ctrl-C otherwise.",
 )
