@@ -3,7 +3,7 @@
     durable_files      atomic replace, fsync and locks, for everybody who writes files
     strict_json        JSON read with its types, into classes by their annotations
     safetensors_file   a file of tensors: its format, its checksums, written and read in slices
-    manifest           which state is kept of which parameter, and where; what of it each rank writes
+    manifest           the state that is kept of each parameter, and where; the part that each rank writes
     directory          a folder of checkpoints: publishes, finds the newest complete one, deletes old ones
     reader             reads slices of a checkpoint, whatever ranks and buckets wrote it
     writer             a checkpoint being written

@@ -1,8 +1,8 @@
 """Models as segments.
 
     gpt             GPT-2: its modules and segments
-    gpt_config      its size, without torch
-    gpt_costs       what its segments cost, without torch: `gpt2.toml` has the operations of their passes
+    gpt_config      the size of a GPT-2, without torch
+    gpt_costs       what the segments of a GPT-2 cost, without torch: `gpt2.toml` has the operations of their passes
     sequences       several documents in one, and the keys and values of past tokens
     loss            next-token loss: ignored labels, and weights that make the mean exact over parts of a batch
     loss_pieces     how many logits exist at once, without torch

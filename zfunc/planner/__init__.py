@@ -1,10 +1,10 @@
 """Before you run: does a step fit, how long does it take, what bounds it, what would help.
 
     plan_step            `zfunc.plan`, and the most layers, sequences or tokens that fit
-    profile              a machine as figures, each with its source; `profiles/` has those of zfunc
+    profile              a machine as figures, each with its source; `profiles/` has those that zfunc brings
     cost_model           costs of a model under any settings
-    traced_costs         those of any segments, traced; refuses a training that does not fit this machine
-    kept_costs           those of a Hugging Face model, kept on the disk
+    traced_costs         costs of any segments, traced; refuses a training that does not fit this machine
+    kept_costs           costs of a Hugging Face model, kept on the disk
     candidate            one choice of settings, simulated; many micro-batches from a few
     pipelines            orders of several devices that are worth a simulation
     search               the fastest settings that fit, and which are tried

@@ -5,7 +5,7 @@
     pretrained   the Hugging Face model of the setting `hf`
     loop         the loop, as a generator of events
     events       what happens in a training
-    resume       when it ends, and from which checkpoint a run continues
+    resume       when a run ends, and from which checkpoint it continues
     run_folder   the files of a run, written
     run_history  the files of a run, read back while they grow
     tracking     events as scalars for TensorBoard, Weights & Biases and trackio

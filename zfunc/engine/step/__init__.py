@@ -6,7 +6,7 @@
     init                    `init`: the first State; `replace`
     evaluate                loss, outputs and parameters without a step
     save_load               `zfunc.save`, `zfunc.load`
-    train_step              `train_step`; that all ranks are about to make the same one
+    train_step              `train_step`, and the check that all ranks are about to make the same step
 
 What users call, they call as `zfunc.train_step`, `zfunc.save` and so on.
 """

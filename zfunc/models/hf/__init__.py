@@ -15,12 +15,12 @@ imported when one of these is called: `pip install ".[hf]"`, or `".[lora]"`, in 
     cutting      `segments`: a model cut at its layers
     comparison   other models with their segments, by numbers
     recording    what flows between layers
-    parts        the modules of segments: the model's own forward, of which everything else is skipped
+    parts        the modules of segments: the model's own forward, with everything else skipped
     attention    attention and masks that depend on shapes alone
     adapters     LoRA by peft
     experts      mixtures of experts, and the loss of their routers
-    loading      weights from a folder
-    folders      and to one, or to whom they are handed
+    loading      weights read from a folder
+    folders      weights written to a folder, or handed to an inference engine
 """
 
 from zfunc.models.hf.cutting import cut_model as segments
