@@ -254,9 +254,9 @@ class StepSettings:
         "how it runs",
         "equal tiles of a row of tokens, which pass a segment one by one; its memory follows the tile",
         "Tokens of a segment depend on each other through causal attention alone, which takes all keys so far. The "
-        "last one's loss is a sum over tokens, as that of zfunc's models, or it passes whole. Weights are moved "
-        "once, and their gradients added in fp32. Backward recomputes "
-        'all. "auto", with `example`: as few as fit.',
+        "last segment passes whole, unless its loss is a sum over tokens, as that of zfunc's models. Weights are "
+        "moved once, and their gradients added in fp32. Backward recomputes all. "
+        '"auto", with `example`: as few as fit.',
         metavar=f"N|{AUTO}",
         tries=(AUTO,),
     )
@@ -358,8 +358,8 @@ class StepSettings:
         "device",
         one_of((*TIERS_OF["params_on"], AUTO)),
         "offload",
-        f"where parameters live: {_names(TIERS_OF['params_on'])}; but for the first, a segment's are fetched "
-        "before it runs",
+        f"where parameters live: {_names(TIERS_OF['params_on'])}; from host and disk those of a segment "
+        "are fetched before it runs",
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
         "else on the host, several ranks in stage 3, or on the disk with the state. On the disk they are part of "
         "the optimizer state; frozen ones are there too.",
@@ -435,7 +435,7 @@ class StepSettings:
         _count,
         "buffers",
         "staging buffers in pinned memory, in buckets, each way",
-        "And of as many segments' activations on their way to the disk or back.",
+        "There are as many for activations of segments on their way to the disk or back.",
         tries=(4, 3, 2, 1),
     )
     offload_ratio: float | Literal["auto"] = _setting(
@@ -462,8 +462,8 @@ class StepSettings:
         SeveralOf((*PLACES, AUTO)),
         "offload",
         f"where optimizer state that is not on the device is updated: {_names(PLACES)}",
-        "Same result, but for the last digits of a norm of sums, which an accelerator measures where they are. A "
-        "bucket's state is copied to the device and back; its gradient waits where `grads_on` says. Several with "
+        "Same result, but for the last digits of the norm of sums that stay on an accelerator, which measures it. "
+        "A bucket's state is copied to the device and back; its gradient waits where `grads_on` says. Several with "
         'commas are each for an equal share of the buckets, from the first. "auto", with `example`: the share that '
         "takes least, by the measured rates of host and copies, if it fits.",
         tries=UPDATE_SHARES[::-1],
