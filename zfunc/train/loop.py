@@ -355,6 +355,7 @@ def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda
             if (signal := stop()) == TERMINATED or signal != before:
                 return tuple(generated)
             logits = y
+        wait_for_output(program, logits)
         probabilities = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
         token = int(torch.multinomial(probabilities, 1, generator=generator))
         if token in stops:

@@ -206,7 +206,7 @@ def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
 def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
     """Memory for the gradient of rows `x`: that of the cotangent if there is one like it, which no tile reads after
     its own gradient is there, and nothing else after this pass: what comes down to tiles is in memory that nothing
-    else has (`make_vjp`)."""
+    else has (`tiled_vjp`)."""
     c = cotangents[0]
     alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
     whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
