@@ -1,6 +1,7 @@
 """Laws of simulate: between the critical path and the serial sum, lanes in order, nothing before its waits."""
 
 import time
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -44,8 +45,10 @@ def check(plan: Plan, on: Hardware) -> None:
     timeline = simulate(plan, on)
     longest, shortest = serial_time(plan.graph, on), lower_bound(plan.graph, on)
     longest += on.handoff * max(len({n for waits in plan.waits for n in waits}), sum(map(bool, plan.waits)))
-    locked = sum(min(on.seconds(op), on.issue_seconds(op)) for op in plan.graph)
-    shortest = max(shortest, locked)  # Python issues one at a time
+    locked, over_ranks = Counter[int](), any(r.rank > 0 for r in plan.graph.regions)
+    for op in plan.graph:
+        locked[op.device if over_ranks else 0] += min(on.seconds(op), on.issue_seconds(op))
+    shortest = max([shortest, *locked.values()])  # Python of a process issues one at a time
     assert shortest * (1 - ROUNDING) <= timeline.seconds <= longest * (1 + ROUNDING)
 
     events = {e.op: e for e in timeline.events}
@@ -180,6 +183,12 @@ def test_two_lanes_issue_in_turns_and_then_run_at_once() -> None:
     assert beside(WORK, SWEEP, evolve(on, issue={"host": 1.0})) == [(0, 4), (0, 2)], (
         "of compute it is unknown"
     )
+
+
+def test_each_rank_of_a_pipeline_has_a_python_of_its_own() -> None:
+    on = evolve(UNIT, issue={"compute": 1.0, "host": 1.0})
+    ranks = (evolve(op, writes=(Region(op.verb, rank=n),)) for n, op in enumerate((WORK, SWEEP)))
+    assert beside(*ranks, on) == [(0, 4), (0, 2)]
 
 
 def test_to_wake_a_lane_takes_python_which_others_need_meanwhile() -> None:

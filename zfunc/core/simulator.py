@@ -8,7 +8,7 @@ also a resource of its own, so two lanes of one kind are no faster than one. A w
 
 Where `Hardware.issue` is known, an operation begins with the seconds in which Python issues it, a part of those it
 takes, and a hand-over is seconds in which Python wakes a lane that slept. All of this needs Python's lock, of which
-there is one for all lanes of a process: one more resource.
+there is one for all lanes of a process, so one for each rank of a pipeline: one more resource.
 
 The result lies between the critical path and the serial sum plus all hand-offs. Not below: no operation runs faster
 than alone. Not above: while any operation runs, the speeds add up to at least 1. If the scarcest resource is shared
@@ -45,7 +45,8 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
     check_is_plan(plan)
     _check_hardware("simulate", hardware)
     alone = seconds_alone(plan.graph, hardware) if alone is None else alone
-    run = _Run(plan, alone, _issued(plan.graph, hardware, alone), hardware, Speeds(hardware))
+    issued, locks = _issued(plan.graph, hardware, alone), _locks(plan.graph)
+    run = _Run(plan, alone, issued, locks, hardware, Speeds(hardware))
     for lane in range(len(plan.lanes)):
         run.begin(lane, 0.0)
     run.share(0.0)
@@ -87,6 +88,12 @@ def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[fl
     return [min(seconds, hardware.issue_seconds(op)) for op, seconds in zip(graph, alone, strict=True)]
 
 
+def _locks(graph: Graph) -> "list[Running]":
+    """The lock of Python with which each operation is issued: that of its process."""
+    over_ranks = any(r.rank > 0 for r in graph.regions)
+    return [("issue", op.device if over_ranks else 0) for op in graph]
+
+
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     """Seconds of the longest chain of dependencies, which no schedule can beat."""
     _check_hardware("lower_bound", hardware)
@@ -96,8 +103,9 @@ def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     return max(end, default=0.0)
 
 
-Running = tuple[Kind | Literal["issue"], int]  # operations of a kind on a device, or those with Python's lock
-LOCKED: Running = ("issue", 0)
+Running = tuple[
+    Kind | Literal["issue"], int
+]  # operations of a kind on a device, or those with Python's lock of a rank
 WAKING = -1  # in the place of an operation
 
 
@@ -159,6 +167,7 @@ class _Run:
     plan: Plan
     alone: Sequence[float]
     issued: Sequence[float]  # of each operation, the seconds in which Python issues it, the first of `alone`
+    locks: Sequence[Running]  # of each operation, Python's lock with which it is issued
     hardware: Hardware
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])
@@ -188,7 +197,7 @@ class _Run:
             return
         i = ops[at]
         if issued := self.issued[i]:
-            self.run(i, LOCKED, lane, now, issued, self.alone[i] - issued)
+            self.run(i, self.locks[i], lane, now, issued, self.alone[i] - issued)
         else:
             self.run(i, self.kind_of(i), lane, now, self.alone[i])
         self.at[lane] += 1
@@ -200,7 +209,7 @@ class _Run:
         if not self.hardware.issue:
             self.begin(lane, now)
         elif self.idle[lane] and at < len(ops) and not self.pending[ops[at]]:
-            self.run(WAKING, LOCKED, lane, now, self.hardware.handoff)
+            self.run(WAKING, self.locks[ops[at]], lane, now, self.hardware.handoff)
 
     def kind_of(self, i: int) -> Running:
         op = self.plan.graph.ops[i]
