@@ -180,18 +180,13 @@ class StepSpec:
         """Whether backward of each segment recomputes its forward."""
         return tuple(mode == "all" for mode in self.settings.recompute_modes(self.num_segments))
 
-    @property
-    def micro_batch_groups(self) -> tuple[range, ...]:
-        """The micro-batches that pass each segment together."""
-        total, size = self.settings.micro_batches, self.settings.group_size
-        return tuple(range(m, min(m + size, total)) for m in range(0, total, size))
-
     def loaded_before(self, m: int) -> Sequence[int]:
         """The micro-batches that come to the first device just before the first pass of `m`: all of its group, or,
         where other devices send to that one, too, the next one."""
+        total, size = self.settings.micro_batches, self.settings.group_size
         if self.settings.stages > 1:
-            return range(m + (m > 0), min(m + 2, self.settings.micro_batches))
-        return next((group for group in self.micro_batch_groups if group[0] == m), ())
+            return range(m + (m > 0), min(m + 2, total))
+        return range(m, min(m + size, total)) if m % size == 0 else ()
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
@@ -459,9 +454,8 @@ def _extent(place: BucketPlaces, *, master: bool) -> Extent:
     if not place.trainable:
         here = place.params == "disk"
         moved = [(MASTER, 4 * numel)] * master + [(FROZEN, params)] * here
-        return Extent.of(
-            moved, () if here else [(FROZEN, params)], generations=1
-        )  # the first commit has all of them
+        others = () if here else [(FROZEN, params)]
+        return Extent.of(moved, others, generations=1)  # the first commit has all of them
     parts = [(x.name, x.nbytes(numel)) for x in place.buffers]
     if place.params == "disk" and not place.sends_high_half:
         parts.append((PARAMS, params))
