@@ -17,6 +17,7 @@ imported when one of these is called: `pip install ".[hf]"`, or `".[lora]"`, in 
     recording    what flows between layers
     parts        the modules of segments: the model's own forward, with everything else skipped
     attention    attention and masks that depend on shapes alone
+    rotary       rotary positions whose frequencies follow the length of a row
     adapters     LoRA by peft
     experts      mixtures of experts, and the loss of their routers
     loading      weights read from a folder
