@@ -70,6 +70,19 @@ def answer(capsys: Out, *args: object) -> tuple[int, dict[str, Any]]:
 # --- what it answers ---------------------------------------------------------------------------------------
 
 
+def test_what_ctrl_c_left_untried_is_not_said_to_gain_nothing(capsys: Out, monkeypatch: Any) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zfunc.planner.plan_step._beyond_settings", interrupted)
+    assert main(["plan", *TINY]) == 0
+    out, err = capsys.readouterr()
+    assert "it fits" in out
+    assert "tried" not in out
+    assert "to make it faster" not in out
+    assert "without advice" in err
+
+
 def test_json_has_what_is_promised(capsys: Out) -> None:
     code, result = answer(capsys)
     assert code == 0

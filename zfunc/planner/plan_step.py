@@ -142,7 +142,8 @@ def plan_settings(
         model.segments.tokens,
         model.segments.world,
         suggestions,
-        *((result.reasons, result.tried) if result else ()),
+        *((result.reasons, result.tried) if result else ((), ())),
+        advised=advice and not (watch is not None and watch.stopped),
     )
 
 

@@ -77,8 +77,8 @@ class Planned:
 
     `step` has the simulated plan and the settings, what was chosen among them. `tokens` are those of one rank's
     batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes that
-    were planned too; `reasons` and `tried` are of the search, if there was one. `profile` is what `hardware` was
-    made from, or None.
+    were planned too, and `advised` tells whether any were tried; `reasons` and `tried` are of the search, if there
+    was one. `profile` is what `hardware` was made from, or None.
     """
 
     hardware: Hardware
@@ -89,6 +89,7 @@ class Planned:
     suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...] = ()
     tried: tuple[PlannedStep, ...] = ()
+    advised: bool = True
 
     def __str__(self) -> str:
         return report(self)
@@ -445,7 +446,8 @@ def _disk(p: Planned) -> Iterator[str]:
 
 def _suggestions(p: Planned, written: Callable[[Suggestion], str]) -> Iterator[str]:
     if not p.suggestions:
-        yield "no change of one setting that was tried makes it " + ("faster" if p.step.fits else "fit")
+        if p.advised:
+            yield "no change of one setting that was tried makes it " + ("faster" if p.step.fits else "fit")
         return
     yield "to make it faster, each planned alone:" if p.step.fits else "to make it fit, each planned:"
     yield from (f"  {written(suggestion)}" for suggestion in p.suggestions)
