@@ -37,7 +37,7 @@ class Item:
         return self.m % self.spec.settings.in_flight
 
 
-Where = Callable[[Item], tuple[Region, ...]]
+RegionsOf = Callable[[Item], tuple[Region, ...]]
 
 
 @frozen
@@ -46,7 +46,7 @@ class Place:
     or, if it passes through none, in the regions that `otherwise` finds."""
 
     rings: tuple[str, ...] = ()
-    otherwise: Where | None = None
+    otherwise: RegionsOf | None = None
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
         """The regions of an item there. One that arrives is given a slot of each ring that it passes through."""

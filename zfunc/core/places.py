@@ -22,8 +22,8 @@ class BucketPlaces:
 
     - `numel`: elements of the bucket; `shard_numel`: those of a rank's slice; `dtype`: that of its parameters and
       gradients on the device.
-    - `home`: the number of the device, or pipeline stage, that has what of the bucket is on one; `owned`: the State
-      of this rank has a part of the bucket.
+    - `home`: the number of the device, or of the pipeline stage, that has those data of the bucket that are on a
+      device; `owned`: the State of this rank has a part of the bucket.
     - `params`: the place of the parameters between passes; `sharded`: each rank keeps only its slice of them.
 
     Of a trainable bucket; None, False, 0 or empty for a frozen one:
