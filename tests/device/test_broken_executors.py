@@ -182,9 +182,16 @@ def sums_of_keys(module: Any, place: str, rounds: int = 30) -> list[torch.Tensor
 def test_what_copies_of_keys_forget_is_noticed(controls: Any, change: tuple[str, str] | None) -> None:
     """As it is, keys on the host give the bits of keys on the device under any delay."""
     expected = sums_of_keys(tile_keys, "device")
-    controls.delay(1e-3, 3)
     module = changed_module(tile_keys, *change) if change else tile_keys
-    assert all(map(torch.equal, sums_of_keys(module, "host"), expected)) == (change is None)
+
+    def same(seed: int) -> bool:
+        controls.delay(1e-3, seed)
+        return all(map(torch.equal, sums_of_keys(module, "host"), expected))
+
+    if change is None:
+        assert same(3)
+    else:  # on a busy machine the delays of one seed may fall where they show nothing
+        assert not all(map(same, range(3, 13)))
 
 
 # --- two threads at once -----------------------------------------------------------------------------------------
