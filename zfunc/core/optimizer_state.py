@@ -140,8 +140,8 @@ def weight_buffers(name: str) -> tuple[str, ...]:
 def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
     """The buffers of a format beside those of the weights.
 
-    >>> [x.name for x in moment_buffers("sgd-8bit")]
-    ['momentum_buffer', 'momentum_buffer_scale']
+    >>> [x.name for x in moment_buffers("8bit")]
+    ['exp_avg', 'exp_avg_sq', 'exp_avg_sq_scale']
     """
     return tuple(x for x in STATE_FORMATS[name] if not x.name.startswith("master"))
 
