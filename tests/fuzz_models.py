@@ -393,7 +393,8 @@ class Rows:
 def draw_rows(random: Random) -> Rows:
     """A segment without random numbers, in half of all cases one that fits."""
     pieces = random.choices(APART, k=random.randint(1, 3))
-    others = [x for x in (*KEEPING, *MIXING, *ATTENDING) if x not in (*RANDOM, *APART)]
+    unknown = (*RANDOM, *APART, "clipped norm")  # behind a norm it has nothing to clip
+    others = [x for x in (*KEEPING, *MIXING, *ATTENDING) if x not in unknown]
     for more in (ATTENDING, others):
         if random.random() < 0.5:
             pieces.insert(random.randint(0, len(pieces)), random.choice([*more]))
