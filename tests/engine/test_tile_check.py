@@ -334,15 +334,8 @@ SKIPPED = {  # and why they are not tried
 TRIED = {name: how for name, how in ALONG.items() if name not in " ".join(SKIPPED.values()).split()}
 NORMS = ("_weight_norm.default", "norm_except_dim.default", "renorm.default")  # over tokens, of each feature
 BY_DAY = ("cumsum.default", "logsumexp.default", "max.dim", "softmax.int", "sort.default", "topk.default")
-FILLED = {
-    "int": 1,
-    "bool": False,
-    "number": 2.0,
-    "float": 0.5,
-    "Optional[number]": 2.0,
-    "Optional[bool]": True,
-}
-FILLED |= {"str": "mean"}  # how to reduce
+FILLED = {"int": 1, "bool": False, "number": 2.0, "float": 0.5, "Optional[number]": 2.0}
+FILLED |= {"Optional[bool]": True, "str": "mean"}  # a text is how to reduce
 
 
 def filled(how: Any, x: Tensor, dim: int) -> dict[str, Any]:
