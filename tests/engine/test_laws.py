@@ -128,16 +128,18 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
     state, third = steps(program, batch, state, 3, save=tmp_path / "inside", **delayed)
     inside = tmp_path / "inside" / between.name
     assert all(x.read_bytes() == (inside / x.name).read_bytes() for x in between.iterdir())
+    sources = [(between, row, told), (between, other, told)]
     pair = evolve(row, way="stage 3, all from the host", job=f"{row.model} on 2")
-    ranks, _ = programs(pair, pair.given(tmp_path))
-    by_two = tmp_path / "by two"
-    on_every(ranks, lambda own: zfunc.save(by_two, own, zfunc.load(inside, own)))
-    for path in (between, by_two):
-        export_weights(path, path.with_suffix(".safetensors"), dtype="bf16")
-    one, two = (load_file(path.with_suffix(".safetensors")) for path in (between, by_two))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(x, two[name]) for name, x in one.items())
-    sources = [(between, row, told), (between, other, told), (by_two, other, told)]
+    if pair.possible or "optimizer" not in row.settings:  # some update whole parameters on one rank alone
+        ranks, _ = programs(pair, pair.given(tmp_path))
+        by_two = tmp_path / "by two"
+        on_every(ranks, lambda own: zfunc.save(by_two, own, zfunc.load(inside, own)))
+        for path in (between, by_two):
+            export_weights(path, path.with_suffix(".safetensors"), dtype="bf16")
+        one, two = (load_file(path.with_suffix(".safetensors")) for path in (between, by_two))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(x, two[name]) for name, x in one.items())
+        sources += [(by_two, other, told)]
     (expected,) = plain_way(row.numbers, row.job)
     if "swap" in given:
         zfunc.save(given["swap"][0], program, state)
@@ -151,7 +153,7 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
         weights = {name: x for name, x in expected.values.items() if not name.startswith("average")}
         expected = evolve(expected, values=weights)
     for n, (path, way, before) in enumerate(sources):
-        own_swap = {"swap": given["swap"]} if n == 4 else {}
+        own_swap = {"swap": given["swap"]} if "swap" in given and n == len(sources) - 1 else {}
         (again,), _ = programs(way, {**way.given(tmp_path / f"swap {n}"), **own_swap})
         state, rest = steps(again, batch, zfunc.load(path, again))
         assert result(again, batch, state, [*before, *rest]).same(expected), (path, way)
