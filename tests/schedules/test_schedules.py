@@ -10,13 +10,8 @@ from zfunc.schedules.critical_path import upward_ranks
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import peak_memory
-from zfunc.core.plan import Plan, build
+from zfunc.core.plan import build
 from zfunc.core.simulator import lower_bound, simulate
-
-
-def needed(plan: Plan) -> dict[str, int]:
-    return {tier: peak.nbytes for tier, peak in peak_memory(plan).items()}
 
 
 @every_graph(on=(None, hardware()))
@@ -27,8 +22,8 @@ def test_it_is_as_fast_as_the_plain_orders_and_needs_no_more_memory(
     for machine in [on] if on else [HARDWARE[name] for name in ("round", "slow host", "one memory for all")]:
         plan = CriticalPath(machine)(graph)
         assert simulate(plan, machine).seconds <= min(simulate(p, machine).seconds for p in plain)
-        for tier, nbytes in needed(plan).items():
-            assert nbytes <= max(needed(p)[tier] for p in plain)
+        for tier, nbytes in plan.peak_bytes().items():
+            assert nbytes <= max(p.peak_bytes()[tier] for p in plain)
 
 
 @pytest.mark.parametrize("machine", HARDWARE)

@@ -114,7 +114,7 @@ def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
 
 
 def largest_shares(seconds: dict[Bound, float]) -> dict[Bound, float]:
-    """Each of `bound_seconds` as a share of all, the largest first."""
+    """The seconds that each kind of work bounds a step, as shares of their sum, the largest first."""
     total = sum(seconds.values())
     largest = sorted(seconds.items(), key=lambda item: -item[1])
     return {bound: part / total for bound, part in largest if part}

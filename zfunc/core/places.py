@@ -64,7 +64,7 @@ class BucketPlaces:
 
     @property
     def streamed(self) -> bool:
-        """Whether the parameters are whole on the device only while a segment uses them."""
+        """Whether the bucket's parameters are whole on the device only while a segment uses them."""
         return self.sharded or self.params != "device"
 
     @property
@@ -114,7 +114,7 @@ class BucketPlaces:
 
     @property
     def delivered_dtype(self) -> Precision:
-        """The dtype of a gradient that leaves the device."""
+        """The dtype of the bucket's gradient when it leaves the device."""
         return "fp32" if self.summed else self.dtype
 
     @property

@@ -373,7 +373,7 @@ def check_exists(name: str, place: Path | None) -> None:
 
 @contextmanager
 def reading(name: str, place: Path | None) -> Generator[None]:
-    """Errors of reading the data of setting `name`, as ValueError that begins with it."""
+    """A context that turns an error in reading the data of setting `name` into a ValueError that names it."""
     try:
         yield
     except OSError as error:

@@ -104,7 +104,8 @@ def save(
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
-    frozen: dict[int, Dtype] = {x.index: program.settings.dtype_of(x) for x in program.layout.frozen_buckets}
+    places = program.spec.places
+    frozen: dict[int, Dtype] = {x.index: places[x.index].dtype for x in program.layout.frozen_buckets}
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")
     homes = dict(state.buffers.homes)
     if homes:
