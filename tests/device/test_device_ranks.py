@@ -31,7 +31,8 @@ from zfunc.runtime.collectives import _all_gather, _reduce_scatter
 from zfunc.runtime.executor import Jitter
 
 WORLD = 2
-TIMEOUT = {"late": 3.0, "dies": 3.0, "gathers": 3.0, "begins": 3.0}  # seconds; LONG where nobody waits for it
+# Seconds; LONG where nobody waits for it.
+TIMEOUT = dict.fromkeys(("late", "dies", "gathers", "begins", "weights", "evaluate"), 3.0)
 LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2},
@@ -141,6 +142,8 @@ def failing(rank: int, action: str) -> dict[str, Any]:
         settings["patience"] = 15.0
     if action == "begins":
         settings |= {"stage": 3, "stages": {"gather": gather}}
+    elif action in READS:
+        settings["stage"] = 3
     elif action == "gathers":
         settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
     else:
@@ -150,12 +153,31 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     try:
         for i in range(4):
             begun, due = time.monotonic(), i == 2 * (action != "begins") and rank == 1
+            if action in READS and i == 2:
+                READS[action](program, state, data(i), dies=rank == 1)
             state, _ = zfunc.train_step(program, state, data(i))
     except RankError as error:
         return {"error": str(error), "seconds": time.monotonic() - begun, "free": _is_free(program.device)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": ""}
+
+
+def read_weights(program: Any, state: Any, _: Any, dies: bool) -> None:
+    """Copy each bucket to the host, behind its gather, which a rank that dies does not issue."""
+    weights = zfunc.weights(program, state, device="cpu")
+    if dies:
+        os._exit(9)
+    dict(weights)
+
+
+def evaluate(program: Any, state: Any, batch: Any, dies: bool) -> None:
+    if dies:
+        os._exit(9)
+    zfunc.evaluate(program, state, batch)
+
+
+READS = {"weights": read_weights, "evaluate": evaluate}
 
 
 def _is_free(device: torch.device) -> bool:
@@ -186,15 +208,11 @@ def all_scenarios(folder: Path) -> None:
     """In a process of its own, which forks the ranks."""
     warm()
     pids = []
-    for scenario in ("bits", "dies", "gathers", "begins", "reports", "fails", "late"):
+    for scenario in ("bits", "dies", "gathers", "begins", *READS, "reports", "fails", "late"):
         for rank in range(WORLD):
             pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
-        if scenario in (
-            "bits",
-            "gathers",
-            "begins",
-            "reports",
-        ):  # or one that waits for a busy machine times out as well
+        # Or one that waits for a busy machine times out as well.
+        if scenario in ("bits", "gathers", "begins", "reports"):
             while pids:
                 os.waitpid(pids.pop(), 0)
         if scenario == "late":  # when rank 0 has given it up, nobody waits for rank 1
@@ -253,6 +271,7 @@ def test_collectives_and_messages_are_such_as_nccl_takes(outcomes: dict[str, Any
         ("dies", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
         ("gathers", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
         ("begins", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
+        *((read, "all_gather on rank 0.*rank 1 did not come", 60.0) for read in READS),
         ("reports", "rank 0: got a broken connection.*rank 1 is gone", 12.0),
         ("fails", "rank 1 has left: step 3 failed with ExecutionError: backward.*of rank 1", 30.0),
         ("late", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),

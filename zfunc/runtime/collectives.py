@@ -9,11 +9,12 @@ A collective that a rank does not come to fails on all others with RankError, wh
 else when ZFUNC_TIMEOUT is over, or the group's own time-out. Finding them adds SETTLE seconds at most, after a
 time-out SETTLE_LATE, and a little if the store fails. A collective of an accelerator's tensors is only issued here;
 whoever waits for the device asks `RankGroup.watch`, which notices the same, and aborts the group so that the device
-gets free.
+gets free. Outside of a step that is `RankGroup.settle`.
 """
 
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from zfunc.core.layout import Bucket
 from zfunc.errors import OutOfMemory, RankError
-from zfunc.runtime.accelerator import on_accelerator
+from zfunc.runtime.accelerator import on_accelerator, poll
 from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom, timeout
 
 log = logging.getLogger("zfunc")
@@ -304,6 +305,16 @@ class RankGroup:
             return self._watch()
         finally:
             self._watching.release()
+
+    def settle(self) -> None:
+        """Wait until the device has done its collectives. A blocking copy behind one for which a rank does not come
+        could not be given up. Raises RankError as `watch`."""
+        poll(self._settled, math.inf, lambda: self.watch() and False)
+
+    def _settled(self) -> bool:
+        with self._watching:
+            self._forget_completed()
+            return not self.queued
 
     def _watch(self) -> bool:
         self._forget_completed()

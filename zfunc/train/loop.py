@@ -23,7 +23,7 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.state.state import State
-from zfunc.engine.step.evaluate import outputs, wait_for_output
+from zfunc.engine.step.evaluate import outputs
 from zfunc.engine.step.init import init
 from zfunc.engine.step.save_load import restore, save
 from zfunc.engine.step.swap_state import close_swap, swap_folders
@@ -327,9 +327,7 @@ def evaluate_held_out(
             if (signal := stop()) == TERMINATED or signal != before:
                 return None
             last = y
-        loss, _ = loss_and_aux(program.segments[-1].name, last)
-        wait_for_output(program, loss)
-        losses.append(float(loss))
+        losses.append(float(loss_and_aux(program.segments[-1].name, last)[0]))
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 
@@ -355,7 +353,6 @@ def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda
             if (signal := stop()) == TERMINATED or signal != before:
                 return tuple(generated)
             logits = y
-        wait_for_output(program, logits)
         probabilities = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
         token = int(torch.multinomial(probabilities, 1, generator=generator))
         if token in stops:

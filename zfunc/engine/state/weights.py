@@ -168,6 +168,7 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
             shard[first:last].copy_(weights)
         if params.numel() > size:
             ranks.all_gather(params, shard)
+    ranks.settle()
 
 
 def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
@@ -216,6 +217,7 @@ def _gathered(
     own = ranks.own_slice(bucket, flat)
     own.copy_(params.flat)
     ranks.all_gather(flat, own)
+    ranks.settle()  # before the caller copies anything between host and device
     return Flat.of(flat, bucket)
 
 

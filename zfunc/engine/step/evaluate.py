@@ -26,7 +26,7 @@ from zfunc.engine.step.release import check_state
 from zfunc.engine.trace.batches import Batch, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.thread_modes import refuse_global_modes
-from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator, record_use, synchronize
+from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
@@ -243,13 +243,4 @@ def evaluate(
     inputs, *more = unpacked(batch, program.segments[-1])
     y = apply(program, state, inputs, *more, ema=ema)
     loss, aux = loss_and_aux(program.segments[-1].name, y)
-    wait_for_output(program, loss)
     return (float(loss), {name: float(x) for name, x in aux.items()}) if has_aux else float(loss)
-
-
-def wait_for_output(program: Program, output: Tensor) -> None:
-    """Wait until the device has computed an output, for which it may need collectives. Raises RankError where
-    another rank is gone, LaneTimeout after the program's `patience`."""
-    if program.ranks.several and on_accelerator(output.device):
-        stream = torch.accelerator.current_stream(output.device)
-        synchronize(stream, program.executor.patience, "evaluate", program.ranks.watch)
