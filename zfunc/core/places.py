@@ -73,6 +73,11 @@ class BucketPlaces:
         return self.update == "device" and self.state != "device"
 
     @property
+    def by_parameter(self) -> bool:
+        """Whether an update takes one parameter at a time, as it needs numbers of all of it."""
+        return self.matrices or any(x.whole for x in self.buffers)
+
+    @property
     def fetched_anywhere(self) -> bool:
         """Whether several devices of a process may use the bucket: each fetches it, and the host updates it."""
         return self.params != "device" and self.update != "device"

@@ -48,7 +48,7 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
     """The mean loss over all micro-batches and ranks, and those of the auxiliary outputs: one collective."""
     wait_for_copies(step)
-    own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.aux))  # another stage has the losses
+    own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.spec.aux))  # another stage has the losses
     loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
     mem[op.write("mean_loss")] = loss
     if op.touches("mean_aux"):

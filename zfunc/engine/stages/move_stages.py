@@ -20,6 +20,7 @@ from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
 from zfunc.core.pipeline import B, F
+from zfunc.core.places import BucketPlaces
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
@@ -37,19 +38,18 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
     if source.tier == "disk":
         mem[source].read_weights(mem[target])
         return
-    home = mem[source]
+    home, place = mem[source], step.spec.places[b]
     into = mem[target].hold(step.layout.all_buckets[b])
     # Of the master's high half, the tensor itself.
-    params = weights_in_page(home, step, b) if source.buffer == "weight_page" else getattr(home, "flat", home)
+    params = weights_in_page(home, place) if source.buffer == "weight_page" else getattr(home, "flat", home)
     if params.numel() < into.numel():
         into = into[step.slice_of(b)]
     into.copy_(params, non_blocking=True)
 
 
-def weights_in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
-    """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
-    bucket = step.layout.all_buckets[b]
-    return page.view(TORCH_DTYPES[step.settings.dtype_of(bucket)])[: bucket.numel // step.ranks.world]
+def weights_in_page(page: Tensor, place: BucketPlaces) -> Tensor:
+    """This rank's slice of a bucket's parameters, in the page that they were read into."""
+    return page.view(TORCH_DTYPES[place.dtype])[: place.shard_numel]
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
@@ -94,7 +94,7 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
     row = MOVES[op.verb]
     way = F if row.thing == "input" else B
-    stages = [step.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
+    stages = [step.spec.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
     tag = 2 * (m * len(step.calls) + s) + (way == B)
     apart = on_accelerator(step.devices[0])
     if row.to == "device":

@@ -13,6 +13,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
 from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.engine.trace.vjp import SegmentVJP
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
@@ -44,32 +45,38 @@ class CompiledSegment:
 class StepContext:
     """The constants of one step. Gradients on the device are those of the loss times `loss_scale`."""
 
-    layout: Layout
+    spec: StepSpec
     calls: tuple[CompiledSegment, ...]
     optimizer: Optimizer
     number: int  # of the update with this step's gradient, from 1
     factors: Mapping[str, Any]  # of the optimizer, for that update
     loss_scale: float
-    settings: StepSettings
     dtype: torch.dtype  # of floating-point inputs on the device
     devices: tuple[torch.device, ...]
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
-    device_of: Callable[[str, int, int], int]  # (way, micro-batch, segment) -> device or stage
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
-    aux: tuple[str, ...] = ()  # names of the last segment's auxiliary outputs
     warn: Callable[[str], None] | None = None  # where the first loss is to be compared with those of its rows
-    unused: tuple[str, ...] = ()  # parameters that no path from the loss leads to
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the parameters."""
+        return self.spec.layout
+
+    @property
+    def settings(self) -> StepSettings:
+        """The settings of the step."""
+        return self.spec.settings
 
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
     ) -> StepDecision:
         """The decision that skips this step, or clips its gradient by `factor`."""
-        named = dict(zip(self.aux, aux, strict=True)) if aux else {}
+        named = dict(zip(self.spec.aux, aux, strict=True)) if aux else {}
         scale = factor / self.loss_scale
-        return StepDecision(skip, scale, self.number, self.factors, loss, named, self.unused)
+        return StepDecision(skip, scale, self.number, self.factors, loss, named, self.spec.unused)
 
     def slice_of(self, b: int) -> slice:
         """This rank's slice of a bucket's elements."""

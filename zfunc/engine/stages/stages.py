@@ -72,7 +72,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
             y, after = y
             copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
     if op.touches("loss"):
-        check_aux_names(call.name, aux_names(y), step.aux)
+        check_aux_names(call.name, aux_names(y), step.spec.aux)
         mem[op.write("loss")], *aux = tree_leaves(y)
         if op.touches("aux"):
             (mem[op.write("aux")],) = aux
@@ -252,7 +252,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     if op.touches("frozen"):
         state[FROZEN] = step.ranks.own_slice(step.layout.all_buckets[b], mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
-        state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step, b)
+        state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step.spec.places[b])
     if op.touches("ema"):
         state[EMA.name] = mem[op.read("ema")]
     checkpoint.write(b, state)

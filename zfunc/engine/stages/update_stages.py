@@ -14,7 +14,7 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
 from zfunc.core.layout import LEFT, Bucket
-from zfunc.core.optimizer_state import HIGH_HALF, state_slice, updates_matrices, updates_parameters
+from zfunc.core.optimizer_state import HIGH_HALF, state_slice
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.engine.state.memory import Flat
@@ -66,8 +66,7 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
         return
     grad = gradient_of(op, mem, shard)
     apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
-    bucket = step.layout.buckets[b]
-    by_parameter = updates_matrices(bucket.state_format) or updates_parameters(bucket.state_format)
+    bucket, by_parameter = step.layout.buckets[b], step.spec.places[b].by_parameter
     unused = {*decision.unused}
     parts = (_parameters if by_parameter else _runs)(bucket, shard, unused)
     for start, stop, given in parts:

@@ -77,23 +77,19 @@ def step_on(
         return seeded(fold_seed(state.seed, state.batches, m, s, *rank))
 
     context = StepContext(
-        layout=program.layout,
+        spec=shaped.spec,
         calls=program.calls,
         optimizer=program.optimizer,
         number=number,
         factors=program.optimizer.factors(number),
         loss_scale=state.loss_scale.scale,
-        settings=program.settings,
         dtype=program.dtype,
         devices=program.devices,
         randomness=randomness,
         ranks=ranks,
-        device_of=shaped.spec.device_of,
         updated=owner.updated,
         averaged=owner.averaged,
         patience=program.executor.patience,
-        aux=shaped.spec.aux,
-        unused=shaped.spec.unused,
         warn=partial(warn_once, program) if program.cache.compares_loss else None,
     )
     state.buffers.close()
