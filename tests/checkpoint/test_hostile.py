@@ -347,6 +347,7 @@ shards/0/tensors/0/dtype = "F64" -> got tensors larger|another number of checksu
 shards/0/tensors/0/checksums = [1] -> master_high': got another number of checksums, expected 4
 shards/0/tensors/0/checksums/0 = 4294967296 -> checksums\[0\]: got 4294967296, expected an integer of 0 to 4294
 moments = "4bit" -> moments: got '4bit' \(did you mean '(8|16)bit'\?\), expected one of fp32, fp32-split
+moments = "8bit" -> moments: got '8bit', the first 8-bit moments, whose codes were others, expected one of fp32
 moments = "fp32" -> 'embed.weight': got the state master_high, .*, expected master, exp_avg, exp_avg_sq
 parameters/0/name = "" -> parameters\[0\].name: got '', expected a text of 1 to 1000 characters
 parameters/0/name = "\ud800" -> got text that is not UTF-8, expected strict JSON

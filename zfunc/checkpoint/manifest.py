@@ -48,9 +48,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 
 
-# State formats with another name in the file: "8bit" was that of the first 8-bit moments, whose codes were others.
+# State formats with another name in the file, and what has their own name there.
 _FORMAT_NAMES = {"8bit": "8bit-2"}
-Format = Annotated[str, known(lambda: {_written(name): name for name in STATE_FORMATS})]
+_FORMER = {"8bit": "the first 8-bit moments, whose codes were others"}
+Format = Annotated[str, known(lambda: {_written(name): name for name in STATE_FORMATS}, _FORMER)]
 
 
 def _written(state_format: str) -> str:

@@ -110,13 +110,18 @@ class Within:
         return value
 
 
-def known(names: Callable[[], Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """A check for texts among the keys of `names()`, asked when a value is read; a text becomes its value there."""
+def known(
+    names: Callable[[], Mapping[str, Any]], former: Mapping[str, str] | None = None
+) -> Callable[[Any], Any]:
+    """A check for texts among the keys of `names()`, asked when a value is read; a text becomes its value there.
+
+    The refusal of a `former` text says what that was.
+    """
 
     def meaning(value: Any) -> Any:
         now = names()
         if TEXT(value) not in now:
-            hint = did_you_mean(value, [*now])
+            hint = f", {was}" if (was := (former or {}).get(value)) else did_you_mean(value, [*now])
             raise Refusal(f"{_short.repr(value)}{hint}", f"one of {', '.join(now)}")
         return now[value]
 
