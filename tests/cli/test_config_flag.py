@@ -153,7 +153,7 @@ def decided(settings: TrainSettings) -> dict[str, Any]:
     extras = config_extras(settings)
     return {
         **attrs.asdict(settings, filter=lambda field, _: field.name != "config"),
-        "made": optimizer_of(settings, settings.lr),
+        "made": optimizer_of(settings, extras, settings.lr),
         "loss_scale": extras.loss_scale or LossScale(),
         "steps_per_print": extras.values["steps_per_print"],
     }
@@ -199,7 +199,9 @@ def test_an_auto_of_a_scheduler_is_the_rate_that_holds_without_it(run: str, kind
     names = [f"scheduler.params.{x}" for x in SCHEDULERS[kind][1]]
     for optimizer in ({}, {"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}):
         file = all_auto([*names, "train_batch_size"], scheduler={"type": kind}, **optimizer)
-        rate, own = (learning_rate(x, 60) for x in (with_file(file, RUNS[run]), typed(RUNS[run])))
+        rate, own = (
+            learning_rate(x, config_extras(x), 60) for x in (with_file(file, RUNS[run]), typed(RUNS[run]))
+        )
         assert [rate(step + 2) for step in range(7)] == pytest.approx([0.0, *map(own, range(1, 7))], rel=1e-3)
         if kind == "WarmupCosineLR":
             assert rate(61) == pytest.approx(own(60))

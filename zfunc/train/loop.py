@@ -33,7 +33,6 @@ from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
 from zfunc.train.data.corpus import without_labels
-from zfunc.train.deepspeed.mapping import config_extras
 from zfunc.train.events import (
     INTERRUPT,
     TEMPERATURE,
@@ -226,9 +225,7 @@ class _Loop:
         """Set state and progress. Returns the checkpoint that was loaded, if any."""
         job, start = self.job, self.start
         if start.origin is None:
-            self.state = init(
-                self.program, seed=job.settings.seed, loss_scale=config_extras(job.settings).loss_scale
-            )
+            self.state = init(self.program, seed=job.settings.seed, loss_scale=job.extras.loss_scale)
             self._commit()
             return None
         restored = restore(start.origin, self.program)

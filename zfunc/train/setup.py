@@ -39,7 +39,7 @@ from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
 from zfunc.train.deepspeed.learning_rate_schedules import lr_schedule
-from zfunc.train.deepspeed.mapping import config_extras, startup_notes
+from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_notes
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
@@ -61,9 +61,10 @@ log = logging.getLogger("zfunc")
 
 @frozen(eq=False)
 class TrainingJob:
-    """A program and its data, with the resolved settings."""
+    """A program and its data, with the resolved settings, and what a DeepSpeed file adds to them."""
 
     settings: TrainSettings
+    extras: ConfigExtras
     corpus: Corpus
     held_out: tuple[Batch, ...]
     program: Program
@@ -124,6 +125,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     say = partial(log.log, logging.DEBUG if ranks.job.rank else logging.INFO)
     # What is trained, and on what
     settings = resolve_settings(settings)
+    extras = config_extras(settings)
     model = pretrained_model(settings)
     tokenizer = choose_tokenizer(settings, model)
     corpus = _open_corpus(settings, model, tokenizer, cache)
@@ -131,10 +133,10 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     # Whether it can be, before anything is compiled
     if model is None:
         check_size(settings)
-    rate = learning_rate(settings, settings.steps)
-    for line in startup_notes(settings, ranks.world, rate):
+    rate = learning_rate(settings, extras, settings.steps)
+    for line in startup_notes(settings, extras.values, ranks.world, rate):
         say("%s", line)
-    if rate != learning_rate(settings, settings.steps or 10**9):  # it depends on the number
+    if rate != learning_rate(settings, extras, settings.steps or 10**9):  # it depends on the number
         say(
             "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass "
             "`steps` or `epochs` for `lr_schedule`"
@@ -145,12 +147,12 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
         say("%d of %d sequences have no label; a step without any makes no update", empty, count)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
-    program = compile_job(settings, example, None if model is None else model.segments)
+    program = compile_job(settings, extras, example, None if model is None else model.segments)
     check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
     say("precision: %s", settings.precision)
     decoder = BYTES if tokenizer is None and corpus.unit == "byte" else tokenizer
     source = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
-    return TrainingJob(settings, corpus, held_out, program, decoder, **source)
+    return TrainingJob(settings, extras, corpus, held_out, program, decoder, **source)
 
 
 def _open_corpus(
@@ -231,29 +233,33 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
     )
 
 
-def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
+def compile_job(
+    settings: TrainSettings, extras: ConfigExtras, example: Batch, model: tuple[Segment, ...] | None = None
+) -> Program:
     """The program of resolved settings for batches like `example`; without `model`, of the GPT."""
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings),
-        optimizer=optimizer_of(settings, learning_rate(settings, settings.steps)),
+        optimizer=optimizer_of(settings, extras, learning_rate(settings, extras, settings.steps)),
         device=settings.device,
         example=example,
     )
 
 
-def optimizer_of(settings: TrainSettings, lr: float | Callable[[int], float]) -> NamedOptimizer:
-    """The optimizer of the settings."""
+def optimizer_of(
+    settings: TrainSettings, extras: ConfigExtras, lr: float | Callable[[int], float]
+) -> NamedOptimizer:
+    """The optimizer that `settings.optimizer` names, at rate `lr`, with the arguments that `extras` adds."""
     return make_optimizer(
         settings.optimizer,
         lr=lr,
         weight_decay=settings.weight_decay,
         decay=matrices_only,
-        **config_extras(settings).optimizer,
+        **extras.optimizer,
     )
 
 
-def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int], float]:
+def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | None) -> Callable[[int], float]:
     """The configuration's scheduler if it has one; else warm-up, then what `lr_schedule` says, until step `total`.
 
     Without a `total` nothing decays.
@@ -262,7 +268,7 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
     own = {"lr": settings.lr, "total_num_steps": total, "warmup_num_steps": max(1, warmup)}
-    if (rate := lr_schedule(config_extras(settings).values, **own)) is not None:
+    if (rate := lr_schedule(extras.values, **own)) is not None:
         return rate
     if total is None or settings.lr_schedule == "constant":
         return linear_warmup(settings.lr, warmup)

@@ -76,6 +76,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     from zfunc.planner.calibrate import calibrate
     from zfunc.runtime.collectives import RankGroup
     from zfunc.train.data.tokenizer import BYTES
+    from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.pretrained import pretrained_model
     from zfunc.train.setup import check_size, compile_job, resolve_settings
 
@@ -92,7 +93,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     shape = resolved.batch_size // ranks.world, resolved.seq_length
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
-    program = compile_job(resolved, batch, None if model is None else model.segments)
+    program = compile_job(resolved, config_extras(resolved), batch, None if model is None else model.segments)
     return calibrate(program, batch, turns=settings.turns, folder=settings.folder)
 
 

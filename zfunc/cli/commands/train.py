@@ -49,7 +49,6 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
     """
     from zfunc.cli.train_lines import TrainingOutput, progress
     from zfunc.planner.kept_costs import cache_folder
-    from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.events import Saved
     from zfunc.train.loop import train_events
     from zfunc.train.setup import prepare_job
@@ -64,7 +63,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
             stop = stack.enter_context(interrupts(tell=run is not None and not can_redraw()))
             readers: list[Callable[[Event], None]] = []
             if run is not None:
-                steps = config_extras(job.settings).values["steps_per_print"]
+                steps = job.extras.values["steps_per_print"]
                 lines = TrainingOutput(run, job.corpus.unit, steps, stop)
                 stack.enter_context(progress(lines) if can_redraw() else ExitStack())
                 track = stack.enter_context(tracking(job.settings, run))

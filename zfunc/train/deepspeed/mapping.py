@@ -6,7 +6,6 @@ here, so a wrong file is refused before torch is loaded.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -115,7 +114,6 @@ class ConfigExtras:
     loss_scale: LossScale | None
 
 
-@lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
     """The values that `settings.config` adds to the settings. Raises ValueError if they contradict it."""
     values = ConfigValues("") if settings.config is None else read_values(settings.config)
@@ -162,10 +160,12 @@ def check_settings(given: Mapping[str, Any], values: ConfigValues) -> None:
             raise values.refused(name, got, key)
 
 
-def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
-    """The log lines about the file at the start of a training."""
+def startup_notes(
+    settings: TrainSettings, values: ConfigValues, world: int, lr: Callable[[int], float]
+) -> Iterator[str]:
+    """The log lines about the file of `settings.config`, whose `values` were read, at the start of a training."""
     if settings.config is not None:
-        values, rate = config_extras(settings).values, lr if isinstance(lr, LRSchedule) else None
+        rate = lr if isinstance(lr, LRSchedule) else None
         batch = batch_sizes(values, world, settings.batch_size, settings.micro_batches)[2]
         own = [] if rate else [f"no scheduler: the learning rate warms up, then it is {settings.lr_schedule}"]
         yield from (f"{settings.config.name}: {line}" for line in (*notes(values, batch, rate), *own))
