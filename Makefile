@@ -10,7 +10,7 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants proof wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -114,6 +114,18 @@ fuzz: $(TOOLS)
 NUMBER ?= 40
 mutants: $(TOOLS)
 	$(BIN)/python tests/mutants.py --seconds $(SECONDS) --number $(NUMBER) $(if $(SEED),--seed $(SEED))
+
+# docs/proof.md: the theorems about accepted plans, by Coq. Each has to rest on no axiom and leave no step out.
+PROOF ?= docs/proof/verifier.v
+PROVED ?= build/proof
+proof:
+	@command -v coqc >/dev/null || { echo "make proof: got no coqc, expected Coq 8.16 or newer: apt-get install coq"; exit 1; }
+	rm -rf $(PROVED) && mkdir -p $(PROVED) && cp $(PROOF) $(PROVED)/verifier.v
+	cd $(PROVED) && coqc -q verifier.v >assumptions
+	@! grep -v "^Closed under the global context$$" $(PROVED)/assumptions
+	@theorems=$$(grep -c "^Theorem" $(PROOF)) && test $$theorems = $$(wc -l <$(PROVED)/assumptions) || \
+		{ echo "make proof: expected Print Assumptions of each Theorem, at the end of $(PROOF)"; exit 1; } && \
+		echo "$$theorems theorems proved"
 
 pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
