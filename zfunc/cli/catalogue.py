@@ -16,7 +16,7 @@ FILES, FOLDERS = {"FILE", "PATH"}, {"FOLDER", "RUN", "CHECKPOINT"}  # metavars; 
 
 @frozen(kw_only=True)
 class CompletionSettings:
-    """A shell to print a script for."""
+    """Settings of `zfunc completion`: the shell to print a completion script for."""
 
     shell: str = option(
         NOTHING,
@@ -29,7 +29,7 @@ class CompletionSettings:
 
 
 def print_script(settings: CompletionSettings) -> int:
-    """`zfunc completion`: shtab's script, which starts no Python at every key.
+    """Run `zfunc completion`: print the shell's completion script by shtab, which starts no Python at a key.
 
     An option offers its words, and what its metavar has that is not in capitals.
     """

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: list[str], args: argparse.Namespace) -> None:
-    """Into `args`. Exits after help; raises UsageError."""
+    """Parse the words of a command line into `args`. Exits after help; raises UsageError."""
     top, parsers = make_parser(COMMANDS, everything="--help-all" in words)
     if not words:
         top.print_help()
@@ -108,7 +108,7 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
 
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
-    """The settings of the given flags."""
+    """The settings object of a command, made of the flags in `args`."""
     given = {name: getattr(args, name) for name in command.options if name in args}
     if "config" in given:
         from zfunc.train.deepspeed.mapping import with_config
@@ -144,17 +144,17 @@ def _prepare_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Discard what is buffered too, or the flush at exit fails again."""
+    """Send stdout, whose reader is gone, to the null device with what is buffered: the flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _without_path(error: Exception) -> bool:
-    """Whether it is an error of the system about no path that was given, such as a full disk to print to."""
+    """Whether an OSError names no path that the user gave, such as that of a full disk behind stdout."""
     return isinstance(error, OSError) and error.errno is not None and error.filename is None
 
 
 def _message(error: Exception) -> str:
-    """The error's own words; the system's and Python's do not say what to do."""
+    """The message of an error; one of the system, or a missing package, gets what to do added."""
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         if _without_path(error):
             return f"got {error.strerror!r} while printing or writing: free some space, or print elsewhere"
@@ -166,7 +166,7 @@ def _message(error: Exception) -> str:
 
 
 def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
-    """Print it on one screen, and return the exit code. With --debug, the traceback before it, and all lines."""
+    """Print an error on one screen, and return its exit code; with --debug the traceback first, and every line."""
     if args.debug and not isinstance(sys.exc_info()[1], UsageError):
         traceback.print_exc()
     message = message.strip() or OUT_OF_MEMORY

@@ -46,7 +46,7 @@ QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
 
 @frozen
 class Command:
-    """A line of help and more of it, settings, whose fields are the options, and what runs it for an exit code.
+    """A command of `zfunc`: its help, the settings class whose fields are its options, and its function.
 
     `examples` are lines to type, each below a comment; `ending` says how the command ends.
     """
@@ -60,12 +60,12 @@ class Command:
 
     @property
     def options(self) -> dict[str, Option]:
-        """The options of its settings, by the names of the fields."""
+        """The options of the command's settings, by the names of the fields."""
         return options_of(self.settings)
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, or replace it, and print its path."""
+    """Write the file `path`, or replace it, and print its path."""
     replace_text(path, text)
     print(f"written: {path}")
 
@@ -79,7 +79,7 @@ class UsageError(ValueError):
 
 
 class Help(argparse.HelpFormatter):
-    """Help as wide as the terminal, up to a bound. Prose is wrapped; indented text, such as examples, is not."""
+    """Formatter of help, as wide as the terminal up to a bound. Prose is wrapped; indented text is not."""
 
     def __init__(self, prog: str, **given: Any) -> None:
         columns = min(shutil.get_terminal_size().columns, WIDEST)
@@ -103,10 +103,10 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises its errors, in the words of all others."""
+    """An ArgumentParser that raises UsageError, worded as all errors of zfunc, where argparse prints and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
+        """Raise UsageError with argparse's message about the command line."""
         for pattern, reworded in REWORDED.items():
             message, matches = re.subn(f"^{pattern}$", reworded, message, flags=re.DOTALL)
             if matches:
@@ -149,7 +149,7 @@ def make_parser(
 
 
 def _add_command(subparsers: Any, name: str, command: Command, everything: bool) -> Parser:
-    """With an argument for every field of its settings, in its group; last --help and --debug."""
+    """Add a command's parser: an argument for every field of its settings, by group, then --help and --debug."""
     options, fields = command.options, attrs.fields(command.settings)
     common = {name for name, option in options.items() if option.common}
     everything |= not common
@@ -190,7 +190,7 @@ def _add_common(group: Any) -> None:
 
 
 def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, help: str | None) -> None:
-    """An option, with its help; hidden where that is None."""
+    """Add the argument of one option with its help text; where the help is None the argument is hidden."""
     given: dict[str, Any] = {"help": argparse.SUPPRESS if help is None else help.replace("%", "%%")}
     if not option.positional:
         given |= {"dest": field.name, "required": field.default is attrs.NOTHING}
@@ -222,7 +222,7 @@ def first_clause(help: str) -> str:
 
 
 def _default(field: "attrs.Attribute[Any]") -> str:
-    """The default as help shows it; the help of an option itself explains None, and one that depends."""
+    """The default of an option as help shows it; "" for one that the option's own help explains."""
     if field.type is bool or not isinstance(field.default, str | int | float | Path):
         return ""
     return f" (default: {f'{field.default:g}' if isinstance(field.default, float) else field.default})"

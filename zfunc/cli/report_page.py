@@ -69,7 +69,7 @@ Cells = tuple[str, ...]
 
 
 def report_page(run: RunHistory, refresh: float | None = None) -> str:
-    """The page. Light and dark, readable without a script; a browser loads it anew after `refresh` seconds."""
+    """The HTML page of a run, light and dark, readable without a script; reloaded after `refresh` seconds."""
     recorded, problem = _recorded_step(run)
     picture = _step_section(recorded, problem)
     how, ended = _ending(run)
@@ -94,7 +94,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 
 
 def headline(run: RunHistory) -> str:
-    """The run in a line for a terminal."""
+    """A run's figures, hidden shares and state in one line for a terminal."""
     recorded, _ = _recorded_step(run)
     hidden = (
         (f"{name.partition(' ')[0]} hidden", f"{measured}, planned {planned}")
@@ -114,7 +114,7 @@ def _subtitle(run: RunHistory) -> str:
 
 
 def _ending(run: RunHistory) -> tuple[str, str]:
-    """The end of the run: "good", "bad" or "", and a sentence."""
+    """How the run ended: "good", "bad" or "" (a colour of the page), and a sentence."""
     how, error = run.summary.get("ended", ""), run.summary.get("error")
     if run.summary:
         ending = ENDINGS.get(how, f"ended: {how}") + (f": {error}" if error else "")
@@ -173,7 +173,7 @@ def _host_share(row: Row) -> float | None:
 
 
 def _recorded_step(run: RunHistory) -> tuple[RecordedStep | None, str]:
-    """The measured step, or why there is none to show."""
+    """The measured step of a run, or a sentence why there is none to show."""
     try:
         step = read_recorded_step(run.path) if (run.path / TRACE).exists() else None
     except ValueError as error:
@@ -182,7 +182,7 @@ def _recorded_step(run: RunHistory) -> tuple[RecordedStep | None, str]:
 
 
 def _step_section(step: RecordedStep | None, text: str) -> str:
-    """The section with the picture of the measured step, or with the text."""
+    """The page's section with the picture of the measured step, or with the sentence why there is none."""
     picture = ""
     if step is not None:
         timeline, bound = step.timeline, bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
@@ -240,7 +240,7 @@ def _memory_rows(run: RunHistory) -> Iterator[Cells]:
 
 
 def _figures_of(row: Row) -> Cells:
-    """The figures of a step."""
+    """The table of a measured step's figures, names and values."""
     memory = finite_number(row.get("device_bytes")) or finite_number(row.get("host_bytes")) or 0.0
     figures = (_figure(row, name, form) for name, (_, form) in FIGURES.items())
     return (f"{row['step']:,}", *figures, format_bytes(memory))
@@ -252,7 +252,7 @@ def _figure(row: Row, name: str, form: str) -> str:
 
 
 def _events(run: RunHistory) -> Iterator[Cells]:
-    """Evaluations, steps that an overflow skipped, and checkpoints."""
+    """Rows of the page's table of events: evaluations, steps that an overflow skipped, and checkpoints."""
     for row in run.rows:
         step = f"{row['step']:,}"
         if run.held_out in row:

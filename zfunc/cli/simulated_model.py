@@ -53,7 +53,7 @@ class SimulatedFlags(GPTFlags):
 
     @property
     def profile(self) -> Profile | None:
-        """The profile with the figures of `with_`."""
+        """The profile of the hardware to simulate, with the figures that `with_` replaces."""
         if (name := self.hardware or self.UNNAMED) is None:
             if self.with_:
                 raise ValueError("with_: got it without `hardware`, expected a profile: name one")
@@ -86,14 +86,14 @@ class SimulatedModel:
 
     @property
     def name(self) -> str:
-        """Such as "GPT of 4 layers x 128: 1,000 parameters"."""
+        """The model in words, such as "GPT of 4 layers x 128: 1,000 parameters"."""
         size = f"{self.num_layers} layers x {self.hidden_size:,}"
         return f"{self.architecture} of {size}: {format_parameters(self.parameters, self.trained)}"
 
     def cost_model(
         self, machine: Profile | Hardware, rows: int, seq_length: int, world: int = 1
     ) -> "CostModel":
-        """Its costs with so many sequences of so many tokens on each of the ranks."""
+        """Costs of the model's segments with `rows` sequences of `seq_length` tokens on each of `world` ranks."""
         from zfunc.planner.cost_model import CostModel
 
         return CostModel(self.costs(rows, seq_length, world), machine)
@@ -117,12 +117,12 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
 
 
 def _optimizer(settings: SimulatedFlags) -> NamedOptimizer:
-    """One with the state of the one that `zfunc train` takes: it orders the parameters of a segment."""
+    """The optimizer that `zfunc train` would take: its state formats order the parameters of a segment."""
     return make_optimizer(settings.optimizer, decay=matrices_only, **OPTIMIZERS[settings.optimizer][2])
 
 
 def _described(settings: SimulatedFlags) -> SimulatedModel:
-    """The model of a Hugging Face config. Torch and transformers are imported where nothing is kept of it."""
+    """The model of a Hugging Face config. Torch and transformers are imported only where no costs are kept."""
     from zfunc.planner.cost_model import SegmentCosts
     from zfunc.planner.kept_costs import ModelFacts, kept, kept_trace
 

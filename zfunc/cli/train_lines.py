@@ -91,7 +91,7 @@ class TrainingOutput:
                 pass
 
     def counted_step(self, step: int) -> str:
-        """The number of a step, and of how many."""
+        """'step 12/500', padded to one width; without a total 'step 12'."""
         return f"step {step:>{len(str(self.total))}}/{self.total}" if self.total else f"step {step:>5}"
 
     def status(self) -> Text:
@@ -158,7 +158,7 @@ def step_figures(event: Stepped) -> str:
 
 
 def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str]]:
-    """The summary, as names and values."""
+    """The lines that end `zfunc train`: names and values of a run's summary."""
     run, peaks = read_history(folder.path), event.peak_bytes
     yield "loss", f"{folder.summary['loss']:.4f}, the mean of the last {len(run.last_losses)} steps"
     if event.held_out is not None:

@@ -29,7 +29,7 @@ ENDINGS = {  # how a training may end, in words
 
 @frozen
 class Started:
-    """The job is ready, and continues after `step` from `checkpoint`."""
+    """The event of a training that is ready, and continues after `step` from `checkpoint`."""
 
     job: "TrainingJob"
     step: int = 0
@@ -71,7 +71,7 @@ class Saved:
 
 @frozen
 class Working:
-    """Something beside steps has begun, and lasts until the next event."""
+    """The event of an evaluation or a sample that has begun and lasts until the next event."""
 
     activity: str  # "evaluation" or "sample"
 
@@ -87,7 +87,7 @@ class Traced:
 
 @frozen
 class Finished:
-    """Training ended. After SIGTERM, evaluation and sampling are skipped."""
+    """The event of a training that ended. After SIGTERM, evaluation and sampling are skipped."""
 
     ended: str  # "steps" (all that were requested), "seconds", "interrupt" or "terminated"
     steps: int

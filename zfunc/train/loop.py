@@ -61,7 +61,7 @@ log = logging.getLogger("zfunc")
 def train_events(
     job: TrainingJob, *, stop: Stop = lambda: "", start: ResumePoint = FROM_THE_BEGINNING
 ) -> Iterator[Event]:
-    """Run the job from `start`; `stop` is called after every step.
+    """Train the job from `start` on and yield its events; `stop` is called after every step.
 
     Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. With a swap
     space that is the checkpoint, of which each commit says how far the run is; it is closed at the end. Raises
@@ -82,7 +82,7 @@ def train_events(
 
 @define(eq=False)
 class _Loop:
-    """The state of a training, and its parts as methods."""
+    """A training under way: its State and progress, and its phases as methods."""
 
     job: TrainingJob
     stop: Stop
@@ -101,7 +101,7 @@ class _Loop:
     cut: bool = False  # a signal interrupted an evaluation: no other follows
 
     def begin(self) -> Iterator[Event]:
-        """Make or load the state, and evaluate if that is due before the next step."""
+        """Make or load the training's State, and evaluate if an evaluation is due before the next step."""
         checkpoint, job = self._load(), self.job
         self.first = at = self.state.batches
         if checkpoint is None or self.start.own:
@@ -117,7 +117,7 @@ class _Loop:
         self.ended = signal if signal == TERMINATED else self.ended or signal
 
     def step(self) -> Iterator[Event]:
-        """One step, and what follows it."""
+        """Train one step, and yield its event and those of the evaluation and the save that follow."""
         settings, number = self.job.settings, self.state.batches + 1
         traced = number == min(self.first + TRACED_STEP, settings.steps or self.first + TRACED_STEP)
         start = time.perf_counter()
@@ -157,7 +157,7 @@ class _Loop:
             yield Evaluated(self.held_out, number)
 
     def _settle(self, number: int) -> Iterator[Event]:
-        """After a step: whether it is the last, and the evaluation if one is due."""
+        """After a step, find whether it is the last one, and evaluate if that is due."""
         self._stepped(number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
@@ -171,13 +171,13 @@ class _Loop:
         self.ended = signal if signal == TERMINATED else ended
 
     def _seconds_left(self, number: int, pace: float) -> float | None:
-        """Until `seconds` have passed, or all steps are taken in as many seconds each as the last one."""
+        """Seconds until training ends: until `seconds` are over, or all steps at the speed of the last one."""
         steps, seconds = self.job.settings.steps, self.job.settings.seconds
         left = [] if seconds is None else [max(0.0, seconds - self.elapsed)]
         return min([*left, *([] if steps is None else [(steps - number) * pace])], default=None)
 
     def end(self, host_before: int) -> Iterator[Event]:
-        """Save, evaluate, sample: in this order, nothing is lost if the process is killed on the way."""
+        """End the training: save, evaluate, sample. In this order a kill on the way loses nothing."""
         job, state, at = self.job, self.state, self.state.batches
         folder = self.swap or self.start.folder
         if folder is not None and job.settings.save_every != 0 and self.saved_step != at:
@@ -215,14 +215,14 @@ class _Loop:
         self.cut = self.held_out is None
 
     def _evaluate_apart(self) -> Iterator[Event]:
-        """Before the first step, or after the last, where evaluations are asked for."""
+        """Evaluate before the first step or after the last, if the settings ask for evaluations."""
         if self.job.settings.eval_every:
             yield from self._evaluate()
         if self.held_out is not None:
             yield Evaluated(self.held_out, self.state.batches)
 
     def _load(self) -> Path | None:
-        """Set state and progress. Returns the checkpoint that was loaded, if any."""
+        """Set the training's State and progress. Returns the checkpoint that was loaded, if any."""
         job, start = self.job, self.start
         if start.origin is None:
             self.state = init(self.program, seed=job.settings.seed, loss_scale=job.extras.loss_scale)
@@ -241,7 +241,7 @@ class _Loop:
 
     @property
     def program(self) -> Program:
-        """The program of the job."""
+        """The compiled program of the training's job."""
         return self.job.program
 
     @property
@@ -250,12 +250,12 @@ class _Loop:
         return next(iter(swap_folders(self.job.program)), None)
 
     def _commit(self) -> None:
-        """Say in the swap space, if there is one, whose it is."""
+        """Write into the swap space, if there is one, which run owns it."""
         if self.swap is not None:
             save(self.swap, self.program, self.state, extra=self._extra())
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
-        """The next step, which writes a checkpoint of the step before it if one is due."""
+        """Run the next step, which writes a checkpoint of the step before it if one is due."""
         due, at = self._due(), self.state.batches
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         try:
@@ -289,13 +289,13 @@ class _Loop:
             return self._saved(at, None, str(error))
 
     def _saved(self, at: int, path: Path | None, failure: str = "") -> Saved:
-        """The event of a save; what was saved is the run's checkpoint from now on."""
+        """The event of a save at batch `at`; a `path` is the newest checkpoint from now on, None a failure."""
         if path is not None:
             self.checkpoint, self.saved_step = path, at
         return Saved(at, path, failure)
 
     def _extra(self) -> dict[str, Any]:
-        """The progress as it is saved; the time of a step that is under way does not count yet."""
+        """The progress to save beside a State; seconds of a step that is under way do not count yet."""
         folder = self.start.folder
         run = None if self.swap is None or folder is None else folder.parent
         return saved_extra(self.job.settings, self.elapsed, self.job.corpus.description, run)

@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.json"
 
 @frozen(eq=False)
 class PretrainedModel:
-    """A model in a folder, whose weights are read by `zfunc.init`; or its config alone."""
+    """A Hugging Face model in a folder, whose weights `zfunc.init` reads, or its config alone."""
 
     folder: Path
     config: Any
@@ -32,28 +32,28 @@ class PretrainedModel:
 
     @property
     def architecture(self) -> str:
-        """Its class, or its model type where the config does not name the class."""
+        """The name of the model's class, or its model type where the config does not name the class."""
         return next(iter(self.config.architectures or ()), self.config.model_type)
 
     @property
     def text(self) -> Any:
-        """The config of its language model, which models of images have beside another."""
+        """The config of the model's language part; models of images have one of the vision part beside it."""
         return self.config.get_text_config()
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its layers, features and heads, by the names of `TrainSettings`."""
+        """The model's numbers of layers, features and heads, by the names of `TrainSettings`."""
         layers, heads = self.text.num_hidden_layers, self.text.num_attention_heads
         return {"num_layers": layers, "hidden_size": self.text.hidden_size, "num_attention_heads": heads}
 
     @property
     def vocab_size(self) -> int:
-        """Rows of its embedding."""
+        """The number of rows of the model's token embedding."""
         return int(self.text.vocab_size)
 
     @property
     def longest(self) -> int | None:
-        """The positions that it has, if they are limited."""
+        """The most positions (tokens in a row) that the model has; None if unlimited."""
         rope = getattr(self.text, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":
             return None
@@ -91,7 +91,7 @@ def adapters(settings: Mapping[str, Any]) -> Any:
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:
-    """The tokenizer of the settings, or the model's own; None for data that needs none.
+    """The tokenizer that the settings name, or the model's own; None for data that needs none.
 
     Raises ValueError for text without a tokenizer, and for a tokenizer with more tokens than the model.
     """

@@ -53,7 +53,7 @@ def end_reason(settings: TrainSettings, step: int, elapsed: float, *, stopping: 
 def saved_extra(
     settings: TrainSettings, elapsed: float, data: tuple[str, ...], run: Path | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint keeps. `data` describes the corpus, `run` is the owner of the swap space."""
+    """What a checkpoint keeps beside the State. `data` describes the corpus, `run` owns the swap space."""
     own = {} if run is None else {RUN: run}
     return {KEY: jsonable({"settings": attrs.asdict(settings), "elapsed": elapsed, "data": data, **own})}
 
@@ -90,7 +90,7 @@ def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, A
 
 @frozen
 class ResumePoint:
-    """The checkpoint to load, and the folder to save in; by default neither."""
+    """Where a run begins: the checkpoint to load and the folder to save in; by default neither."""
 
     folder: Path | None = field(default=None, converter=optional(Path))  # of new checkpoints
     origin: Path | None = field(default=None, converter=optional(Path))  # a checkpoint, or a folder of them
@@ -99,7 +99,7 @@ class ResumePoint:
 
 
 def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
-    """The choice of rank 0, on every rank; if it raises, every rank raises, so none starts."""
+    """What `choose` returns on rank 0, on every rank; if it raises, every rank raises, so none starts."""
     own = all_or_none(ranks, lambda: None if ranks.rank else choose())
     choice = "" if own is None else json.dumps(attrs.asdict(own), default=str)
     return ResumePoint(**json.loads(ranks.texts(choice)[0]))
@@ -120,7 +120,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
 
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
-    """From the run's newest checkpoint, or the one it started from, or the beginning."""
+    """Resume a run from its newest checkpoint, else from the one it started from, else from the beginning."""
     swap = _first(settings.swap) if settings.state_on != "host" else []
     checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
     ended, before = _text_in(run / SUMMARY, "ended"), _text_in(run / CONFIG, "resumed_from")
@@ -185,7 +185,7 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _text_in(path: Path, name: str) -> str | None:
-    """A text in a JSON file; None without it."""
+    """The text named `name` in a JSON file; None if there is none."""
     try:
         value = read_json_object(path).get(name)
     except ValueError:

@@ -86,7 +86,7 @@ class RunFolder:
     _at: int = 0  # byte at which it begins
 
     def record(self, event: Event) -> None:
-        """Write an event."""
+        """Write an event of the training into the run folder's files."""
         match event:
             case Started():
                 self._begin(event)
@@ -132,7 +132,7 @@ class RunFolder:
                 self._summarize({**ended, "error": message})
 
     def close(self) -> None:
-        """Close the files. A folder that this run created and wrote nothing to is removed."""
+        """Close the files of the run folder. A folder that this run created and wrote nothing to is removed."""
         if self._metrics is not None:
             self._metrics.close()
         if self.new and not self.begun:
@@ -157,7 +157,7 @@ class RunFolder:
         self.begun = True
 
     def _kept(self, event: Started) -> list[Row]:
-        """The rows up to the checkpoint. Its own step loses its evaluation, which is repeated if it is due."""
+        """Rows of metrics up to the checkpoint's step, without its evaluation, which is repeated if it is due."""
         path = self.path / METRICS
         if not event.own or not event.step:
             return []
@@ -175,7 +175,7 @@ class RunFolder:
         return f"held_out_bits_per_{self._config['unit']}"
 
     def _add(self, step: int, fields: dict[str, Any]) -> None:
-        """Add to the row of a step, which is the last one or a new one. A run that is killed keeps every step."""
+        """Add figures to the row of a step in metrics.jsonl, the last or a new one. A kill loses no step."""
         assert self._metrics is not None
         if self.row.get("step") != step:
             self.row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
@@ -185,7 +185,7 @@ class RunFolder:
         self._metrics.flush()
 
     def _summarize(self, fields: dict[str, Any]) -> None:
-        """Write the summary, or add to it."""
+        """Write the run's summary.json, or add to it."""
         self.summary |= fields
         self._write(SUMMARY, self.summary)
 
@@ -260,7 +260,7 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
 
 
 def _unnamed() -> Path:
-    """A new folder, created here: two runs that start in the same second get different ones."""
+    """Create a folder in `runs`, named after the time; two runs of one second get different names."""
     RUNS.mkdir(exist_ok=True)
     path = RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
     path = RUNS / f"{path.name}-{os.getpid()}" if path.exists() else path

@@ -41,7 +41,7 @@ class RunHistory:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings it trained with, all resolved."""
+        """The settings of the run, all resolved."""
         return self.config["settings"]
 
     @property
@@ -54,12 +54,12 @@ class RunHistory:
 
     @property
     def held_out(self) -> str:
-        """The name of the evaluation in a row."""
+        """The name of the held-out loss in a row of metrics."""
         return f"held_out_bits_per_{self.unit}"
 
     @property
     def unit(self) -> str:
-        """The word for a token of the data: "byte" or "token"."""
+        """The unit of the run's data: "byte" or "token"."""
         return str(self.config.get("unit", "byte"))
 
     @property
@@ -149,7 +149,7 @@ def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
 
 
 def finite_number(value: object) -> float | None:
-    """The value as a float, or None if it is not a finite number."""
+    """`value` as a float, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e300 and math.isfinite(value) else None

@@ -204,7 +204,7 @@ StepFlags = step_flags(GPTFlags, CHOSEN)
 
 @frozen(kw_only=True)
 class TrainSettings(StepFlags):
-    """A training. The defaults' 1,000 steps end within 3 minutes on two slow cores.
+    """Settings of `zfunc train`. The defaults' 1,000 steps end within 3 minutes on two slow cores.
 
     None stands for a default that depends on the machine or the data; the option's help says which. Where there are
     `epochs`, `prepare_job` sets `steps`. Raises ValueError for values that cannot be run, alone or together.
@@ -473,7 +473,7 @@ def check_together(settings: Any) -> None:
 
 
 def gpt_config(settings: GPTFlags) -> GPTConfig:
-    """The GPT of the settings."""
+    """The GPTConfig that a command's settings describe."""
     return GPTConfig(
         vocab_size=settings.vocab_size or _vocabulary(settings),
         seq_length=settings.seq_length,

@@ -89,17 +89,17 @@ class TrainingJob:
         return self.tokenizer.stops if prompts and self.tokenizer is not None else frozenset()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Tokens as text; as numbers, without a tokenizer."""
+        """Tokens of the job's data as text; without a tokenizer as numbers."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
     @property
     def planned_bytes(self) -> dict[str, int]:
-        """The plan's peak on each tier."""
+        """Peak memory of the job's plan on each tier, in bytes."""
         return self.program.plan.peak_bytes()
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Machine, versions and ranks, for the record."""
+        """The machine, versions and number of ranks of the job, for its run folder."""
         return {
             "cpu": cpu_model() or platform.machine(),
             "cores": len(os.sched_getaffinity(0)),

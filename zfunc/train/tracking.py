@@ -40,7 +40,7 @@ log = logging.getLogger("zfunc")
 
 
 class TensorBoard:
-    """A file of events in RUN/tensorboard."""
+    """Tracker that writes a TensorBoard file of events in RUN/tensorboard."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter
@@ -49,7 +49,7 @@ class TensorBoard:
         self.close = self._writer.close
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """An event for each, on the disk."""
+        """Write scalars of a step as TensorBoard events, flushed to the disk."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -68,7 +68,7 @@ class WandB:
         self._run = self._library.init(project="zfunc", name=run.name, config=dict(config), **more)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add to the row of the step in the run's history."""
+        """Add scalars of a step to the history of the W&B run."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:

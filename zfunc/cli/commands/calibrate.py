@@ -35,7 +35,7 @@ MeasuredStepFlags = step_flags(ModelFlags, CHOSEN, without=UNMEASURED)
 
 @frozen(kw_only=True)
 class CalibrateSettings(MeasuredStepFlags):
-    """A model to measure with, by default that of `zfunc train`: choose the one you want to plan for."""
+    """Settings of `zfunc calibrate`: the model to measure with. Choose the one you want to plan for."""
 
     hf_config: Path | None = HF_CONFIG
     device: str = DEVICE
@@ -52,7 +52,7 @@ class CalibrateSettings(MeasuredStepFlags):
 
 
 def run_calibrate(settings: CalibrateSettings) -> int:
-    """`zfunc calibrate`: all ranks measure, rank 0 writes."""
+    """Run `zfunc calibrate`: all ranks measure the machine, rank 0 writes the profile."""
     check_addresses()
     from zfunc.planner.profile import profile_text
     from zfunc.runtime.launch import process_group

@@ -28,7 +28,7 @@ COPIED, COPIES = 128 << 20, 4  # bytes of a copy to a device or back, and how ma
 
 @frozen(kw_only=True)
 class DoctorSettings:
-    """Drives to measure."""
+    """Settings of `zfunc doctor`: folders whose drives to measure."""
 
     folder: tuple[Path, ...] = option(
         (),
@@ -43,7 +43,7 @@ Read = Callable[[], Iterable[str]]  # what is there, and perhaps what is wrong
 
 
 def run_doctor(settings: DoctorSettings) -> int:
-    """`zfunc doctor`: a line each, and below it what keeps a step from running; 1 if anything does, else 0."""
+    """Run `zfunc doctor`: print what this machine has; 1 if anything keeps a step from running, else 0."""
     check_addresses()
     wrong = 0
     for name, read in reads(settings.folder):
@@ -58,7 +58,7 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
-    """The figures of each line, by its name: of this machine, of the drives of `folders`, and of every device."""
+    """Figures of this machine, of the drives of `folders` and of every device, by the name of their line."""
     import torch
 
     from zfunc.optim.kernel_loader import cpu_adam
@@ -112,7 +112,7 @@ def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
 
 
 def copy_rates(device: "torch.device") -> tuple[float, float]:
-    """Bytes per second from pinned memory to a device, and back."""
+    """Measured bytes per second of copies from pinned host memory to a device, and back."""
     import torch
 
     from zfunc.runtime.host_memory import alloc_host

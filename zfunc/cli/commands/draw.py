@@ -48,7 +48,7 @@ DrawnStepFlags = step_flags(
 
 @frozen(kw_only=True)
 class DrawSettings(DrawnStepFlags):
-    """A step to draw, by default on round-number hardware."""
+    """Settings of `zfunc draw`: the step to draw, by default on hardware with round figures."""
 
     compare: Path | None = _picture(
         None,
@@ -73,7 +73,7 @@ class DrawSettings(DrawnStepFlags):
 
 
 def run_draw(settings: DrawSettings) -> int:
-    """`zfunc draw`."""
+    """Run `zfunc draw`: print the picture of a step, or write a file."""
     out = settings.out
     if settings.compare is None:
         steps = draw_simulated_step(settings)
@@ -110,7 +110,7 @@ class DrawnStep:
 
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
-    """The step under the schedule of the settings, or under each, slowest first; by name."""
+    """Simulated steps by the name of their schedule: of the settings' one, or of every schedule, slowest first."""
     from zfunc.planner.candidate import operations_of
     from zfunc.planner.cost_model import precision_for
 
@@ -148,7 +148,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
 
 
 def picture(step: DrawnStep, suffix: str, *, width: int) -> str:
-    """The picture as a file of this suffix has it; as text of so many columns for any other than these three."""
+    """The picture of a step as the content of a file with `suffix`; as text of `width` columns for any other."""
     title = f"{step.heading}, on {step.hardware.name}"
     match suffix:
         case ".svg":
@@ -166,7 +166,7 @@ def picture(step: DrawnStep, suffix: str, *, width: int) -> str:
 
 
 def _hardware_line(h: Hardware) -> str:
-    """Name and figures, in one line."""
+    """The name and the figures of the hardware, in one line."""
     rates = ", ".join(f"{kind} {h.rates[kind] / 1e9:,.6g} GB/s" for kind in ("d2h", "h2d", "host"))
     device = f"{h.flops / 1e12:,.6g} TFLOP/s, device {h.rates['compute'] / 1e9:,.6g} GB/s"
     return f"{h.name}: {device}, {rates}"

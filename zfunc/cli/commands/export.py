@@ -17,7 +17,7 @@ _file = partial(option, group="file")
 
 @frozen(kw_only=True)
 class ExportSettings:
-    """A checkpoint, and what to write of it."""
+    """Settings of `zfunc export`: a checkpoint, and which of its weights to write in which format."""
 
     checkpoint: Path = _file(
         NOTHING,
@@ -48,7 +48,7 @@ class ExportSettings:
 
 
 def run_export(settings: ExportSettings) -> int:
-    """`zfunc export`."""
+    """Run `zfunc export`: write weights of a checkpoint as a file or a Hugging Face folder."""
     check_addresses()
     from zfunc.checkpoint.export import SUFFIX, export_weights
     from zfunc.train.run_history import settings_of

@@ -61,7 +61,7 @@ PlannedStepFlags = step_flags(SimulatedFlags, {**CHOSEN, "schedule": SCHEDULE}, 
 
 @frozen(kw_only=True)
 class PlanSettings(PlannedStepFlags):
-    """A step to plan. The defaults are the model and the step of `zfunc train`, on a GPU."""
+    """Settings of `zfunc plan`: the step to plan, by default that of `zfunc train`, on a GPU."""
 
     UNNAMED = "v100-32gb"
 
@@ -265,7 +265,7 @@ def _most(
 
 
 def as_json(answer: PlannedModel) -> str:
-    """The answer as one object; memory in bytes, times in seconds."""
+    """The answer of `zfunc plan` as one JSON object; memory in bytes, times in seconds."""
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},
@@ -287,7 +287,7 @@ def as_json(answer: PlannedModel) -> str:
 
 
 def plan_text(answer: PlannedModel) -> str:
-    """The answer as one screen of text."""
+    """The answer of `zfunc plan` as one screen of text."""
     from zfunc.planner.planned import report
 
     flags, model, p = answer.settings, answer.model, answer.planned
@@ -310,7 +310,7 @@ def plan_text(answer: PlannedModel) -> str:
 
 
 def _typed(suggestion: "Suggestion") -> str:
-    """A suggestion as one types it, and its effect."""
+    """A suggestion of the planner as flags to type, and its effect."""
     return f"{' '.join(starmap(as_flag, suggestion.changes.items()))}: {suggestion.effect}"
 
 

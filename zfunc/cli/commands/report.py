@@ -19,7 +19,7 @@ _page = partial(option, group="page")
 
 @frozen(kw_only=True)
 class ReportSettings:
-    """A run to show."""
+    """Settings of `zfunc report`: the folder of the run to show."""
 
     run: Path = option(
         NOTHING, "folder of the run, such as runs/DATE-TIME", metavar="RUN", group="run", positional=True
@@ -29,7 +29,7 @@ class ReportSettings:
 
 
 def run_report(settings: ReportSettings) -> int:
-    """`zfunc report`: one page, or a page and a line every few seconds until the run ends, or Ctrl-C."""
+    """Run `zfunc report`: write a run's page; with --follow every few seconds until its end or Ctrl-C."""
     from zfunc.cli.report_page import headline, report_page
     from zfunc.train.run_history import read_history
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class TrainingFailed(Exception):  # noqa: N818
-    """Training had begun when it failed; the cause is chained."""
+    """A training that failed after its first step began; the cause is chained."""
 
 
 def run_train(settings: TrainSettings) -> int:
-    """`zfunc train`: rank 0 chooses where to begin, and keeps and shows what happens."""
+    """Run `zfunc train`: rank 0 chooses the checkpoint to begin from, records the run and prints its lines."""
     check_paths(settings)
     check_addresses()
     from zfunc.runtime.launch import process_group

@@ -26,7 +26,7 @@ OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of t
 
 @frozen
 class Key:
-    """A key of a configuration. An unsupported one may have its default, or be switched off."""
+    """A key of a DeepSpeed configuration. An unsupported key may have its default, or be switched off."""
 
     name: str  # dotted
     type: str | list[Any]  # as keys.toml describes it
@@ -38,12 +38,12 @@ class Key:
 
     @property
     def block(self) -> str:
-        """The object that has the key; "" is the file."""
+        """The dotted name of the JSON object that has the key; "" is the file."""
         return self.name.rpartition(".")[0]
 
     @property
     def expected(self) -> str:
-        """Its type, for errors."""
+        """The type of the key's values in words, for errors."""
         if isinstance(self.type, list):
             return ", ".join(map(str, self.type))
         name, _, bounds = self.type.partition(" ")
@@ -59,7 +59,7 @@ class Key:
 
 
 def read_value(kind: str | list[Any], value: Any) -> Any:
-    """A value as its type has it; None for a value of another type.
+    """A JSON value converted to the type of a key; None for a value of another type.
 
     >>> read_value("int 1..", 5e8), read_value("int 1..", 0.5), read_value("int 1..", 0)
     (500000000, None, None)
@@ -116,7 +116,7 @@ BLOCKS = _NAMES.keys() - {""}
 
 @frozen
 class ConfigValues:
-    """The value of every key.
+    """A DeepSpeed configuration as read: the value of every key, by dotted name.
 
     >>> values = read_values({"bf16": {"enabled": "auto"}})
     >>> values["bf16.enabled"], values.sets("bf16.enabled"), values.auto

@@ -53,7 +53,7 @@ class LRSchedule:
 
 
 def range_test(p: Any, batch: int) -> float:
-    """Rises without end, to find the highest rate that trains (Smith 2018, section 3)."""
+    """LRRangeTest: the learning rate rises without end, to find the highest that trains (Smith 2018, section 3)."""
     interval = float(batch + 1) / p.lr_range_test_step_size
     if p.lr_range_test_staircase:
         interval = math.floor(interval)
@@ -61,7 +61,7 @@ def range_test(p: Any, batch: int) -> float:
 
 
 def one_cycle(p: Any, batch: int) -> float:
-    """One cycle up and down between two rates, then a decay from the lower one (Smith 2018, section 4)."""
+    """OneCycle: the rate goes up and down once, then decays from the lower value (Smith 2018, section 4)."""
     height, gone = _cycle(p, batch)
     if height is None:
         return p.cycle_min_lr / (1 + p.decay_lr_rate * gone)
@@ -115,7 +115,7 @@ def warmup(p: Any, batch: int) -> float:
 
 
 def warmup_cosine(p: Any, batch: int) -> float:
-    """Rises from a ratio of the optimizer's `lr`, then falls along half a cosine, unless the end is not known."""
+    """WarmupCosineLR: rises from a ratio of the optimizer's `lr`, then falls along half a cosine to a known end."""
     if batch < 0:
         return 0.0
     if (rise := _rise(p, batch)) is not None:
@@ -140,7 +140,7 @@ def _rise(p: Any, batch: int) -> float | None:
 
 
 def _names(*begin: str) -> tuple[str, ...]:
-    """The keys in `scheduler.params` that begin so."""
+    """The keys in `scheduler.params` that start with one of `begin`."""
     return tuple(name for x in KEYS if (name := x.removeprefix(PARAMS)).startswith(begin) and name != x)
 
 
@@ -157,7 +157,7 @@ _NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")  # they have no de
 
 
 def lr_schedule(values: ConfigValues, **own: Any) -> LRSchedule | None:
-    """The scheduler of a file; None without one.
+    """The learning rate by the scheduler of a DeepSpeed file; None without a scheduler.
 
     `own` are the optimizer's `lr`, and the caller's `total_num_steps` and `warmup_num_steps`, for what the file
     leaves open. Raises ValueError for parameters that the file and the caller lack.

@@ -43,7 +43,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class DeepSpeedSettings:
-    """A configuration as zfunc's arguments."""
+    """A DeepSpeed configuration as arguments of zfunc's functions."""
 
     compile: Mapping[str, Any]  # arguments of zfunc.compile
     loss_scale: LossScale | None  # argument of zfunc.init; None except in fp16
