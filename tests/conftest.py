@@ -75,6 +75,13 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def without_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without it: advice plans tens of other steps, and traces larger batches."""
+    for name in ("suggest", "_beyond_settings"):
+        monkeypatch.setattr(f"zfunc.planner.plan_step.{name}", lambda *_, **__: ())
+
+
 @pytest.fixture(scope="module")
 def night(request: pytest.FixtureRequest) -> list[str]:
     """The arguments of a worker: NIGHT if a slow test of the file is to run."""
@@ -88,7 +95,7 @@ QUICK += [f"tests/core/test_{name}" for name in ("settings", "layout", "recipe",
 QUICK += ["tests/engine/test_segments", "tests/engine/test_gradients"]
 QUICK += ["tests/optim/test_betas", "tests/checkpoint/test_manifest"]
 LONGEST = """
-laws tiles hf ranks gradients tile_check tile_keys flops hf_plans update passes examples search compile saving
+laws tiles hf ranks gradients tile_check flops hf_plans update passes examples search compile saving
 disk_faults plan_command resume finetuning long_rows faults pipelines planner train_step whole_parameters compact
 digests calibrate schedules deferred threads fuzz placement corpus page_in_browser lora pages random_operations
 graph config_flag command_errors disk train_command hf_folders verify resources saving_ranks

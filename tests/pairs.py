@@ -31,14 +31,15 @@ def covering(rows: Sequence[Row], meets: Callable[[Row], Collection[Hashable]]) 
     return [rows[n] for n in sorted(chosen)]
 
 
-def in_pairs(*axes: Iterable[Any]) -> list[Any]:
-    """Rows for parametrize: the product of the axes. Rows in which every two entries of two axes meet, or of
-    two axes each entry is met, are run by day; the others, which repeat what those say, are `slow`."""
+def in_pairs(*axes: Iterable[Any], meet: int = 2) -> list[Any]:
+    """Rows for parametrize: the product of the axes. Rows in which every two entries of two axes meet are run by
+    day, or in which each entry is met: of two axes, or if one is to `meet`. The others, which repeat what those
+    say, are `slow`."""
     tables = [list(axis) for axis in axes]
     every = [*product(*(range(len(table)) for table in tables))]
     # In turn: where an entry may have any of the last axis, it has the next.
     in_turn = sorted(every, key=lambda at: (sum(at[:-1]) - at[-1]) % len(tables[-1]))
-    always = {*covering(in_turn, lambda at: {*combinations(enumerate(at), min(2, len(at) - 1))})}
+    always = {*covering(in_turn, lambda at: {*combinations(enumerate(at), min(meet, len(at) - 1))})}
     rows = [[table[i] for table, i in zip(tables, at, strict=True)] for at in every]
     marks = [() if at in always else (pytest.mark.slow,) for at in every]
     return [pytest.param(*row, marks=own) for row, own in zip(rows, marks, strict=True)]

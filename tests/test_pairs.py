@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import covering
+from pairs import covering, in_pairs
 
 
 def pairs_of(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
@@ -27,3 +27,15 @@ def test_few_rows_stand_for_a_product() -> None:
     assert 100 <= len(covering([*product(range(10), repeat=4)], pairs_of)) <= 150
     assert len(covering([*product(range(4), range(3))], pairs_of)) == 12
     assert covering([], pairs_of) == []
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.sampled_from([1, 2]))
+def test_rows_by_day_have_what_they_say_and_those_of_the_night_the_rest(sizes: list[int], meet: int) -> None:
+    rows, meet = in_pairs(*map(range, sizes), meet=meet), min(meet, len(sizes) - 1)
+    day = [row.values for row in rows if not row.marks]
+    assert [row.values for row in rows] == [*product(*map(range, sizes))]
+    met, every = (
+        {m for x in of for m in combinations(enumerate(x), meet)} for of in (day, product(*map(range, sizes)))
+    )
+    assert met == every
+    assert meet == 2 or len(day) == max(sizes)

@@ -1,5 +1,6 @@
 """The law of rows in tiles: what a segment makes of a row in tiles is what it makes of the whole row."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
-from zfunc.engine.trace.vjp import SegmentWeights
+from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights
 
 
 def far(got: Tensor, expected: Tensor, least: float = 0.0) -> float:
@@ -30,6 +31,12 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().to(dtype) if t.is_floating_point() else t, tree)
 
 
+@cache
+def _traced_once(function: Any, evaluate: Any, tiles: int, name: str) -> SegmentVJP:
+    """As in a program, whose steps have one trace for each shape; here of all tests of a segment."""
+    return tiled_vjp(function, tiles=tiles, recompute="all", wrt_input=True, name=name, evaluate=evaluate)
+
+
 def passes_of(
     segment: zfunc.Segment, values: Results, x: Any, tiles: int, host: HostMemory | None = None
 ) -> Results:
@@ -37,8 +44,7 @@ def passes_of(
     weights = SegmentWeights(
         {short: values[full] for short, full in segment.by_short.items()}, segment.constants
     )
-    how: Any = {"recompute": "all", "wrt_input": True, "name": segment.name, "evaluate": segment.evaluation}
-    passes = tiled_vjp(segment.function, tiles=tiles, **how)
+    passes = _traced_once(segment.function, segment.evaluation, tiles, segment.name)
     with keys_in(host):
         y, residuals = passes.forward(weights, (x,))
     g = torch.Generator().manual_seed(0)

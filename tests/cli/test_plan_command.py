@@ -228,10 +228,8 @@ def test_a_figure_of_the_profile_is_replaced(capsys: Out) -> None:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_what_is_asked_for_is_planned_and_told(
-    args: list[str], words: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())  # plans tens of other steps
+@pytest.mark.usefixtures("without_advice")
+def test_what_is_asked_for_is_planned_and_told(args: list[str], words: str, capsys: Out) -> None:
     code, result = text_of(capsys, *args)
     assert code == 0
     assert words in " ".join(result.split())
@@ -248,6 +246,7 @@ def test_what_is_asked_for_is_planned_and_told(
     ],
     ids=["on the device", "anywhere"],
 )
+@pytest.mark.usefixtures("without_advice")
 def test_the_most_layers_fit_and_one_more_does_not(
     args: str, room_for: dict[str, float], capsys: Out, tmp_path: Path
 ) -> None:
@@ -265,6 +264,7 @@ def test_the_most_layers_fit_and_one_more_does_not(
         assert f"the most that fits with these settings: {most} layers" in words
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path: Path) -> None:
     code, result = answer(
         capsys, *WIDER, "--hardware", with_room(tmp_path / "none.toml", device=1e6, host=1e6), "--max"
@@ -318,10 +318,12 @@ PRESETS = {  # profile, layers, hidden size, ranks
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_command_and_the_function_answer_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_advice")
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (not n)) for n, x in enumerate(PRESETS)]
+)
+def test_the_command_and_the_function_answer_alike(name: str) -> None:
     """Whose optimizers differ in what decays: `zfunc.AdamW()` has one group, that of the command two."""
-    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())  # plans tens of other steps
     hardware, layers, hidden, world = PRESETS[name]
     settings = PlanSettings(
         num_layers=layers,

@@ -106,10 +106,11 @@ def test_no_way_of_training_changes_a_bit(row: Row, tmp_path: Path) -> None:
     assert all(x.same(y) for x, y in zip(got, expected, strict=True)), (given, step)
 
 
-MODELS = ("odd sizes", "tied GPT", "frozen below", "GPT with dropout", "pairs")
+MODELS = ("odd sizes", "tied GPT", "frozen below", "pairs", "odd sizes")
+MODELS += ("frozen below", "GPT with dropout", "pairs", "odd sizes", "frozen below")
 ON_ONE = [way for way, given in WAYS.items() if "pp" not in given]
 SOURCES = [
-    next(row for model in (MODELS[n % 5], *MODELS[:2]) if (row := Row(numbers, way, model)).possible)
+    next(row for model in (MODELS[n % 10], *MODELS[:2]) if (row := Row(numbers, way, model)).possible)
     for n, way in enumerate(ON_ONE)
     for numbers in [[*NUMBERS][(n + 8) % len(NUMBERS)]]
 ]
@@ -385,7 +386,7 @@ def test_9_measured_memory_stays_within_the_plan(row: Row, tmp_path: Path) -> No
 
 # --- the same model trained by plain PyTorch ---------------------------------------------------------------
 
-LR = zfunc.lr.warmup_cosine(3e-3, 10, 50)
+LR = zfunc.lr.warmup_cosine(3e-3, 10, 30)
 EVERY: Any = lambda name, shape: True  # noqa: E731
 Batches = Callable[[int], tuple[Any, Any]]
 
@@ -429,7 +430,7 @@ def test_11_a_gpt_has_the_losses_of_plain_pytorch(
     }
     optimizer = zfunc.AdamW(LR, weight_decay=0.1, decay=decay)
     program, _ = trained.compiled((segments, batch), optimizer=optimizer, bucket_size=10_000, **chosen)
-    _, seen = trained.steps(program, zfunc.init(program), batch, 0, 50)
+    _, seen = trained.steps(program, zfunc.init(program), batch, 0, 30)
     again, _, _ = gpt()
     assert all(p.grad is None for _, m in named for p in m.parameters())
     for (_, m), (_, untouched) in zip(named, again, strict=True):
@@ -442,7 +443,7 @@ def test_11_a_gpt_has_the_losses_of_plain_pytorch(
     kinds = {d: [x for name, x in values.items() if decay(name, x.shape) == d] for d in (True, False)}
     theirs = torch.optim.AdamW([{"params": x, "weight_decay": 0.1 * d} for d, x in kinds.items() if x])
     dtype = {"bf16": torch.bfloat16}.get(precision, torch.float32)
-    how = {"steps": 50, "clip_norm": 0.7, "lr": LR, "dtype": dtype, "micro_batches": micro_batches}
+    how = {"steps": 30, "clip_norm": 0.7, "lr": LR, "dtype": dtype, "micro_batches": micro_batches}
     how["in_fp32"] = [name for name in values if fnmatchcase(name, fp32_params)]
     expected, got = (
         plain.train(parts, values, {*values}, batch, [theirs], **how),

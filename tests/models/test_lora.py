@@ -268,6 +268,7 @@ def test_a_folder_with_new_adapters_has_the_logits_of_its_model(name: str, tmp_p
     assert torch.allclose(zfunc.apply(program, zfunc.init(program), tokens()), logits(base(kind)), atol=1e-6)
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["<unk>", "</s>", *(f"w{n}" for n in range(45))]
     base().save_pretrained("model")

@@ -40,12 +40,6 @@ SHORT = ["--seq-length", "16", "--batch-size", "4"]
 Out = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without advice, which plans tens of other steps."""
-    monkeypatch.setattr("zfunc.planner.plan_step.suggest", lambda *_, **__: ())
-
-
 def write(name: str, content: dict[str, Any]) -> Path:
     path = Path(name)
     path.parent.mkdir(exist_ok=True)
@@ -107,7 +101,7 @@ def test_a_folder_needs_no_weights_and_trains_from_drawn_values() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_advice")
 @pytest.mark.parametrize("which", ["batch", "length"])
 def test_the_largest_batch_and_length_fit_and_one_more_does_not(which: str) -> None:
     """With adapters, and as a page."""
@@ -131,7 +125,7 @@ def test_the_largest_batch_and_length_fit_and_one_more_does_not(which: str) -> N
     assert not costs.step(step_settings(settings, precision="bf16", schedule="Overlapped")).fits
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_advice")
 def test_a_length_says_what_bounds_it_and_goes_on_where_asked(
     capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +186,7 @@ QUANTIZED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_advice")
 def test_quantized_weights_are_planned_as_they_are_trained(capsys: Out) -> None:
     answers: set[str] = set()
     for n, more in enumerate(({}, *({"quantization_config": x} for x in QUANTIZED))):
@@ -203,7 +197,7 @@ def test_quantized_weights_are_planned_as_they_are_trained(capsys: Out) -> None:
     assert "it fits" in answer
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("without_advice")
 def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZFUNC_CACHE", "on")
     write("model/config.json", TINY | {"tie_word_embeddings": True})
@@ -233,6 +227,7 @@ def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch
     assert answer()[1] == 1
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_what_takes_long_is_told_on_a_terminal(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     write("config.json", TINY)
     for terminal in (True, False):

@@ -99,6 +99,7 @@ def test_the_search_is_within_5_percent_of_trying_everything(case: str) -> None:
     assert found.step_seconds <= 1.05 * best.seconds, f"{found.settings} instead of {best.settings}"
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_a_plan_tells_memory_segments_and_bytes_of_each_device(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         *("plan", "--num-layers", "6", "--hidden-size", "256", "--num-attention-heads", "4", "--json"),
@@ -122,6 +123,7 @@ def test_a_plan_tells_memory_segments_and_bytes_of_each_device(capsys: pytest.Ca
 SHORT = "bytes.device=6.2e8"
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_gpus_are_divided_into_ranks_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         *("plan", "--num-layers", "6", "--hidden-size", "256", "--num-attention-heads", "4"),
