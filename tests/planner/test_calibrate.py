@@ -241,7 +241,10 @@ def check(profile: Profile, program: Program, batch: Any) -> Hardware:
     return on
 
 
-@pytest.mark.parametrize("more", [{}, {"precision": "fp16"}, {"micro_batches": 2, "moments": "8bit"}])
+FP16 = pytest.param({"precision": "fp16"}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("more", [{}, FP16, {"micro_batches": 2, "moments": "8bit"}])
 def test_a_program_is_measured(tmp_path: Path, more: dict[str, Any]) -> None:
     moments = zfunc.AdamW(lr=1e-4, moments=more.pop("moments", "fp32"))
     program, batch = compiled(optimizer=moments, **more)

@@ -35,8 +35,6 @@ TINY = LLAMA_3_8B | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_lay
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 SHORT = ["--seq-length", "16", "--batch-size", "4"]
-
-
 Out = pytest.CaptureFixture[str]
 
 

@@ -34,7 +34,7 @@ from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Jitter
 
-STEPS = {"fp32": 50}  # of the first setting; FEWER of the others
+STEPS = {"fp32": 16}  # of the first setting; FEWER of the others
 FEWER = 6
 TIED = {"model": "pairs", "precision": "fp32", "bucket_size": 40}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -111,7 +111,7 @@ def test_collectives_are_on_one_lane_in_one_order(name: str) -> None:
 
 
 @every_graph
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_search_gives_the_fastest_of_its_schedules(graph: Graph) -> None:
     for on in (ROUND, HARDWARE["one memory for all"]):
         tried = [Serial(), Overlapped(), Interleaved(), CriticalPath(on)]

@@ -136,7 +136,7 @@ def machines(draw: st.DrawFn) -> Hardware:
 
 
 @given(machines(), st.booleans(), st.integers(1, 2), st.integers(1, 2))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings.default.max_examples // 13, deadline=None)
 def test_a_search_never_returns_worse_than_its_start(
     on: Hardware, barrier: bool, parts: int, world: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_search_never_returns_worse_than_its_start(
 
 
 @given(machines())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings.default.max_examples // 13, deadline=None)
 def test_a_suggestion_makes_a_step_fit_or_faster(on: Hardware) -> None:
     """As it was planned; where nothing is enough it is said what is still lacking."""
     step, plan = planning(on)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from small_trainings import config, measured, train
 from text_data import opened, trained, write_jsonl
@@ -109,7 +108,6 @@ def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
 # --- sequences of whole documents -------------------------------------------------------------------------
 
 
-@hypothesis(max_examples=90)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=40),
     st.integers(1, 12),

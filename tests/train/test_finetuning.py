@@ -178,30 +178,19 @@ def test_a_step_without_a_label_makes_no_update(capsys: Out) -> None:
     full = job(data=data, eval_data=Path("eval.jsonl"), batch_size=1, weight_decay=0.5)
     first = next(n for n in range(8) if without_labels(full.batch(n)))
     assert zfunc.evaluate(full.program, zfunc.init(full.program), full.batch(first)) == 0
-    given = (
-        "--data",
-        data,
-        "--eval-data",
-        "eval.jsonl",
-        "--batch-size",
-        1,
-        "--no-sample",
-        "--weight-decay",
-        0.5,
-    )
-    given = (
-        *given,
+    given = f"--data {data} --eval-data eval.jsonl --batch-size 1 --no-sample --weight-decay 0.5".split()
+    given += [
         "--lr-schedule",
         "constant",
         "--warmup",
-        0,
+        "0",
         "--save-every",
-        1,
+        "1",
         "--keep",
-        99,
+        "99",
         "--steps",
-        8,
-    )
+        "8",
+    ]
     assert train(*given, "--out", "first") == 0
     out, err = capsys.readouterr()
     assert "sequences have no label; a step without any makes no update" in out
