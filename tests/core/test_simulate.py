@@ -45,7 +45,7 @@ def check(plan: Plan, on: Hardware) -> None:
     timeline = simulate(plan, on)
     longest, shortest = serial_time(plan.graph, on), lower_bound(plan.graph, on)
     longest += on.handoff * max(len({n for waits in plan.waits for n in waits}), sum(map(bool, plan.waits)))
-    locked, over_ranks = Counter[int](), any(r.rank > 0 for r in plan.graph.regions)
+    locked, over_ranks = Counter[int](), any(r.of_rank for r in plan.graph.regions)
     for op in plan.graph:
         locked[op.device if over_ranks else 0] += min(on.seconds(op), on.issue_seconds(op))
     shortest = max([shortest, *locked.values()])  # Python of a process issues one at a time
@@ -187,7 +187,9 @@ def test_two_lanes_issue_in_turns_and_then_run_at_once() -> None:
 
 def test_each_rank_of_a_pipeline_has_a_python_of_its_own() -> None:
     on = evolve(UNIT, issue={"compute": 1.0, "host": 1.0})
-    ranks = (evolve(op, writes=(Region(op.verb, rank=n),)) for n, op in enumerate((WORK, SWEEP)))
+    ranks = (
+        evolve(op, writes=(Region(op.verb, device=n, of_rank=True),)) for n, op in enumerate((WORK, SWEEP))
+    )
     assert beside(*ranks, on) == [(0, 4), (0, 2)]
 
 

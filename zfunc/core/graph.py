@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.display import counted
 from zfunc.core.dtypes import DTYPES, Dtype
@@ -33,7 +33,7 @@ Role = Literal[
 ]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
-EVERY = -1  # the number of the ranks of what all of them have
+EVERY = -1  # the number of the device of what all of them have
 OF_DEVICE: tuple[Kind, ...] = ("compute", "d2h", "h2d")  # each device has its own
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -66,8 +66,9 @@ class Region:
     - "state": memory of the training state, of `dtype`, allocated with it;
     - "value": an input or output of a step: the batch, a norm, a decision.
 
-    `device` is the number of the device, of several of a process, that has it; off the devices 0. `rank` is that of
-    the pipeline stage that has it, of several on ranks of their own, or EVERY.
+    `device` is the number of the device, of several of a process, that has it; off the devices, in memory that they
+    share, 0. Where each device is that of a pipeline stage on ranks of its own, it is `of_rank`: what is off the
+    device has that number, too, or EVERY.
 
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's
@@ -86,7 +87,7 @@ class Region:
     dtype: Dtype | None = field(default=None, eq=False)
     role: Role | None = field(default=None, eq=False)
     device: int = field(default=0, eq=False)
-    rank: int = field(default=0, eq=False)
+    of_rank: bool = field(default=False, eq=False)
 
     # One function, because a plan has hundreds of thousands of regions.
     def __attrs_post_init__(self) -> None:
@@ -109,9 +110,8 @@ class Region:
     @property
     def place(self) -> Tier:
         """Its tier; of several devices that of the second is "device:1", of several stages "host@1" as well."""
-        if not (self.device or self.rank):
-            return self.tier
-        return cast("Tier", f"{self.tier}@{self.rank}" if self.rank else f"{self.tier}:{self.device}")
+        mark = "@" if self.of_rank else ":"
+        return cast("Tier", f"{self.tier}{mark}{self.device}") if self.device else self.tier
 
     @property
     def kept(self) -> bool:
@@ -125,6 +125,15 @@ class Region:
 
     def __str__(self) -> str:
         return label(self.buffer, self.index)
+
+
+def of_stage(regions: Iterable[Region], stage: int | None) -> Iterator[Region]:
+    """Those of the regions that a rank of a pipeline stage has, as on the only device; None has all."""
+    return (
+        r if stage is None else evolve(r, device=0, of_rank=False)
+        for r in regions
+        if stage in (None, r.device)
+    )
 
 
 @frozen
@@ -163,39 +172,33 @@ class Op:
 
     @device.default  # pyright: ignore
     def _device(self) -> int:
-        regions = (*self.reads, *self.writes)
-        if any(getattr(r, "rank", 0) for r in regions):
-            return self._stage()
-        if self.kind not in OF_DEVICE:
+        of_ranks = self._of_ranks
+        if self.joint or not (of_ranks or self.kind in OF_DEVICE):
             return 0
-        found = {
-            r.device for r in regions if getattr(r, "tier", None) == "device"
-        }  # `Graph` checks what they are
-        if len(found) > 1:
-            names = " and ".join(map(str, sorted(found)))
-            raise PlanError(
-                f"{self.name}: got regions on the devices {names}, expected those of one: copy what another has to "
-                "pinned memory and from there, in operations of their own"
-            )
-        return found.pop() if found else 0
-
-    def _stage(self) -> int:
-        """The stage that executes it, or 0 where each does. Over the network it may write another's memory."""
-        if self.joint:
-            return 0
-        read, written = ({r.rank for r in regions} - {EVERY} for regions in (self.reads, self.writes))
+        read, written = (
+            {r.device for r in regions if of_ranks or getattr(r, "tier", None) == "device"} - {EVERY}
+            for regions in (self.reads, self.writes)  # `Graph` checks what they are
+        )
+        # Over the network it may write another's memory.
         found = read if read and self.kind == "network" else read | written
         if len(found) > 1:
+            names = " and ".join(map(str, sorted(found)))
+            copy = "in an operation of the kind 'network'" if of_ranks else "to pinned memory and from there"
             raise PlanError(
-                f"{self.name}: got regions of the ranks of several stages, {', '.join(map(str, sorted(found)))}, "
-                "expected those of one: send what another has in an operation of the kind 'network'"
+                f"{self.name}: got regions of the devices {names}, expected those of one: copy what another has "
+                f"{copy}, in operations of their own"
             )
         return found.pop() if found else 0
 
     @property
+    def _of_ranks(self) -> bool:
+        """Whether the devices have no memory in common."""
+        return any(getattr(r, "of_rank", False) for r in (*self.reads, *self.writes))
+
+    @property
     def joint(self) -> bool:
         """Whether every rank executes it together, because it makes what each has."""
-        return any(r.rank == EVERY for r in self.writes)
+        return any(getattr(r, "device", 0) == EVERY for r in self.writes)
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -207,7 +210,7 @@ class Op:
     @property
     def resource(self) -> str:
         """What it occupies: its kind; of several devices that of the second is "compute:1", of stages "host@1"."""
-        mark = "@" if any(r.rank for r in self.regions) else ":"
+        mark = "@" if self._of_ranks else ":"
         return f"{self.kind}{mark}{self.device}" if self.device else self.kind
 
     def __str__(self) -> str:

@@ -217,10 +217,10 @@ def project(plan: Plan, stage: int | None) -> Plan:
     """
     if stage is None:
         return plan
-    here = {r: evolve(r, rank=0) for r in plan.graph.regions}
+    here = {r: evolve(r, device=0, of_rank=False) for r in plan.graph.regions}
 
     def own(regions: tuple[Region, ...], *, joint: bool) -> list[Region]:
-        return [here[r] for r in regions if not joint or r.rank in (stage, EVERY)]
+        return [here[r] for r in regions if not joint or r.device in (stage, EVERY)]
 
     ops, number = list[Op](), dict[int, int]()
     for i, op in enumerate(plan.graph):
@@ -413,10 +413,10 @@ def parse(text: str) -> Plan:
         name, nbytes, tier, *rest = words
         kept, dtype = rest[:1] == ["kept"], rest[1:] or [None]
         lifetime = "operation" if not kept else "program" if rest[1:] else "value"
-        tier, _, rank = tier.partition("@")
+        tier, at, stage = tier.partition("@")
         tier, _, device = tier.partition(":")
         own = int(nbytes), _any(tier), lifetime, _any(*dtype)
-        regions[name] = Region(*_split(name), *own, device=int(device or 0), rank=int(rank or 0))
+        regions[name] = Region(*_split(name), *own, device=int(stage or device or 0), of_rank=bool(at))
 
     def op(words: list[str]) -> None:
         colon, arrow = words.index(":"), words.index("->")

@@ -10,7 +10,7 @@ from attrs import define, evolve, field, frozen
 
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.extents import whole_blocks
-from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier
+from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier, of_stage
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer
 from zfunc.core.pipeline import B, F
@@ -248,13 +248,12 @@ class Regions:
         else:
             number = self.device if device is None else device
         nbytes, dtype = _for(row.nbytes, spec, index), _for(row.dtype, spec, index)
-        return Region(buffer, index, nbytes, tier, lifetime, dtype, row.role, **self.whose(tier, number))
+        own = self._number(tier, number), spec.over_ranks
+        return Region(buffer, index, nbytes, tier, lifetime, dtype, row.role, *own)
 
-    def whose(self, tier: Tier, number: int) -> dict[str, Any]:
-        """Whose a region is: of this device, or, where each is another rank's, of this rank, on any tier."""
-        if self.spec.over_ranks:
-            return {"rank": number}
-        return {"device": number} if tier == "device" else {}
+    def _number(self, tier: Tier, device: int) -> int:
+        """The number of what a device has in a tier: its own, or 0 in memory that devices share."""
+        return device if tier == "device" or self.spec.over_ranks else 0
 
     @property
     def constants(self) -> tuple[Region, ...]:
@@ -292,8 +291,8 @@ class Regions:
 
     def slots(self, buffer: str, device: int) -> Region:
         """A slot that has no number and no room yet: `Ring` gives each its own."""
-        own = self.whose(_for(REGIONS[buffer].tier, self.spec, ()), device)
-        return self._made(buffer, REGIONS[buffer], tuple(n for n in own.values() if n), device)
+        number = self._number(_for(REGIONS[buffer].tier, self.spec, ()), device)
+        return self._made(buffer, REGIONS[buffer], (number,) if number else (), device)
 
     def slot(self, buffer: str, item: int) -> Region:
         """The slot of a ring that has a bucket or what a segment left."""
@@ -368,10 +367,7 @@ class Regions:
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations; of a rank with a
         pipeline stage those of that."""
-        if (stage := self.spec.stage) is None:
-            yield from self._state()
-        else:
-            yield from (evolve(r, rank=0) for r in self._state() if r.rank == stage)
+        return of_stage(self._state(), self.spec.stage)
 
     def _state(self) -> Iterator[Region]:
         spec = self.spec
@@ -467,12 +463,16 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         there = spec.segments_on(device, *ways)
         return [s for s in segments if s in there]
 
+    def off_device(own: Any, of_all: Any) -> Any:
+        """What passes through memory off the device: that of this device's rank, or shared by all devices."""
+        return own if spec.over_ranks else of_all
+
     # A slot of parameters, or of gradients in their dtype, serves buckets of one.
     places, segments = spec.places, range(spec.num_segments)
     dtypes: dict[int, Dtype] = {x.index: x.dtype for x in places}
     delivered: dict[int, Dtype] = {x.index: x.delivered_dtype for x in places}
     at_home = [x for x in places if x.trainable and x.home == device]
-    offloaded = [x for x in (at_home if spec.over_ranks else places) if x.trainable and x.state != "device"]
+    offloaded = [x for x in off_device(at_home, places) if x.trainable and x.state != "device"]
     leaving = [x for x in offloaded if x.gradient != "device"]  # gradients
     used = [layout.weights_of(s) for s in here(segments, F, B)]
     pulled = [layout.buckets_of(s) for s in here(segments, B) if s >= layout.first_trainable]
@@ -482,7 +482,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     own = [x for x in streamed if any(x.index in group for group in used)]
     weights = {x.index: x.numel * x.element_bytes for x in own}
     yield reused("weight_slot", weights, used, depth, dtypes)
-    on_disk = (x for x in (own if spec.over_ranks else streamed) if x.params == "disk")
+    on_disk = (x for x in off_device(own, streamed) if x.params == "disk")
     pages = {x.index: whole_blocks(x.weight_bytes) for x in on_disk}
     yield reused("weight_page", pages, [layout.weights_of(s) for s in segments], depth)
     added = (x for x in leaving if x.summed and any(x.index in group for group in pulled))
@@ -528,12 +528,13 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     in_turn = [s for s in away for _ in range(min(settings.in_flight, host + ahead))]
     yield passing("act_slot", {s: away[s] for s in here(away, B)}, in_turn, ahead)
     yield passing("act_room", dict.fromkeys(here(away, F), 1), in_turn, ahead)
-    off_device = here(away, F, B) if spec.over_ranks else away
-    kept = {s: whole_blocks(away[s]) for s in off_device if spec.activations[s] == "disk"}
+    kept = {
+        s: whole_blocks(away[s]) for s in off_device(here(away, F, B), away) if spec.activations[s] == "disk"
+    }
     yield passing("act_page", kept, in_turn, host)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
     for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
-        into = () if spec.over_ranks else spec.hops(way)
-        hops = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
+        into = off_device((), spec.hops(way))
+        hops: dict[int, int] = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
         yield reused(buffer, hops, [[*hops]], 1)

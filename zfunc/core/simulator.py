@@ -90,7 +90,7 @@ def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[fl
 
 def _locks(graph: Graph) -> "list[Running]":
     """The lock of Python with which each operation is issued: that of its process."""
-    over_ranks = any(r.rank > 0 for r in graph.regions)
+    over_ranks = any(r.of_rank for r in graph.regions)
     return [("issue", op.device if over_ranks else 0) for op in graph]
 
 

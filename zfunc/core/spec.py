@@ -146,7 +146,7 @@ class StepSpec:
                     f"{name}: got buckets {sorted(unknown)}, expected some of {sorted(known)}: make it with "
                     "zfunc.core.bucketing"
                 )
-        if self.settings.stages > 1:
+        if self.devices:
             self._check_places()
 
     @cached_property
@@ -184,7 +184,7 @@ class StepSpec:
         """The micro-batches that come to the first device just before the first pass of `m`: all of its group, or,
         where other devices send to that one, too, the next one."""
         total, size = self.settings.micro_batches, self.settings.group_size
-        if self.settings.stages > 1:
+        if self.devices:
             return range(m + (m > 0), min(m + 2, total))
         return range(m, min(m + size, total)) if m % size == 0 else ()
 
@@ -224,20 +224,22 @@ class StepSpec:
     def parts(self) -> Parts:
         """The parts that a backward is made in: (W, s) where that of segment `s` is split for some micro-batch, and
         (R, s) where what it recomputes is made ahead of it."""
-        return frozenset((way, s) for way, _, s in self._devices if way in (W, R))
+        return frozenset((way, s) for way, _, s in self.devices if way in (W, R))
 
     @cached_property
-    def _devices(self) -> dict[tuple[str, int, int], int]:
-        lists = self.listed if self.settings.stages > 1 else ()  # one device makes all, which may be millions
+    def devices(self) -> dict[tuple[str, int, int], int]:
+        """The number of the device, or with pp of the stage, that makes each pass (B stands for I), where there are
+        several; of one, which may make millions, none."""
+        lists = self.listed if self.settings.stages > 1 else ()
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 
     def device_of(self, way: str, m: int, s: int) -> int:
         """The number of the device that makes a pass (B stands for I)."""
-        return self._devices.get((way, m, s), 0)
+        return self.devices.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
         """The segments of which a device makes passes these ways, in ascending order."""
-        if self.settings.stages == 1:
+        if not self.devices:
             return [*range(self.num_segments)]
         return sorted(set[int]().union(*(self._made_on.get((device, way), ()) for way in ways)))
 
@@ -245,20 +247,20 @@ class StepSpec:
     def _made_on(self) -> dict[tuple[int, str], set[int]]:
         """The segments whose passes each device makes, each way."""
         made: dict[tuple[int, str], set[int]] = {}
-        for (way, _, s), d in self._devices.items():
+        for (way, _, s), d in self.devices.items():
             made.setdefault((d, way), set()).add(s)
         return made
 
     def hops(self, way: str) -> list[int]:
         """The segments whose input, or its gradient, goes from a device to another."""
-        of = self._devices
+        of = self.devices
         return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 
     @cached_property
     def _homes(self) -> dict[int, set[int]]:
         """The devices on which passes use each bucket."""
         homes: dict[int, set[int]] = {}
-        for (_, _, s), d in self._devices.items():
+        for (_, _, s), d in self.devices.items():
             for b in self.layout.weights_of(s):
                 homes.setdefault(b, set()).add(d)
         return homes
@@ -428,7 +430,7 @@ class StepSpec:
     def _one_sum_at_a_time(self) -> bool:
         """Whether no device of several adds to two sums of a bucket, nor two devices to one."""
         pulled: dict[int, set[int]] = {}
-        for (way, _, s), d in self._devices.items():
+        for (way, _, s), d in self.devices.items():
             if way == B:
                 pulled.setdefault(s, set()).add(d)
         if any(len(devices) > 1 for devices in pulled.values()):
@@ -439,7 +441,7 @@ class StepSpec:
     def open_sums(self, device: int) -> int:
         """The most segments of which a device has passed some micro-batches back and not all, at any time."""
         most, counts = 0, Counter[int]()
-        for x in self.passes if self.settings.stages > 1 else ():
+        for x in self.passes if self.devices else ():
             if x.way in (B, W) and x.device == device and x.ended:
                 counts[x.s] += 1
                 most = max(most, len(counts))

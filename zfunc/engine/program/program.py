@@ -19,7 +19,7 @@ from torch import Tensor
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.display import brief, html_table
-from zfunc.core.graph import Graph, Region, Tier
+from zfunc.core.graph import Graph, Region, Tier, of_stage
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
 from zfunc.core.methods import in_notebook
@@ -82,6 +82,10 @@ class Program:
     def device(self) -> torch.device:
         """The device, or the first of several."""
         return self.devices[0]
+
+    def local(self, device: int) -> int:
+        """The position in `devices` of a device of the plan; with pp that of any stage, as a rank has one."""
+        return device if len(self.devices) > 1 else 0
 
     @property
     def memories(self) -> dict[Tier, torch.device]:
@@ -211,7 +215,7 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         recipes = (program.recipe, *((flush_recipe,) if spec.deferred else ()))  # yours may have other copies
         of_all = (r for recipe in recipes for r in Graph(recipe(spec)).regions)
-        regions = dict.fromkeys(evolve(r, rank=0) for r in of_all if spec.stage in (None, r.rank))
+        regions = dict.fromkeys(of_stage(of_all, spec.stage))
         staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
     if program.cache.released:
         staging.update(allocate(program.cache.released))

@@ -164,7 +164,7 @@ def traced_spec(
     for before, _ in program.cache.costs.values():
         check_aux_names(program.segments[-1].name, aux, before.aux)
     spec = evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
-    if spec.settings.stages > 1 and {*spec.passes} != {*program.spec.passes}:
+    if spec.devices != program.spec.devices:
         raise PlanError(
             "order: got other passes than when the program was compiled, expected the same in every call: draw "
             "what is random once, before"

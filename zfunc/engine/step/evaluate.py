@@ -84,7 +84,7 @@ def _weights(
         check_state(program, state, "weights")
         with on_compute_stream(program):
             if dtype is None:
-                n = 0 if spec.over_ranks else spec.places[bucket.index].home
+                n = program.local(spec.places[bucket.index].home)
                 views = dict(gathered(buffers, spec, bucket, program.devices[n], ranks))
             else:
                 views = Flat.of(bucket_weights(buffers, bucket, ranks), bucket).views
@@ -182,7 +182,7 @@ def outputs(
         )
     for s, (segment, call, extra) in enumerate(zip(program.segments, program.calls, more, strict=True)):
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
-        n = 0 if program.spec.over_ranks else program.spec.device_of(F, 0, s)
+        n = program.local(program.spec.device_of(F, 0, s))
         device = program.devices[n]
         # Not around the yield, where they would leak.
         with (
