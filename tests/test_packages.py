@@ -51,7 +51,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_700,
+    "core": 6_750,
     "schedules and ground": 1_450,
     "runtime": 3_400,
     "optim": 2_890,

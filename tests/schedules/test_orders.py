@@ -31,7 +31,7 @@ from zfunc.schedules.csv_file import FromCSV
 import zfunc
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND
-from zfunc.core.pipeline import VERBS, B, F, I, Order, R, W
+from zfunc.core.pipeline import WAYS, B, F, I, Order, R, W
 from zfunc.core.plan import build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
@@ -51,7 +51,7 @@ def timeline(of: StepSpec, flops: float, hop: float = 0.0) -> Timeline:
         lanes.setdefault(f"{lane}:{op.device}", []).append(i)
 
     def seconds(op: Op) -> float:
-        if op.verb in VERBS.values():
+        if op.verb in WAYS:
             return op.flops / flops
         return hop if op.verb in ("recv_act", "recv_grad_act") else 0.0
 

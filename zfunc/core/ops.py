@@ -1,20 +1,23 @@
 """One constructor for each operation of the built-in recipes, with the regions it reads and writes.
 
-Those that only copy are rows of `zfunc.core.moves`, and are made like the others. A stage function
-(`zfunc.engine.stages`) may touch exactly these regions; dependencies, memory and plans are derived from them.
+Passes through segments are rows of `zfunc.core.pipeline.PASSES`, and operations that only copy those of
+`zfunc.core.moves`: they are made like the others. A stage function (`zfunc.engine.stages`) may touch exactly these
+regions; dependencies, memory and plans are derived from them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
-from attrs import asdict, define, evolve, field
+from attrs import define, evolve, field
 
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
-from zfunc.core.pipeline import B, F, R
+from zfunc.core.passes import run_pass
+from zfunc.core.pipeline import WAYS, F
 from zfunc.core.regions import BF16, FP32, Regions
-from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError, did_you_mean
 
 
@@ -42,7 +45,9 @@ class OpBuilder:
         return Regions(self.spec)
 
     def __getattr__(self, name: str) -> Callable[..., Op]:
-        """The constructor of an operation that only copies, of the row of this name."""
+        """The constructor of a pass, or of an operation that only copies, of the row of this name."""
+        if name in WAYS:
+            return partial(run_pass, self.at, WAYS[name])
         if name in MOVES:
             return lambda *index: self._between_ranks(move(self.at, self.number(name, *index), name, *index))
         if name.startswith("_"):  # a protocol of Python asks for it
@@ -77,79 +82,6 @@ class OpBuilder:
         """The number of earlier operations of this verb and index; the first index of a repeated one."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
-
-    def _weights(self, s: int) -> tuple[Region, ...]:
-        """The parameters that segment `s` reads, bucket by bucket, and the model's constants."""
-        at, used = self.at, self.spec.layout.weights_of(s)
-        weights = (at.slot("weight_slot", b) if self.spec.places[b].streamed else at.params(b) for b in used)
-        return (*weights, *at.constants)
-
-    def forward(self, m: int, s: int) -> Op:
-        """Run segment `s`; the last one returns the loss, and auxiliary outputs. Residuals are kept unless backward
-        recomputes them.
-
-        Buffers that it changes are those that the micro-batch before left; what it read of them is a residual.
-        """
-        at, spec, last = self.at, self.spec, s == self.spec.num_segments - 1
-        residuals = at.residuals(m, s)
-        if spec.activations[s] != "device":
-            at.ring("act_room").give(s)
-        stateful = s in spec.stateful
-        before = (at("next_module_buffers", s) if m else at("module_buffers", s),) if stateful else ()
-        after = (at("next_module_buffers", s),) if stateful else ()
-        read = spec.buffer_bytes[s] if stateful and not residuals else 0
-        made = (at("loss", m), *at.some("aux", m)) if last else (at.received("act", F, m, s + 1),)
-        # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
-        room = at.room(s - 1) if last and spec.settings.tiles != 1 else at.room(s)
-        reads = *self._weights(s), at("act", m, s), *((at("targets", m),) if last else ()), *before
-        return self._pass("forward", m, s, reads, (*made, *residuals, *room, *after, *at.keys(s)), read)
-
-    def _pass(
-        self, verb: str, m: int, s: int, reads: tuple[Region, ...], writes: tuple[Region, ...], more: int = 0
-    ) -> Op:
-        """A pass, whose workspace is so many bytes more than that of its cost."""
-        cost = asdict(getattr(self.spec.costs[s], verb))
-        return Op(verb, (m, s), "compute", reads, writes, **cost | {"workspace": cost["workspace"] + more})
-
-    def recompute(self, m: int, s: int) -> Op:
-        """Make what backward of segment `s` needs of forward, ahead of its gradient; and keep what has come back to
-        a slot for both."""
-        reads = *self._weights(s), *self._left(m, s)
-        return self._pass("recompute", m, s, reads, (self.at("recomputed", m, s),))
-
-    def _left(self, m: int, s: int) -> tuple[Region, ...]:
-        """What forward of segment `s` has left for backward, where it is now."""
-        stashed = self.spec.activations[s] != "device"
-        return (self.at.slot("act_slot", s),) if stashed else self.at.left_by_forward(m, s)
-
-    def backward(self, m: int, s: int) -> Op:
-        """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
-        return self._pull("backward", m, s, self._grads(m, s))
-
-    def backward_input(self, m: int, s: int) -> Op:
-        """Backward of segment `s` for its input alone, and what that for its weights needs."""
-        return self._pull("backward_input", m, s, (self.at("pending", m, s),))
-
-    def backward_weight(self, m: int, s: int) -> Op:
-        """The gradients of the weights of segment `s`, of what `backward_input` has kept: the input, weights and
-        residuals are free by then."""
-        return self._pass("backward_weight", m, s, (self.at("pending", m, s),), self._grads(m, s))
-
-    def _grads(self, m: int, s: int) -> tuple[Region, ...]:
-        return (self.at("grads", m, s),) if self.spec.layout.buckets_of(s) else ()
-
-    def _pull(self, verb: str, m: int, s: int, made: tuple[Region, ...]) -> Op:
-        """A backward that makes the gradient of its input and what else is `made`."""
-        at, last = self.at, s == self.spec.num_segments - 1
-        above = (at("targets", m),) if last else (at("grad_act", m, s + 1),)
-        below = (at.received("grad_act", B, m, s),) if s > self.spec.layout.first_trainable else ()
-        taken = above if self.spec.settings.tiles != 1 and not last else ()  # for the gradient below
-        recomputed = (at("recomputed", m, s),) if (R, s) in self.spec.parts else ()
-        stays = not recomputed or self.spec.activations[s] == "device"
-        kept = *recomputed, *(self._left(m, s) if stays else ())
-        cotangent = ALLOCATION if last else 0  # of the loss
-        reads = *self._weights(s), *kept, *above
-        return self._pass(verb, m, s, reads, (*below, *made, *taken, *at.keys(s)), cotangent)
 
     def keep_buffers(self) -> Op:
         """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all
@@ -471,7 +403,8 @@ class OpBuilder:
         return Op("commit", (), kind, reads, (self.at("committed"),))
 
 
-VERBS = tuple(
+_METHODS = [
     name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_" and name != "number"
-)
-"""The verbs of the operations that `OpBuilder` has a method for."""
+]
+VERBS = (*WAYS, *_METHODS)
+"""The verbs of the operations of `OpBuilder` that do more than copy."""

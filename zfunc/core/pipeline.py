@@ -21,7 +21,27 @@ from zfunc.errors import PlanError
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
 F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
-VERBS = {F: "forward", R: "recompute", B: "backward", I: "backward_input", W: "backward_weight"}
+
+
+class PassKind(NamedTuple):
+    """A kind of pass: its verb, what it takes and makes, as words of `zfunc.core.passes.OPERANDS`, and where the cost
+    of a segment is not known its `work`, in forwards."""
+
+    verb: str
+    takes: str
+    makes: str
+    work: int
+
+
+PASSES = {
+    F: PassKind("forward", "weights input targets buffers", "output residuals room changed keys", 1),
+    R: PassKind("recompute", "weights left", "recomputed", 1),
+    B: PassKind("backward", "weights kept above", "below grads reused keys", 3),
+    I: PassKind("backward_input", "weights kept above", "below pending reused keys", 2),
+    W: PassKind("backward_weight", "pending", "grads", 1),
+}
+"""The kinds of passes, by the letter that an order has for each."""
+WAYS = {kind.verb: way for way, kind in PASSES.items()}
 
 
 class Pass(NamedTuple):

@@ -11,7 +11,7 @@ from attrs import fields
 
 from zfunc.core.graph import Op
 from zfunc.core.ops import OpBuilder
-from zfunc.core.pipeline import VERBS, B, F, I, R, W
+from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.core.places import BucketPlaces
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
@@ -250,7 +250,7 @@ def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterato
         yield emit.unspill_act(m, s)
     if first and spec.activations[s] != "device":
         yield emit.unstash(m, s)
-    yield getattr(emit, VERBS[way])(m, s)
+    yield getattr(emit, PASSES[way].verb)(m, s)
 
 
 def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:

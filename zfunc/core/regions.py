@@ -316,6 +316,12 @@ class Regions:
         """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
         return self.slot("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
 
+    def buffers(self, s: int, *, new: bool) -> tuple[Region, ...]:
+        """The buffers that forward of a segment changes, if any: of the State, or `new` ones."""
+        return (
+            (self("next_module_buffers" if new else "module_buffers", s),) if s in self.spec.stateful else ()
+        )
+
     def room(self, s: int) -> tuple[Region, ...]:
         """Empty; it keeps forward from running ahead of the copies of what a segment leaves to the host."""
         return (self.slot("act_room", s),) if s in self.ring("act_room") else ()

@@ -12,7 +12,7 @@ from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
-from zfunc.core.pipeline import VERBS, B, F, I, InGroups, Order, Pass, R, W, passes_in, passes_listed
+from zfunc.core.pipeline import PASSES, B, F, I, InGroups, Order, Pass, R, W, passes_in, passes_listed
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings, in_equal_shares
 from zfunc.errors import PlanError
@@ -76,6 +76,11 @@ class SegmentCost:
     key_bytes: int = 0
     pending_bytes: int = 0
     recomputed_bytes: int = 0
+
+    @property
+    def passes(self) -> dict[str, PassCost]:
+        """The cost of each kind of pass."""
+        return {way: getattr(self, kind.verb) for way, kind in PASSES.items()}
 
 
 @frozen
@@ -191,8 +196,7 @@ class StepSpec:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes of all micro-batches through the segments, in serial order."""
-        unknown = {F: 1, R: 1, B: 3, I: 2, W: 1}
-        work = [{way: getattr(x, VERBS[way]).flops or n for way, n in unknown.items()} for x in self.costs]
+        work = [{way: cost.flops or PASSES[way].work for way, cost in x.passes.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
         tied = [*self._tied.values()]
         return tuple(x for _, _, x in passes_in(self.listed, self._trained, work, hops, tied))
@@ -338,6 +342,10 @@ class StepSpec:
     def num_segments(self) -> int:
         """The number of segments."""
         return len(self.costs)
+
+    def is_last(self, s: int) -> bool:
+        """Whether a segment is the last, which makes the loss."""
+        return s == len(self.costs) - 1
 
     @cached_property
     def stateful(self) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import KINDS, Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Peak, initial_memory, peak_breakdown, peak_memory, persistent_bytes
-from zfunc.core.pipeline import VERBS
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.regions import Regions
@@ -193,7 +192,7 @@ class PlannedStep:
         work = Counter[tuple[Kind, int]]()
         passes = Counter((x.way, x.s, x.device) for own in spec.listed for x in own)
         for (way, s, device), count in passes.items():
-            cost = getattr(spec.costs[s], VERBS[way])
+            cost = spec.costs[s].passes[way]
             work["compute", device] += count * seconds(Op("", (), "compute", **asdict(cost)))
         stashed = [r.nbytes for r in kept if r.buffer == "disk_act" and r.index[0] == 0]
         for kind in DRIVES:

@@ -14,7 +14,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from zfunc.core.graph import Op
-from zfunc.core.pipeline import VERBS, B, F, I, Pass, R, W, passes_in, passes_listed
+from zfunc.core.pipeline import B, F, I, Pass, R, W, passes_in, passes_listed
 from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep
 from zfunc.schedules import make_order
@@ -38,7 +38,7 @@ def work_of(step: PlannedStep) -> Work:
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
-        made = {way: getattr(x, verb) for way, verb in VERBS.items()}
+        made = x.passes
         made |= {} if (W, s) in step.spec.parts else {W: alike}
         ops = {way: Op("", (), "compute", **asdict(cost)) for way, cost in made.items()}
         own = {way: round(step.hardware.seconds(op) / UNIT) for way, op in ops.items()}

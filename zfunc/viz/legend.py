@@ -14,7 +14,7 @@ from zlib import crc32
 
 from zfunc.core.display import counted
 from zfunc.core.graph import OF_DEVICE, Kind
-from zfunc.core.pipeline import VERBS as PASSES
+from zfunc.core.pipeline import WAYS
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
@@ -22,7 +22,6 @@ from zfunc.units import format_seconds, second_unit
 # The colours of verbs, by the kind of these.
 PALETTE: dict[str, dict[str, str]] = tomllib.loads((files("zfunc.viz") / "colours.toml").read_text())
 _COLOURS = {verb: colour for kind in PALETTE.values() for verb, colour in kind.items()}
-_PASSES = frozenset(PASSES.values())
 _FROM_ABOVE: tuple[Kind, ...] = ("h2d", "compute", "d2h", "network", "host", "read", "write")
 
 Timelines = Timeline | Sequence[Timeline]  # several share one axis: simulated and measured, for example
@@ -69,7 +68,7 @@ def micro_batches_of(timelines: Sequence[Timeline]) -> dict[str, str]:
     >>> micro_batches_of([Timeline(events, "simulated")])
     {'forward[3,0]': '3', 'forward[3,1]': '3'}
     """
-    passes = [e for timeline in timelines for e in timeline.events if verb_of(e.op) in _PASSES]
+    passes = [e for timeline in timelines for e in timeline.events if verb_of(e.op) in WAYS]
     several = len({e.lane for e in passes}) > 1
     return {e.op: re.sub(r"\D.*", "", e.op.partition("[")[2]) for e in passes if several}
 

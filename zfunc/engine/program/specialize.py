@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.pipeline import R, W
+from zfunc.core.pipeline import PASSES, R, W
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn_once
 from zfunc.engine.stages.outputs import aux_names, check_aux_names
 from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
@@ -150,20 +150,16 @@ def traced_spec(
     inputs = [nbytes(micro[0]), *passed]
     first = program.layout.first_trainable
     below = [size if s > first else 0 for s, size in enumerate(inputs)]  # gradients of these
-    costs = tuple(  # what backward returns are regions of their own
-        evolve(
-            x.cost,
-            input_bytes=size,
-            backward=x.cost.backward.beside(grads + passed),
-            backward_input=x.cost.backward_input.beside(passed),
-            backward_weight=x.cost.backward_weight.beside(grads),
-        )
-        for x, size, grads, passed in zip(traces, inputs, program.spec.grad_bytes, below, strict=True)
-    )
+    costs: list[SegmentCost] = []
+    for x, size, grads, passed in zip(traces, inputs, program.spec.grad_bytes, below, strict=True):
+        made = {"grads": grads, "below": passed}  # regions of their own
+        own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
+        passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
+        costs.append(evolve(x.cost, input_bytes=size, **passes))
     aux = aux_names(traces[-1].out)
     for before, _ in program.cache.costs.values():
         check_aux_names(program.segments[-1].name, aux, before.aux)
-    spec = evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
+    spec = evolve(program.spec, costs=tuple(costs), target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
     if spec.devices != program.spec.devices:
         raise PlanError(
             "order: got other passes than when the program was compiled, expected the same in every call: draw "
