@@ -139,7 +139,7 @@ LARGEST, FACTOR_SUMS, FACTOR_SQUARES, FACTORED = range(4)  # sweeps
 def factor(
     int sweep,
     addresses,               # INOUT 16, as _adafactor_kernel.h has them, or 0
-    sizes,                   # IN    rows and columns of a matrix, and the parameter's element that the first one here is
+    sizes,                   # IN    rows and columns of a matrix
     how,                     # IN    types of grad and out, whether weights decay
     factors,                 # IN    grad_scale, grad_floor, limit, rate, decay: rounded here, once, to float
     size_t n,
@@ -148,14 +148,15 @@ def factor(
 ):
     """One sweep of Adafactor; see adafactor.py for what they compute together."""
     cdef uintptr_t at[16]
-    cdef size_t count[3]
+    cdef size_t count[2]
     cdef int numbers[3]
     cdef float k[5]
     cdef int use = checked_isa(isa), i
     for i in range(16):
         at[i] = addresses[i]
+    count[0], count[1] = sizes
     for i in range(3):
-        count[i], numbers[i] = sizes[i], how[i]
+        numbers[i] = how[i]
     for i in range(5):
         k[i] = <float><double>factors[i]
     with nogil:

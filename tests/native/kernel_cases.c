@@ -83,7 +83,7 @@ static double run_factor(const zf_case *c, size_t begin, size_t n) {
                                     ROLE_columns,  ROLE_new_rows,    ROLE_new_columns, ROLE_rows,
                                     ROLE_columns,  ROLE_new_rows,    ROLE_new_columns, ROLE_master,
                                     ROLE_low,      ROLE_into_master, ROLE_into_low,    ROLE_out};
-    const size_t sizes[3] = {c->h.sizes[0], c->h.sizes[1], 0};
+    const size_t sizes[2] = {c->h.sizes[0], c->h.sizes[1]};
     uintptr_t address[16];
     float factor[5];
     find(address, c, role, 16, begin);

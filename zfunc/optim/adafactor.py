@@ -471,7 +471,7 @@ class KernelUpdate(Update):
         cpu_adam.factor(
             getattr(cpu_adam, sweep),
             [known[x].data_ptr() if x in known else 0 for x in POINTERS],
-            (rows, columns, 0),  # the last: the number of the first element
+            (rows, columns),
             (*types, bool(k.decay)),
             (k.grad_scale, k.grad_floor, k.limit, rate, k.decay),
             known["grad"].numel(),

@@ -26,7 +26,6 @@ typedef struct {
     zf_weights weights, into;                     /* `into`: OUT, the same buffers or others: fourth sweep */
     void *out;                                    /* OUT   [n] of out_type, or NULL */
     size_t rows, columns;                         /* of each matrix */
-    size_t first;                                 /* number of element 0 in its parameter: third and fourth sweep */
     int grad_type, out_type, decays;
     float grad_scale, grad_floor, limit, rate, decay; /* limit: of the product of left and right */
     int stream, stream_state;
@@ -225,7 +224,7 @@ ZF_INLINE void zf_direct(float *restrict u, const float *restrict right, float l
 /* Elements `at` to `at` + n, over the ends of rows. */
 ZF_INLINE void zf_direction(const zf_factor_args *a, float *restrict u, size_t at, size_t n, int isa) {
     const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
-    size_t row = (a->first + at) / a->columns, column = (a->first + at) % a->columns;
+    size_t row = at / a->columns, column = at % a->columns;
     const float *right = a->right + row / a->rows * a->columns;
     zf_prefetch_lines((const char *)a->grad + at * width, n, width, ZF_AHEAD);
     zf_scaled(a, u, a->grad, at, n, isa);
@@ -336,7 +335,7 @@ static void zf_factor_from(int sweep, const uintptr_t *addresses, const size_t *
     zf_factor_args a;
     memset(&a, 0, sizeof a);
     memcpy(&a, addresses, offsetof(zf_factor_args, rows));
-    a.rows = sizes[0], a.columns = sizes[1], a.first = sizes[2];
+    a.rows = sizes[0], a.columns = sizes[1];
     a.grad_type = how[0], a.out_type = how[1], a.decays = how[2];
     memcpy(&a.grad_scale, factors, 5 * sizeof(float));
     sweeps[sweep](&a, n, threads, isa);
