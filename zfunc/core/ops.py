@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
-from zfunc.core.passes import run_pass
+from zfunc.core.passes import make_pass
 from zfunc.core.pipeline import WAYS, F
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.spec import StepSpec
@@ -47,7 +47,7 @@ class OpBuilder:
     def __getattr__(self, name: str) -> Callable[..., Op]:
         """The constructor of a pass, or of an operation that only copies, of the row of this name."""
         if name in WAYS:
-            return partial(run_pass, self.at, WAYS[name])
+            return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
             return lambda *index: self._between_ranks(move(self.at, self.number(name, *index), name, *index))
         if name.startswith("_"):  # a protocol of Python asks for it

@@ -61,7 +61,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
 """The regions that a pass of micro-batch `m` through segment `s` takes or makes, by word."""
 
 
-def run_pass(at: Regions, way: str, m: int, s: int) -> Op:
+def make_pass(at: Regions, way: str, m: int, s: int) -> Op:
     """The operation of a pass."""
     kind, spec = PASSES[way], at.spec
     if way == F and spec.activations[s] != "device":
